@@ -1,0 +1,65 @@
+"""Random policies of known size and prompts of known length, for benchmarks: only their cost matters."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+PROMPT_TOKENS = 64
+
+
+def save_policy(folder: Path, *, hidden_size: int, num_layers: int, intermediate_size: int, vocab_size: int) -> int:
+    """Write a Qwen2 model with random weights and the byte-level tokenizer; returns the number of parameters."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from rl_plugins.models.tiny import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 64,
+        num_key_value_heads=max(1, hidden_size // 128),
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(p.numel() for p in model.parameters())
+
+
+def save_28m(folder: Path) -> int:
+    """28 M parameters, vocabulary 8192."""
+    return save_policy(folder, hidden_size=512, num_layers=8, intermediate_size=1408, vocab_size=8192)
+
+
+def save_50m(folder: Path) -> int:
+    """50 M parameters: 200 MB in float32."""
+    return save_policy(folder, hidden_size=768, num_layers=6, intermediate_size=2560, vocab_size=8192)
+
+
+def save_prompts(path: Path, *, rows: int = 256) -> None:
+    """Prompts of `PROMPT_TOKENS` tokens with the chat template, answers that nothing matches."""
+    from rl_plugins.data.prepare.writing import write_splits
+
+    rng = random.Random(0)
+    text_tokens = PROMPT_TOKENS - 2  # the template adds two role tokens
+    splits = {
+        "train": [
+            {
+                "data_source": "random",
+                "prompt": [{"role": "user", "content": "".join(rng.choices("abcdefgh ", k=text_tokens - 1)) + "?"}],
+                "ability": "none",
+                "reward_model": {"style": "rule", "ground_truth": "x"},
+                "extra_info": {"split": "train", "index": index},
+            }
+            for index in range(rows)
+        ]
+    }
+    write_splits(splits, path)

@@ -1,0 +1,97 @@
+"""Run the GRPO recipe in a process of its own and read its metrics; watch the memory of all its processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+TIMEOUT_S = 1800
+
+
+@dataclass
+class Run:
+    """Metrics of the training steps, and the peak resident size of each kind of process, in bytes."""
+
+    steps: list[dict[str, float]]
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    bucket_mb: int = 64
+
+    def values(self, name: str) -> list[float]:
+        """One metric over the steps that have it."""
+        return [step[name] for step in self.steps if name in step]
+
+    def median(self, name: str, skip: int = 2) -> float:
+        """Median over the steps after the first `skip`."""
+        return median(self.values(name)[skip:] or self.values(name))
+
+    def phases(self) -> dict[str, float]:
+        """Median seconds of each phase, largest first."""
+        names = {name for step in self.steps for name in step if name.startswith("time/")} - {"time/step"}
+        phases = {name.removeprefix("time/"): self.median(name) for name in names}
+        return dict(sorted(((k, v) for k, v in phases.items() if v >= 0.0005), key=lambda item: -item[1]))
+
+
+def run_grpo(folder: Path, *overrides: str) -> Run:
+    """Train `folder/policy` on `folder/data/train.parquet` with the GRPO recipe.
+
+    Raises:
+        RuntimeError: it failed; the message ends with its output.
+    """
+    command = [
+        sys.executable, "-m", "rl_plugins.recipes.grpo", "run.name=run", f"run.output_dir={folder}/outputs",
+        f"model.path={folder}/policy", f"data.train_files=[{folder}/data/train.parquet]", "run.export=false",
+        "run.checkpoint_every=100000", "run.eval_every=0", "tracking.enabled=false", *overrides,
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    watcher = MemoryWatch(process.pid)
+    watcher.start()
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    peaks = watcher.stop()
+    if process.returncode:
+        raise RuntimeError(f"the recipe ended with status {process.returncode}:\n{output[-4000:]}")
+    lines = (folder / "outputs" / "run" / "metrics.jsonl").read_text().splitlines()
+    return Run([row for row in map(json.loads, lines) if "train/loss" in row], peaks)
+
+
+class MemoryWatch:
+    """Samples the resident size of a process and its descendants ten times a second."""
+
+    KINDS = ("RayTrainWorker", "VLLMActor")
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._peaks: dict[str, int] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> dict[str, int]:
+        """End; the peak of the largest process of each kind."""
+        self._ended.set()
+        self._thread.join()
+        return self._peaks
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.1):
+            try:
+                processes = [self._root, *self._root.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                return
+            for process in processes:
+                try:
+                    title, size = " ".join(process.cmdline()), process.memory_info().rss
+                except psutil.Error:
+                    continue
+                for kind in self.KINDS:
+                    if kind in title:
+                        self._peaks[kind] = max(self._peaks.get(kind, 0), size)

@@ -1,0 +1,63 @@
+"""Weights from two ZeRO-3 workers to a live vLLM engine, against the limit of two memory copies on this machine.
+
+`python -m benchmarks.weight_update [--updates 8]` prints the time and rate of an update of a 200 MB model (the whole
+phase, as a training step sees it), the limit measured in the same run, and the extra memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from benchmarks.policies import save_50m, save_prompts
+from benchmarks.runs import run_grpo
+
+
+def copy_rate(nbytes: int) -> float:
+    """Bytes per second of one thread copying `nbytes`, median of 7, after the pages have been touched."""
+    import torch
+
+    torch.set_num_threads(1)
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+    target.copy_(source)
+    seconds = []
+    for _ in range(7):
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return nbytes / median(seconds)
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--updates", type=int, default=8)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        nbytes = 4 * save_50m(folder / "policy")
+        save_prompts(folder / "data")
+        run = run_grpo(
+            folder,
+            f"run.steps={arguments.updates + 2}",
+            "batch.prompts_per_step=2",
+            "batch.samples_per_prompt=2",
+            "sampling.max_tokens=2",
+        )
+    # The first update maps the bucket: it is not like the others.
+    seconds = run.values("time/update_weights")[1:]
+    rate, limit = nbytes / median(seconds), copy_rate(nbytes) / 2
+    print(f"model                  {nbytes / 1e6:.0f} MB")
+    spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
+    print(f"update                 {median(seconds):.3f} s (median of {len(seconds)}; {spread})")
+    print(f"rate                   {rate / 1e9:.2f} GB/s")
+    print(f"two copies, one thread {limit / 1e9:.2f} GB/s")
+    print(f"ratio                  {rate / limit:.2f} (target: at least 0.80)")
+    print(f"extra memory           one bucket of {run.bucket_mb} MB in two halves")
+
+
+if __name__ == "__main__":
+    main()

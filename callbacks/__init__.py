@@ -1,0 +1,4 @@
+"""Lightning callbacks: checkpoints, tracking, evaluation, guards."""
+
+if __name__ != "rl_plugins.callbacks":
+    raise ImportError("Import rl_plugins.callbacks: under the bare name `callbacks` it would load twice.")

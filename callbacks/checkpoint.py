@@ -1,0 +1,110 @@
+"""Checkpoints on the stage's clock: complete or not there, everything a run needs to go on exactly, the last K kept.
+
+A checkpoint is written by all ranks under a temporary name and renamed when all have finished. Under Ray Train it is
+then reported, so that restarted workers find it and Ray keeps the last K.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.stages.stage import clock
+
+
+class PolicyCheckpoint(Callback):
+    """Saves every `every` steps and after the last one.
+
+    Args:
+        folder: of the run.
+        every: steps between checkpoints.
+        keep_last: newest checkpoints that are kept.
+        report_to_ray: the workers run under Ray Train.
+    """
+
+    def __init__(self, folder: Path, *, every: int, keep_last: int = 2, report_to_ray: bool = False) -> None:
+        self._folder, self._every, self._keep_last = RunFolder(folder), every, keep_last
+        self._report_to_ray = report_to_ray
+        self._saved_step = -1
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._saved_step = clock(pl_module)
+        if trainer.ckpt_path:
+            self._load_random_state(trainer, Path(trainer.ckpt_path))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if clock(pl_module) % self._every == 0:
+            self.save(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if clock(pl_module) != self._saved_step:
+            self.save(trainer, pl_module)
+
+    def save(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write a checkpoint now. Every rank must call it."""
+        step = clock(pl_module)
+        final = self._folder.checkpoint(step)
+        partial = final.with_name(f".{final.name}.partial")
+        if trainer.is_global_zero:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        trainer.strategy.barrier("checkpoint folder")
+        trainer.save_checkpoint(partial / "state", weights_only=False)
+        torch.save(_random_state(), partial / f"random_state_{trainer.global_rank}.pt")
+        trainer.strategy.barrier("checkpoint written")
+        if trainer.is_global_zero:
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(partial, final)
+            if not self._report_to_ray:
+                for old in self._folder.checkpoints()[: -self._keep_last]:
+                    shutil.rmtree(old)
+        trainer.strategy.barrier("checkpoint in place")
+        self._saved_step = step
+        if self._report_to_ray:
+            self._report(trainer, step, final)
+
+    def _report(self, trainer: Trainer, step: int, final: Path) -> None:
+        import ray.train
+        from ray.train import Checkpoint, CheckpointUploadMode
+
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        ray.train.report(
+            {**metrics, "step": step},
+            checkpoint=Checkpoint.from_directory(str(final)) if trainer.is_global_zero else None,
+            checkpoint_dir_name=final.name,
+            # It is already where Ray would copy it.
+            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+        )
+
+    def _load_random_state(self, trainer: Trainer, checkpoint: Path) -> None:
+        path = checkpoint.parent / f"random_state_{trainer.global_rank}.pt"
+        if path.is_file():
+            state = torch.load(path, weights_only=False)
+            random.setstate(state["python"])
+            np.random.set_state(state["numpy"])
+            torch.set_rng_state(state["torch"])
+            if torch.cuda.is_available():
+                torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }

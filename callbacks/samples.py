@@ -1,0 +1,37 @@
+"""A table of what the policy said at each validation, as a file and in MLflow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from rl_plugins.callbacks.mlflow import MLflowTracking
+from rl_plugins.stages.sampling import SamplingStage
+
+
+class SampleTable(Callback):
+    """Keeps the first rows of rank 0's validation samples.
+
+    Args:
+        folder: gets `step_00000020.json` for each validation.
+        rows: how many samples to keep.
+    """
+
+    def __init__(self, folder: Path, *, rows: int = 32) -> None:
+        self._folder, self._rows = folder, rows
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero or not isinstance(pl_module, SamplingStage):
+            return
+        rows = pl_module.validation_samples[: self._rows]
+        name = f"step_{pl_module.step:08d}.json"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / name).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
+        columns = {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
+        for logger in trainer.loggers:
+            if isinstance(logger, MLflowTracking) and columns:
+                logger.log_table(columns, f"samples/{name}")

@@ -1,0 +1,33 @@
+"""Rewards that the integration tests name by `_target_`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+
+def shortness(solution_str: str) -> float:
+    """The fewer letters, the better: any policy gets different scores for different samples."""
+    return 1.0 - sum(character.isalpha() for character in solution_str) / 8
+
+
+def without_ray(solution_str: str) -> float:
+    """Fails in a process that has Ray or vLLM."""
+    loaded = {"ray", "vllm", "deepspeed"} & set(sys.modules)
+    assert not loaded, f"{loaded} in a run of one process"
+    return shortness(solution_str)
+
+
+def inspected(solution_str: str) -> float:
+    """Stops in the debugger."""
+    breakpoint()
+    return shortness(solution_str)
+
+
+def held(solution_str: str, gate: str) -> float:
+    """Waits while the file `gate` is there: the test has the run in its hand."""
+    deadline = time.monotonic() + 100
+    while Path(gate).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return shortness(solution_str)

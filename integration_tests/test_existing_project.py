@@ -1,0 +1,123 @@
+"""A team's own Lightning project, as it is and with RL added: both examples run; few lines separate them."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from rl_plugins.data.prepare.addition import addition_rows
+from rl_plugins.data.prepare.writing import write_splits
+from rl_plugins.models.tiny import save_tiny_policy
+
+ROOT = Path(__file__).parents[1]
+BEFORE, AFTER = ROOT / "examples" / "existing_project", ROOT / "examples" / "existing_project_rl"
+MOST_ADDED_LINES = 15
+RUN_TIMEOUT_S = 420
+
+
+def added_lines(before: Path, after: Path) -> list[str]:
+    """Lines of `after` that `before` lacks; a changed line counts as added."""
+    compared = difflib.unified_diff(before.read_text().splitlines(), after.read_text().splitlines(), n=0)
+    return [line for line in compared if line.startswith("+") and not line.startswith("+++")]
+
+
+def run_project(project: Path, folder: Path, name: str, **options: object) -> Path:
+    """Run the project's script as its team would; returns the folder with its results."""
+    output = folder / name
+    files = {"train-file": folder / "train.parquet", "val-file": folder / "test.parquet", "output": output}
+    command = [sys.executable, str(project / "train.py")]
+    command += [part for key, value in {**files, **options}.items() for part in (f"--{key}", str(value))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "RAY_ADDRESS": "local"}
+    # The project does not know that DeepSpeed wants to be told of the CPU.
+    environment.pop("DS_ACCELERATOR", None)
+    outcome = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+    )
+    assert outcome.returncode == 0, (outcome.stdout + outcome.stderr)[-8000:]
+    return output
+
+
+def logged(output: Path) -> dict[str, list[float]]:
+    """The columns of the project's CSV log, in the order of their rows."""
+    columns: dict[str, list[float]] = {}
+    with (output / "logs" / "version_0" / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            for name, value in row.items():
+                if value:
+                    columns.setdefault(name, []).append(float(value))
+    return columns
+
+
+def largest_change(before: Path, after: Path) -> float:
+    """Largest change of a weight between two model folders that hold the same tensors."""
+    old, new = load_file(before / "model.safetensors"), load_file(after / "model.safetensors")
+    assert old.keys() == new.keys()
+    return max(float((new[name] - old[name]).abs().max()) for name in old)
+
+
+def assert_kept(metrics: Mapping[str, list[float]], output: Path, *, steps: int, lr: float) -> None:
+    """The project's callback, its schedule for both parameter groups, and its checkpoints are at work."""
+    assert len(metrics["seconds_per_step"]) == steps
+    assert min(metrics["seconds_per_step"]) > 0
+    for group in ("matrices", "vectors"):
+        rates = metrics[f"lr-AdamW/{group}"]
+        assert rates[:3] == pytest.approx([0.0, lr / 2, lr])
+        assert len(rates) == steps and rates[3:] == sorted(rates[3:], reverse=True) and rates[-1] < lr
+    assert list((output / "checkpoints").glob(f"epoch=*-step={steps}.ckpt"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("project")
+    write_splits(addition_rows(below=10, num_train=80, num_test=16, seed=0), path)
+    save_tiny_policy(path / "tiny")
+    return path
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(folder: Path) -> Path:
+    options = {"steps": 100, "val-every": 50, "lr": 3e-3}
+    return run_project(BEFORE, folder, "sft", model=folder / "tiny", **options)
+
+
+def test_rl_is_a_few_added_lines() -> None:
+    names = {path.name for path in BEFORE.iterdir() if path.is_file()}
+    assert names == {path.name for path in AFTER.iterdir() if path.is_file()}
+    added = {name: added_lines(BEFORE / name, AFTER / name) for name in names if name.endswith(".py")}
+    assert set(added) == {"model.py", "data.py", "train.py"}
+    assert 0 < sum(map(len, added.values())) <= MOST_ADDED_LINES
+    assert not any("rl_plugins" in (BEFORE / name).read_text() for name in added)
+
+
+@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+def test_the_project_runs_without_rl(folder: Path, fine_tuned: Path) -> None:
+    metrics = logged(fine_tuned)
+    assert_kept(metrics, fine_tuned, steps=100, lr=3e-3)
+    assert metrics["train_loss"][-1] < metrics["train_loss"][0] / 2
+    assert len(metrics["val_loss"]) == 2
+    assert largest_change(folder / "tiny", fine_tuned / "model") > 1e-3
+
+
+@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+def test_the_project_runs_with_rl(folder: Path, fine_tuned: Path) -> None:
+    steps, lr = 6, 1e-3
+    options = {"steps": steps, "val-every": 3, "lr": lr}
+    output = run_project(AFTER, folder, "rl", model=fine_tuned / "model", **options)
+    metrics = logged(output)
+    assert_kept(metrics, output, steps=steps, lr=lr)
+    assert len(metrics["train/reward"]) == steps
+    assert min(metrics["train/reward"]) > 0 and max(metrics["train/reward"]) < 1
+    assert len(metrics["val/reward"]) == 3  # Lightning's check before training, and two validations
+    assert metrics["train/reward_raised"] == [0.0] * steps
+    assert min(metrics["train/gradient_norm"]) > 0
+    # What the engine sampled from is what is trained: the weights arrived after every step.
+    assert max(metrics["train/rollout_gap_max"]) < 1e-3
+    assert largest_change(fine_tuned / "model", output / "model") > lr / 10

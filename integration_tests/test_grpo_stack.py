@@ -1,0 +1,185 @@
+"""One GRPO run over ZeRO-3 workers, vLLM and MLflow, seen from all sides: what it logs, keeps, says and exports."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from safetensors.torch import load_file
+
+from integration_tests.conftest import Recipe, recipes_in
+from rl_plugins.callbacks.metrics_file import read_metrics
+from rl_plugins.data.prepare.addition import addition_rows
+from rl_plugins.data.prepare.writing import write_splits
+from rl_plugins.rollout.vllm.config import VLLMConfig
+
+STEPS = 4
+# Prompts that begin alike for more than one block of the KV cache: the prefix cache has something to keep.
+PREAMBLE = "You add two numbers, and you say nothing but their sum. " * 3
+
+PHASES = ("offload", "rollout", "reload", "reward", "old_log_probs", "ref_log_probs", "advantages")
+METRICS = {
+    *(f"train/{name}" for name in ("reward", "kl", "kl_coefficient", "ppo_kl", "entropy", "loss", "lr")),
+    *(f"train/{name}" for name in ("clip_fraction", "dual_clip_fraction", "gradient_norm", "uniform_groups")),
+    *(f"train/{name}" for name in ("response_length", "truncated", "rollout_gap", "rollout_gap_max")),
+    *(f"train/reward_{failure}" for failure in ("raised", "timeout", "not_finite", "died")),
+    *(f"{kind}/{phase}" for kind in ("time", "memory") for phase in (*PHASES, "update_policy")),
+    *("time/step", "tokens_per_s", "samples_per_s"),
+}
+# Where a validation comes between, it is the validation that brings the engine the new weights.
+SOMETIMES = {"time/update_weights", "memory/update_weights"}
+
+
+@pytest.fixture(scope="module")
+def recipe(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipe]:
+    folder = tmp_path_factory.mktemp("stack")
+    splits = addition_rows(below=100, num_train=64, num_test=32, seed=0)
+    for row in (row for rows in splits.values() for row in rows):
+        row["prompt"].insert(0, {"role": "system", "content": PREAMBLE})
+    write_splits(splits, folder / "data")
+    with recipes_in(folder, workplace) as start:
+        recipe = start(
+            "grpo", "stack",
+            f"data.train_files=[{folder}/data/train.parquet]", f"data.val_files=[{folder}/data/test.parquet]",
+            "data.max_prompt_tokens=220", "sampling.max_tokens=8", "run.steps=4", "run.eval_every=2",
+            "run.checkpoint_every=2", "run.keep_checkpoints=1", "batch.prompts_per_step=8",
+            "batch.samples_per_prompt=4", "batch.updates_per_step=2", "batch.tokens_per_micro_batch=2048",
+            "optimizer.lr=2e-3", "algorithm.kl.coefficient=0.05", "algorithm.kl.estimator=k3",
+            "tracking.experiment=stack", "reward.functions.default={_target_: integration_tests.rewards.shortness}",
+        )  # fmt: skip
+        assert recipe.wait() == 0, recipe.tail()
+        yield recipe
+
+
+@pytest.fixture(scope="module")
+def series(recipe: Recipe) -> dict[str, dict[int, float]]:
+    return read_metrics(recipe.run / "metrics.jsonl")
+
+
+def test_every_step_has_every_metric(series: dict[str, dict[int, float]]) -> None:
+    assert set(series) == METRICS | SOMETIMES | {"val/reward"}
+    for name in METRICS:
+        assert list(series[name]) == [1, 2, 3, 4], name
+    assert all(list(series[name]) == [2, 4] for name in SOMETIMES)
+    assert list(series["val/reward"]) == [0, 2, 4]
+    assert min(series["train/gradient_norm"].values()) > 0
+    assert set(series["train/lr"].values()) == {2e-3}
+    assert all(0 < memory < 24 for name in METRICS if name.startswith("memory/") for memory in series[name].values())
+    for step in range(1, STEPS + 1):
+        parts = sum(values.get(step, 0) for name, values in series.items() if name.startswith("time/"))
+        whole = series["time/step"][step]
+        # Phases do not overlap, and little happens outside of them.
+        assert 0.7 < (parts - whole) / whole <= 1.0
+        assert series["samples_per_s"][step] == pytest.approx(32 / whole)
+
+
+def test_engine_samples_from_the_trained_weights(series: dict[str, dict[int, float]]) -> None:
+    # The policy is far from its beginning: with old weights, or prefixes cached under them, the gap would show it.
+    assert all(series["train/kl"][step] > 0.01 for step in range(2, STEPS + 1))
+    assert max(series["train/rollout_gap_max"].values()) < 1e-4
+
+
+def test_weights_moved(recipe: Recipe, workplace: Path) -> None:
+    before = load_file(workplace / "tiny" / "model.safetensors")
+    after = load_file(recipe.run / "policy" / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = [name for name in before if (before[name] - after[name]).abs().max() > 1e-3]
+    assert len(moved) == len(before)
+
+
+def test_only_the_last_checkpoint_is_kept_and_complete(recipe: Recipe) -> None:
+    checkpoint = recipe.run / f"checkpoint_{STEPS:08d}"
+    assert [path for path in recipe.run.iterdir() if "checkpoint_0" in path.name] == [checkpoint]
+    assert not list(recipe.run.rglob("*partial*"))
+    shards = [f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in (0, 1) for kind in ("model", "optim")]
+    for name in ("random_state_0.pt", "random_state_1.pt", "state/lightning.ckpt"):
+        assert (checkpoint / name).is_file(), name
+    assert sorted(path.name for path in (checkpoint / "state" / "policy" / "zero").iterdir()) == sorted(shards)
+
+
+@pytest.fixture(scope="module")
+def tracked(recipe: Recipe) -> tuple[MlflowClient, Run]:
+    client = MlflowClient(f"sqlite:///{recipe.folder}/outputs/mlflow.db")
+    experiment = client.get_experiment_by_name("stack")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    return client, run
+
+
+def test_mlflow_has_the_same_metrics_on_the_same_steps(
+    tracked: tuple[MlflowClient, Run], series: dict[str, dict[int, float]]
+) -> None:
+    client, run = tracked
+    assert run.info.status == "FINISHED" and run.info.run_name == "stack"
+    assert run.data.metrics.keys() == series.keys()
+    for name, values in series.items():
+        history = client.get_metric_history(run.info.run_id, name)
+        assert {metric.step: metric.value for metric in history} == values, name
+
+
+def test_mlflow_has_the_configuration_and_the_samples(
+    tracked: tuple[MlflowClient, Run], recipe: Recipe, tmp_path: Path
+) -> None:
+    client, run = tracked
+    files = Path(client.download_artifacts(run.info.run_id, "", str(tmp_path)))
+    assert (files / "config.yaml").read_text() == (recipe.run / "config.yaml").read_text()
+    assert recipe.folder / "outputs" in Path(run.info.artifact_uri.removeprefix("file://")).parents
+    for step in (0, 2, 4):
+        table: dict[str, Any] = json.loads((files / "samples" / f"step_{step:08d}.json").read_text())
+        assert table["columns"] == ["prompt", "response", "score", "ground_truth", "failure"]
+        rows = json.loads((recipe.run / "samples" / f"step_{step:08d}.json").read_text())
+        # Rank 0's half of the 32 rows.
+        assert len(table["data"]) == len(rows) == 16
+        assert all(re.fullmatch(r"\d+\+\d+=", row["prompt"]) for row in rows)
+
+
+def test_output_is_about_the_run(recipe: Recipe) -> None:
+    log = recipe.tail(1_000_000)
+    assert "stack: 4 RL steps of 8 prompts x 4 samples = 32 samples, 16 on each of 2 workers" in log
+    assert "4.00/4.00" in log and "reward" in log and "val" in log
+    lines = [line.strip() for line in re.split(r"[\r\n]", log)]
+    bar = re.compile(r"(step/s|s/step)\]$")
+    other = [line for line in lines if line and not bar.search(line) and not line.startswith("stack: ")]
+    assert not other, "\n".join(other)
+
+
+def test_checkpoint_exports_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
+    checkpoint = recipe.run / f"checkpoint_{STEPS:08d}"
+    command = [sys.executable, "-m", "rl_plugins.launch.export", str(checkpoint), str(tmp_path / "exported")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    files = sorted(path.name for path in (recipe.run / "policy").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "exported").iterdir())
+    for name in files:
+        assert (tmp_path / "exported" / name).read_bytes() == (recipe.run / "policy" / name).read_bytes(), name
+
+
+def test_exported_policy_is_the_same_in_transformers_and_vllm(recipe: Recipe) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = recipe.run / "policy"
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert model.dtype == torch.float32
+    prompts = [tokenizer.encode(text) for text in ("17+25=42", "The sum of both is what?", "9+9=")]
+    vllm = subprocess.run(
+        [sys.executable, "-m", "integration_tests.prompt_log_probs", str(folder)],
+        input=json.dumps(prompts), capture_output=True, text=True, timeout=300,
+        env={**os.environ, **VLLMConfig(str(folder)).environment},
+    )  # fmt: skip
+    assert vllm.returncode == 0, vllm.stderr[-4000:]
+    for ids, log_probs in zip(prompts, json.loads(vllm.stdout.splitlines()[-1]), strict=True):
+        with torch.no_grad():
+            predicted = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+        mine = predicted.gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)
+        assert (mine - torch.tensor(log_probs)).abs().max() < 1e-4

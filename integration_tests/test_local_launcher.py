@@ -1,0 +1,77 @@
+"""`launcher=local`: one process without Ray, DeepSpeed and vLLM trains, resumes, exports and can be debugged."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from integration_tests.conftest import Recipe
+from rl_plugins.callbacks.metrics_file import read_metrics
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.export import export_checkpoint
+
+LOCAL = (
+    "launcher=local",
+    "rollout.engine=transformers",
+    "run.deterministic=true",
+    "run.eval_every=0",
+    "run.checkpoint_every=2",
+    "batch.prompts_per_step=4",
+    "batch.samples_per_prompt=4",
+    "batch.updates_per_step=2",
+    "optimizer.lr=1e-3",
+    "algorithm.kl.coefficient=0.05",
+    "tracking.enabled=false",
+)
+WITHOUT_RAY = "reward.functions.default={_target_: integration_tests.rewards.without_ray}"
+
+
+def test_one_process_trains_resumes_and_exports(start_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    whole = start_recipe("grpo", "whole", *LOCAL, WITHOUT_RAY, "run.steps=3")
+    assert whole.wait(120) == 0, whole.tail()
+    series = read_metrics(whole.run / "metrics.jsonl")
+    assert list(series["train/loss"]) == [1, 2, 3]
+    assert max(series["train/rollout_gap_max"].values()) < 1e-4
+    assert not any(word in whole.tail() for word in ("Warning", "WARNING", "Traceback")), whole.tail()
+
+    # What a killed run leaves behind: the checkpoint of step 2 and no later one.
+    broken = whole.run.with_name("broken")
+    shutil.copytree(whole.run, broken)
+    shutil.rmtree(broken / "checkpoint_00000003")
+    shutil.rmtree(broken / "policy")
+    resumed = start_recipe("grpo", "broken", *LOCAL, WITHOUT_RAY, "run.steps=3", "run.resume=true")
+    assert resumed.wait(120) == 0, resumed.tail()
+    assert "continuing from" in resumed.tail() and "checkpoint_00000002" in resumed.tail()
+    assert (broken / "policy" / "model.safetensors").read_bytes() == (
+        whole.run / "policy" / "model.safetensors"
+    ).read_bytes()
+
+    export_checkpoint(broken / "checkpoint_00000003", tmp_path / "exported")
+    for file in (whole.run / "policy").iterdir():
+        assert (tmp_path / "exported" / file.name).read_bytes() == file.read_bytes(), file.name
+    with pytest.raises(ConfigError, match=r"exported exists: give another folder"):
+        export_checkpoint(broken / "checkpoint_00000003", tmp_path / "exported")
+    with pytest.raises(ConfigError, match=r"broken is not a checkpoint of a run"):
+        export_checkpoint(broken, tmp_path / "other")
+    config = (broken / "config.yaml").read_text()
+    (broken / "config.yaml").write_text(config.replace("/tiny\n", "/moved\n"))
+    with pytest.raises(ConfigError, match=r"config.yaml names .*/moved, which is not there: .*--model"):
+        export_checkpoint(broken / "checkpoint_00000003", tmp_path / "other")
+    export_checkpoint(broken / "checkpoint_00000003", tmp_path / "other", model=str(whole.run / "policy"))
+    assert (tmp_path / "other" / "model.safetensors").read_bytes() == (
+        whole.run / "policy" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_breakpoint_in_a_reward_stops_in_the_debugger(start_recipe: Callable[..., Recipe]) -> None:
+    run = start_recipe(
+        "grpo", "debugged", *LOCAL, "run.steps=1", "batch.prompts_per_step=2", "batch.samples_per_prompt=2",
+        "data.val_files=[]", "reward.functions.default={_target_: integration_tests.rewards.inspected}",
+        typed="p 'asked for ' + repr(len(solution_str))\n" + "c\n" * 200,
+    )  # fmt: skip
+    assert run.wait(120) == 0, run.tail()
+    assert "(Pdb)" in run.tail() and "asked for " in run.tail()
+    assert run.metrics()[-1]["train/reward_raised"] == 0

@@ -1,0 +1,73 @@
+"""A run that is killed again and again ends with the same bits as one that is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from integration_tests.conftest import Recipe
+
+pytestmark = pytest.mark.integration
+
+COMMON = (
+    "run.steps=9",
+    "run.checkpoint_every=3",
+    "run.eval_every=0",
+    "run.deterministic=true",
+    "batch.prompts_per_step=8",
+    "batch.samples_per_prompt=4",
+    "batch.updates_per_step=2",
+    "optimizer.lr=1e-3",
+    "optimizer.warmup_steps=4",
+    "algorithm.kl.coefficient=0.05",
+    "algorithm.kl.target=0.01",
+    "tracking.experiment=resume",
+    # A score that many samples get, so that the weights really move.
+    "reward.functions.default={_target_: integration_tests.rewards.shortness}",
+)
+SAME = ("train/reward", "train/loss", "train/kl", "train/kl_coefficient", "train/gradient_norm", "train/lr")
+
+
+def test_killed_run_equals_uninterrupted(start_recipe: Callable[..., Recipe]) -> None:
+    whole = start_recipe("grpo", "whole", *COMMON)
+    assert whole.wait() == 0, whole.tail()
+
+    broken = start_recipe("grpo", "broken", *COMMON)
+    broken.wait_for_step(4)
+    broken.kill_one("RayTrainWorker")  # Ray Train starts the workers again, from step 3
+    broken.wait_for_step(5)
+    broken.wait_for_step(6)
+    broken.kill()  # the driver and everything with it
+    assert not list(broken.run.glob("policy")), "the run had already ended"
+
+    resumed = start_recipe("grpo", "broken", *COMMON, "run.resume=true")
+    resumed.wait_for_step(8)
+    resumed.kill_one("VLLMActor")  # the engine: the workers lose it, start again, and get a new one
+    assert resumed.wait() == 0, resumed.tail()
+
+    assert weights(resumed.run) == weights(whole.run)
+    first, second = last_by_step(whole.metrics()), last_by_step(resumed.metrics())
+    for step in range(1, 10):
+        for name in SAME:
+            assert first[step][name] == second[step][name], (step, name)
+    assert (whole.run / "mlflow_run_id").read_text() != (resumed.run / "mlflow_run_id").read_text()
+    assert mlflow_runs(resumed.folder) == 2, "a resumed run continues its MLflow run"
+
+
+def weights(run: Path) -> bytes:
+    return (run / "policy" / "model.safetensors").read_bytes()
+
+
+def last_by_step(rows: list[dict[str, float]]) -> dict[int, dict[str, float]]:
+    return {int(row["step"]): row for row in rows if "train/loss" in row}
+
+
+def mlflow_runs(folder: Path) -> int:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/outputs/mlflow.db")
+    experiment = client.get_experiment_by_name("resume")
+    assert experiment is not None
+    return len(client.search_runs([experiment.experiment_id]))

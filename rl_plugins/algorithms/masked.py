@@ -1,0 +1,58 @@
+"""Statistics over the valid entries of a batch, and over the samples of one prompt (a group)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `values` where `mask` is 1; 0 where nothing is valid. Masked entries may hold anything, NaN too."""
+    return torch.where(mask.bool(), values, 0).sum() / mask.sum().clamp(min=1)
+
+
+def standard_deviation(values_N: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+    """Unbiased standard deviation over the values of all ranks; 1 if there is at most one. Collective."""
+    values_N = values_N.double()
+    total, count = sum_over_ranks(torch.stack([values_N.sum(), values_N.new_tensor(len(values_N))]))
+    squares = sum_over_ranks((values_N - total / count.clamp(min=1)).square().sum())
+    return (squares / (count - 1)).sqrt() if count > 1 else torch.ones_like(squares)
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Per-sample view of its group's statistics; every tensor has shape [B]."""
+
+    mean_B: Tensor
+    std_B: Tensor
+    count_B: Tensor
+
+
+def group_statistics(values_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> GroupStatistics:
+    """Mean, unbiased standard deviation and size of each sample's group, over its valid members only.
+
+    A group with a single valid member has mean 0 and standard deviation 1, so that its value passes through
+    unchanged (the convention of verl's estimators). Equal values have exactly their value as mean and 0 as
+    standard deviation: a rounding error there, divided by 0 + eps, would teach something.
+    """
+    _, group_of_B = torch.unique(groups_B, return_inverse=True)
+    num_groups = int(group_of_B.max().item()) + 1 if group_of_B.numel() else 0
+    weight_B = valid_B.to(values_B.dtype)
+    lowest_G = values_B.new_full((num_groups,), torch.inf)
+    lowest_G.scatter_reduce_(0, group_of_B, values_B.masked_fill(~valid_B, torch.inf), "amin")
+    above_lowest_B = torch.where(valid_B, values_B - lowest_G[group_of_B], 0)
+
+    def group_sum(x_B: Tensor) -> Tensor:
+        return torch.zeros(num_groups, dtype=values_B.dtype, device=values_B.device).index_add_(0, group_of_B, x_B)
+
+    count_G = group_sum(weight_B)
+    mean_above_G = group_sum(above_lowest_B) / count_G.clamp(min=1)
+    deviation_B = (above_lowest_B - mean_above_G[group_of_B]) * weight_B
+    std_G = (group_sum(deviation_B.square()) / (count_G - 1).clamp(min=1)).sqrt()
+    alone_G = count_G <= 1
+    mean_G = (lowest_G + mean_above_G).masked_fill(alone_G, 0.0)
+    std_G = std_G.masked_fill(alone_G, 1.0)
+    return GroupStatistics(mean_G[group_of_B], std_G[group_of_B], count_G[group_of_B])

@@ -1,0 +1,35 @@
+"""Merging mappings whose common entries must agree, tensors, arrays and NaN included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+def merge(kind: str, into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Add the entries of `new` to `into`, in place.
+
+    Raises:
+        ValueError: an entry of both differs; the message names `kind` and the entry.
+    """
+    for name, value in new.items():
+        if not same(into.setdefault(name, value), value):
+            raise ValueError(f"{kind} {name!r} has different values in the batches.")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality that also compares tensors and arrays, however deep, and holds NaN equal to NaN."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor | np.ndarray | np.generic) or isinstance(b, Tensor | np.ndarray | np.generic):
+        if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b) or (a != a and b != b)

@@ -1,0 +1,89 @@
+"""What a layout is, and the reading of raw files that layouts share."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from rl_plugins.errors import ConfigError
+
+SPLITS = ("train", "test")
+Rows = list[dict[str, Any]]
+MakeRow = Callable[[dict[str, Any], str, int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A kind of raw data.
+
+    Attributes:
+        summary: one line for `--help`.
+        add_arguments: adds the layout's own options to its command.
+        build: returns the rows of each split; a ConfigError names the raw file and line at fault.
+    """
+
+    summary: str
+    add_arguments: Callable[[ArgumentParser], None]
+    build: Callable[[Namespace], dict[str, Rows]]
+
+
+def add_raw_arguments(parser: ArgumentParser, instruction: str) -> None:
+    """Add the options of the layouts that read a folder of questions."""
+    parser.add_argument("--input", type=Path, required=True, help="folder with train.* and test.* (jsonl or parquet)")
+    parser.add_argument(
+        "--instruction", default=instruction, help="text appended to every question (default: %(default)r)"
+    )
+
+
+def build_splits(folder: Path, keys: Sequence[str], make_row: MakeRow) -> dict[str, Rows]:
+    """Return `make_row(record, split, index)` of every record of `folder`/train.* and `folder`/test.*.
+
+    Raises:
+        ConfigError: a raw file is missing or unreadable, a record has no text under one of `keys`, or
+            `make_row` raises a ValueError; names the file and the line (the row, in a parquet file), counted
+            from 1.
+    """
+    splits: dict[str, Rows] = {}
+    for split in SPLITS:
+        path = _find(folder, split)
+        splits[split] = []
+        for index, (line, record) in enumerate(_read(path)):
+            for key in keys:
+                if not isinstance(record.get(key), str):
+                    raise ConfigError(f"{path}, line {line}: no text under {key!r}; it has {', '.join(record)}.")
+            try:
+                splits[split].append(make_row(record, split, index))
+            except ValueError as error:
+                raise ConfigError(f"{path}, line {line}: {error}") from error
+    return splits
+
+
+def _find(folder: Path, split: str) -> Path:
+    found = sorted(path for suffix in ("jsonl", "parquet") for path in folder.glob(f"{split}*.{suffix}"))
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found) or "none"
+        raise ConfigError(f"{folder}: expected one {split}.jsonl or {split}.parquet, found {names}.")
+    return found[0]
+
+
+def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    if path.suffix == ".parquet":
+        yield from enumerate(pq.ParquetFile(path).read().to_pylist(), start=1)
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}, line {number}: not valid JSON ({error}).") from error
+            if not isinstance(record, dict):
+                raise ConfigError(f"{path}, line {number}: expected a JSON object, got {line.strip()[:40]!r}.")
+            yield number, record

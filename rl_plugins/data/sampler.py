@@ -1,0 +1,165 @@
+"""The order in which a data set is served: a pure function of (seed, step), so one number is the whole state.
+
+Step `s` of training belongs to epoch `s // steps_per_epoch`; the epoch's order is a seeded permutation of the
+rows, its last incomplete batch is dropped, and the rows of the step's global batch are dealt to the ranks in
+turn. The share depends on the world size, the global batch does not: a run may resume on another number of
+ranks, and the first k rows of every rank are together the first k x world_size rows of the global batch.
+
+`StepLoader` implements the `state_dict` / `load_state_dict` protocol by which Lightning stores a train loader
+in the checkpoint. One iteration is always `len(loader)` steps from where the loader stands, across the border
+of an epoch if need be: Lightning ends its epochs by its own count, so nothing is replayed or skipped wherever
+a checkpoint was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from rl_plugins.errors import ConfigError
+
+Batch = TypeVar("Batch", covariant=True)
+
+
+class BatchSource(Protocol[Batch]):
+    """A data set that can put any of its rows together."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the rows and their order."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    def batch(self, indices: Sequence[int], epoch: int) -> Batch:
+        """Return the rows at these indices."""
+
+
+def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
+    """Return the permutation of the rows for one epoch, the same with every version of NumPy."""
+    # NumPy promises stable streams for the bit generators alone, not for `Generator.permutation`.
+    return np.argsort(np.random.PCG64([seed, epoch]).random_raw(rows), kind="stable")
+
+
+class StepLoader(Generic[Batch]):
+    """Serve one rank's share of the global batch of every training step."""
+
+    def __init__(
+        self,
+        source: BatchSource[Batch],
+        *,
+        prompts_per_step: int,
+        seed: int = 0,
+        first_epoch: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        in_flight: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Set the options.
+
+        Args:
+            source: the data set.
+            prompts_per_step: rows in the global batch of one step, over all ranks.
+            seed: seed of the order.
+            first_epoch: the epoch to begin with, unless a state is loaded.
+            rank: this process among `world_size`.
+            world_size: number of processes that train together.
+            in_flight: number of batches handed out whose training step is not finished. They are not counted
+                in the state, so a checkpoint taken when a step fails serves that step's batch again.
+
+        Raises:
+            ConfigError: the world size does not divide `prompts_per_step`, or there are fewer rows than that.
+        """
+        if prompts_per_step < 1 or prompts_per_step % world_size:
+            upper = max(1, -(-prompts_per_step // world_size)) * world_size
+            raise ConfigError(
+                f"prompts_per_step={prompts_per_step} cannot be shared equally by {world_size} ranks: "
+                f"set prompts_per_step to a multiple of {world_size}, such as {upper}."
+            )
+        if len(source) < prompts_per_step:
+            raise ConfigError(
+                f"The data has {len(source)} rows, fewer than prompts_per_step={prompts_per_step}: "
+                f"lower prompts_per_step or add data."
+            )
+        self.source = source
+        self.prompts_per_step = prompts_per_step
+        self.seed = seed
+        self._rank = rank
+        self._world_size = world_size
+        self._in_flight = in_flight
+        self.step = self._first_step = first_epoch * len(self)
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+
+    def __len__(self) -> int:
+        """Return the number of steps in an epoch; the rows of an incomplete last batch are dropped."""
+        return len(self.source) // self.prompts_per_step
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield this rank's share of the next `len(self)` steps."""
+        for _ in range(len(self)):
+            epoch, position = divmod(self.step, len(self))
+            if self._order[0] != epoch:
+                self._order = (epoch, epoch_order(self.seed, epoch, len(self.source)))
+            start = position * self.prompts_per_step
+            indices = self._order[1][start + self._rank : start + self.prompts_per_step : self._world_size].tolist()
+            self.step += 1
+            yield self.source.batch(indices, epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of finished steps, and what they depend on."""
+        unfinished = min(self._in_flight(), self.step - self._first_step)
+        return {"step": self.step - unfinished, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the steps of `state`.
+
+        Raises:
+            ConfigError: the data, the seed or the batch size is not the one of the checkpoint.
+        """
+        differing = [
+            f"{name} was {state.get(name)} and is now {value}"
+            for name, value in self._identity().items()
+            if state.get(name) != value
+        ]
+        if differing:
+            raise ConfigError(
+                f"The checkpoint was made with other data settings: {'; '.join(differing)}. Restore them to "
+                "resume, or start a new run from the checkpoint's weights."
+            )
+        self.step = self._first_step = int(state["step"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "rows": len(self.source),
+            "prompts_per_step": self.prompts_per_step,
+            "fingerprint": self.source.fingerprint,
+        }
+
+
+class EvalLoader(Generic[Batch]):
+    """Serve every row exactly once, in order: a contiguous share per rank, at most `batch_size` at a time.
+
+    Every rank has the same number of batches, so that ranks which meet in each batch never wait in vain;
+    shares and batches may differ by one row, and a rank's batch is empty when there are fewer rows than
+    ranks.
+    """
+
+    def __init__(self, source: BatchSource[Batch], *, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        """Share the rows of `source` between the ranks."""
+        if batch_size < 1:
+            raise ConfigError(f"eval_batch_size={batch_size}: set it to 1 or more.")
+        self.source = source
+        shares = np.array_split(np.arange(len(source)), world_size)
+        self._batches = np.array_split(shares[rank], -(-len(shares[0]) // batch_size))
+
+    def __len__(self) -> int:
+        """Return the number of batches, the same on every rank."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield this rank's batches."""
+        for indices in self._batches:
+            yield self.source.batch(indices.tolist(), 0)

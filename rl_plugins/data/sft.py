@@ -1,0 +1,119 @@
+"""Supervised fine-tuning from the same files: a prompt's messages, and a response under a dotted key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.data.datamodule import StepDataModule
+from rl_plugins.data.parquet import Paths, PromptRows, Row, RowSource
+from rl_plugins.data.prompts import TokenizedPrompts, build_prompts
+from rl_plugins.data.tokenization import digest, within_limit
+from rl_plugins.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SFTBatch = dict[str, list[list[int]]]
+
+
+@dataclass(frozen=True)
+class TokenizedPairs:
+    """Token ids of prompts and of their responses."""
+
+    prompt_ids: Sequence[list[int]]
+    response_ids: Sequence[list[int]]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of all token ids."""
+        return digest([*self.prompt_ids, *self.response_ids])
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return len(self.prompt_ids)
+
+    def batch(self, indices: Sequence[int], epoch: int) -> SFTBatch:
+        """Return the pairs at these indices."""
+        return {
+            "prompt_ids": [self.prompt_ids[index] for index in indices],
+            "response_ids": [self.response_ids[index] for index in indices],
+        }
+
+
+class SFTDataModule(StepDataModule[SFTBatch]):
+    """Serve `{"prompt_ids": ..., "response_ids": ...}`: lists of token ids; a response ends with eos."""
+
+    def __init__(
+        self,
+        train: Paths | RowSource | None,
+        validation: Paths | RowSource | None = None,
+        *,
+        response_key: str = "reward_model.ground_truth",
+        max_prompt_tokens: int = 1024,
+        max_response_tokens: int = 1024,
+        **options: Any,
+    ) -> None:
+        """Set the options; those that are not described here are `StepDataModule`'s.
+
+        Args:
+            train: rows for training.
+            validation: rows whose prompts are to be answered in validation (as `PromptBatch`es).
+            response_key: where a row holds its response, such as `reward_model.ground_truth` or
+                `extra_info.answer`.
+            max_prompt_tokens: longest prompt, in tokens, chat template included.
+            max_response_tokens: longest response, in tokens, end-of-sequence included.
+            options: `tokenizer`, `prompts_per_step`, `eval_batch_size`, `overlong_prompts`, `seed`,
+                `chat_template_kwargs`.
+        """
+        super().__init__(train, validation, **options)
+        self.response_key = response_key
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_response_tokens = max_response_tokens
+
+    def build(
+        self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str
+    ) -> TokenizedPairs | TokenizedPrompts:
+        """Tokenise prompts and responses, each once, and apply the limits; validation rows are prompts to answer.
+
+        Raises:
+            ConfigError: a row has no text under `response_key`, or the tokenizer no end-of-sequence token.
+        """
+        limits: dict[str, Any] = {"overlong": self.overlong_prompts}
+        prompts = build_prompts(
+            rows,
+            tokenizer,
+            template_options=self.chat_template_kwargs,
+            max_prompt_tokens=self.max_prompt_tokens,
+            **limits,
+        )
+        if split == "validation":
+            return prompts
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(f"The tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set one.")
+        responses = [find_text(row, self.response_key, rows.where(number)) for number, row in enumerate(rows.rows)]
+        encoded = tokenizer(responses, add_special_tokens=False)["input_ids"]
+        response_ids = [[*ids, tokenizer.eos_token_id] for ids in encoded]
+        lengths = [len(ids) for ids in response_ids]
+        short = within_limit(rows, lengths, option="max_response_tokens", limit=self.max_response_tokens, **limits)
+        kept = sorted(set(prompts.kept) & set(short))
+        return TokenizedPairs([prompts.prompt_ids[i] for i in kept], [response_ids[i] for i in kept])
+
+
+def find_text(row: Row, key: str, where: str) -> str:
+    """Return the text under a dotted key.
+
+    Raises:
+        ConfigError: the key leads nowhere, or to something that is not a text; names the row.
+    """
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            there = ", ".join(map(str, value)) if isinstance(value, Mapping) else "no further keys"
+            raise ConfigError(f"{where}: response_key={key!r} leads nowhere at {part!r}; there is {there}.")
+        value = value[part]
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{where}: response_key={key!r} holds {value!r}, not a text to learn.")
+    return value

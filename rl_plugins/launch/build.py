@@ -1,0 +1,177 @@
+"""From a configuration to Lightning objects. Runs in each training worker; imports what is heavy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping
+
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.metrics_file import JsonLinesLogger
+from rl_plugins.callbacks.mlflow import MLflowTracking
+from rl_plugins.callbacks.progress import StepProgress
+from rl_plugins.callbacks.samples import SampleTable
+from rl_plugins.data.prompts import PromptDataModule
+from rl_plugins.data.sft import SFTDataModule
+from rl_plugins.launch.config import RecipeConfig, rollout_dtype
+from rl_plugins.launch.preflight import tracking_uri
+from rl_plugins.launch.quiet import quiet_libraries
+from rl_plugins.models.loading import load_tokenizer
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.stages.sampling import SamplingStage, Scorer, greedy
+from rl_plugins.stages.sft import SFT
+
+
+def build_stage(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> SamplingStage:
+    """The stage that `config.stage` names."""
+    sampling = SamplingConfig(
+        max_tokens=config.sampling.max_tokens,
+        num_samples=config.batch.samples_per_prompt,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        stop_token_ids=(tokenizer.eos_token_id,),
+        stop=tuple(config.sampling.stop),
+    )
+    options = vars(config.optimizer) | {"betas": tuple(config.optimizer.betas)}
+    common: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "scorer": scorer,
+        "eval_sampling": greedy(sampling),
+        "tokens_per_micro_batch": config.batch.tokens_per_micro_batch,
+        "seed": config.run.seed,
+        "optimizer": OptimizerConfig(**options),
+        "gradient_checkpointing": config.model.gradient_checkpointing,
+        "max_steps": config.run.steps,
+    }
+    if config.stage == "sft":
+        return SFT(config.model.path, **common)
+    algorithm: Algorithm = instantiate(config.algorithm, _convert_="all")
+    return PolicyOptimization(
+        config.model.path,
+        sampling=sampling,
+        algorithm=algorithm,
+        reference=config.model.reference_path,
+        updates_per_step=config.batch.updates_per_step,
+        **common,
+    )
+
+
+def build_data(config: RecipeConfig, tokenizer: Any) -> PromptDataModule | SFTDataModule:
+    """The data module of the stage; validation is by generation in every stage."""
+    data = config.data
+    train = instantiate(data.dataset, _convert_="all") if data.dataset is not None else list(data.train_files)
+    options: dict[str, Any] = {
+        "validation": list(data.val_files) or None,
+        "tokenizer": tokenizer,
+        "prompts_per_step": config.batch.prompts_per_step,
+        "eval_batch_size": data.eval_batch_size,
+        "overlong_prompts": data.overlong_prompts,
+        "seed": config.run.seed,
+        "max_prompt_tokens": data.max_prompt_tokens,
+    }
+    if config.stage == "sft":
+        return SFTDataModule(
+            train,
+            response_key=data.response_key,
+            max_response_tokens=config.sampling.max_tokens,
+            **options,
+        )
+    return PromptDataModule(train, **options)
+
+
+def build_trainer(config: RecipeConfig, folder: RunFolder, strategy: Any, *, in_ray: bool, **trainer: Any) -> Trainer:
+    """A Lightning trainer whose epochs, validation and checkpoints follow the stage's clock."""
+    loggers: list[Any] = [JsonLinesLogger(folder.metrics)]
+    if config.tracking.enabled:
+        loggers.append(
+            MLflowTracking(
+                uri=tracking_uri(config),
+                experiment=config.tracking.experiment,
+                run_name=config.run.name,
+                run_id_file=folder.tracking_run,
+                config_file=folder.config,
+            )
+        )
+    callbacks: list[Callback] = [
+        PolicyCheckpoint(
+            folder.path,
+            every=config.run.checkpoint_every,
+            keep_last=config.run.keep_checkpoints,
+            report_to_ray=in_ray,
+        ),
+        SampleTable(folder.samples, rows=config.tracking.samples),
+        StepProgress(config.run.steps, label=config.run.name, in_ray=in_ray),
+    ]
+    if config.run.target_reward is not None:
+        callbacks.append(
+            EarlyStopping(
+                "val/reward",
+                mode="max",
+                stopping_threshold=config.run.target_reward,
+                patience=config.run.steps,
+                check_on_train_epoch_end=False,
+            )
+        )
+    validating = validates(config)
+    return Trainer(
+        strategy=strategy,
+        precision=config.model.precision,  # type: ignore[arg-type]
+        logger=loggers,
+        callbacks=callbacks,
+        # The stage stops after `run.steps` steps of its own clock.
+        max_epochs=-1,
+        val_check_interval=config.run.eval_every if validating else None,
+        check_val_every_n_epoch=None if validating else 1,
+        limit_val_batches=None if validating else 0,
+        # Lightning's check before training, run in full, is the validation of the starting point.
+        num_sanity_val_steps=-1 if validating and config.run.eval_before else 0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        deterministic=config.run.deterministic,
+        **trainer,
+    )
+
+
+def validates(config: RecipeConfig) -> bool:
+    """Whether the run validates at all."""
+    return bool(config.data.val_files) and config.run.eval_every > 0
+
+
+def dtype_of(config: RecipeConfig) -> torch.dtype:
+    """The dtype of a rollout engine's weights."""
+    dtype: torch.dtype = getattr(torch, rollout_dtype(config))
+    return dtype
+
+
+def fit(
+    config: RecipeConfig,
+    folder: RunFolder,
+    strategy: Any,
+    scorer: Scorer,
+    checkpoint: str | None,
+    *,
+    in_ray: bool,
+    **trainer: Any,
+) -> None:
+    """Build everything, validate the starting point if asked to, train, and export the policy."""
+    quiet_libraries()
+    seed_everything(config.run.seed, verbose=False)
+    tokenizer = load_tokenizer(config.model.path)
+    stage = build_stage(config, tokenizer, scorer)
+    data = build_data(config, tokenizer)
+    lightning = build_trainer(config, folder, strategy, in_ray=in_ray, **trainer)
+    state = None if checkpoint is None else str(Path(checkpoint) / "state")
+    lightning.fit(stage, datamodule=data, ckpt_path=state, weights_only=False)
+    if config.run.export:
+        stage.export_policy(folder.export)

@@ -1,0 +1,126 @@
+"""What `python -m rl_plugins.recipes.X key=value ...` does: compose, check, train.
+
+Hydra only composes; the run itself starts after Hydra is done, so that its errors keep their own words.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.config import RecipeConfig, parse_config, register_schema
+from rl_plugins.launch.hydra_errors import CONFIG_FOLDER, explain
+from rl_plugins.run_folder import RunFolder
+
+
+def recipe_main(config_name: str) -> None:
+    """The entry point of a recipe; exits with status 2 after a `ConfigError`."""
+    exit_on_config_error(lambda: [run_recipe(config) for config in _compose_for_command_line(config_name)])
+
+
+def exit_on_config_error(run: Callable[[], object]) -> None:
+    """Run; a `ConfigError` becomes one line on stderr and status 2."""
+    try:
+        run()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def compose_config(config_name: str, overrides: list[str]) -> Any:
+    """The composed configuration of a recipe.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), group choice or recipe, a wrong type, or bad syntax.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+
+    register_schema()
+    with initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
+        try:
+            return compose(config_name, overrides)
+        except (HydraException, ValueError) as error:
+            raise ConfigError(explain(error, lambda: _keys(compose(config_name)))) from None
+
+
+def _compose_for_command_line(config_name: str) -> list[RecipeConfig]:
+    """The configurations that sys.argv asks for: one; none after --help or --cfg; several with --multirun."""
+    import hydra
+    from hydra.errors import HydraException
+
+    register_schema()
+    # Hydra would print its own frame around what goes wrong, and end the process.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    # Hydra's parser takes overrides in one row only: flags and their values go before them.
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: "=" in argument and not argument.startswith("-"))
+    composed: list[Any] = []
+
+    def keep(config: Any) -> None:
+        composed.append(config)
+
+    # The name that --help shows.
+    keep.__module__ = f"rl_plugins.recipes.{config_name}"
+    decorate = hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)
+    main: Callable[[], None] = decorate(keep)
+    try:
+        main()
+    # Hydra raises bare ValueErrors too.
+    except (HydraException, ValueError) as error:
+        raise ConfigError(explain(error, lambda: _keys(compose_config(config_name, [])))) from None
+    return [parse_config(config) for config in composed]
+
+
+def _keys(config: Any) -> list[str]:
+    from omegaconf import OmegaConf
+
+    return _dotted(OmegaConf.to_container(config, throw_on_missing=False))
+
+
+def _dotted(node: Any, prefix: str = "") -> list[str]:
+    """The keys of every group and option below `node`."""
+    if not isinstance(node, dict):
+        return []
+    keys = {f"{prefix}{name}": child for name, child in node.items()}
+    return [*keys, *(key for name, child in keys.items() for key in _dotted(child, f"{name}."))]
+
+
+def run_recipe(config: RecipeConfig) -> RunFolder:
+    """Check, train, and say where things are.
+
+    Raises:
+        ConfigError: something in the configuration or around it is wrong; nothing heavy has started.
+    """
+    from omegaconf import OmegaConf
+
+    from rl_plugins.launch.batch import describe_batch
+    from rl_plugins.launch.build_lock import clear_stale_build_locks
+    from rl_plugins.launch.preflight import preflight
+
+    preflight(config)
+    for lock in clear_stale_build_locks(_extensions_folder()):
+        print(f"{config.run.name}: removed {lock}, left behind by a build that was killed", flush=True)
+    folder = RunFolder(Path(config.run.output_dir) / config.run.name)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    print(f"{config.run.name}: {describe_batch(config)}", flush=True)
+    latest = folder.latest_checkpoint()
+    if latest is not None:
+        print(f"{config.run.name}: continuing from {latest}", flush=True)
+    checkpoint = None if latest is None else str(latest)
+    if config.launcher == "local":
+        from rl_plugins.launch.local import train
+    else:
+        from rl_plugins.launch.ray_train import train
+    train(config, folder, checkpoint)
+    return folder
+
+
+def _extensions_folder() -> Path:
+    """Where torch builds extensions (torch.utils.cpp_extension, found without importing torch)."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions")

@@ -1,0 +1,306 @@
+"""The schema of a recipe: small typed groups, one per part of the system; it refuses unknown keys and wrong types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.hydra_errors import explain
+
+
+@dataclass
+class ModelConfig:
+    """The policy.
+
+    Attributes:
+        path: Hugging Face name or folder.
+        precision: Lightning's precision flag: `32-true`, `bf16-true` or `bf16-mixed`.
+        gradient_checkpointing: recompute activations in the backward pass.
+        reference_path: the reference model of a KL term; null is `path`.
+    """
+
+    path: str = MISSING
+    precision: str = "32-true"
+    gradient_checkpointing: bool = False
+    reference_path: str | None = None
+
+
+@dataclass
+class DataConfig:
+    """The prompts.
+
+    Attributes:
+        train_files: parquet files with the columns prompt, data_source, ability, reward_model, extra_info.
+        val_files: the same, for validation; may be empty.
+        max_prompt_tokens: longest prompt.
+        overlong_prompts: `filter` drops longer ones and says how many, `error` refuses them.
+        eval_batch_size: prompts of one validation batch on one rank.
+        response_key: where SFT finds the response of a row.
+        dataset: a custom data set instead of `train_files`: a node with `_target_`.
+    """
+
+    train_files: list[str] = field(default_factory=list)
+    val_files: list[str] = field(default_factory=list)
+    max_prompt_tokens: int = 512
+    overlong_prompts: str = "filter"
+    eval_batch_size: int = 256
+    response_key: str = "reward_model.ground_truth"
+    dataset: Any = None
+
+
+@dataclass
+class BatchConfig:
+    """Three numbers, and how often the optimizer steps.
+
+    Attributes:
+        prompts_per_step: prompts of one step, over all workers.
+        samples_per_prompt: responses to each prompt.
+        tokens_per_micro_batch: padded tokens of one forward and backward pass on one worker.
+        updates_per_step: optimizer steps on the samples of one step.
+    """
+
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 8
+    tokens_per_micro_batch: int = 16384
+    updates_per_step: int = 1
+
+
+@dataclass
+class SamplingOptions:
+    """How responses are drawn.
+
+    Attributes:
+        max_tokens: longest response.
+        temperature: of training samples; validation is greedy.
+        top_p: nucleus.
+        top_k: most likely tokens kept; -1 keeps all.
+        stop: strings that end a response, besides the tokenizer's end-of-sequence token.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RolloutConfig:
+    """The rollout engine.
+
+    Attributes:
+        engine: `vllm` or `transformers`.
+        dtype: of the engine's weights; null follows `model.precision`.
+        max_num_seqs: responses sampled at once.
+        prefix_caching: share the KV cache of common prefixes.
+        gpu_memory_utilization: share of a GPU's memory for the engine.
+        cpu_kv_cache_gib: KV cache on CPU.
+        tensor_parallel_size: GPUs of the engine.
+        transport: `auto`, `shared_memory`, `ipc` or `nccl`.
+        bucket_mb: memory for weights in flight.
+        ready_timeout_s: deadline for the engine's start.
+        generate_timeout_s: deadline for sampling one step.
+        update_timeout_s: deadline for each call of a weight update.
+    """
+
+    engine: str = "vllm"
+    dtype: str | None = None
+    max_num_seqs: int = 256
+    prefix_caching: bool = True
+    gpu_memory_utilization: float = 0.4
+    cpu_kv_cache_gib: int = 1
+    tensor_parallel_size: int = 1
+    transport: str = "auto"
+    bucket_mb: int = 64
+    ready_timeout_s: float = 300.0
+    generate_timeout_s: float = 1800.0
+    update_timeout_s: float = 300.0
+
+
+@dataclass
+class OptimizerOptions:
+    """AdamW.
+
+    Attributes:
+        lr: learning rate.
+        betas: decay of the moments.
+        weight_decay: decoupled weight decay.
+        warmup_steps: steps of linear warm-up.
+        decay_steps: steps of linear decay after it; 0 keeps the rate.
+        lr_end: share of `lr` at the end of the decay.
+        gradient_clip: bound on the global gradient norm; 0 for none.
+    """
+
+    lr: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    lr_end: float = 0.0
+    gradient_clip: float = 1.0
+
+
+@dataclass
+class RewardOptions:
+    """The scorers.
+
+    Attributes:
+        functions: one reward (`_target_`, or `path` and `name`), or a mapping from data_source to rewards.
+        num_workers: reward processes of each training worker.
+        deadline_s: seconds for one call of a reward.
+        max_failure_rate: share of failed samples that stops the run.
+    """
+
+    functions: dict[str, Any] = field(default_factory=dict)
+    num_workers: int = 1
+    deadline_s: float = 30.0
+    max_failure_rate: float = 0.1
+
+
+@dataclass
+class StrategyOptions:
+    """Sharded training.
+
+    Attributes:
+        zero_stage: 1, 2 or 3.
+        offload: on GPUs, free the trainer's memory while the engine samples.
+        collective_timeout_s: deadline of every collective.
+    """
+
+    zero_stage: int = 3
+    offload: bool = True
+    collective_timeout_s: float = 1800.0
+
+
+@dataclass
+class PlacementConfig:
+    """Who runs where.
+
+    Attributes:
+        num_workers: training workers.
+        device: `cpu`, `cuda`, or `auto`.
+        cpus_per_worker: Ray CPUs of a training worker.
+        gpus_per_worker: Ray GPUs of a training worker; a share below 1 leaves room for a colocated engine.
+        engine_gpus: Ray GPUs of the engine; 1 or more puts it on GPUs of its own.
+        max_restarts: how often Ray Train restarts the workers from the last checkpoint after a failure.
+    """
+
+    num_workers: int = 2
+    device: str = "auto"
+    cpus_per_worker: float = 1.0
+    gpus_per_worker: float = 0.7
+    engine_gpus: float = 0.3
+    max_restarts: int = 2
+
+
+@dataclass
+class RunConfig:
+    """The run.
+
+    Attributes:
+        name: of the run; its folder is `output_dir/name`.
+        output_dir: where runs live.
+        steps: steps of training.
+        seed: of everything.
+        resume: continue the run of this name; false refuses to touch an existing one.
+        deterministic: bit-for-bit repeatable arithmetic.
+        checkpoint_every: steps between checkpoints; the last step always makes one.
+        keep_checkpoints: newest checkpoints that are kept.
+        eval_every: steps between validations; 0 for none.
+        eval_before: validate before the first step.
+        target_reward: stop when a validation reaches this reward; null trains all steps.
+        export: write a Hugging Face folder at the end.
+    """
+
+    name: str = MISSING
+    output_dir: str = "outputs"
+    steps: int = 100
+    seed: int = 0
+    resume: bool = False
+    deterministic: bool = False
+    checkpoint_every: int = 50
+    keep_checkpoints: int = 2
+    eval_every: int = 20
+    eval_before: bool = True
+    target_reward: float | None = None
+    export: bool = True
+
+
+@dataclass
+class TrackingConfig:
+    """MLflow.
+
+    Attributes:
+        enabled: record the run in MLflow; `metrics.jsonl` in the run's folder is always written.
+        uri: of the tracking store; null is an SQLite file in `run.output_dir`.
+        experiment: MLflow experiment.
+        samples: rows of the table of samples that each validation logs.
+    """
+
+    enabled: bool = True
+    uri: str | None = None
+    experiment: str = "rl_plugins"
+    samples: int = 32
+
+
+@dataclass
+class RecipeConfig:
+    """A recipe."""
+
+    stage: str = MISSING
+    launcher: str = "ray"
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    reward: RewardOptions = field(default_factory=RewardOptions)
+    strategy: StrategyOptions = field(default_factory=StrategyOptions)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    algorithm: Any = None
+
+
+def parse_config(values: Any) -> RecipeConfig:
+    """Check a mapping against the schema and make it a `RecipeConfig`; data files and folders become absolute.
+
+    Raises:
+        ConfigError: a key that does not exist, a value of the wrong type, or one that is missing.
+    """
+    try:
+        # As plain values: Hydra's `+key=value` lets unknown keys into what it composes.
+        plain = OmegaConf.to_container(values) if OmegaConf.is_config(values) else values
+        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RecipeConfig), plain))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from None
+    # Ray's workers have working directories of their own.
+    config.run.output_dir = str(Path(config.run.output_dir).absolute())
+    config.data.train_files = [str(Path(path).absolute()) for path in config.data.train_files]
+    config.data.val_files = [str(Path(path).absolute()) for path in config.data.val_files]
+    for reward in config.reward.functions.values():
+        if isinstance(reward, dict) and "_target_" not in reward and "path" in reward:
+            reward["path"] = str(Path(str(reward["path"])).absolute())
+    for option in ("path", "reference_path"):
+        path = getattr(config.model, option)
+        if path and Path(path).is_dir():
+            setattr(config.model, option, str(Path(path).absolute()))
+    return cast(RecipeConfig, config)
+
+
+def register_schema() -> None:
+    """Make `RecipeConfig` known to Hydra as `recipe_schema`, the first entry of every recipe's defaults."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="recipe_schema", node=RecipeConfig)
+
+
+def rollout_dtype(config: RecipeConfig) -> str:
+    """Name of the dtype of a rollout engine's weights: as configured, or the one that the policy computes in."""
+    return config.rollout.dtype or ("float32" if config.model.precision == "32-true" else "bfloat16")

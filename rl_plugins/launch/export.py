@@ -1,0 +1,137 @@
+"""`python -m rl_plugins.launch.export CHECKPOINT OUT`: any checkpoint of a run as a Hugging Face folder.
+
+It needs neither a cluster nor as many processes as trained: the shards of every ZeRO stage and world size are put
+together in this process. A run writes its last policy by itself (`policy/`); this is for the checkpoints before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+def export_checkpoint(checkpoint: Path, out: Path, model: str | None = None) -> None:
+    """Write the policy of a checkpoint as a Hugging Face folder, in the dtype that the run itself exports.
+
+    Args:
+        checkpoint: `checkpoint_00000050` of a run.
+        out: the folder to write; must not exist.
+        model: Hugging Face name or folder of the architecture and the tokenizer; the run's `model.path` by default.
+
+    Raises:
+        ConfigError: not a checkpoint, no model to go with it, weights of another model, or `out` exists.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists: give another folder, or remove it")
+    state = checkpoint / "state"
+    if not state.exists():
+        raise ConfigError(f"{checkpoint} is not a checkpoint of a run: it has no {state.name}")
+    path, precision = _model_of(checkpoint, model)
+
+    from rl_plugins.launch.quiet import quiet_libraries
+    from rl_plugins.models.export import write_policy
+    from rl_plugins.models.loading import load_tokenizer
+
+    quiet_libraries()
+    policy = _architecture(path, precision)
+    weights = _fit(_sharded(state) if state.is_dir() else _single(state), policy, f"{path} ({state})")
+    write_policy(policy, weights, load_tokenizer(path), out)
+
+
+def _model_of(checkpoint: Path, model: str | None) -> tuple[str, str]:
+    """Where the architecture and the tokenizer are, and the precision of the run."""
+    from omegaconf import OmegaConf
+
+    file = RunFolder(checkpoint.absolute().parent).config
+    config: Any = OmegaConf.load(file) if file.is_file() else OmegaConf.create()
+    path = model or OmegaConf.select(config, "model.path")
+    if path is None:
+        raise ConfigError(f"{file} does not name the model that was trained: name its folder with --model")
+    if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
+        named = "--model" if model else str(file)
+        raise ConfigError(f"{named} names {path}, which is not there: name a folder of the architecture with --model")
+    return path, OmegaConf.select(config, "model.precision") or "32-true"
+
+
+def _architecture(path: str, precision: str) -> PreTrainedModel:
+    """The model without its weights, in the dtype of the export."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path),
+            dtype=torch.float32 if precision == "32-true" else torch.bfloat16,
+        )
+    # A file that a model need not have.
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+def _sharded(state: Path) -> dict[str, Tensor]:
+    # Imports DeepSpeed, which would look for a device.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    from rl_plugins.strategies.contract import POLICY
+
+    folder = state / POLICY
+    if not (folder / "latest").is_file():
+        raise ConfigError(f"{state} holds no shards of engine {POLICY!r}")
+    # It prints what it finds, shard by shard.
+    with redirect_stdout(None), open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        weights: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+    return weights
+
+
+def _single(state: Path) -> dict[str, Tensor]:
+    import torch
+
+    # Loop and callback states are plain Python objects; the file was written by this program.
+    checkpoint = torch.load(state, map_location="cpu", weights_only=False, mmap=True)
+    prefix = "policy."
+    weights = checkpoint.get("state_dict", {})
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def _fit(weights: dict[str, Tensor], policy: PreTrainedModel, what: str) -> dict[str, Tensor]:
+    """The weights of the parameters of `policy`, tied ones once, in its dtype."""
+    parameters = dict(policy.named_parameters())
+    wrong = [
+        name for name, parameter in parameters.items() if name not in weights or weights[name].shape != parameter.shape
+    ]
+    if wrong:
+        raise ConfigError(
+            f"the checkpoint is not of the model {what}: {len(wrong)} of {len(parameters)} parameters are missing or "
+            f"have another shape, {wrong[0]} first"
+        )
+    return {name: weights[name].to(parameter.dtype) for name, parameter in parameters.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    from rl_plugins.launch.command_line import exit_on_config_error
+
+    parser = argparse.ArgumentParser(prog="python -m rl_plugins.launch.export", description=__doc__)
+    parser.add_argument("checkpoint", type=Path, help="checkpoint_00000050 in the folder of a run")
+    parser.add_argument("out", type=Path, help="the Hugging Face folder to write")
+    parser.add_argument("--model", help="Hugging Face name or folder of the architecture; the run's own by default")
+    parsed = parser.parse_args(arguments)
+    exit_on_config_error(lambda: export_checkpoint(parsed.checkpoint, parsed.out, parsed.model))
+    print(f"{parsed.checkpoint} is now {parsed.out}")
+
+
+if __name__ == "__main__":
+    main()

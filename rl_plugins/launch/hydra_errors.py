@@ -1,0 +1,86 @@
+"""One sentence for each error of Hydra and OmegaConf: the option at fault, what is wrong with it, and the way out.
+
+Their own messages run over several lines, name internals, and hide the option in them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "conf"
+_WANTED = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "String": "a text"}
+_NOT_SIMILAR = 1.0
+
+
+def explain(error: BaseException, known_keys: Callable[[], list[str]] = list) -> str:
+    """Say in one sentence what the user has to mend.
+
+    Args:
+        error: what composing or parsing a configuration raised.
+        known_keys: gives every key there is, to name the nearest one to an unknown key.
+    """
+    from hydra.errors import MissingConfigException, OverrideParseException
+    from omegaconf.errors import MissingMandatoryValue, ValidationError
+
+    if isinstance(error, OverrideParseException):
+        return (
+            f"cannot read {error.override!r}: an option is key=value; quote lists and spaces for the shell, "
+            "as in 'data.train_files=[a.parquet,b.parquet]'"
+        )
+    if isinstance(error, MissingConfigException):
+        return _no_such_file(error)
+    if "Config group override" in str(error):
+        return "a group, such as algorithm or reward, takes the name of one of its files: --help lists them"
+    cause = error.__cause__ or error
+    key = getattr(cause, "full_key", None) or _overridden(error)
+    if isinstance(cause, MissingMandatoryValue):
+        return f"option {key!r} has no value{_meaning(cause)}: add {key}=... to the command line"
+    if isinstance(cause, ValidationError):
+        return f"option {key!r}{_meaning(cause)}: {_mismatch(cause)}"
+    if key and re.search(r"not in (struct|')|does not exist", str(cause)):
+        key = _overridden(error) or key
+        return f"there is no option {key!r}; {_nearest(key, known_keys())}"
+    where = f"option {key!r}" if key else "configuration"
+    return f"{where}: {str(cause).splitlines()[0]}"
+
+
+def _overridden(error: BaseException) -> str | None:
+    match = re.search(r"Could not \w+ (?:from config\. )?'([^']+)'|merging override \+*([^=\s]+)=", str(error))
+    return match and (match.group(1) or match.group(2))
+
+
+def _no_such_file(error: Any) -> str:
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    choices = error.options or (path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
+    return f"there is no {group or 'recipe'} {name!r}; there is: {', '.join(sorted(choices))}"
+
+
+def _mismatch(error: Any) -> str:
+    text, key = str(error).splitlines()[0], error.full_key
+    if match := re.search(r"Value '(.*?)' .*(?:converted to|not a valid) (\w+)", text):
+        return f"{match.group(1)!r} is not {_WANTED.get(match.group(2), match.group(2))}"
+    if "is not a ListConfig" in text:
+        return f"it must be a list, as in {key}=[...]"
+    if "is not a subclass" in text:
+        return f"it is a group; set its options, as in {key}.name=value"
+    return text
+
+
+def _meaning(error: Any) -> str:
+    """What the docstring of the option's group says about it."""
+    leaf = str(error.full_key).rpartition(".")[2]
+    match = re.search(rf"^\s+{re.escape(leaf)}: (.*?)[.;]?$", getattr(error.object_type, "__doc__", "") or "", re.M)
+    return f" ({match.group(1)})" if match else ""
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    def similarity(other: str) -> float:
+        pairs = ((key, other), (key.rpartition(".")[2], other.rpartition(".")[2]))
+        return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    closest = max(known, key=similarity, default="")
+    return f"did you mean {closest!r}?" if similarity(closest) > _NOT_SIMILAR else "--cfg job shows all there are"

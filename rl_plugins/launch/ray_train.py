@@ -1,0 +1,201 @@
+"""Ray Train runs the workers: the engine's actor comes up beside them, a failed worker group starts again from the last
+checkpoint, and a cluster is used as it is (`ray job submit`) or started here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.launch.config import RecipeConfig, rollout_dtype
+from rl_plugins.launch.resources import check_resources, local_gpus
+from rl_plugins.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from rl_plugins.rollout.engine import RolloutEngine
+    from rl_plugins.rollout.vllm.client import VLLMRollout
+
+_OBJECT_STORE_BYTES = 512 * 2**20
+
+
+def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> None:
+    """Train on Ray.
+
+    Raises:
+        ConfigError: the cluster has fewer CPUs or GPUs than the placement needs, or a worker raised it.
+        RuntimeError: training failed more often than it may be restarted.
+    """
+    import ray
+
+    device = resolve_device(config)
+    environment = worker_environment(device)
+    os.environ.update(environment)
+    # Ray would redraw the finished bar around every line that is printed later.
+    os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
+    if not ray.is_initialized():
+        start_ray(config, environment)
+    check_resources(config, device, ray.cluster_resources(), "the cluster")
+    rollout = vllm_rollout(config, device) if config.rollout.engine == "vllm" else None
+    if rollout is not None:
+        rollout.start()
+    from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from rl_plugins.launch.worker_errors import StopOnConfigError, config_errors_unwrapped, without_traceback
+
+    placement = config.placement
+    resources = {"CPU": placement.cpus_per_worker}
+    if device == "cuda":
+        resources["GPU"] = placement.gpus_per_worker
+    trainer = TorchTrainer(
+        without_traceback(train_worker),
+        train_loop_config={"config": asdict(config), "checkpoint": checkpoint, "device": device, "rollout": rollout},
+        torch_config=TorchConfig(
+            backend="nccl" if device == "cuda" else "gloo",
+            timeout_s=int(config.strategy.collective_timeout_s),
+        ),
+        scaling_config=ScalingConfig(
+            num_workers=placement.num_workers, use_gpu=device == "cuda", resources_per_worker=resources
+        ),
+        # Ray types its second generation of Train as the first, which knows other options.
+        run_config=ray.train.RunConfig(  # type: ignore[call-arg]
+            name=folder.path.name,
+            storage_path=str(folder.path.parent),
+            failure_config=FailureConfig(max_failures=placement.max_restarts),
+            checkpoint_config=CheckpointConfig(num_to_keep=config.run.keep_checkpoints),
+            logging_config=LoggingConfig(log_level="ERROR"),
+            callbacks=[StopOnConfigError()],  # type: ignore[list-item]
+        ),
+    )
+    with config_errors_unwrapped():
+        trainer.fit()
+
+
+def train_worker(arguments: dict[str, Any]) -> None:
+    """What each Ray Train worker runs."""
+    import ray.train
+    import torch
+    from ray.train.lightning import RayLightningEnvironment
+
+    from rl_plugins.launch.build import dtype_of, fit
+    from rl_plugins.launch.config import parse_config
+    from rl_plugins.rewards.pool import RewardPool
+    from rl_plugins.rollout.transformers_engine import TransformersRollout
+    from rl_plugins.strategies.ray_zero import RayZeroStrategy
+
+    config, device = parse_config(arguments["config"]), arguments["device"]
+    if device == "cpu":
+        torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
+    scorer = RewardPool(
+        config.reward.functions,
+        num_workers=config.reward.num_workers,
+        deadline_s=config.reward.deadline_s,
+        max_failure_rate=config.reward.max_failure_rate,
+    )
+    rollout: RolloutEngine = arguments["rollout"] or TransformersRollout(
+        config.model.path, dtype=dtype_of(config), device=device
+    )
+    strategy = RayZeroStrategy(
+        stage=config.strategy.zero_stage,
+        rollout=rollout,
+        offload=config.strategy.offload,
+        timeout_s=config.strategy.collective_timeout_s,
+    )
+    # A restarted worker group goes on from the last checkpoint that was reported, not from where the run began.
+    reported = ray.train.get_checkpoint()
+    checkpoint = reported.path if reported is not None else arguments["checkpoint"]
+    folder = RunFolder(Path(config.run.output_dir) / config.run.name)
+    fit(
+        config, folder, strategy, scorer, checkpoint,
+        in_ray=True, accelerator=device, devices="auto", plugins=[RayLightningEnvironment()],
+    )  # fmt: skip
+
+
+def resolve_device(config: RecipeConfig) -> str:
+    """`cpu` or `cuda`; `auto` takes CUDA where the cluster has GPUs."""
+    if config.placement.device != "auto":
+        return config.placement.device
+    import ray
+
+    if ray.is_initialized():
+        return "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
+    if os.environ.get("RAY_ADDRESS"):
+        start_ray(config, worker_environment("cuda"))
+        return "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
+    return "cuda" if local_gpus() else "cpu"
+
+
+def worker_environment(device: str) -> dict[str, str]:
+    """Environment variables of the training workers."""
+    variables = {"TOKENIZERS_PARALLELISM": "false", "RAY_TRAIN_V2_ENABLED": "1"}
+    if device == "cpu":
+        variables |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    # Deprecations inside the libraries are for their authors.
+    variables["PYTHONWARNINGS"] = "ignore::FutureWarning,ignore::DeprecationWarning"
+    variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    # A print is a print: Ray Train would make a log record of it, which no redirection of stdout holds back.
+    variables["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
+    if extensions := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        variables["TORCH_EXTENSIONS_DIR"] = extensions
+    return variables
+
+
+def start_ray(config: RecipeConfig, environment: dict[str, str]) -> None:
+    """Connect to the cluster that RAY_ADDRESS names (jobs have it), or start one on this machine."""
+    import logging
+
+    import ray
+
+    options: dict[str, Any] = {
+        "runtime_env": {"env_vars": environment},
+        "logging_level": logging.ERROR,
+        # Warnings of Ray's own helpers are about Ray, not about the run.
+        "logging_config": ray.LoggingConfig(encoding="TEXT", log_level="ERROR"),
+    }
+    if not os.environ.get("RAY_ADDRESS"):
+        # Ray Train asks the state API of the dashboard whether its controller lives, and without an address it asks
+        # any Ray on this machine: another one answers no, and the workers are killed.
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
+        # Nobody takes this machine away node by node, and Ray calls its own watcher for that an error.
+        environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+        options |= {
+            # Not the cluster that someone happens to have started on this machine.
+            "address": "local",
+            "include_dashboard": True,
+            "dashboard_port": port,
+            "object_store_memory": _OBJECT_STORE_BYTES,
+        }
+    ray.init(**options)
+
+
+def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
+    """The engine that the configuration describes."""
+    from rl_plugins.rollout.vllm.client import VLLMRollout
+    from rl_plugins.rollout.vllm.config import VLLMConfig
+
+    rollout = config.rollout
+    return VLLMRollout(
+        VLLMConfig(
+            model=config.model.path,
+            device=device,  # type: ignore[arg-type]
+            dtype=rollout_dtype(config),
+            max_model_len=config.data.max_prompt_tokens + config.sampling.max_tokens,
+            max_num_seqs=rollout.max_num_seqs,
+            tensor_parallel_size=rollout.tensor_parallel_size,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
+            prefix_caching=rollout.prefix_caching,
+            transport=rollout.transport,  # type: ignore[arg-type]
+            bucket_mb=rollout.bucket_mb,
+            ready_timeout_s=rollout.ready_timeout_s,
+            generate_timeout_s=rollout.generate_timeout_s,
+            update_timeout_s=rollout.update_timeout_s,
+        ),
+        num_gpus=config.placement.engine_gpus if device == "cuda" else 0,
+    )

@@ -1,0 +1,155 @@
+"""What only a trial can tell: rewards are called, prompts measured and the algorithm run, each on a few samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.config import RecipeConfig
+
+if TYPE_CHECKING:
+    from rl_plugins.data.parquet import PromptRows, Row
+
+_REWARD_DEADLINE_S = 10.0
+_PROMPTS_MEASURED = 1000
+
+
+def check_prompts(config: RecipeConfig) -> None:
+    """Read every row once; try the reward on one row of each data source; measure prompts.
+
+    Raises:
+        ConfigError: a file or row is malformed, there are too few rows, a data source has no reward or its reward
+            fails, or prompts are too long.
+    """
+    from rl_plugins.data.parquet import load_rows
+
+    data, needed = config.data, config.batch.prompts_per_step
+    if data.dataset is None and not data.train_files:
+        raise ConfigError("data.train_files is empty: name one or more parquet files")
+    train = load_rows(data.train_files if data.dataset is None else instantiate_node("data.dataset", data.dataset))
+    if len(train.rows) < needed:
+        raise ConfigError(
+            f"the training data has {len(train.rows)} rows, fewer than batch.prompts_per_step={needed}: "
+            "lower it or add data"
+        )
+    validation = load_rows(data.val_files) if data.val_files else None
+    generated = [] if config.stage == "sft" else [*train.rows]
+    _check_rewards(config, [*generated, *(validation.rows if validation else [])])
+    if (Path(config.model.path) / "tokenizer.json").is_file():
+        for rows in filter(None, (train, validation)):
+            _check_lengths(config, rows)
+
+
+def instantiate_node(option: str, node: Any) -> Any:
+    """Make what a `_target_` node describes.
+
+    Raises:
+        ConfigError: there is no such target, it does not take these arguments, or it raised a ConfigError.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    if not isinstance(node, Mapping) or "_target_" not in node:
+        raise ConfigError(f"{option}: must be a mapping with _target_, the class that it describes")
+    try:
+        return instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise ConfigError(f"{option}: {' '.join(str(error.__cause__ or error).split())}") from None
+
+
+def _check_rewards(config: RecipeConfig, rows: Sequence[Row]) -> None:
+    from rl_plugins.rewards.inline import check_reward
+    from rl_plugins.rewards.records import ScoringRequest
+    from rl_plugins.rewards.routing import check_routes
+
+    first_of_source = {row["data_source"]: row for row in reversed(rows)}
+    if not rows:
+        return
+    check_routes(config.reward.functions, first_of_source)
+    for source, row in first_of_source.items():
+        ground_truth = row["reward_model"].get("ground_truth")
+        # A right answer is the response that every reward should be able to read.
+        request = ScoringRequest(source, str(ground_truth), ground_truth, row["extra_info"], row["prompt"])
+        check_reward(config.reward.functions, request, deadline_s=min(config.reward.deadline_s, _REWARD_DEADLINE_S))
+
+
+def _check_lengths(config: RecipeConfig, rows: PromptRows) -> None:
+    """Measure the prompts with the most or the fewest characters, so that a large data set takes no longer."""
+    from transformers import PreTrainedTokenizerFast
+
+    from rl_plugins.data.parquet import PromptRows
+    from rl_plugins.data.tokenization import load_tokenizer, tokenize_prompts, within_limit
+
+    limit, refuse = config.data.max_prompt_tokens, config.data.overlong_prompts == "error"
+    # Not AutoTokenizer, whose import takes several seconds; the token ids are not used.
+    tokenizer = load_tokenizer(PreTrainedTokenizerFast.from_pretrained(config.model.path))
+
+    def measure(numbers: Sequence[int]) -> list[int]:
+        chosen = PromptRows([rows.rows[number] for number in numbers], rows.origins)
+        return [len(ids) for ids in tokenize_prompts(chosen, tokenizer, {})]
+
+    by_characters = sorted(range(len(rows.rows)), key=lambda number: _characters(rows.rows[number]))
+    measured = by_characters[-_PROMPTS_MEASURED:] if refuse else by_characters[:_PROMPTS_MEASURED]
+    lengths = dict(zip(measured, measure(measured), strict=True))
+    if not refuse:
+        if min(lengths.values()) <= limit:
+            return
+        rest = by_characters[_PROMPTS_MEASURED:]
+        lengths |= dict(zip(rest, measure(rest), strict=True)) if rest else {}
+    within_limit(
+        rows,
+        [lengths.get(number, 0) for number in range(len(rows.rows))],
+        option="data.max_prompt_tokens",
+        limit=limit,
+        overlong=config.data.overlong_prompts,  # type: ignore[arg-type]
+    )
+
+
+def _characters(row: Row) -> int:
+    return sum(len(message["content"]) for message in row["prompt"])
+
+
+def check_algorithm(node: Any) -> None:
+    """Build the algorithm, check its options' types, and run it on two made-up groups of two samples.
+
+    Raises:
+        ConfigError: an unknown name or option, a value of the wrong type or outside its range.
+    """
+    import torch
+
+    from rl_plugins.algorithms.aggregation import GlobalCounts
+    from rl_plugins.algorithms.algorithm import Algorithm
+    from rl_plugins.launch.algorithm_options import check_option_types
+
+    algorithm: Algorithm = instantiate_node("algorithm", node)
+    check_option_types(algorithm)
+    zeros_BT, ones_BT = torch.zeros(4, 2), torch.ones(4, 2)
+    coefficient = algorithm.kl.coefficient
+    try:
+        _, advantages_BT, _ = algorithm.advantages(
+            scores_B=torch.tensor([0.0, 1.0, 0.0, 1.0]),
+            response_mask_BT=ones_BT,
+            response_lengths_B=torch.full((4,), 2),
+            groups_B=torch.tensor([0, 0, 1, 1]),
+            valid_B=torch.ones(4, dtype=torch.bool),
+            old_log_probs_BT=zeros_BT,
+            ref_log_probs_BT=zeros_BT,
+            kl_coefficient=coefficient,
+        )
+        algorithm.loss(
+            log_probs_BT=zeros_BT,
+            old_log_probs_BT=zeros_BT,
+            advantages_BT=advantages_BT,
+            response_mask_BT=ones_BT,
+            ref_log_probs_BT=zeros_BT if algorithm.needs_reference else None,
+            kl_coefficient=coefficient,
+            counts=GlobalCounts(8, 4),
+        )
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"algorithm: {error}") from None

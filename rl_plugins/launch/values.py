@@ -1,0 +1,86 @@
+"""What the schema's types cannot say: which words an option knows, and in which range a number lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.config import RecipeConfig
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "stage": ("sft", "policy_optimization"),
+    "launcher": ("ray", "local"),
+    "rollout.engine": ("vllm", "transformers"),
+    "rollout.dtype": (None, "float32", "bfloat16", "float16"),
+    "rollout.transport": ("auto", "shared_memory", "ipc", "nccl"),
+    "placement.device": ("auto", "cpu", "cuda"),
+    "strategy.zero_stage": (1, 2, 3),
+    "model.precision": ("32-true", "bf16-true", "bf16-mixed"),
+    "data.overlong_prompts": ("filter", "error"),
+}
+
+# Written so that NaN is in no range.
+_RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    (
+        "must be at least 1",
+        lambda value: value >= 1,
+        (
+            "run.steps", "run.checkpoint_every", "run.keep_checkpoints", "data.max_prompt_tokens",
+            "data.eval_batch_size", "batch.prompts_per_step", "batch.samples_per_prompt",
+            "batch.tokens_per_micro_batch", "batch.updates_per_step", "sampling.max_tokens", "rollout.max_num_seqs",
+            "rollout.cpu_kv_cache_gib", "rollout.tensor_parallel_size", "rollout.bucket_mb", "reward.num_workers",
+            "placement.num_workers",
+        ),
+    ),
+    (
+        "must be above 0",
+        lambda value: value > 0,
+        (
+            "rollout.ready_timeout_s", "rollout.generate_timeout_s", "rollout.update_timeout_s", "reward.deadline_s",
+            "strategy.collective_timeout_s", "placement.cpus_per_worker",
+        ),
+    ),
+    (
+        "must be 0 or more",
+        lambda value: value >= 0,
+        (
+            "run.seed", "run.eval_every", "sampling.temperature", "optimizer.lr", "optimizer.weight_decay",
+            "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.lr_end", "optimizer.gradient_clip",
+            "placement.gpus_per_worker", "placement.engine_gpus", "placement.max_restarts", "tracking.samples",
+        ),
+    ),
+    (
+        "must be above 0 and at most 1",
+        lambda value: 0 < value <= 1,
+        ("sampling.top_p", "rollout.gpu_memory_utilization"),
+    ),
+    ("must be between 0 and 1", lambda value: 0 <= value <= 1, ("reward.max_failure_rate",)),
+    ("must be at least 1, or -1 to keep all", lambda value: value == -1 or value >= 1, ("sampling.top_k",)),
+    (
+        "must be two numbers from 0 to below 1",
+        lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
+        ("optimizer.betas",),
+    ),
+)  # fmt: skip
+
+
+def check_values(config: RecipeConfig) -> None:
+    """Check every option that has a list of words or a range.
+
+    Raises:
+        ConfigError: names the option, its value and what it may be.
+    """
+    for option, known in _CHOICES.items():
+        value = attrgetter(option)(config)
+        if value not in known:
+            words = ", ".join("null" if word is None else str(word) for word in known)
+            raise ConfigError(f"{option}={value}: use one of {words}")
+    for demand, holds, options in _RANGES:
+        for option in options:
+            value = attrgetter(option)(config)
+            if not holds(value):
+                raise ConfigError(f"{option}={value}: {demand}")
+    if config.launcher == "local" and config.rollout.engine == "vllm":
+        raise ConfigError("launcher=local runs in one process, without Ray and vLLM: add rollout.engine=transformers")

@@ -1,0 +1,1 @@
+"""Language models: building, loading, and the log-probs of their responses."""

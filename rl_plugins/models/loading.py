@@ -1,0 +1,90 @@
+"""Causal language models and their tokenizers from a Hugging Face name or folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_causal_lm(path: str, *, dtype: torch.dtype, gradient_checkpointing: bool = False) -> PreTrainedModel:
+    """Load a model in train mode without dropout surprises: dropout stays as its config says.
+
+    Args:
+        path: Hugging Face name or folder.
+        dtype: of the parameters.
+        gradient_checkpointing: recompute activations in the backward pass.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer and check that it gives back what it was given.
+
+    Raises:
+        ConfigError: no end-of-sequence token, or text does not survive a round trip (transformers rebuilds some
+            tokenizers by the model type of the folder, silently).
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer in {path} has no eos_token: the policy could never end a response")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    probe = "17+25=42 and so on"
+    if str(tokenizer.decode(tokenizer.encode(probe, add_special_tokens=False))).strip() != probe:
+        raise ConfigError(
+            f"the tokenizer in {path} does not give back the text it encodes ({probe!r}): "
+            "its tokenizer_config.json names a tokenizer_class that does not fit its files"
+        )
+    return tokenizer
+
+
+def check_policy_folder(path: str) -> None:
+    """Check a local model folder in milliseconds, without loading a library: files, and tokenizer against model.
+
+    A name that is not a local folder is left to the hub.
+
+    Raises:
+        ConfigError: a missing file, or a tokenizer with more tokens than the model has embeddings.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise ConfigError(f"model.path={path}: no such folder")
+        return
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path={path}: the folder has no config.json, so it is not a Hugging Face model")
+    vocabulary = _read_json(folder / "config.json").get("vocab_size")
+    tokenizer_file = folder / "tokenizer.json"
+    if not tokenizer_file.is_file():
+        return
+    tokenizer = _read_json(tokenizer_file)
+    ids = [token["id"] for token in tokenizer.get("added_tokens", [])]
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    ids += list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
+    if vocabulary is not None and ids and max(ids) >= vocabulary:
+        raise ConfigError(
+            f"model.path={path}: the tokenizer gives ids up to {max(ids)} but the model has {vocabulary} embeddings; "
+            "they do not belong together"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error})") from None
+    return content

@@ -1,0 +1,150 @@
+"""A policy small enough to train and sample on a CPU, made from a few numbers and a seed.
+
+The model is an ordinary Qwen2 causal language model with tied embeddings: what serves Qwen2 serves it.
+The tokenizer is an ordinary Qwen2 byte-level BPE tokenizer with the 256 bytes as its alphabet and no merges:
+any text can be encoded (in Unicode's composed form, as Qwen2 does) and every ASCII character is one token.
+It is Qwen2's because `AutoTokenizer` rebuilds the tokenizer of a qwen2 folder as that class, whatever was
+saved there; this one comes back exactly. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from rl_plugins.errors import ConfigError
+
+PAD_TOKEN = "<|pad|>"
+END_TOKEN = "<|end|>"
+ROLE_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>")
+
+# `generation` marks what the assistant says, so that `return_assistant_tokens_mask=True` works.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """Return the byte-level tokenizer: 256 bytes, then `<|pad|>`, `<|end|>` (end of sequence) and the roles.
+
+    Its chat template is compact: a question reads `<|user|>17+25<|assistant|>`, its answer `42<|end|>`.
+    """
+    pieces = [*sorted(ByteLevel.alphabet()), PAD_TOKEN, END_TOKEN, *ROLE_TOKENS]
+    return Qwen2Tokenizer(
+        vocab={piece: index for index, piece in enumerate(pieces)},
+        merges=[],
+        unk_token=None,  # type: ignore[arg-type]  # every byte is known; Qwen2's own files say null here too
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
+        extra_special_tokens=list(ROLE_TOKENS),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(
+    *,
+    hidden_size: int = 128,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    intermediate_size: int = 384,
+    max_position_embeddings: int = 256,
+    seed: int = 0,
+    initializer_range: float = 0.08,
+) -> Qwen2ForCausalLM:
+    """Return a new float32 model for `build_tokenizer()`'s vocabulary (0.43 M parameters by default).
+
+    The same arguments always give the same weights, and the caller's random state is left as it was.
+
+    Args:
+        hidden_size: model width, a multiple of twice `num_heads`; vLLM on CPU serves heads of 32 or wider.
+        num_layers: number of decoder layers.
+        num_heads: number of query heads; a multiple of `num_kv_heads`.
+        num_kv_heads: number of key and value heads.
+        intermediate_size: inner width of the gated MLP.
+        max_position_embeddings: longest prompt and response together, in tokens.
+        seed: seed of the initial weights.
+        initializer_range: standard deviation of the initial weights; about 1 / sqrt(hidden_size) learns much
+            sooner at this size than Qwen2's 0.02.
+
+    Raises:
+        ConfigError: a size is not positive, or the heads do not divide the width.
+    """
+    sizes = {
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "intermediate_size": intermediate_size,
+        "max_position_embeddings": max_position_embeddings,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"tiny model: {name} is {size}; give a positive number")
+    if hidden_size % (2 * num_heads):
+        raise ConfigError(
+            f"tiny model: hidden_size {hidden_size} is not a multiple of twice num_heads {num_heads}: "
+            "rotary positions need heads of an even width; change one"
+        )
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"tiny model: num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}; change one"
+        )
+    tokenizer = build_tokenizer()
+    special = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=max_position_embeddings,
+        initializer_range=initializer_range,
+        tie_word_embeddings=True,
+        dtype="float32",
+        **special,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(do_sample=True, **special)
+    return model
+
+
+def save_tiny_policy(folder: str | Path, **model_arguments: Any) -> Path:
+    """Write weights (safetensors), configurations and tokenizer as `from_pretrained` reads them.
+
+    Args:
+        folder: made if missing; files of the same names are replaced.
+        model_arguments: `build_model`'s.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: `folder` is a file, or `build_model` refuses a size.
+    """
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"tiny policy: {path} is a file; name a folder to write to")
+    model = build_model(**model_arguments)
+    tokenizer = build_tokenizer()
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path

@@ -1,0 +1,157 @@
+"""Sampling in the trainer's own process with a plain transformers model: for debugging and parity tests.
+
+It keeps its own copy of the policy, so the trained model is never put into generation mode, whatever shards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.weights import WeightSource
+
+
+class TransformersRollout:
+    """An in-process engine with a KV cache, exact log-probs and per-sample seeds.
+
+    Args:
+        model: Hugging Face name or folder.
+        dtype: of the copy.
+        device: of the copy.
+        max_batch_size: responses sampled at once.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        max_batch_size: int = 256,
+    ) -> None:
+        self._path, self._dtype, self._device = model, dtype, torch.device(device)
+        self._max_batch_size = max_batch_size
+        self._version = 0
+
+    def connect(self, rank: int, world_size: int) -> None:
+        """Load the copy."""
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype)
+        self._model = model.to(self._device).eval()
+        self._parameters = dict(self._model.named_parameters())
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Copy every tensor of the source; there is no cache to drop."""
+        with torch.no_grad():
+            for name, tensor in source:
+                self._parameters[name].copy_(tensor)
+        self._version = version
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
+        """Sample `num_samples` responses to each prompt."""
+        if sampling.stop:
+            raise ConfigError("the transformers engine stops at token ids only: use sampling.stop_token_ids")
+        rows = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
+        row_seeds = None if seeds is None else [s + i for s in seeds for i in range(sampling.num_samples)]
+        responses: list[list[int]] = []
+        log_probs: list[list[float]] = []
+        for start in range(0, len(rows), self._max_batch_size):
+            stop = start + self._max_batch_size
+            tokens, chosen = self._sample(rows[start:stop], sampling, row_seeds[start:stop] if row_seeds else None)
+            responses += tokens
+            log_probs += chosen
+        ends = set(sampling.stop_token_ids)
+        reasons = ["stop" if response[-1] in ends else "length" for response in responses]
+        return Generations.from_responses(responses, log_probs, reasons, self._version)
+
+    @torch.no_grad()
+    def _sample(
+        self, rows: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """One batch; `B` rows, `P` longest prompt."""
+        width = max(len(row) for row in rows)
+        input_ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self._device)
+        lengths = torch.tensor([len(row) for row in rows], device=self._device)
+        attention_mask = (torch.arange(width, device=self._device) >= width - lengths[:, None]).long()
+        position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        generators = None if seeds is None else [torch.Generator(self._device).manual_seed(seed) for seed in seeds]
+        ends = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=self._device)
+        running = torch.ones(len(rows), dtype=torch.bool, device=self._device)
+        tokens_by_step: list[Tensor] = []
+        log_probs_by_step: list[Tensor] = []
+        running_by_step: list[Tensor] = []
+        cache = None
+        for _ in range(sampling.max_tokens):
+            output = self._model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = output.past_key_values
+            log_probs_BV = _processed_log_probs(output.logits[:, -1].float(), sampling)
+            tokens_B = _draw(log_probs_BV, sampling.temperature, generators)
+            tokens_by_step.append(tokens_B)
+            log_probs_by_step.append(log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1))
+            running_by_step.append(running)
+            running = running & ~torch.isin(tokens_B, ends)
+            if not running.any():
+                break
+            input_ids = tokens_B[:, None]
+            attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=-1)
+            position_ids = position_ids[:, -1:] + 1
+        lengths_B = torch.stack(running_by_step).sum(dim=0).tolist()
+        tokens_BT = torch.stack(tokens_by_step, dim=1).tolist()
+        chosen_BT = torch.stack(log_probs_by_step, dim=1).tolist()
+        return (
+            [row[:length] for row, length in zip(tokens_BT, lengths_B, strict=True)],
+            [row[:length] for row, length in zip(chosen_BT, lengths_B, strict=True)],
+        )
+
+    def sleep(self, level: int = 1) -> None:
+        """The copy is small: it stays."""
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Always awake."""
+
+    def abort(self) -> None:
+        """`generate` is synchronous: nothing is ever unfinished."""
+
+    def close(self) -> None:
+        """Drop the copy."""
+        del self._model, self._parameters
+
+
+def _processed_log_probs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
+    if sampling.temperature > 0:
+        logits_BV = logits_BV / sampling.temperature
+    if 0 < sampling.top_k < logits_BV.shape[-1]:
+        kth = logits_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < kth, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits_BV.sort(dim=-1, descending=True)
+        before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
+        dropped = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
+        logits_BV = logits_BV.masked_fill(dropped, -torch.inf)
+    return logits_BV.log_softmax(dim=-1)
+
+
+def _draw(log_probs_BV: Tensor, temperature: float, generators: list[torch.Generator] | None) -> Tensor:
+    """Greedy, or one draw per row: the largest of p / e with e exponential is a sample of p."""
+    if temperature == 0:
+        return log_probs_BV.argmax(dim=-1)
+    noise_BV = torch.empty_like(log_probs_BV)
+    if generators is None:
+        noise_BV.exponential_()
+    else:
+        for row, generator in zip(noise_BV, generators, strict=True):
+            row.exponential_(generator=generator)
+    return (log_probs_BV.exp() / noise_BV).argmax(dim=-1)

@@ -1,0 +1,167 @@
+"""The process that owns a vLLM engine: a Ray actor, because the engine fixes threads, memory and seed of its process.
+
+Training ranks call it directly; no batch goes through a driver. One `generate` of all ranks is one batch: the actor
+waits until every rank has handed in its prompts and then samples them together, so that the result does not depend on
+which rank came first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from rl_plugins.errors import DeadlineExceeded
+from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.vllm.config import VLLMConfig
+
+
+class VLLMActor:
+    """Owns one `vllm.LLM`. Asyncio runs the methods one at a time, so the engine is never entered twice."""
+
+    def __init__(self, config: VLLMConfig) -> None:
+        # Registers the weight-transfer backend and the plain-weights config, which must happen before the engine.
+        from vllm import LLM
+
+        from rl_plugins.rollout.vllm import plugin  # noqa: F401
+
+        self._config = config
+        self._llm = LLM(**config.engine_arguments())
+        self._version = 0
+        self._waiting: dict[int, tuple[list[list[int]], list[int] | None]] = {}
+        self._round: asyncio.Future[dict[int, Generations]] | None = None
+        self._updating = False
+
+    async def ready(self) -> str:
+        """The engine is up; returns vLLM's version."""
+        import vllm
+
+        return str(vllm.__version__)
+
+    async def begin_session(self) -> None:
+        """Forget what earlier training workers left unfinished: prompts of a round, half a weight update."""
+        if self._round is not None:
+            self._round.cancel()
+        self._waiting, self._round = {}, None
+        if self._updating:
+            await self.finish_weight_update()
+
+    async def generate(
+        self,
+        rank: int,
+        world_size: int,
+        prompts: list[list[int]],
+        sampling: SamplingConfig,
+        seeds: list[int] | None,
+    ) -> Generations:
+        """Sample this rank's prompts, in one batch with those of the other ranks.
+
+        Raises:
+            DeadlineExceeded: the other ranks did not come.
+        """
+        if self._round is None:
+            self._round = asyncio.get_running_loop().create_future()
+        round_, self._waiting[rank] = self._round, (prompts, seeds)
+        if len(self._waiting) == world_size:
+            requests, self._waiting, self._round = self._waiting, {}, None
+            try:
+                round_.set_result(self._sample(requests, sampling))
+            except BaseException as error:
+                round_.set_exception(error)
+                raise
+        try:
+            # Shielded: one rank's deadline must not cancel the round of the others.
+            results = await asyncio.wait_for(asyncio.shield(round_), self._config.generate_timeout_s)
+        except TimeoutError:
+            missing = sorted(set(range(world_size)) - set(self._waiting))
+            raise DeadlineExceeded(
+                f"rank {rank} waited {self._config.generate_timeout_s:.0f} s in generate for ranks {missing} "
+                "to hand in their prompts"
+            ) from None
+        return results[rank]
+
+    def _sample(
+        self, requests: dict[int, tuple[list[list[int]], list[int] | None]], sampling: SamplingConfig
+    ) -> dict[int, Generations]:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        prompts: list[Any] = []
+        parameters: list[Any] = []
+        for rank in sorted(requests):
+            rank_prompts, seeds = requests[rank]
+            for position, prompt in enumerate(rank_prompts):
+                prompts.append(TokensPrompt(prompt_token_ids=prompt))
+                parameters.append(
+                    SamplingParams(
+                        n=sampling.num_samples,
+                        max_tokens=sampling.max_tokens,
+                        temperature=sampling.temperature,
+                        top_p=sampling.top_p,
+                        top_k=sampling.top_k,
+                        seed=None if seeds is None else seeds[position],
+                        logprobs=0,
+                        stop_token_ids=list(sampling.stop_token_ids),
+                        stop=list(sampling.stop) or None,
+                        include_stop_str_in_output=bool(sampling.stop),
+                        detokenize=bool(sampling.stop),
+                        output_kind=RequestOutputKind.FINAL_ONLY,
+                    )
+                )
+        outputs = self._llm.generate(prompts, parameters, use_tqdm=False) if prompts else []
+        results: dict[int, Generations] = {}
+        start = 0
+        for rank in sorted(requests):
+            stop = start + len(requests[rank][0])
+            results[rank] = self._collect(outputs[start:stop])
+            start = stop
+        return results
+
+    def _collect(self, outputs: Sequence[Any]) -> Generations:
+        completions = [completion for output in outputs for completion in output.outputs]
+        return Generations.from_responses(
+            responses=[completion.token_ids for completion in completions],
+            log_probs=[
+                [choice[token].logprob for choice, token in zip(c.logprobs, c.token_ids, strict=True)]
+                for c in completions
+            ],
+            finish_reasons=[completion.finish_reason for completion in completions],
+            policy_version=self._version,
+        )
+
+    # The four calls of vLLM's weight-sync protocol. ----------------------------------------------------------------
+
+    async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Open the transport."""
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    async def start_weight_update(self) -> None:
+        """Begin."""
+        self._llm.start_weight_update()
+        self._updating = True
+
+    async def update_weights(self, update_info: Any) -> None:
+        """Take in one chunk."""
+        self._llm.update_weights({"update_info": update_info})
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Complete; cached prefixes belong to the old weights and go."""
+        self._llm.finish_weight_update(weight_version=weight_version)
+        self._updating = False
+        self._llm.reset_prefix_cache()
+
+    async def set_policy_version(self, version: int) -> None:
+        """Name the weights that samples carry from now on."""
+        self._version = version
+
+    async def sleep(self, level: int) -> None:
+        """Give memory back."""
+        self._llm.sleep(level=level)
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        """Take memory back."""
+        self._llm.wake_up(tags)
+
+    async def abort(self) -> None:
+        """End every unfinished request."""
+        self._llm.llm_engine.abort_request([str(r) for r in self._llm.llm_engine.output_processor.request_states])

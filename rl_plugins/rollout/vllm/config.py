@@ -1,0 +1,115 @@
+"""The settings of a vLLM engine: a small record that crosses processes, from which the heavy object is built there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_plugins.errors import ConfigError
+
+CPU_ENVIRONMENT = {
+    # One process and one thread: a second OpenMP thread spins against the trainers, and three imports of vLLM in
+    # helper processes cost more than the whole start.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+@dataclass(frozen=True)
+class VLLMConfig:
+    """One vLLM engine.
+
+    Attributes:
+        model: Hugging Face name or folder; gives the architecture and the first weights.
+        device: `cpu` or `cuda`.
+        dtype: of weights and activations; the same as the trainer's for the smallest log-prob gap.
+        max_model_len: longest prompt plus response, in tokens.
+        max_num_seqs: responses sampled at once.
+        tensor_parallel_size: devices of the engine.
+        gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA).
+        cpu_kv_cache_gib: KV cache, in GiB (CPU).
+        prefix_caching: share the KV cache of common prefixes; dropped at every weight update.
+        enforce_eager: no CUDA graphs.
+        transport: how weights arrive: `shared_memory` (CPU), `ipc` (CUDA, colocated), `nccl` (CUDA, split).
+        bucket_mb: memory for weights in flight.
+        ready_timeout_s: deadline for the start of the engine.
+        generate_timeout_s: deadline for one `generate`.
+        update_timeout_s: deadline for each call of a weight update.
+    """
+
+    model: str
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: str = "float32"
+    max_model_len: int = 1024
+    max_num_seqs: int = 256
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.5
+    cpu_kv_cache_gib: int = 1
+    prefix_caching: bool = True
+    enforce_eager: bool = False
+    transport: Literal["auto", "shared_memory", "ipc", "nccl"] = "auto"
+    bucket_mb: int = 64
+    ready_timeout_s: float = 300.0
+    generate_timeout_s: float = 1800.0
+    update_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that cannot run.
+
+        Raises:
+            ConfigError: a transport that the device does not have.
+        """
+        on_cpu = self.device == "cpu"
+        if self.transport != "auto" and on_cpu != (self.transport == "shared_memory"):
+            raise ConfigError(
+                f"rollout.transport={self.transport} does not run with rollout.device={self.device}: "
+                f"use {'shared_memory' if on_cpu else 'ipc (colocated) or nccl (split)'}, or auto"
+            )
+
+    @property
+    def backend(self) -> str:
+        """The weight-transfer backend, by vLLM's registered name."""
+        if self.transport != "auto":
+            return self.transport
+        return "shared_memory" if self.device == "cpu" else "ipc"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the engine's process."""
+        if self.device == "cuda":
+            # The engine shares its GPU with a trainer; in-process weight updates carry CUDA IPC handles.
+            return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        return {
+            **CPU_ENVIRONMENT,
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            # The CPU build tells of its memory binding with a warning.
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_cache_gib),
+        }
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Arguments of `vllm.LLM`."""
+        arguments: dict[str, Any] = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "enable_prefix_caching": self.prefix_caching,
+            "use_tqdm_on_load": False,
+            # What the ratio of the policy loss needs: after temperature, top-k and top-p.
+            "logprobs_mode": "processed_logprobs",
+            "weight_transfer_config": {"backend": self.backend},
+            "worker_extension_cls": "rl_plugins.rollout.vllm.plugin.WorkerExtension",
+        }
+        if self.device == "cpu":
+            return {**arguments, "quantization": "plain_weights", "enforce_eager": True}
+        return {
+            **arguments,
+            "enforce_eager": self.enforce_eager,
+            "enable_sleep_mode": self.transport != "nccl",
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+        }

@@ -1,0 +1,72 @@
+"""The folder of a run: where its parts are, and which checkpoint is the newest.
+
+A checkpoint folder has its name only when it is complete: it is written under another name and then renamed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_CHECKPOINT = re.compile(r"checkpoint_(\d{8})$")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line: `step` and the metrics of that step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def samples(self) -> Path:
+        """Tables of validation samples, one file per validation."""
+        return self.path / "samples"
+
+    @property
+    def export(self) -> Path:
+        """The policy as a Hugging Face folder."""
+        return self.path / "policy"
+
+    @property
+    def tracking_run(self) -> Path:
+        """Holds the id of the MLflow run."""
+        return self.path / "mlflow_run_id"
+
+    @property
+    def curve(self) -> Path:
+        """The learning curve."""
+        return self.path / "learning_curve.png"
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint after `step` steps."""
+        return self.path / f"checkpoint_{step:08d}"
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        if not self.path.is_dir():
+            return []
+        return sorted(path for path in self.path.iterdir() if _CHECKPOINT.search(path.name))
+
+    def latest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint."""
+        checkpoints = self.checkpoints()
+        return checkpoints[-1] if checkpoints else None
+
+
+def checkpoint_step(path: Path) -> int:
+    """The step at which a checkpoint folder was made, from its name."""
+    match = _CHECKPOINT.search(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not a checkpoint folder")
+    return int(match.group(1))

@@ -1,0 +1,44 @@
+"""Cutting a rank's samples into micro-batches that fit a token budget, the same number of them on every rank.
+
+Sharded engines gather parameters in every forward pass, so ranks must run equally many. Samples of similar length go
+together: little padding, and the loss does not care, for its denominators are global.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def num_micro_batches(prompt_lengths_B: Tensor, response_lengths_B: Tensor, tokens_per_micro_batch: int) -> int:
+    """How many micro-batches keep this rank within the budget, if one sample does; at most one per sample."""
+    # Prompts are padded on the left and responses on the right: the longest of both may meet in one micro-batch.
+    width = int(prompt_lengths_B.max()) + int(response_lengths_B.max())
+    return math.ceil(len(prompt_lengths_B) / max(1, tokens_per_micro_batch // max(1, width)))
+
+
+def split_by_length(lengths_B: Tensor, count: int) -> list[Tensor]:
+    """Indices of `count` micro-batches: sorted by length, cut into parts of (almost) equally many samples."""
+    return list(torch.argsort(lengths_B, stable=True).tensor_split(count))
+
+
+def micro_batch_indices(
+    prompt_lengths_B: Tensor,
+    response_lengths_B: Tensor,
+    tokens_per_micro_batch: int,
+    max_over_ranks: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """Index tensors of this rank's micro-batches; every rank gets the same number. Collective.
+
+    Args:
+        prompt_lengths_B: tokens of each prompt; B is the same on every rank.
+        response_lengths_B: tokens of each response.
+        tokens_per_micro_batch: budget, padding counted; a sample longer than it makes a micro-batch of its own.
+        max_over_ranks: maximum of a tensor over ranks.
+    """
+    wanted = num_micro_batches(prompt_lengths_B, response_lengths_B, tokens_per_micro_batch)
+    count = int(max_over_ranks(torch.tensor([wanted], dtype=torch.float64)).item())
+    return split_by_length(prompt_lengths_B + response_lengths_B, count)

@@ -1,0 +1,181 @@
+"""A stage that samples from its policy and scores the samples: what policy optimization and evaluation share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import nn
+from typing_extensions import override
+
+from rl_plugins.data.experience import Experience
+from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.export import save_policy
+from rl_plugins.models.loading import load_tokenizer
+from rl_plugins.rewards.default import Reward, default_scorer
+from rl_plugins.rewards.failures import failure_counts
+from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.stages.metrics import mean_over_ranks
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.stage import Stage
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Scores samples; see `rl_plugins.rewards`."""
+
+    def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
+        """One score per request, in order."""
+
+
+class SamplingStage(Stage):
+    """Adds sampling, scoring, and validation by generation to a stage.
+
+    Args:
+        policy: see `Stage`.
+        tokenizer: turns responses into text for the scorer; the one in the policy's folder by default.
+        scorer: gives each sample its reward; a bare reward function (or its configuration) gets `default_scorer`.
+        eval_sampling: how `validate` samples; without stop tokens, responses end at the tokenizer's end of sequence.
+        seed: of the samples; a sample's own seed follows from it, the step, and its prompt.
+        optimizer: see `Stage`.
+        gradient_checkpointing: see `Stage`.
+        max_steps: see `Stage`.
+    """
+
+    def __init__(
+        self,
+        policy: str | nn.Module,
+        *,
+        tokenizer: Any = None,
+        scorer: Scorer | Reward,
+        eval_sampling: SamplingConfig,
+        seed: int = 0,
+        optimizer: OptimizerConfig | None = None,
+        gradient_checkpointing: bool = False,
+        max_steps: int = 0,
+    ) -> None:
+        super().__init__(
+            policy, optimizer=optimizer, gradient_checkpointing=gradient_checkpointing, max_steps=max_steps
+        )
+        self.tokenizer = tokenizer or _own_tokenizer(policy)
+        self.scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
+        self.eval_sampling, self.seed = self.ending(eval_sampling), seed
+        self.validation_samples: list[dict[str, Any]] = []
+        self._failures: dict[str, int] = {}
+        self._val_scores: list[Score] = []
+
+    def ending(self, sampling: SamplingConfig) -> SamplingConfig:
+        """The same, with the tokenizer's end of sequence as the stop token where none is named."""
+        if sampling.stop_token_ids or self.tokenizer.eos_token_id is None:
+            return sampling
+        return replace(sampling, stop_token_ids=(self.tokenizer.eos_token_id,))
+
+    def sample(self, prompts: PromptBatch, sampling: SamplingConfig, seeds: list[int] | None) -> Experience:
+        """Responses to this rank's prompts with the policy's current weights. Collective."""
+        with self._strategy.rollout_phase(version=self.step) as engine, self._phase("rollout"):
+            generations = engine.generate(prompts.prompt_ids, sampling, seeds)
+        return self._experience(prompts, generations, sampling.num_samples)
+
+    def _experience(self, prompts: PromptBatch, generations: Generations, num_samples: int) -> Experience:
+        responses = generations.responses()
+        columns: dict[str, list[Any]] = {
+            name: [value for value in values for _ in range(num_samples)] for name, values in prompts.columns.items()
+        }
+        columns["response"] = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        columns["finish_reason"] = generations.finish_reasons
+        return Experience.from_samples(
+            prompt_ids=[ids for ids in prompts.prompt_ids for _ in range(num_samples)],
+            responses=responses,
+            rollout_log_probs=generations.response_log_probs(),
+            groups=[row for row in prompts.rows for _ in range(num_samples)],
+            policy_version=generations.policy_version,
+            columns=columns,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+
+    def _seeds(self, prompts: PromptBatch) -> list[int]:
+        # A sample's seed depends on what it is, not on the rank or batch it fell into.
+        sequence = [np.random.SeedSequence([self.seed, self.step, row]).generate_state(1)[0] for row in prompts.rows]
+        return [int(seed) >> 1 for seed in sequence]
+
+    def score(self, experience: Experience) -> list[Score]:
+        """Fill `scores` and `valid`; a sample whose reward failed is not valid and takes part in nothing."""
+        columns = experience.columns
+        requests = [
+            ScoringRequest(source, response, (reward_model or {}).get("ground_truth"), extra or {}, prompt)
+            for source, response, reward_model, extra, prompt in zip(
+                *(columns[name] for name in ("data_source", "response", "reward_model", "extra_info", "prompt")),
+                strict=True,
+            )
+        ]
+        with self._phase("reward"):
+            scores = self.scorer.score(requests)
+        experience.scores = torch.tensor([score.value or 0.0 for score in scores])
+        experience.valid = torch.tensor([score.failure is None for score in scores])
+        experience.response_mask = experience.response_mask * experience.valid[:, None]
+        self._failures = failure_counts(scores)
+        return scores
+
+    # Validation -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self.validation_samples, self._val_scores = [], []
+
+    @override
+    def validation_step(self, prompts: PromptBatch, batch_idx: int) -> None:
+        if not prompts.rows:
+            # A rank without rows still takes its place in the collective.
+            with self._strategy.rollout_phase(version=self.step) as engine:
+                engine.generate([], self.eval_sampling, [])
+            return
+        experience = self.sample(prompts, self.eval_sampling, self._seeds(prompts))
+        scores = self.score(experience)
+        self._val_scores += scores
+        columns = experience.columns
+        for prompt, response, reward_model, score in zip(
+            *(columns[name] for name in ("prompt", "response", "reward_model")), scores, strict=True
+        ):
+            row = {"prompt": prompt[-1]["content"], "response": response, "score": score.value}
+            truth = (reward_model or {}).get("ground_truth")
+            self.validation_samples.append({**row, "ground_truth": truth, "failure": score.failure})
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        values = torch.tensor([score.value or 0.0 for score in self._val_scores], dtype=torch.float64)
+        valid = torch.tensor([score.failure is None for score in self._val_scores], dtype=torch.bool)
+        metrics = mean_over_ranks({"reward": (values, valid)}, self._strategy.sum_over_ranks)
+        self.track({f"val/{name}": value for name, value in metrics.items()})
+        self._strategy.phases.drain()
+
+    def export_policy(self, folder: Path) -> None:
+        """Write the policy and its tokenizer as a Hugging Face folder. Collective."""
+        save_policy(self.policy, self._strategy.weight_source(), self.tokenizer, folder, self.trainer.is_global_zero)
+        self._strategy.barrier("export")
+
+    @property
+    def _strategy(self) -> Any:
+        return self.trainer.strategy
+
+    def _phase(self, name: str) -> Any:
+        return self._strategy.phases.measure(name)
+
+
+def _own_tokenizer(policy: str | nn.Module) -> Any:
+    model = getattr(policy, "model", policy)
+    name = policy if isinstance(policy, str) else getattr(model, "name_or_path", None)
+    if not name:
+        raise ConfigError(f"{type(policy).__name__} does not say where it was loaded from: pass tokenizer=...")
+    return load_tokenizer(name)
+
+
+def greedy(sampling: SamplingConfig) -> SamplingConfig:
+    """One most likely response per prompt, of the same length."""
+    fields: Mapping[str, Any] = {**vars(sampling), "num_samples": 1, "temperature": 0.0, "top_p": 1.0, "top_k": -1}
+    return SamplingConfig(**fields)

@@ -1,0 +1,108 @@
+"""Supervised fine-tuning: the log-likelihood of given responses, and validation by generation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate, local_counts
+from rl_plugins.data.experience import Experience
+from rl_plugins.models.log_probs import response_log_probs
+from rl_plugins.rewards.default import Reward
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.micro_batches import micro_batch_indices
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.sampling import SamplingStage, Scorer
+from rl_plugins.strategies.contract import POLICY
+
+
+class SFT(SamplingStage):
+    """Maximises the log-likelihood of responses, averaged over the tokens of the global batch.
+
+    Args:
+        policy: see `Stage`.
+        tokenizer: see `SamplingStage`.
+        scorer: see `SamplingStage`.
+        eval_sampling: see `SamplingStage`.
+        tokens_per_micro_batch: padded tokens of one forward and backward pass on one rank.
+        seed: see `SamplingStage`.
+        optimizer: see `Stage`.
+        gradient_checkpointing: see `Stage`.
+        max_steps: see `Stage`.
+    """
+
+    def __init__(
+        self,
+        policy: str | nn.Module,
+        *,
+        tokenizer: Any = None,
+        scorer: Scorer | Reward,
+        eval_sampling: SamplingConfig,
+        tokens_per_micro_batch: int = 16_384,
+        seed: int = 0,
+        optimizer: OptimizerConfig | None = None,
+        gradient_checkpointing: bool = False,
+        max_steps: int = 0,
+    ) -> None:
+        super().__init__(
+            policy,
+            tokenizer=tokenizer,
+            scorer=scorer,
+            eval_sampling=eval_sampling,
+            seed=seed,
+            optimizer=optimizer,
+            gradient_checkpointing=gradient_checkpointing,
+            max_steps=max_steps,
+        )
+        self.tokens_per_micro_batch = tokens_per_micro_batch
+
+    @override
+    def training_step(self, batch: dict[str, list[list[int]]], batch_idx: int) -> None:
+        start = time.perf_counter()
+        examples = self._examples(batch)
+        with self._phase("update_policy"):
+            self._loss = torch.zeros(())
+            self.optimize(self._losses(examples))
+        loss = float(self._strategy.sum_over_ranks(self._loss.double().cpu()))
+        seconds = time.perf_counter() - start
+        tokens = float(self._strategy.sum_over_ranks(examples.sequence_lengths.sum().double()))
+        self.end_step({"train/loss": loss, "time/step": seconds, "tokens_per_s": tokens / seconds})
+
+    def _examples(self, batch: dict[str, list[list[int]]]) -> Experience:
+        responses = batch["response_ids"]
+        return Experience.from_samples(
+            prompt_ids=batch["prompt_ids"],
+            responses=responses,
+            rollout_log_probs=[[0.0] * len(response) for response in responses],
+            groups=list(range(len(responses))),
+            policy_version=0,
+            columns={},
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+
+    def _losses(self, examples: Experience) -> Iterator[tuple[Tensor, bool]]:
+        totals = self._strategy.sum_over_ranks(local_counts(examples.response_mask))
+        counts = GlobalCounts(float(totals[0]), float(totals[1]), self.trainer.world_size)
+        micro_batches = micro_batch_indices(
+            examples.prompt_lengths,
+            examples.response_lengths,
+            self.tokens_per_micro_batch,
+            self._strategy.max_over_ranks,
+        )
+        for position, indices in enumerate(micro_batches):
+            micro = examples[indices].trimmed().to(self.device)
+            log_probs_BT = response_log_probs(
+                self._strategy.engine(POLICY),
+                input_ids_BS=micro.input_ids,
+                attention_mask_BS=micro.attention_mask,
+                position_ids_BS=micro.position_ids,
+                response_width=micro.responses.shape[1],
+            ).log_probs_BT
+            loss = aggregate(-log_probs_BT, micro.response_mask, "token-mean", counts)
+            self._loss = self._loss + loss.detach().cpu() / self.trainer.world_size
+            yield loss, position == len(micro_batches) - 1

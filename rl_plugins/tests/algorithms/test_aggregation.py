@@ -1,0 +1,61 @@
+"""The five aggregations against plain loops, for any split over ranks and micro-batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, aggregate, local_counts
+from rl_plugins.tests.algorithms import reference
+from rl_plugins.tests.algorithms.batches import make_batch
+
+SPLITS = [[[16]], [[3, 13]], [[1] * 8, [1] * 8], [[5, 3], [8]], [[4], [4], [4], [3, 1]]]
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("garbage", [0.0, torch.nan])
+def test_any_split_gives_the_loss_and_gradient_of_the_whole(mode: str, split: list[list[int]], garbage: float) -> None:
+    batch = make_batch(6)
+    values = batch.with_garbage(garbage).advantages.requires_grad_()
+    shards = [size for rank in split for size in rank]
+    ranks = len(split)
+    masks = batch.mask.split([sum(rank) for rank in split])
+    totals = torch.stack([local_counts(mask) for mask in masks]).sum(dim=0)
+    counts = GlobalCounts(float(totals[0]), float(totals[1]), ranks)
+    parts = zip(values.split(shards), batch.mask.split(shards), strict=True)
+    # Ranks average their gradients.
+    loss = sum(aggregate(v, m, mode, counts, scale_factor=7.0) for v, m in parts) / ranks
+    assert isinstance(loss, torch.Tensor)
+    numbers, mask = batch.advantages.detach().numpy(), batch.mask.numpy()
+    assert loss.item() == pytest.approx(reference.aggregate(numbers, mask, mode, 7.0), rel=1e-9)
+    (gradient,) = torch.autograd.grad(loss, values)
+    for position in np.ndindex(*mask.shape):
+        one = np.zeros_like(mask)
+        one[position] = 1.0
+        slope = reference.aggregate(one, mask, mode, 7.0)
+        assert float(gradient[position]) == pytest.approx(slope, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_nothing_valid_is_zero_and_has_a_gradient(mode: str) -> None:
+    """A rank whose micro-batch holds nothing valid still runs its backward pass."""
+    values = torch.full((2, 3), torch.nan, requires_grad=True)
+    mask = torch.zeros(2, 3)
+    counts = GlobalCounts(*local_counts(mask).tolist())
+    assert (counts.tokens, counts.sequences) == (0, 0)
+    loss = aggregate(values, mask, mode, counts, scale_factor=2.0)
+    loss.backward()
+    assert loss.item() == 0
+    assert values.grad is not None and (values.grad == 0).all()
+    no_width = aggregate(torch.zeros(2, 0, requires_grad=True), torch.zeros(2, 0), mode, counts, scale_factor=2.0)
+    assert no_width.item() == 0 and no_width.requires_grad
+
+
+def test_refusals() -> None:
+    values, counts = torch.ones(1, 1), GlobalCounts(1, 1)
+    with pytest.raises(ValueError, match="needs scale_factor"):
+        aggregate(values, values, "seq-mean-token-sum-norm", counts)
+    with pytest.raises(ValueError, match=r"unknown aggregation 'mean': use one of token-mean"):
+        aggregate(values, values, "mean", counts)

@@ -1,0 +1,146 @@
+"""`Algorithm` puts the pieces together as the formulas say, whatever stands where the mask is 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, local_counts
+from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.algorithms.kl import AdaptiveKL, FixedKL
+from rl_plugins.errors import ConfigError
+from rl_plugins.tests.algorithms import reference
+from rl_plugins.tests.algorithms.batches import Batch, make_batch
+
+
+def advantages(algorithm: Algorithm, batch: Batch, coefficient: float) -> tuple[Tensor, Tensor, Tensor]:
+    return algorithm.advantages(
+        scores_B=batch.scores,
+        response_mask_BT=batch.mask,
+        response_lengths_B=batch.lengths,
+        groups_B=batch.groups,
+        valid_B=batch.valid,
+        old_log_probs_BT=batch.old,
+        ref_log_probs_BT=batch.ref,
+        kl_coefficient=coefficient,
+    )
+
+
+def loss_and_gradient(algorithm: Algorithm, batch: Batch, coefficient: float) -> tuple[float, Tensor, dict[str, Any]]:
+    log_probs = batch.log_probs.clone().requires_grad_()
+    loss, metrics = algorithm.loss(
+        log_probs_BT=log_probs,
+        old_log_probs_BT=batch.old,
+        advantages_BT=batch.advantages,
+        response_mask_BT=batch.mask,
+        ref_log_probs_BT=batch.ref,
+        kl_coefficient=coefficient,
+        counts=GlobalCounts(*local_counts(batch.mask).tolist()),
+    )
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    return loss.item(), gradient, metrics
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_advantages_agree_with_loops(estimator: str, placement: Any) -> None:
+    algorithm = Algorithm(kl=KLConfig(coefficient=0.2, placement=placement, estimator=estimator))
+    batch = make_batch(8)
+    scores = batch.rewards() * batch.valid[:, None]
+    expected_rewards = scores.numpy()
+    if placement == "reward":
+        old, ref = batch.old.numpy(), batch.ref.numpy()
+        expected_rewards = reference.kl_in_reward(scores.numpy(), old, ref, batch.mask.numpy(), 0.25, estimator)
+    expected = reference.grpo(expected_rewards, batch.mask.numpy(), batch.groups.numpy(), batch.valid.numpy(), "group")
+    for version in (batch, batch.with_garbage()):
+        # The coefficient in force is the controller's, not the configured one.
+        rewards, actual, returns = advantages(algorithm, version, 0.25)
+        np.testing.assert_allclose(rewards.numpy(), expected_rewards, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-9, atol=1e-9)
+        assert torch.equal(returns, actual)
+
+
+def test_empty_responses_take_part_in_the_group_and_nothing_else() -> None:
+    algorithm = Algorithm(advantage_options={"scale": "none"})
+    arguments: dict[str, Any] = {
+        "groups_B": torch.tensor([0, 0]),
+        "valid_B": torch.tensor([True, True]),
+        "old_log_probs_BT": None,
+        "ref_log_probs_BT": None,
+        "kl_coefficient": 0.0,
+    }
+    _, some, _ = algorithm.advantages(
+        scores_B=torch.tensor([1.0, 4.0]),
+        response_mask_BT=torch.tensor([[0.0, 0.0], [1.0, 1.0]]),
+        response_lengths_B=torch.tensor([0, 2]),
+        **arguments,
+    )
+    assert some.tolist() == [[0.0, 0.0], [1.5, 1.5]]
+    rewards, none, _ = algorithm.advantages(
+        scores_B=torch.tensor([1.0, 4.0]),
+        response_mask_BT=torch.zeros(2, 0),
+        response_lengths_B=torch.tensor([0, 0]),
+        **arguments,
+    )
+    assert rewards.shape == none.shape == (2, 0)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_loss_agrees_with_loops_and_masked_positions_never_matter(mode: str, estimator: str) -> None:
+    algorithm = Algorithm(
+        aggregation=mode,
+        scale_factor=5.0,
+        policy_loss_options={"clip_high": 0.28},
+        kl=KLConfig(coefficient=0.2, estimator=estimator),
+    )
+    batch = make_batch(9)
+    loss, gradient, metrics = loss_and_gradient(algorithm, batch, 0.3)
+    expected = reference.ppo_clip(*batch.ppo_arrays(), 0.2, 0.28, 3.0)["loss"]
+    for i, t in np.argwhere(batch.mask.numpy() > 0):
+        kl = reference.kl(estimator, float(batch.log_probs[i, t]), float(batch.ref[i, t]))
+        assert float(metrics["kl"][i, t]) == pytest.approx(kl, rel=1e-9, abs=1e-9)
+        expected[i, t] += 0.3 * kl
+    assert loss == pytest.approx(reference.aggregate(expected, batch.mask.numpy(), mode, 5.0), rel=1e-9)
+    dirty_loss, dirty_gradient, _ = loss_and_gradient(algorithm, batch.with_garbage(), 0.3)
+    assert dirty_loss == loss
+    assert torch.equal(dirty_gradient, gradient)
+    assert gradient.isfinite().all() and (gradient[batch.mask == 0] == 0).all() and gradient.any()
+
+
+def test_kl_in_the_reward_is_measured_but_stays_out_of_the_loss() -> None:
+    batch = make_batch(10)
+    with_kl = Algorithm(kl=KLConfig(coefficient=0.2, placement="reward"))
+    loss, _, metrics = loss_and_gradient(with_kl, batch, 0.2)
+    assert "kl" in metrics
+    assert loss == loss_and_gradient(with_kl, batch, 0.9)[0]
+
+
+def test_what_needs_a_reference_and_which_controller() -> None:
+    assert not Algorithm().needs_reference
+    assert Algorithm(kl=KLConfig(coefficient=0.1)).needs_reference
+    assert KLConfig(coefficient=0.1).controller() == FixedKL(0.1)
+    assert KLConfig(coefficient=0.1, target=0.2, horizon=5.0).controller() == AdaptiveKL(0.1, 0.2, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"advantage": "gae2"}, r"algorithm\.advantage='gae2' is unknown: use one of grpo"),
+        ({"policy_loss": "x"}, r"algorithm\.policy_loss='x' is unknown: use one of ppo_clip"),
+        ({"aggregation": "mean"}, r"algorithm\.aggregation='mean' is unknown"),
+        (
+            {"kl": KLConfig(estimator="k9")},
+            r"algorithm\.kl\.estimator='k9' is unknown: use one of k1, k2, k3",
+        ),
+        ({"kl": KLConfig(placement="both")}, r"algorithm\.kl\.placement='both' is unknown"),  # type: ignore[arg-type]
+        ({"aggregation": "seq-mean-token-sum-norm"}, r"needs algorithm\.scale_factor"),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Algorithm(**options)

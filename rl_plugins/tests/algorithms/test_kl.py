@@ -1,0 +1,82 @@
+"""The KL estimators, the KL in the reward, and the controllers, against plain loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rl_plugins.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_in_reward
+from rl_plugins.tests.algorithms import reference
+from rl_plugins.tests.algorithms.batches import make_batch
+
+GRADIENTS = {
+    "k1": lambda d: 1.0,
+    "k2": lambda d: d,
+    "k3": lambda d: 1 - np.exp(-d) if np.exp(-d) + d - 1 < 10 and abs(d) < 20 else 0.0,
+}
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("seed", range(3))
+def test_estimators_agree_with_loops(name: str, seed: int) -> None:
+    batch = make_batch(seed)
+    log_probs = batch.log_probs.clone().requires_grad_()
+    values = KL_ESTIMATORS[name](log_probs, batch.ref)
+    (gradient,) = torch.autograd.grad(values.sum(), log_probs)
+    values = values.detach()
+    for position in np.ndindex(*batch.mask.shape):
+        ours, theirs = float(batch.log_probs[position]), float(batch.ref[position])
+        assert float(values[position]) == pytest.approx(reference.kl(name, ours, theirs), rel=1e-9, abs=1e-9)
+        assert float(gradient[position]) == pytest.approx(GRADIENTS[name](ours - theirs), rel=1e-9, abs=1e-9)
+    assert name != "k3" or float(values.max()) == 10.0
+
+
+def test_only_k2_has_the_gradient_of_the_reverse_kl() -> None:
+    """In expectation over a categorical policy: k1's gradient vanishes, k2's is the exact one."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
+    reference_log_probs = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(-1)
+    log_probs = logits.log_softmax(-1)
+    weights = log_probs.exp()
+    (exact,) = torch.autograd.grad((weights * (log_probs - reference_log_probs)).sum(), logits, retain_graph=True)
+
+    def expected(name: str) -> torch.Tensor:
+        values = KL_ESTIMATORS[name](log_probs, reference_log_probs)
+        return torch.autograd.grad((weights.detach() * values).sum(), logits, retain_graph=True)[0]
+
+    torch.testing.assert_close(expected("k2"), exact)
+    torch.testing.assert_close(expected("k1"), torch.zeros_like(exact))
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_kl_in_reward_agrees_with_loops(name: str) -> None:
+    batch = make_batch(4)
+    for version in (batch, batch.with_garbage()):
+        rewards = kl_in_reward(batch.rewards(), version.old, version.ref, version.mask, coefficient=0.3, estimator=name)
+        expected = reference.kl_in_reward(
+            batch.rewards().numpy(), batch.old.numpy(), batch.ref.numpy(), batch.mask.numpy(), 0.3, name
+        )
+        np.testing.assert_allclose(rewards.numpy(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("measured", [0.0, 0.05, 0.09, 0.1, 0.11, 0.5, -1.0])
+def test_adaptive_coefficient_agrees_with_the_formula(measured: float) -> None:
+    controller = AdaptiveKL(0.2, target=0.1, horizon=100.0)
+    expected = 0.2
+    for sequences in (10, 64):
+        controller.update(measured, sequences)
+        expected = reference.adaptive_kl(expected, measured, 0.1, 100.0, sequences)
+        assert controller.coefficient == pytest.approx(expected, rel=1e-12)
+
+
+def test_adaptive_coefficient_survives_a_resume_and_a_fixed_one_follows_the_configuration() -> None:
+    adaptive = AdaptiveKL(0.2)
+    adaptive.update(1.0, 500)
+    resumed = AdaptiveKL(0.2)
+    resumed.load_state_dict(adaptive.state_dict())
+    assert resumed.coefficient == adaptive.coefficient != 0.2
+    fixed = FixedKL(0.5)
+    fixed.update(1.0, 500)
+    fixed.load_state_dict(FixedKL(0.1).state_dict())
+    assert fixed.coefficient == 0.5

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import pytest
+
+from rl_plugins.data.prompts import PromptBatch, PromptDataModule
+from rl_plugins.data.sft import SFTDataModule
+from rl_plugins.errors import ConfigError
+
+
+def test_prompts_are_tokenised_with_the_template_and_carry_their_columns(row, write_rows, tokenizer):
+    path = write_rows([row(number, level=number) for number in range(6)])
+    data = PromptDataModule(str(path), tokenizer=tokenizer, prompts_per_step=3)
+    data.setup("fit")
+    for batch in data.train_dataloader():
+        assert [tokenizer.decode(ids) for ids in batch.prompt_ids] == [
+            f"<|user|>{number}+1=<|assistant|>" for number in batch.rows
+        ]
+        assert batch.columns["level"] == batch.rows
+        assert batch.columns["prompt"] == [row(number)["prompt"] for number in batch.rows]
+        assert set(batch.columns) == {*row(0), "level"}
+        assert len(batch) == 3
+    assert data.val_dataloader() == []
+
+
+def test_long_prompts_are_dropped_counted_and_keep_their_numbers(row, tokenizer, caplog):
+    long = [{"role": "user", "content": "9" * 50}]
+    rows = [row(0), row(1, prompt=long), row(2), row(3)]
+    data = PromptDataModule(rows, rows, tokenizer=tokenizer, prompts_per_step=3, max_prompt_tokens=20)
+    with caplog.at_level("INFO"):
+        data.setup("fit")
+    assert data.dropped_prompts == {"train": 1, "validation": 1}
+    assert "train: 3 prompts, 1 dropped as too long" in caplog.text
+    assert sorted(next(iter(data.train_dataloader())).rows) == [0, 2, 3]
+    assert [batch.rows for batch in data.val_dataloader()] == [[0, 2, 3]]
+
+
+def test_long_prompts_can_be_refused(row, tokenizer):
+    rows = [row(0), row(1, prompt=[{"role": "user", "content": "9" * 50}])]
+    options = {"tokenizer": tokenizer, "prompts_per_step": 1}
+    data = PromptDataModule(rows, max_prompt_tokens=20, overlong_prompts="error", **options)
+    with pytest.raises(ConfigError, match=r"list, row 1: 52 tokens, more than max_prompt_tokens=20 \(1 such"):
+        data.setup("fit")
+    data = PromptDataModule(rows, max_prompt_tokens=2, **options)
+    with pytest.raises(ConfigError, match="Every row has more tokens than max_prompt_tokens=2"):
+        data.setup("fit")
+    with pytest.raises(ConfigError, match="overlong_prompts='drop'"):
+        PromptDataModule(rows, overlong_prompts="drop", **options)
+
+
+def test_only_validation_is_read_for_validation(row, tokenizer):
+    data = PromptDataModule("absent.parquet", [row(0)], tokenizer=tokenizer, prompts_per_step=1)
+    data.setup("validate")
+    assert len(data.val_dataloader()) == 1
+    with pytest.raises(ConfigError, match="nothing to train on"):
+        data.train_dataloader()
+
+
+def test_a_tokenizer_without_a_template_is_refused(row, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        PromptDataModule([row(0)], tokenizer=tokenizer, prompts_per_step=1).setup("fit")
+
+
+def test_template_options_reach_the_template(row, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ mood }}{{ messages[0]['content'] }}")
+    mood = {"mood": "!"}
+    data = PromptDataModule([row(0)], tokenizer=tokenizer, prompts_per_step=1, chat_template_kwargs=mood)
+    data.setup("fit")
+    assert tokenizer.decode(next(iter(data.train_dataloader())).prompt_ids[0]) == "!0+1="
+
+
+def test_the_fingerprint_knows_the_prompts_and_their_numbers(row, tokenizer):
+    def fingerprint(rows, **options):
+        data = PromptDataModule(rows, tokenizer=tokenizer, prompts_per_step=1, **options)
+        data.setup("fit")
+        return data.sources["train"].fingerprint
+
+    rows = [row(0), row(1), row(10)]
+    assert fingerprint(rows) == fingerprint([dict(entry) for entry in rows])
+    assert fingerprint(rows) != fingerprint(rows[::-1])
+    assert fingerprint(rows) != fingerprint(rows, max_prompt_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"), [("reward_model.ground_truth", "1<|end|>"), ("extra_info.answer", "it is 1<|end|>")]
+)
+def test_sft_pairs(row, tokenizer, key, expected):
+    data = SFTDataModule([row(0)], tokenizer=tokenizer, prompts_per_step=1, response_key=key)
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    assert tokenizer.decode(batch["prompt_ids"][0]) == "<|user|>0+1=<|assistant|>"
+    assert tokenizer.decode(batch["response_ids"][0]) == expected
+
+
+def test_sft_drops_long_prompts_and_long_responses(row, tokenizer):
+    long_prompt = row(1, prompt=[{"role": "user", "content": "9" * 50}])
+    long_response = row(2, reward_model={"ground_truth": "2" * 50})
+    options = {
+        "tokenizer": tokenizer,
+        "prompts_per_step": 1,
+        "max_prompt_tokens": 20,
+        "max_response_tokens": 20,
+    }
+    data = SFTDataModule([long_prompt, row(0), long_response], **options)
+    data.setup("fit")
+    assert data.dropped_prompts == {"train": 2}
+    (batch,) = data.train_dataloader()
+    assert tokenizer.decode(batch["response_ids"][0]) == "1<|end|>"
+    data = SFTDataModule([long_response], overlong_prompts="error", **options)
+    with pytest.raises(ConfigError, match="list, row 0: 51 tokens, more than max_response_tokens=20"):
+        data.setup("fit")
+
+
+def test_sft_validates_on_prompts_alone(row, tokenizer):
+    rows = [row(0), row(1, reward_model={"ground_truth": None})]
+    data = SFTDataModule(None, rows, tokenizer=tokenizer, prompts_per_step=1)
+    data.setup("validate")
+    (batch,) = data.val_dataloader()
+    assert isinstance(batch, PromptBatch)
+    assert batch.rows == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("extra_info.solution", "list, row 0: .* leads nowhere at 'solution'; there is split, index, answer"),
+        ("data_source.x", "leads nowhere at 'x'; there is no further keys"),
+        ("extra_info.index", "holds 0, not a text to learn"),
+    ],
+)
+def test_sft_names_the_row_without_a_response(row, tokenizer, key, message):
+    data = SFTDataModule([row(0)], tokenizer=tokenizer, prompts_per_step=1, response_key=key)
+    with pytest.raises(ConfigError, match=message):
+        data.setup("fit")

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+
+from rl_plugins.data.parquet import check_prompt_files, load_rows
+from rl_plugins.errors import ConfigError
+
+
+def test_rows_are_numbered_over_all_files(row, write_rows):
+    first = write_rows([row(0), row(1)], "a.parquet")
+    second = write_rows([row(2), row(3)], "b.parquet")
+    loaded = load_rows([first, str(second)])
+    assert [entry["extra_info"]["index"] for entry in loaded.rows] == [0, 1, 2, 3]
+    assert loaded.where(1) == f"{first}, row 1"
+    assert loaded.where(3) == f"{second}, row 1"
+    assert check_prompt_files([first, second]) == 4
+    assert check_prompt_files(first) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": "17+25="}, "column 'prompt': expected a list .* got str '17"),
+        ({"prompt": []}, "column 'prompt': the prompt is empty"),
+        ({"prompt": [{"role": "user", "content": " "}]}, "column 'prompt': the prompt is empty"),
+        ({"prompt": [{"role": "user"}]}, "column 'prompt': message 0 has no string 'content'"),
+        ({"prompt": [{"role": 1, "content": "a"}]}, "column 'prompt': message 0 has no string 'role'"),
+        ({"data_source": None}, r"column 'data_source': expected a string, got nothing \(null\)"),
+        ({"ability": 3}, "column 'ability': expected a string, got int '3'"),
+        ({"reward_model": "42"}, "column 'reward_model': expected a mapping"),
+        ({"reward_model": {"style": "rule"}}, "column 'reward_model': it has no 'ground_truth'"),
+        ({"extra_info": None}, "column 'extra_info': expected a mapping"),
+    ],
+)
+def test_a_bad_row_is_named(row, write_rows, change, message):
+    bad = row(1, **change)
+    with pytest.raises(ConfigError, match=f"list, row 1, {message}"):
+        load_rows([row(0), bad])
+    path = write_rows([bad])
+    with pytest.raises(ConfigError, match=f"train.parquet, row 0, {message}"):
+        check_prompt_files(path)
+
+
+def test_a_missing_column_is_named(row, write_rows):
+    bare = {name: value for name, value in row(0).items() if name != "ability"}
+    with pytest.raises(ConfigError, match=r"train.parquet: column 'ability' is missing; the file has prompt"):
+        check_prompt_files(write_rows([bare]))
+    with pytest.raises(ConfigError, match="list, row 1: column 'ability' is missing"):
+        load_rows([row(0), bare])
+
+
+def test_files_that_are_no_prompt_files(tmp_path, row, write_rows):
+    (tmp_path / "text.parquet").write_text("not parquet at all")
+    for path, message in (
+        (tmp_path / "absent.parquet", "there is no such file"),
+        (tmp_path, "it is a folder"),
+        (tmp_path / "text.parquet", "not a readable parquet file"),
+        ([], "There are no prompts"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_prompt_files(path)
+
+
+def test_a_data_set_is_any_sequence_of_mappings(row):
+    class Squares:
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return row(index**2)
+
+    loaded = load_rows(Squares())
+    assert [entry["extra_info"]["index"] for entry in loaded.rows] == [0, 1, 4]
+    assert loaded.where(2) == "Squares, row 2"
+    with pytest.raises(ConfigError, match=r"list, row 0: expected a mapping .* got int"):
+        load_rows([1])  # type: ignore[arg-type]

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_plugins.data.parquet import check_prompt_files, load_rows
+from rl_plugins.data.prepare.__main__ import main
+from rl_plugins.data.prepare.addition import addition_rows
+from rl_plugins.data.prepare.competition_math import last_boxed
+from rl_plugins.data.prepare.gsm8k import final_answer
+from rl_plugins.data.prepare.writing import write_splits
+from rl_plugins.errors import ConfigError
+
+
+def write_raw(folder, records):
+    folder.mkdir(exist_ok=True)
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    return folder
+
+
+def test_addition_splits_do_not_overlap():
+    splits = addition_rows(below=10, num_train=80, num_test=20, seed=1)
+    questions = [row["prompt"][0]["content"] for rows in splits.values() for row in rows]
+    assert len(set(questions)) == 100
+    for row in splits["train"]:
+        left, right = row["prompt"][0]["content"].removesuffix("=").split("+")
+        assert row["reward_model"]["ground_truth"] == str(int(left) + int(right))
+    assert splits == addition_rows(below=10, num_train=80, num_test=20, seed=1)
+    assert splits != addition_rows(below=10, num_train=80, num_test=20, seed=2)
+    assert len(addition_rows(below=10**9, num_train=3, num_test=1, seed=0)["train"]) == 3
+    with pytest.raises(ConfigError, match="only 100 questions with below=10"):
+        addition_rows(below=10, num_train=81, num_test=20, seed=1)
+    with pytest.raises(ConfigError, match="below=1: choose 2"):
+        addition_rows(below=1, num_train=8, num_test=1, seed=1)
+    with pytest.raises(ConfigError, match="num_test=0"):
+        addition_rows(below=10, num_train=8, num_test=0, seed=1)
+
+
+def test_the_command_writes_files_and_names_the_next(tmp_path, capsys):
+    output = tmp_path / "add"
+    command = ["addition", "--output", str(output), "--num-train", "30", "--num-test", "5"]
+    assert main(command) == 0
+    assert check_prompt_files([output / "train.parquet", output / "test.parquet"]) == 35
+    printed = capsys.readouterr().out
+    assert f"{output / 'train.parquet'}: 30 rows" in printed
+    assert f"data.train_files=[{output / 'train.parquet'}]" in printed
+    assert sorted(path.name for path in output.iterdir()) == ["test.parquet", "train.parquet"]
+
+
+@pytest.mark.parametrize(("answer", "number"), [("so\n#### 42", "42"), ("#### -1,234.5", "-1234.5"), ("#### 7.", "7")])
+def test_gsm8k_answers(answer, number):
+    assert final_answer(answer) == number
+
+
+def test_gsm8k_from_jsonl_and_parquet(tmp_path):
+    records = [{"question": "How many?", "answer": "Six times seven.\n#### 42"}]
+    raw = write_raw(tmp_path / "raw", records)
+    (raw / "test.jsonl").unlink()
+    pq.write_table(pa.Table.from_pylist(records), raw / "test-00000.parquet")
+    assert main(["gsm8k", "--input", str(raw), "--output", str(tmp_path / "out"), "--instruction", "Go."]) == 0
+    rows = load_rows([tmp_path / "out" / "train.parquet", tmp_path / "out" / "test.parquet"]).rows
+    assert [row["reward_model"]["ground_truth"] for row in rows] == ["42", "42"]
+    assert [row["extra_info"]["split"] for row in rows] == ["train", "test"]
+    assert rows[0]["prompt"] == [{"role": "user", "content": "How many? Go."}]
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"), [(r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{}", "")]
+)
+def test_boxed_answers(solution, answer):
+    assert last_boxed(solution) == answer
+
+
+def test_math(tmp_path):
+    record = {"problem": "1+1?", "solution": r"It is $\boxed{2}$.", "level": "Level 1", "type": "Algebra"}
+    raw = write_raw(tmp_path / "raw", [record])
+    assert main(["math", "--input", str(raw), "--output", str(tmp_path / "out")]) == 0
+    row = load_rows(tmp_path / "out" / "train.parquet").rows[0]
+    assert row["reward_model"]["ground_truth"] == "2"
+    assert row["extra_info"]["level"] == "Level 1"
+    assert row["prompt"][0]["content"].endswith(r"within \boxed{}.")
+
+
+@pytest.mark.parametrize(
+    ("second_line", "message"),
+    [
+        ('{"question": "a"}', "train.jsonl, line 2: no text under 'answer'; it has question"),
+        ('{"question": "a", "answer": "b"}', "train.jsonl, line 2: the answer has no '#### number': 'b'"),
+        ('{"question": ', "train.jsonl, line 2: not valid JSON"),
+        ("[1]", "train.jsonl, line 2: expected a JSON object"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_written(tmp_path, capsys, second_line, message):
+    raw = write_raw(tmp_path / "raw", [{"question": "a", "answer": "#### 1"}])
+    with (raw / "train.jsonl").open("a") as file:
+        file.write(second_line + "\n")
+    assert main(["gsm8k", "--input", str(raw), "--output", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_split_is_named(tmp_path, capsys):
+    assert main(["math", "--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    assert "expected one train.jsonl or train.parquet, found none" in capsys.readouterr().err
+
+
+def test_a_failed_write_leaves_the_old_files(tmp_path, row, monkeypatch):
+    write_splits({"train": [row(0)], "test": [row(1)]}, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    original, calls = pq.write_table, []
+
+    def fail_on_second(table, path):
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError("the disk is full")
+        original(table, path)
+
+    monkeypatch.setattr(pq, "write_table", fail_on_second)
+    with pytest.raises(OSError, match="disk is full"):
+        write_splits({"train": [row(2)], "test": [row(3)]}, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with pytest.raises(ConfigError, match="train, row 0, column 'prompt'"):
+        write_splits({"train": [row(0, prompt=[])]}, tmp_path)

@@ -1,0 +1,76 @@
+"""A folder with everything a run needs, and with everything that can be wrong with it; made without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}<|end|>"
+REWARDS = """
+def half(solution_str, ground_truth):
+    return 0.5
+
+def raises(solution_str, ground_truth):
+    raise KeyError("no key")
+
+def needs_text(solution_str):
+    return float(solution_str[0] == "4")
+"""
+
+
+def row(question: str = "17+25=", **columns: Any) -> dict[str, Any]:
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "data_source": "addition",
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "42"},
+        "extra_info": {"split": "train", "index": 0},
+        **columns,
+    }
+
+
+def save_model(folder: Path, vocab_size: int = 257, chat_template: str | None = CHAT_TEMPLATE) -> None:
+    folder.mkdir()
+    pieces = [*sorted(ByteLevel.alphabet()), "<|end|>"]
+    tokenizer = Tokenizer(BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = {"model_type": "qwen2", "vocab_size": vocab_size, "max_position_embeddings": 256}
+    (folder / "config.json").write_text(json.dumps(model))
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("workplace")
+
+    def write(name: str, rows: list[dict[str, Any]]) -> None:
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+
+    write("train", [row(f"{number}+1=") for number in range(64)])
+    write("test", [row(f"{number}+2=") for number in range(8)])
+    write("few", [row()])
+    write("bad_row", [row(), row(data_source=None)])
+    write("no_column", [{key: value for key, value in row().items() if key != "reward_model"}])
+    write("one_long", [row("1+" * 40)] + [row() for _ in range(63)])
+    (folder / "text.parquet").write_text("hello")
+    (folder / "rewards.py").write_text(REWARDS)
+    save_model(folder / "model")
+    save_model(folder / "few_embeddings", vocab_size=100)
+    save_model(folder / "no_template", chat_template=None)
+    (folder / "no_config").mkdir()
+    (folder / "outputs" / "old").mkdir(parents=True)
+    (folder / "outputs" / "old" / "metrics.jsonl").write_text("")
+    return folder

@@ -1,0 +1,248 @@
+"""Whatever is wrong: one line that names it and the way out, status 2, at once, before anything heavy starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.launch import local, ray_train
+from rl_plugins.launch.command_line import recipe_main
+from rl_plugins.launch.resources import local_gpus
+
+GRPO = ["-m", "rl_plugins.recipes.grpo"]
+GOOD = [
+    "model.path=model", "data.train_files=[train.parquet]", "data.val_files=[test.parquet]",
+    "placement.num_workers=1", "placement.device=cpu", "sampling.max_tokens=6", "data.max_prompt_tokens=26",
+]  # fmt: skip
+
+# What is wrong, the overrides that make it so, and what the message must say.
+CASES = [
+    # The command line
+    ("unknown key", ["modl.path=x"], ["'modl.path'", "did you mean 'model.path'"]),
+    ("unknown option of a group", ["run.step=3"], ["'run.step'", "'run.steps'"]),
+    ("unknown option of a node", ["algorithm.clip_hi=1"], ["algorithm.clip_hi", "policy_loss_options.clip_high"]),
+    ("unknown key added", ["+foo.bar=1"], ["no option 'foo'", "--cfg job"]),
+    ("unknown key removed", ["~algorithm.kll"], ["'algorithm.kll'", "did you mean 'algorithm.kl'"]),
+    ("text for a whole number", ["run.steps=abc"], ["'run.steps'", "'abc'", "a whole number"]),
+    ("nothing for a whole number", ["run.steps="], ["'run.steps'", "''", "a whole number"]),
+    ("text for a number", ["optimizer.lr=fast"], ["'optimizer.lr'", "'fast'", "a number"]),
+    ("text for a switch", ["run.resume=maybe"], ["'run.resume'", "'maybe'", "true or false"]),
+    ("number for a list", ["optimizer.betas=3"], ["'optimizer.betas'", "a list"]),
+    ("number for a group", ["run=3"], ["'run'", "is a group"]),
+    ("unknown algorithm", ["algorithm=grop"], ["algorithm 'grop'", "there is: grpo"]),
+    ("nothing for a group", ["algorithm=null"], ["group", "--help"]),
+    ("unknown reference", ["run.name='${runn.id}'"], ["'run.name'", "runn.id"]),
+    ("unknown reward", ["reward=exact"], ["reward 'exact'", "exact_match"]),
+    ("unknown recipe", ["--config-name", "grop"], ["recipe 'grop'", "gsm8k_grpo"]),
+    ("bracket left open", ["data.train_files=[a"], ["'data.train_files=[a'", "key=value"]),
+    ("no equals sign", ["foo"], ["'foo'", "key=value"]),
+    ("no model", ["model.path=???"], ["'model.path'", "Hugging Face name or folder", "add model.path="]),
+    # Words and numbers
+    ("unknown launcher", ["launcher=slurm"], ["launcher=slurm", "ray, local"]),
+    ("vLLM in one process", ["launcher=local"], ["launcher=local", "rollout.engine=transformers"]),
+    ("unknown transport", ["rollout.transport=tcp"], ["rollout.transport=tcp", "shared_memory"]),
+    ("no steps", ["run.steps=0"], ["run.steps=0", "at least 1"]),
+    ("negative temperature", ["sampling.temperature=-1"], ["sampling.temperature=-1", "0 or more"]),
+    ("top_p above 1", ["sampling.top_p=1.5"], ["sampling.top_p=1.5", "at most 1"]),
+    ("learning rate not a number", ["optimizer.lr=nan"], ["optimizer.lr=nan", "0 or more"]),
+    ("shares of workers", ["placement.num_workers=3"], ["batch.prompts_per_step=32", "make it 33", "num_workers"]),
+    ("shares of updates", ["batch.updates_per_step=5"], ["batch.updates_per_step=5", "prompts_per_step 35"]),
+    # The machine
+    ("too few CPUs", ["placement.cpus_per_worker=5000"], ["needs 5000 CPUs", "has ", "placement.cpus_per_worker"]),
+    pytest.param(
+        "no GPU", ["placement.device=cuda"], ["placement.device=cuda", "no NVIDIA GPU", "placement.device=cpu"],
+        marks=pytest.mark.skipif(local_gpus() > 0, reason="this machine has a GPU"),
+    ),
+    # The model
+    ("no model folder", ["model.path=./missing"], ["model.path=./missing", "no such folder"]),
+    ("not on the hub", ["model.path=nobody/nothing"], ["model.path=nobody/nothing", "no such folder", "correct"]),
+    ("no config.json", ["model.path=no_config"], ["no_config", "no config.json"]),
+    ("tokenizer of another model", ["model.path=few_embeddings"], ["ids up to 256", "100 embeddings"]),
+    ("no chat template", ["model.path=no_template"], ["no_template", "no chat template", "instruction-tuned"]),
+    ("too long for the model", ["sampling.max_tokens=250"], ["data.max_prompt_tokens=26", "takes 256", "lower one"]),
+    ("reference model", ["model.reference_path=./gone"], ["model.reference_path=./gone", "no such folder"]),
+    # Folders and servers
+    ("output below a file", ["run.output_dir=rewards.py/out"], ["run.output_dir=", "rewards.py/out", "choose another"]),
+    ("run name with a slash", ["run.name=a/b"], ["run.name=a/b", "run.output_dir"]),
+    ("run exists", ["run.name=old"], ["outputs/old exists", "run.resume=true", "run.name"]),
+    ("nothing to resume", ["run.resume=true"], ["run.resume=true", "no checkpoint", "without run.resume"]),
+    ("no tracking server", ["tracking.uri=http://127.0.0.1:1"], ["http://127.0.0.1:1", "tracking.enabled=false"]),
+    ("bad port", ["tracking.uri=http://localhost:abc"], ["localhost:abc", "tracking.enabled=false"]),
+    ("no folder for SQLite", ["tracking.uri=sqlite:////gone/a.db"], ["sqlite:////gone/a.db", "folder /gone"]),
+    # Data
+    ("no training files", ["data.train_files=[]"], ["data.train_files is empty", "parquet"]),
+    ("file missing", ["data.train_files=[gone.parquet]"], ["gone.parquet", "no such file", "data.prepare"]),
+    ("file not parquet", ["data.val_files=[text.parquet]"], ["text.parquet", "not a readable parquet file"]),
+    ("column missing", ["data.train_files=[no_column.parquet]"], ["no_column.parquet", "'reward_model' is missing"]),
+    ("bad row", ["data.train_files=[bad_row.parquet]"], ["bad_row.parquet, row 1", "'data_source'", "a string"]),
+    ("too few rows", ["data.train_files=[few.parquet]"], ["has 1 rows", "batch.prompts_per_step=32", "lower it"]),
+    ("all prompts too long", ["data.max_prompt_tokens=2"], ["data.max_prompt_tokens=2", "raise it"]),
+    (
+        "a prompt too long", ["data.train_files=[one_long.parquet]", "data.overlong_prompts=error"],
+        ["one_long.parquet, row 0", "81 tokens", "data.max_prompt_tokens=26", "filter"],
+    ),
+    ("data set missing", ["data.dataset={_target_: no_such.Rows}"], ["data.dataset", "no_such"]),
+    # Rewards
+    (
+        "no reward for a source",
+        ["~reward.functions.default", "+reward.functions.gsm8k._target_=rl_plugins.rewards.scorers.exact_match"],
+        ["no reward for data_source 'addition'", "'gsm8k'", "default"],
+    ),
+    ("reward module", ["reward.functions.default._target_=no_such.reward"], ["no_such.reward", "no module"]),
+    (
+        "reward function", ["reward.functions.default._target_=rl_plugins.rewards.scorers.exact_mach"],
+        ["exact_mach", "did you mean 'exact_match'"],
+    ),
+    ("reward file", ["reward=file", "reward.functions.default.path=gone.py"], ["gone.py", "does not exist"]),
+    (
+        "name in the reward file", ["reward=file", "reward.functions.default.path=rewards.py"],
+        ["rewards.py", "no 'compute_score'", "half"],
+    ),
+    (
+        "reward raises",
+        ["reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=raises"],
+        ["reward fails on a sample of data_source 'addition'", "KeyError", "rewards.py"],
+    ),
+    # The algorithm
+    ("algorithm without target", ["~algorithm._target_"], ["algorithm: must be a mapping with _target_"]),
+    ("algorithm elsewhere", ["algorithm._target_=no_such.Thing"], ["algorithm: ", "no_such"]),
+    ("unknown advantage", ["algorithm.advantage=grop"], ["algorithm.advantage='grop'", "grpo"]),
+    ("unknown policy loss", ["algorithm.policy_loss=ppo"], ["algorithm.policy_loss='ppo'", "ppo_clip"]),
+    ("unknown aggregation", ["algorithm.aggregation=mean"], ["algorithm.aggregation='mean'", "token-mean"]),
+    ("unknown estimator", ["algorithm.kl.estimator=k9"], ["algorithm.kl.estimator='k9'", "k3"]),
+    ("clip a text", ["algorithm.policy_loss_options.clip_high=abc"], ["options.clip_high=abc", "a number"]),
+    ("unknown scale", ["algorithm.advantage_options.scale=foo"], ["options.scale=foo", "group, batch, none"]),
+    ("unknown option", ["+algorithm.advantage_options.scal=none"], ["no option 'scal'", "'scale'"]),
+    ("coefficient a text", ["algorithm.kl.coefficient=abc"], ["algorithm.kl.coefficient=abc", "a number"]),
+    ("dual clip too low", ["algorithm.policy_loss_options.dual_clip=0.5"], ["dual_clip=0.5", "above 1"]),
+]  # fmt: skip
+
+
+@pytest.fixture
+def in_workplace(workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The launchers that were called, instead of what they do."""
+    calls: list[str] = []
+    monkeypatch.setattr(ray_train, "train", lambda *_: calls.append("ray"))
+    monkeypatch.setattr(local, "train", lambda *_: calls.append("local"))
+    return calls
+
+
+@pytest.mark.parametrize(("case", "overrides", "expected"), CASES)
+def test_one_message_names_the_fault_and_the_way_out(
+    case, overrides, expected, in_workplace, started, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["grpo", *GOOD, *overrides])
+    start = time.monotonic()
+    with pytest.raises(SystemExit) as exit_:
+        recipe_main("grpo")
+    assert time.monotonic() - start < 15
+    assert exit_.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    for words in expected:
+        assert words in lines[0], f"{words!r} is not in {lines[0]!r}"
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["launcher=local", "rollout.engine=transformers"],
+        ["--config-name", "quickstart_grpo"],
+        # A reward may well fail on an empty response.
+        ["reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=needs_text"],
+        # The long prompt is dropped.
+        ["data.train_files=[one_long.parquet]"],
+        ["data.max_prompt_tokens=250"],
+    ],
+    ids=" ".join,
+)
+def test_good_input_starts(overrides, in_workplace, started, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["grpo", *GOOD, f"run.output_dir={tmp_path}", *overrides])
+    recipe_main("grpo")
+    assert started == ["local" if "launcher=local" in overrides else "ray"]
+    assert "prompts x " in capsys.readouterr().out
+
+
+def test_a_lock_of_a_killed_build_is_removed_and_named(in_workplace, started, monkeypatch, tmp_path, capsys):
+    lock = tmp_path / "extensions" / "py311_cpu" / "some_op" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.setattr(sys, "argv", ["grpo", *GOOD, f"run.output_dir={tmp_path}/outputs"])
+    recipe_main("grpo")
+    assert started == ["ray"]
+    assert not lock.exists()
+    assert f"removed {lock}" in capsys.readouterr().out
+
+
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["modl.path=x"], "'model.path'"),
+        (["model.path=???"], "model.path"),
+        (["data.train_files=[bad_row.parquet]"], "row 1"),
+    ],
+)
+def test_as_a_user_meets_it(overrides, expected, workplace):
+    start = time.monotonic()
+    outcome = python(*GRPO, *GOOD, *overrides, cwd=workplace)
+    assert time.monotonic() - start < 15
+    assert outcome.returncode == 2
+    assert outcome.stdout == ""
+    assert outcome.stderr.startswith("error: ") and outcome.stderr.count("\n") == 1
+    assert expected in outcome.stderr
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job", "--config-name", "gsm8k_grpo"]])
+def test_asking_starts_nothing(flags, workplace):
+    outcome = python(*GRPO, *flags, cwd=workplace)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "prompts_per_step: " in outcome.stdout
+    if "gsm8k_grpo" in flags:
+        assert "name: gsm8k_grpo" in outcome.stdout
+
+
+LOADED_BY = """
+import sys
+from rl_plugins.launch.command_line import recipe_main
+try:
+    recipe_main("grpo")
+except SystemExit:
+    print(*sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "forbidden"),
+    [
+        ("data.max_prompt_tokens=2", {"torch"}),
+        ("algorithm.policy_loss_options.dual_clip=1", set()),
+    ],
+)
+def test_nothing_heavy_is_loaded_before_the_checks_have_passed(override, forbidden, workplace):
+    outcome = python("-c", LOADED_BY, *GOOD, override, cwd=workplace)
+    assert override.partition("=")[0].split(".")[-1] in outcome.stderr
+    loaded = set(outcome.stdout.split())
+    assert "rl_plugins.launch.preflight" in loaded
+    assert loaded & ({"deepspeed", "lightning", "mlflow", "ray", "vllm"} | forbidden) == set()

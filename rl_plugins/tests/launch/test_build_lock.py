@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.build_lock import clear_stale_build_locks
+
+# Takes the lock as torch.utils.file_baton.FileBaton does, and keeps it until it is ended.
+BUILDER = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print(flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    folder = tmp_path / "deepspeed_shm_comm"
+    folder.mkdir()
+    return folder / "lock"
+
+
+@pytest.fixture
+def builder(lock: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", BUILDER, str(lock)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_lock_of_a_killed_build_is_removed(tmp_path, lock, builder):
+    builder.kill()
+    builder.wait()
+    assert lock.exists()
+    assert clear_stale_build_locks(tmp_path) == [lock]
+    assert not lock.exists()
+
+
+def test_lock_of_a_living_build_stays(tmp_path, lock, builder):
+    assert clear_stale_build_locks(tmp_path) == []
+    assert lock.exists()
+
+
+def test_lock_of_a_hung_build_is_an_error_naming_file_and_process(tmp_path, lock, builder):
+    long_ago = time.time() - 7200
+    os.utime(lock, (long_ago, long_ago))
+    with pytest.raises(ConfigError, match=rf"{builder.pid}.*120 minutes.*{lock}"):
+        clear_stale_build_locks(tmp_path)
+    assert lock.exists()
+
+
+def test_lock_of_a_living_build_is_found_through_a_link(tmp_path, lock, builder):
+    link = tmp_path.with_name(f"{tmp_path.name}-link")
+    link.symlink_to(tmp_path)
+    assert clear_stale_build_locks(link) == []
+    assert lock.exists()
+
+
+def test_other_files_stay(tmp_path, lock):
+    for name in ("build.ninja", "shm.o", "lock.o"):
+        lock.with_name(name).touch()
+    assert clear_stale_build_locks(tmp_path) == []
+    assert len(list(lock.parent.iterdir())) == 3
+
+
+def test_nothing_built_yet(tmp_path):
+    assert clear_stale_build_locks(tmp_path / "absent") == []
+
+
+def test_lock_that_cannot_be_removed_is_an_error_naming_it(tmp_path, lock, monkeypatch):
+    lock.touch()
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(ConfigError, match=rf"{lock}.*Permission denied"):
+        clear_stale_build_locks(tmp_path)
+
+
+def test_lock_of_another_user_is_an_error_naming_it(tmp_path, lock, monkeypatch):
+    lock.touch()
+    monkeypatch.setattr(os, "geteuid", lambda: lock.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match=f"{lock} belongs to another user"):
+        clear_stale_build_locks(tmp_path)
+    assert lock.exists()

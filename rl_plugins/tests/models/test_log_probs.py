@@ -1,0 +1,168 @@
+"""Log-probs by chunks against `log_softmax`, on raw logits and on a model with padded prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_plugins.data.experience import Experience
+from rl_plugins.models import log_probs as module
+from rl_plugins.models.log_probs import response_log_probs, token_log_probs
+from rl_plugins.models.tiny import build_model
+
+
+def plain(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy, all at once."""
+    distribution = (logits / temperature).log_softmax(dim=-1)
+    chosen = distribution.gather(-1, tokens[..., None]).squeeze(-1)
+    return chosen, -(distribution.exp() * distribution).sum(dim=-1)
+
+
+def random_logits(batch: int = 5, length: int = 7, vocabulary: int = 31) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(batch, length, vocabulary, generator=generator, dtype=torch.float64)
+    return logits, torch.randint(vocabulary, (batch, length), generator=generator)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+@pytest.mark.parametrize("rows", [1, 2, 8, 34, 35, 100])
+def test_any_chunk_size_gives_the_plain_values_gradients_and_entropy(
+    monkeypatch: pytest.MonkeyPatch, rows: int, temperature: float
+) -> None:
+    logits, tokens = random_logits()
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * logits.shape[-1] + 3)
+    logits.requires_grad_()
+    weights = torch.rand(tokens.shape, dtype=torch.float64)
+    chunked = token_log_probs(logits, tokens, temperature)
+    (gradient,) = torch.autograd.grad((weights * chunked.log_probs_BT).sum(), logits)
+    expected, entropy = plain(logits, tokens, temperature)
+    (expected_gradient,) = torch.autograd.grad((weights * expected).sum(), logits)
+    torch.testing.assert_close(chunked.log_probs_BT, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(chunked.entropy_BT, entropy.detach(), rtol=1e-12, atol=1e-12)
+    assert not chunked.entropy_BT.requires_grad
+
+
+def test_bfloat16_logits_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, tokens = random_logits()
+    low = logits.bfloat16()
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 4 * logits.shape[-1])
+    chunked = token_log_probs(low, tokens, 0.7)
+    assert chunked.log_probs_BT.dtype == torch.float32
+    expected, entropy = plain(low.double(), tokens, 0.7)
+    torch.testing.assert_close(chunked.log_probs_BT.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(chunked.entropy_BT.double(), entropy, rtol=1e-5, atol=1e-5)
+
+
+class LargestNewTensor(TorchDispatchMode):
+    """Notes the most elements, per dtype, of any tensor with a memory of its own made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        results = function(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple | list) else [results]:
+            if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
+                self.elements[result.dtype] = max(self.elements.get(result.dtype, 0), result.numel())
+        return results
+
+
+class Logits(torch.nn.Module):
+    """A model whose logits are given."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits)
+
+    def forward(self, *, logits_to_keep: int, **inputs: Any) -> Any:
+        return type("Output", (), {"logits": self.logits})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_logits_are_never_copied_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    batch, width, vocabulary, rows = 6, 9, 64, 4
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * vocabulary)
+    model = Logits(torch.randn(batch, width + 1, vocabulary, dtype=dtype))
+    ids = torch.randint(vocabulary, (batch, 20))
+    with LargestNewTensor() as forward:
+        result = response_log_probs(
+            model, input_ids_BS=ids, attention_mask_BS=ids, position_ids_BS=ids, response_width=width
+        )
+    assert set(forward.elements) >= {torch.float32}
+    assert max(forward.elements.values()) <= max(rows * vocabulary, ids.numel())
+    with LargestNewTensor() as backward:
+        result.log_probs_BT.sum().backward()
+    # The gradient of the logits, in their own dtype, is all that has their size.
+    whole = batch * (width + 1) * vocabulary
+    assert backward.elements.pop(dtype) == whole
+    assert all(elements <= rows * vocabulary for elements in backward.elements.values())
+
+
+def samples() -> list[tuple[list[int], list[int]]]:
+    lengths = [(5, 4), (1, 6), (9, 1), (3, 6), (2, 0)]
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(256, (count,), generator=generator).tolist()
+
+    return [(tokens(prompt), tokens(response)) for prompt, response in lengths]
+
+
+def batch_of(pairs: list[tuple[list[int], list[int]]]) -> Experience:
+    prompts, responses = [p for p, _ in pairs], [r for _, r in pairs]
+    zeros = [[0.0] * len(response) for response in responses]
+    return Experience.from_samples(prompts, responses, zeros, list(range(len(pairs))), 0)
+
+
+def run(model: Any, batch: Experience, temperature: float) -> Any:
+    return response_log_probs(
+        model,
+        input_ids_BS=batch.input_ids,
+        attention_mask_BS=batch.attention_mask,
+        position_ids_BS=batch.position_ids,
+        response_width=batch.responses.shape[1],
+        temperature=temperature,
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_padded_and_unpadded_log_probs_agree_with_a_plain_forward(temperature: float) -> None:
+    model = build_model(initializer_range=0.2).double().eval()
+    pairs = samples()
+    padded = run(model, batch_of(pairs), temperature)
+    assert padded.log_probs_BT.shape == (len(pairs), 6)
+    assert padded.log_probs_BT.isfinite().all() and padded.entropy_BT.isfinite().all()
+    for sample, (prompt, response) in enumerate(pairs):
+        alone = run(model, batch_of([(prompt, response)]), temperature)
+        length = len(response)
+        assert alone.log_probs_BT.shape == (1, length)
+        # All logits of the unpadded sequence, each predicting the next token.
+        logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits
+        predicting = logits[:, len(prompt) - 1 : len(prompt) - 1 + length]
+        expected, entropy = plain(predicting, torch.tensor([response], dtype=torch.int64), temperature)
+        for result in (alone, padded):
+            row = 0 if result is alone else sample
+            torch.testing.assert_close(result.log_probs_BT[row, :length], expected[0], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(result.entropy_BT[row, :length], entropy[0], rtol=1e-9, atol=1e-9)
+
+
+def test_padding_does_not_reach_the_gradient() -> None:
+    model = build_model(initializer_range=0.2).double().train()
+    pairs = samples()
+
+    def gradient(batches: list[Experience]) -> list[Tensor]:
+        model.zero_grad()
+        for batch in batches:
+            (run(model, batch, 1.0).log_probs_BT * batch.response_mask).sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    together, apart = gradient([batch_of(pairs)]), gradient([batch_of([pair]) for pair in pairs])
+    for one, other in zip(together, apart, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

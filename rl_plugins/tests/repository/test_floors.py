@@ -1,0 +1,95 @@
+"""Imports go down the floors, never up, and never in a circle between rooms (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+FLOORS = {
+    "algorithms": 1,
+    "data": 1,
+    "rollout": 1,
+    "models": 2,
+    "rewards": 2,
+    "strategies": 2,
+    "callbacks": 3,
+    "stages": 3,
+    "launch": 4,
+    "recipes": 5,
+}
+TOP_LEVEL_ROOMS = ("callbacks", "recipes", "strategies")
+
+
+def room_of(module: str) -> str | None:
+    """The room of `rl_plugins.<room>...`; None on the ground floor (the root and its single modules)."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in FLOORS else None
+
+
+def imported_modules(source: str) -> Iterator[tuple[int, str]]:
+    """Line and full name of every import of the project in a file, the late ones included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "rl_plugins")
+
+
+def crossings(root: Path) -> Iterator[tuple[str, str | None, str | None]]:
+    """Place, own room and imported room of every import that leaves its room."""
+    folders = [root / room if room in TOP_LEVEL_ROOMS else root / "rl_plugins" / room for room in FLOORS]
+    files = [
+        *(root / "rl_plugins").glob("*.py"),
+        *(file for folder in folders for file in folder.rglob("*.py")),
+    ]
+    for file in sorted(files):
+        first, *rest = file.relative_to(root).parts
+        own = first if first in TOP_LEVEL_ROOMS else room_of(f"{first}.{rest[0]}")
+        for line, module in imported_modules(file.read_text()):
+            if room_of(module) != own:
+                yield f"{file.relative_to(root)}:{line}", own, room_of(module)
+
+
+def test_every_room_has_a_floor(root):
+    folders = {p.name for p in (root / "rl_plugins").iterdir() if p.is_dir() and p.name[0] not in "._"}
+    assert folders - {"tests"} == set(FLOORS)
+
+
+def test_imports_never_go_up(root):
+    found = list(crossings(root))
+    upward = [
+        f"{place}: {own} imports {other}"
+        for place, own, other in found
+        if FLOORS.get(other or "", 0) > FLOORS.get(own or "", 0)
+    ]
+    assert upward == []
+
+
+def test_rooms_do_not_import_each_other_in_a_circle(root):
+    graph: dict[str, set[str]] = {room: set() for room in FLOORS}
+    for _, own, other in crossings(root):
+        if own and other:
+            graph[own].add(other)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"circle of rooms: {' -> '.join(error.args[1])}")
+
+
+def test_the_reader_sees_every_form_of_import():
+    source = """
+import rl_plugins.data.prompts as prompts
+from rl_plugins import stages
+def late():
+    from rl_plugins.launch.local import main
+import torch
+"""
+    assert [room_of(module) for _, module in imported_modules(source)] == ["data", "stages", "launch"]
+    assert room_of("rl_plugins.errors.ConfigError") is None

@@ -1,0 +1,30 @@
+"""The generic folder names can be imported under rl_plugins only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FOLDERS = ["strategies", "callbacks", "recipes"]
+
+
+def run_python(root, code):
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_bare_import_is_refused_with_the_right_name(root, folder):
+    outcome = run_python(root, f"import {folder}")
+    assert outcome.returncode == 1
+    assert f"ImportError: Import rl_plugins.{folder}" in outcome.stderr
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_full_name_is_served_from_the_top_level_folder(root, folder):
+    outcome = run_python(root, f"import os, rl_plugins.{folder} as m; print(os.path.realpath(m.__file__))")
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.strip() == str(root.resolve() / folder / "__init__.py")

@@ -1,0 +1,65 @@
+"""The wheel holds every module and configuration file of the tree, under rl_plugins and nowhere else."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+TOP_LEVEL_ROOMS = ("callbacks", "recipes", "strategies")
+
+
+def shipped(root: Path) -> set[str]:
+    """The names, in a wheel, of the tree's Python and YAML files; the tests stay at home."""
+    names = set()
+    for top in ("rl_plugins", *TOP_LEVEL_ROOMS):
+        for file in (root / top).rglob("*"):
+            parts = file.relative_to(root).parts
+            # rglob enters the links on some versions of Python.
+            behind_a_link = parts[0] == "rl_plugins" and parts[1] in TOP_LEVEL_ROOMS
+            if file.suffix in {".py", ".yaml"} and not behind_a_link and parts[:2] != ("rl_plugins", "tests"):
+                names.add("/".join(parts if parts[0] == "rl_plugins" else ("rl_plugins", *parts)))
+    return names
+
+
+@pytest.fixture(scope="module")
+def wheel_names(root, tmp_path_factory) -> set[str]:
+    # A build leaves its products in the tree it builds from, so it gets a copy.
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source)
+    for name in ("rl_plugins", *TOP_LEVEL_ROOMS):
+        shutil.copytree(root / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    wheels = tmp_path_factory.mktemp("wheels")
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(wheels),
+        str(source),
+    ]
+    outcome = subprocess.run(command, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    (wheel,) = wheels.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_wheel_and_tree_agree(root, wheel_names):
+    found = {name for name in wheel_names if ".dist-info/" not in name}
+    expected = shipped(root)
+    assert "rl_plugins/strategies/__init__.py" in expected
+    assert expected - found == set(), "list the package (or its files) in pyproject.toml"
+    assert found - expected == set()
+
+
+def test_wheel_installs_no_generic_name(wheel_names):
+    tops = {name.split("/")[0] for name in wheel_names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"rl_plugins"}

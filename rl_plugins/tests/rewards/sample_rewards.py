@@ -1,0 +1,124 @@
+"""Reward functions that behave and misbehave, for the tests of the reward room."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+
+def is_right(solution_str: str, ground_truth: Any) -> float:
+    return float(solution_str == ground_truth)
+
+
+def length(solution_str: str) -> int:
+    return len(solution_str)
+
+
+def everything(**sample: Any) -> dict[str, Any]:
+    return {"score": len(sample), "known": sample["extra_info"]["index"]}
+
+
+def weighted(solution_str: str, weight: float, bonus: float = 0.0) -> float:
+    return weight * len(solution_str) + bonus
+
+
+def batch_lengths(solution_strs: list[str], extra_infos: list[dict[str, Any]]) -> list[int]:
+    assert len(solution_strs) == len(extra_infos)
+    return [len(solution) for solution in solution_strs]
+
+
+def batch_size(solution_strs: list[str]) -> list[int]:
+    return [len(solution_strs)] * len(solution_strs)
+
+
+async def waits(solution_str: str) -> float:
+    await asyncio.sleep(0.2)
+    return float(len(solution_str))
+
+
+async def batch_waits(solution_strs: list[str]) -> np.ndarray:
+    await asyncio.sleep(0.0)
+    return np.array([len(solution) for solution in solution_strs], dtype=np.float32)
+
+
+class Remembering:
+    """An object with an asynchronous __call__."""
+
+    def __init__(self, offset: float) -> None:
+        self.offset = offset
+
+    async def __call__(self, solution_str: str) -> float:
+        return self.offset + len(solution_str)
+
+
+def swallow_and_hang() -> None:
+    while True:
+        try:
+            time.sleep(60)
+        except Exception:
+            continue
+
+
+def hang_deaf() -> None:
+    """Sleep where the timer's signal cannot arrive, as native code would."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    time.sleep(600)
+
+
+def obey(solution_str: str) -> Any:
+    """Do what the response says; anything else is scored by its length."""
+    deeds: dict[str, Any] = {
+        "raise": lambda: 1 / 0,
+        "exit": lambda: sys.exit(3),
+        "nan": lambda: float("nan"),
+        "inf": lambda: {"score": 1.0, "detail": float("inf")},
+        "huge": lambda: 10**5000,
+        "text": lambda: "1.0",
+        "none": lambda: None,
+        "complex": lambda: 1j,
+        "no score": lambda: {"reward": 1.0},
+        "text detail": lambda: {"score": 1.0, "answer": "42"},
+        "numpy": lambda: np.float32(0.5),
+        "numpy bool": lambda: np.bool_(True),
+        "0-d": lambda: {"score": np.array(2.0), "hits": np.int64(3)},
+        "loop": lambda: [None for _ in iter(int, 1)],
+        "swallow": swallow_and_hang,
+        "deaf": hang_deaf,
+        "die": lambda: os._exit(1),
+        "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+        "torch": lambda: "torch" in sys.modules,
+        "slow": lambda: time.sleep(0.3),
+    }
+    done = deeds[solution_str]() if solution_str in deeds else len(solution_str)
+    return 1.0 if solution_str == "slow" else done
+
+
+async def obey_async(solution_str: str) -> Any:
+    if solution_str == "await":
+        await asyncio.sleep(600)
+    if solution_str == "own timeout":
+        raise TimeoutError("the server did not answer")
+    if solution_str == "stubborn":
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            await asyncio.sleep(600)
+    await asyncio.sleep(0.01)
+    return obey(solution_str)
+
+
+def obey_batch(solution_strs: list[str]) -> Any:
+    for solution in solution_strs:
+        if solution == "short":
+            return [1.0]
+        if solution == "scalar":
+            return 1.0
+        if solution == "generator":
+            return (1.0 for _ in solution_strs)
+    return [obey(solution) for solution in solution_strs]

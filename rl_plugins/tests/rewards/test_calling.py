@@ -1,0 +1,179 @@
+"""Arguments by name, every kind of function, and every way to fail."""
+
+from __future__ import annotations
+
+import bdb
+import time
+from typing import Any
+
+import pytest
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.calling import Scorer
+from rl_plugins.rewards.records import Score, ScoringRequest
+
+HERE = "rl_plugins.tests.rewards.sample_rewards"
+
+
+def request(solution: str, **fields: Any) -> ScoringRequest:
+    return ScoringRequest(
+        **{
+            "data_source": "s",
+            "solution_str": solution,
+            "ground_truth": "yes",
+            "extra_info": {"index": 7},
+            **fields,
+        }
+    )
+
+
+def score(name: str, *solutions: str, deadline_s: float | None = 5.0, **options: Any) -> list[Score | None]:
+    scorer = Scorer({"_target_": f"{HERE}.{name}", **options})
+    return scorer.score([request(solution) for solution in solutions], deadline_s)
+
+
+def values(scores: list[Score | None]) -> list[float | None]:
+    assert all(score is not None and score.failure is None for score in scores), scores
+    return [score.value for score in scores if score is not None]
+
+
+def test_arguments_by_name() -> None:
+    assert values(score("is_right", "yes", "no")) == [1.0, 0.0]
+
+
+def test_var_keyword_gets_every_field_and_details_are_kept() -> None:
+    (result,) = score("everything", "x")
+    assert result == Score(value=5.0, details={"known": 7.0})
+
+
+def test_configured_arguments_and_defaults() -> None:
+    assert values(score("weighted", "abc", weight=2)) == [6.0]
+    assert values(score("weighted", "abc", weight=2, bonus=1)) == [7.0]
+
+
+def test_batched() -> None:
+    assert values(score("batch_lengths", "a", "bb", "")) == [1.0, 2.0, 0.0]
+    assert values(score("batch_size", "a", "b", "c")) == [3.0] * 3
+
+
+def test_coroutines_run_concurrently_and_in_order() -> None:
+    started = time.monotonic()
+    assert values(score("waits", *("x" * n for n in range(20)))) == list(range(20))
+    assert time.monotonic() - started < 2.0  # one after the other would take 4 s
+
+
+def test_batched_coroutine_and_asynchronous_object() -> None:
+    assert values(score("batch_waits", "a", "bb")) == [1.0, 2.0]
+    assert values(score("Remembering", "a", "bb", offset=10)) == [11.0, 12.0]
+
+
+def test_scalars_of_numpy_count_as_numbers() -> None:
+    assert values(score("obey", "numpy", "numpy bool")) == [0.5, 1.0]
+    assert score("obey", "0-d") == [Score(value=2.0, details={"hits": 3.0})]
+
+
+@pytest.mark.parametrize(
+    ("solution", "failure", "message"),
+    [
+        ("raise", "raised", "ZeroDivisionError: division by zero"),
+        ("exit", "raised", "SystemExit: 3"),
+        ("nan", "not_finite", "'score' is nan"),
+        ("inf", "not_finite", "'detail' is inf"),
+        ("huge", "not_finite", "too large"),
+        ("text", "raised", "of type str, not a number"),
+        ("none", "raised", "of type NoneType"),
+        ("complex", "raised", "of type complex"),
+        ("no score", "raised", "no 'score', only ['reward']"),
+        ("text detail", "raised", "'answer' is of type str"),
+        ("loop", "timeout", "no result within 0.2 s"),
+        ("swallow", "timeout", "no result within 0.2 s"),
+    ],
+)
+@pytest.mark.parametrize("function", ["obey", "obey_async"])
+def test_a_failure_is_recorded_for_its_sample(function: str, solution: str, failure: str, message: str) -> None:
+    (result,) = score(function, solution, deadline_s=0.2)
+    assert result is not None and result.value is None
+    assert result.failure == failure
+    assert message in result.message and function in result.message
+
+
+def test_a_raised_failure_says_where() -> None:
+    (result,) = score("obey", "raise")
+    assert result is not None and "sample_rewards.py:" in result.message
+
+
+def test_only_the_failing_sample_fails() -> None:
+    results = score("obey", "ab", "raise", "abc", "loop", "a", deadline_s=0.2)
+    assert [(r.value, r.failure) for r in results if r] == [
+        (2.0, None),
+        (None, "raised"),
+        (3.0, None),
+        (None, "timeout"),
+        (1.0, None),
+    ]
+
+
+def test_a_waiting_coroutine_times_out_alone_and_its_own_timeout_error_is_no_timeout() -> None:
+    results = score("obey_async", "ab", "await", "own timeout", "abc", deadline_s=0.2)
+    assert [r.failure for r in results if r] == [None, "timeout", "raised", None]
+
+
+@pytest.mark.parametrize("culprit", ["loop", "exit", "stubborn"])
+def test_a_coroutine_that_blocks_the_loop_leaves_the_others_undecided(culprit: str) -> None:
+    results = score("obey_async", "a", culprit, "bb", deadline_s=0.2)
+    assert results[1] is None
+    assert all(result is None or result.failure is None for result in results)
+
+
+@pytest.mark.parametrize(
+    ("solutions", "message"),
+    [
+        (["a", "raise"], "ZeroDivisionError"),
+        (["a", "short"], "returned 1 results for 2 samples"),
+        (["a", "scalar"], "not of type float"),
+        (["a", "generator"], "not of type generator"),
+    ],
+)
+def test_a_failing_batch_fails_as_a_whole(solutions: list[str], message: str) -> None:
+    results = score("obey_batch", *solutions)
+    assert [result.failure for result in results if result] == ["raised", "raised"]
+    assert all(result is not None and message in result.message for result in results)
+
+
+def test_a_hanging_batch_times_out_as_a_whole_but_a_nan_is_one_samples() -> None:
+    assert [r.failure for r in score("obey_batch", "a", "loop", deadline_s=0.2) if r] == ["timeout"] * 2
+    assert [r.failure for r in score("obey_batch", "a", "nan") if r] == [None, "not_finite"]
+
+
+def define(source: str, tmp_path: Any, **options: Any) -> Scorer:
+    path = tmp_path / "rewards.py"
+    path.write_text(source)
+    return Scorer({"path": str(path), "name": "f", **options})
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("def f(completion): ...", {}, "asks for 'completion'.*configure it or give it a default"),
+        ("def f(solution): ...", {}, "did you mean 'solution_str'"),
+        ("def f(solution_str, ground_truths): ...", {}, "mixes 'solution_str'"),
+        ("def f(solution_str, /): ...", {}, "positional-only"),
+        ("def f(x=1): ...", {}, "takes none of data_source"),
+        ("def f(solution_str, weight=1): ...", {"weigth": 2}, "no argument 'weigth'; did you mean 'weight'"),
+        ("def f(solution_str, prompt): ...", {"prompt": "x"}, "'prompt' comes from the sample"),
+    ],
+)
+def test_a_signature_that_cannot_be_served(tmp_path: Any, source: str, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        define(source, tmp_path, **options)
+
+
+def test_ctrl_c_and_a_quit_debugger_pass_through(tmp_path: Any) -> None:
+    scorer = define(
+        "import bdb\ndef f(solution_str): raise {'k': KeyboardInterrupt, 'b': bdb.BdbQuit}[solution_str]",
+        tmp_path,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        scorer.score([request("k")], 1.0)
+    with pytest.raises(bdb.BdbQuit):
+        scorer.score([request("b")], 1.0)

@@ -1,0 +1,53 @@
+"""The records that cross the engine protocol."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.engine import Generations, SamplingConfig
+
+
+@pytest.mark.parametrize(
+    "responses",
+    [[], [[]], [[], []], [[1, 2], [], [3]], [[], [4]], [[5, 6], [7]], [[8], []]],
+    ids=str,
+)
+def test_responses_come_back_as_they_went_in(responses: list[list[int]]) -> None:
+    log_probs = [[-0.5 * token for token in response] for response in responses]
+    generations = Generations.from_responses(responses, log_probs, ["stop"] * len(responses), 7)
+    assert generations.token_ids.dtype == np.int64
+    assert generations.log_probs.dtype == np.float32
+    for received in (generations, pickle.loads(pickle.dumps(generations))):
+        assert received.responses() == responses
+        assert received.response_log_probs() == log_probs
+        assert received.lengths.tolist() == [len(response) for response in responses]
+        assert (received.finish_reasons, received.policy_version) == (["stop"] * len(responses), 7)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("max_tokens", 0),
+        ("num_samples", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_k", 0),
+        ("top_k", -2),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(option: str, value: float) -> None:
+    arguments: dict[str, Any] = {"max_tokens": 4, option: value}
+    with pytest.raises(ConfigError, match=rf"^sampling\.{option}={value} is out of range"):
+        SamplingConfig(**arguments)
+
+
+def test_the_limits_themselves_can_be_sampled() -> None:
+    SamplingConfig(max_tokens=1, num_samples=1, temperature=0.0, top_p=1.0, top_k=-1)
+    SamplingConfig(max_tokens=1, top_p=1e-9, top_k=1)

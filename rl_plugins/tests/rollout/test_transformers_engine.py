@@ -1,0 +1,147 @@
+"""The in-process engine: exact log-probs, seeds that belong to samples, and every way to end a response."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import build_model, save_tiny_policy
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.rollout.transformers_engine import TransformersRollout, _draw, _processed_log_probs
+from rl_plugins.rollout.weights import ModuleWeightSource
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [40], [9, 8, 7], [100, 101, 102, 103]]
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return build_model(initializer_range=0.1).eval()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersRollout]:
+    folder: Path = save_tiny_policy(tmp_path_factory.mktemp("policy"), initializer_range=0.1)
+    engine = TransformersRollout(str(folder), max_batch_size=5)
+    engine.connect(0, 1)
+    yield engine
+    engine.close()
+
+
+@torch.no_grad()
+def next_token_logits(model: torch.nn.Module, prompt: list[int], response: list[int]) -> Tensor:
+    """The logits that each response token was drawn from, float32 [T, V]."""
+    logits: Tensor = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+def test_log_probs_are_those_of_a_plain_forward(
+    engine: TransformersRollout, model: torch.nn.Module, temperature: float
+) -> None:
+    sampling = SamplingConfig(max_tokens=9, num_samples=3, temperature=temperature)
+    generations = engine.generate(PROMPTS, sampling, [11, 12, 13, 14])
+    rows = [prompt for prompt in PROMPTS for _ in range(3)]
+    for prompt, response, log_probs in zip(
+        rows, generations.responses(), generations.response_log_probs(), strict=True
+    ):
+        assert len(response) == 9
+        expected = (next_token_logits(model, prompt, response) / temperature).log_softmax(-1)
+        chosen = expected.gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(log_probs), chosen, rtol=0, atol=1e-5)
+
+
+def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(engine: TransformersRollout) -> None:
+    sampling = SamplingConfig(max_tokens=8, num_samples=2)
+    together = engine.generate(PROMPTS, sampling, [5, 6, 7, 8]).responses()
+    for index, prompt in enumerate(PROMPTS):
+        assert engine.generate([prompt], sampling, [5 + index]).responses() == together[2 * index : 2 * index + 2]
+    reverse = engine.generate(PROMPTS[::-1], sampling, [8, 7, 6, 5]).responses()
+    assert [reverse[i : i + 2] for i in (6, 4, 2, 0)] == [together[i : i + 2] for i in (0, 2, 4, 6)]
+    assert together[0] != together[1], "the samples of one prompt must differ"
+    assert engine.generate(PROMPTS, sampling, [50, 60, 70, 80]).responses() != together
+    assert engine.generate(PROMPTS, sampling, None).responses() != engine.generate(PROMPTS, sampling, None).responses()
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_draws_follow_the_distribution(seeded: bool) -> None:
+    count = 20_000
+    log_probs = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]).log()
+    torch.manual_seed(0)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(count)] if seeded else None
+    drawn = _draw(log_probs.expand(count, -1), 1.0, generators)
+    expected = log_probs.exp()
+    frequencies = torch.bincount(drawn, minlength=5) / count
+    # Five standard deviations of a frequency.
+    assert ((frequencies - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt()).all()
+
+
+def test_greedy_takes_the_most_likely_token(engine: TransformersRollout, model: torch.nn.Module) -> None:
+    generations = engine.generate(PROMPTS, SamplingConfig(max_tokens=6, temperature=0.0), None)
+    for prompt, response in zip(PROMPTS, generations.responses(), strict=True):
+        assert response == next_token_logits(model, prompt, response).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (-1, 0.5), (20, 0.3), (1, 1.0), (1000, 1.0), (-1, 1e-6)])
+def test_top_k_and_top_p_keep_the_most_likely_tokens_and_are_normalised(top_k: int, top_p: float) -> None:
+    logits = 2 * torch.randn(6, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sampling = SamplingConfig(max_tokens=1, top_k=top_k, top_p=top_p, temperature=0.8)
+    processed = _processed_log_probs(logits, sampling)
+    torch.testing.assert_close(processed.exp().sum(-1), torch.ones(6, dtype=torch.float64))
+    for row, result in zip((logits / 0.8).softmax(-1).tolist(), processed.exp().tolist(), strict=True):
+        order = sorted(range(50), key=lambda token: -row[token])[: top_k if top_k > 0 else 50]
+        within = sum(row[token] for token in order)
+        kept, mass = [], 0.0
+        for token in order:
+            # The smallest set whose share reaches top_p: keep while what came before is below it.
+            if mass / within < top_p:
+                kept.append(token)
+            mass += row[token]
+        total = sum(row[token] for token in kept)
+        expected = [row[token] / total if token in kept else 0.0 for token in range(50)]
+        assert result == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_stop_tokens_end_a_response_and_belong_to_it(engine: TransformersRollout) -> None:
+    free = engine.generate(PROMPTS, SamplingConfig(max_tokens=8), [1, 2, 3, 4]).responses()
+    stops = (free[0][2], free[1][0])
+    sampling = SamplingConfig(max_tokens=8, stop_token_ids=stops)
+    stopped = engine.generate(PROMPTS, sampling, [1, 2, 3, 4])
+    for response, whole, reason in zip(stopped.responses(), free, stopped.finish_reasons, strict=True):
+        ends = [position for position, token in enumerate(whole) if token in stops]
+        assert response == (whole[: ends[0] + 1] if ends else whole)
+        assert reason == ("stop" if ends else "length")
+    assert {"stop"} <= set(stopped.finish_reasons)
+    assert [len(p) for p in stopped.response_log_probs()] == stopped.lengths.tolist()
+
+
+def test_no_prompts_give_no_responses(engine: TransformersRollout) -> None:
+    no_seeds: list[int] = []
+    for seeds in (None, no_seeds):
+        generations = engine.generate([], SamplingConfig(max_tokens=4, num_samples=2), seeds)
+        assert generations.responses() == generations.response_log_probs() == []
+        assert generations.finish_reasons == []
+
+
+def test_stop_strings_are_refused(engine: TransformersRollout) -> None:
+    with pytest.raises(ConfigError, match="stop_token_ids"):
+        engine.generate(PROMPTS, SamplingConfig(max_tokens=4, stop=("END",)), None)
+
+
+def test_new_weights_and_their_version_are_used(tmp_path: Path) -> None:
+    engine = TransformersRollout(str(save_tiny_policy(tmp_path, initializer_range=0.1)))
+    engine.connect(0, 1)
+    sampling = SamplingConfig(max_tokens=5, temperature=0.0)
+    before = engine.generate(PROMPTS, sampling, None)
+    other = build_model(initializer_range=0.1, seed=9)
+    engine.update_weights(ModuleWeightSource(other), version=3)
+    after = engine.generate(PROMPTS, sampling, None)
+    assert (before.policy_version, after.policy_version) == (0, 3)
+    for prompt, response, log_probs in zip(PROMPTS, after.responses(), after.response_log_probs(), strict=True):
+        expected = next_token_logits(other, prompt, response).log_softmax(-1)
+        chosen = expected.gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(log_probs), chosen, rtol=0, atol=1e-5)

@@ -1,0 +1,43 @@
+"""vLLM's settings, without vLLM: which transports run where, and what the engine's process is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.vllm.config import VLLMConfig
+
+
+@pytest.mark.parametrize(("device", "transport"), [("cpu", "ipc"), ("cpu", "nccl"), ("cuda", "shared_memory")])
+def test_a_transport_that_the_device_does_not_have_is_refused(device: Any, transport: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.transport={transport} does not run with rollout\.device={device}"
+    ):
+        VLLMConfig("m", device=device, transport=transport)
+
+
+@pytest.mark.parametrize(
+    ("device", "transport", "backend"),
+    [
+        ("cpu", "auto", "shared_memory"),
+        ("cpu", "shared_memory", "shared_memory"),
+        ("cuda", "auto", "ipc"),
+        ("cuda", "nccl", "nccl"),
+    ],
+)
+def test_the_backend_follows_the_device(device: Any, transport: Any, backend: str) -> None:
+    config = VLLMConfig("m", device=device, transport=transport)
+    assert config.backend == backend
+    arguments = config.engine_arguments()
+    assert arguments["weight_transfer_config"] == {"backend": backend}
+    # The ratio of the policy loss needs the log-probs of what was really sampled from.
+    assert arguments["logprobs_mode"] == "processed_logprobs"
+
+
+def test_a_cpu_engine_keeps_plain_weights_and_one_thread() -> None:
+    config = VLLMConfig("m", cpu_kv_cache_gib=3)
+    assert config.engine_arguments()["quantization"] == "plain_weights"
+    assert config.environment["OMP_NUM_THREADS"] == "1"
+    assert config.environment["VLLM_CPU_KVCACHE_SPACE"] == "3"

@@ -1,0 +1,223 @@
+"""One RL step without sampling: fixed responses and scores, and an optimizer that keeps the gradients it is given.
+
+Run as a script, it is one of several ranks: `canned.py RANK WORLD_SIZE RENDEZVOUS_FILE OUTPUT_FILE`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from rl_plugins.algorithms.aggregation import AGGREGATIONS
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.models.tiny import build_model, build_tokenizer
+from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.contract import small_all_reduce
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+
+# Prompt -> responses. `!` makes the reward fail; the responses of 4+4 all score alike; one response is empty.
+RESPONSES = {
+    "1+1": ["2", "twenty-two", ""],
+    "12+30": ["42.", "4!", "forty"],
+    "4+4": ["abc", "xyz", "klm"],
+    "100+1": ["a longer one", "z", "it is 101"],
+}
+PROMPTS = list(RESPONSES)
+TEMPERATURE = 0.7
+BUDGET = 9.0
+"""The constant of seq-mean-token-sum-norm."""
+
+tokenizer: Any = build_tokenizer()
+
+
+def score(response: str) -> float | None:
+    """The reward of a response; None where it fails."""
+    return None if "!" in response else 0.1 * len(response) + 0.25
+
+
+class CannedRollout:
+    """The engine's protocol with fixed responses; counts the weight updates."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def connect(self, rank: int, world_size: int) -> None:
+        self.calls.append(f"connect {rank}/{world_size}")
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
+        texts = [tokenizer.decode(prompt) for prompt in prompts]
+        responses = [tokenizer.encode(r) for text in texts for r in RESPONSES[text][: sampling.num_samples]]
+        log_probs = [[-1.0] * len(response) for response in responses]
+        self.calls.append("generate")
+        return Generations.from_responses(responses, log_probs, ["stop"] * len(responses), 0)
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        self.calls.append(f"update_weights {version}")
+
+    def sleep(self, level: int = 1) -> None:
+        self.calls.append("sleep")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self.calls.append(f"wake_up {','.join(tags or [])}")
+
+    def abort(self) -> None:
+        raise AssertionError("nobody aborts")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class CannedScorer:
+    def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
+        values = [score(request.solution_str) for request in requests]
+        return [Score(v) if v is not None else Score(None, failure="raised", message="!") for v in values]
+
+
+class Recorder(torch.optim.SGD):
+    """Keeps the gradients of every step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.gradients: list[list[Tensor]] = []
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.gradients.append([p.grad.clone() for p in parameters])
+        return result
+
+
+class OwnPolicy(LightningModule):
+    """A team's module: a tiny float64 model and the recording optimizer."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.model = build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=seed).double()
+
+    @override
+    def configure_optimizers(self) -> Recorder:
+        self.recorder = Recorder(self.model.parameters())
+        return self.recorder
+
+
+class AllReduceStrategy(SingleDeviceRolloutStrategy):
+    """Several processes, each with the whole model; gradients are averaged before the step, as DDP and ZeRO do."""
+
+    def __init__(self, rank: int, world_size: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.global_rank, self.world_size = rank, world_size
+
+    @override
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        return small_all_reduce(values, self.root_device, torch.distributed.ReduceOp.SUM)
+
+    @override
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        return small_all_reduce(values, self.root_device, torch.distributed.ReduceOp.MAX)
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad /= self.world_size
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+
+def prompt_batch(texts: list[str]) -> PromptBatch:
+    columns: dict[str, list[Any]] = {
+        "prompt": [[{"role": "user", "content": text}] for text in texts],
+        "data_source": ["canned"] * len(texts),
+        "reward_model": [{"ground_truth": text} for text in texts],
+        "extra_info": [{} for _ in texts],
+    }
+    return PromptBatch([tokenizer.encode(text) for text in texts], [PROMPTS.index(text) for text in texts], columns, 0)
+
+
+def loader(batches: list[Any]) -> Any:
+    """Serves the batches as they are."""
+    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def quiet_trainer(strategy: Any, **options: Any) -> Trainer:
+    return Trainer(
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **options,
+    )
+
+
+def gradients(
+    algorithm: Algorithm,
+    *,
+    tokens_per_micro_batch: int = 10**6,
+    updates_per_step: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    reference: str | None = None,
+) -> tuple[list[list[Tensor]], dict[str, float]]:
+    """The gradients of each update of one RL step, and the step's metrics."""
+    own = OwnPolicy()
+    stage = PolicyOptimization(
+        own,
+        tokenizer=tokenizer,
+        scorer=CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=TEMPERATURE),
+        algorithm=algorithm,
+        reference=reference,
+        optimizer=OptimizerConfig(gradient_clip=0.0),
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        updates_per_step=updates_per_step,
+        max_steps=1,
+    )
+    if world_size == 1:
+        strategy = SingleDeviceRolloutStrategy(rollout=CannedRollout())
+    else:
+        strategy = AllReduceStrategy(rank, world_size, rollout=CannedRollout())
+    trainer = quiet_trainer(strategy, precision="64-true")
+    # Prompts are dealt to ranks in turn.
+    trainer.fit(stage, loader([prompt_batch(PROMPTS[rank::world_size])]))
+    return own.recorder.gradients, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+CASES: dict[str, tuple[Algorithm, int]] = {
+    **{mode: (Algorithm(aggregation=mode, scale_factor=BUDGET), 1) for mode in AGGREGATIONS},
+    "batch scale": (Algorithm(advantage_options={"scale": "batch"}), 1),
+    "two updates": (Algorithm(), 2),
+}
+
+
+def main(rank: int, world_size: int, rendezvous: str, output: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
+    results = {
+        # Uneven micro-batches: the ranks' own budgets would give different numbers of them.
+        name: gradients(
+            algorithm, tokens_per_micro_batch=45, updates_per_step=updates, rank=rank, world_size=world_size
+        )
+        for name, (algorithm, updates) in CASES.items()
+    }
+    torch.save(results, output)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,0 +1,74 @@
+"""Metrics over micro-batches and ranks are those of all valid tokens at once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
+
+
+def one_rank(values: Tensor) -> Tensor:
+    return values
+
+
+def test_means_and_maxima_over_micro_batches_and_two_ranks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, mask = torch.randn(8, 5, generator=generator) - 3, torch.rand(8, 5, generator=generator) < 0.5
+    mask[6] = False
+    ranks = [TokenMetrics(), TokenMetrics()]
+    for rows in ([0, 1, 2], [3], [4, 5], [6], [7]):
+        garbage = values[rows].masked_fill(~mask[rows], torch.nan)
+        rank = ranks[rows[0] > 3]
+        rank.add({"gap": garbage}, mask[rows].float(), maximum=True)
+        rank.add({"plain": 2 * garbage}, mask[rows].float())
+        rank.add({"gap": torch.zeros(1, 0)}, torch.zeros(1, 0), maximum=True)
+        rank.add_sum("loss", torch.tensor(0.5))
+    collected: list[list[Tensor]] = [[], []]
+
+    def record(kind: int, values: Tensor) -> Tensor:
+        collected[kind].append(values)
+        return values
+
+    for rank in ranks:
+        rank.averages(lambda v: record(0, v), lambda v: record(1, v))
+    sums, maxima = torch.stack(collected[0]).sum(0), torch.stack(collected[1]).amax(0)
+    for rank in ranks:
+        metrics = rank.averages(lambda _: sums, lambda _: maxima)
+        assert metrics == {
+            "train/gap": pytest.approx(float(values[mask].double().mean()), rel=1e-6),
+            "train/gap_max": pytest.approx(float(values[mask].max())),
+            "train/plain": pytest.approx(2 * float(values[mask].double().mean()), rel=1e-6),
+            "train/loss": 2.5,
+        }
+
+
+def test_nothing_valid_gives_zero_and_no_maximum() -> None:
+    metrics = TokenMetrics()
+    metrics.add({"gap": torch.full((2, 3), torch.nan)}, torch.zeros(2, 3), maximum=True)
+    assert metrics.averages(one_rank, one_rank) == {"train/gap": 0.0}
+
+
+def test_metrics_keep_no_graph() -> None:
+    metrics = TokenMetrics()
+    metrics.add({"gap": torch.ones(1, 2, requires_grad=True) * 2}, torch.ones(1, 2), maximum=True)
+    assert not any(tensor.requires_grad for tensor in (*metrics._sums.values(), *metrics._maxima.values()))
+
+
+def test_mean_over_ranks_leaves_out_what_does_not_count() -> None:
+    columns = {
+        "reward": (torch.tensor([1.0, torch.nan, 4.0]), torch.tensor([True, False, True])),
+        "length": (torch.tensor([2, 3, 4]), torch.tensor([True, True, True])),
+        "empty": (torch.tensor([7.0]), torch.tensor([False])),
+    }
+    assert mean_over_ranks(columns, one_rank) == pytest.approx(
+        {"reward": 2.5, "length": 3.0, "empty": math.nan}, nan_ok=True
+    )
+    # Another rank with the reward 10 once: the mean of all samples, not of the ranks' means.
+    theirs = torch.tensor([10.0, 1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+    metrics = mean_over_ranks(columns, lambda ours: ours + theirs)
+    assert metrics["reward"] == 5.0
+    assert metrics["length"] == 2.5

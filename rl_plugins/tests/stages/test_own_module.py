@@ -1,0 +1,107 @@
+"""A policy that is a team's own LightningModule: its model, its optimizer and its schedules are used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM
+
+from rl_plugins.data.prepare.addition import addition_rows
+from rl_plugins.data.prompts import PromptDataModule
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import build_model, save_tiny_policy
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+
+SAMPLING = SamplingConfig(max_tokens=3, num_samples=2)
+
+
+class Own(LightningModule):
+    def __init__(self, path, interval="step", late=False):
+        super().__init__()
+        self.path, self.interval = path, interval
+        self.model: Any = None
+        if not late:
+            self.configure_model()
+
+    def configure_model(self):
+        if self.model is None:
+            self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+
+    def configure_optimizers(self):
+        self.steps = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+        return [optimizer], [{"scheduler": self.scheduler, "interval": self.interval, "frequency": 2}]
+
+
+def length(solution_str):
+    return len(solution_str) % 7
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(save_tiny_policy(tmp_path_factory.mktemp("tiny")))
+
+
+def fit(stage, path, steps):
+    rows = addition_rows(below=10, num_train=8, num_test=1, seed=0)["train"]
+    trainer = Trainer(
+        max_steps=steps,
+        strategy=SingleDeviceRolloutStrategy(rollout=TransformersRollout(path)),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(stage, datamodule=PromptDataModule(rows, tokenizer=path, prompts_per_step=4))
+    return trainer
+
+
+@pytest.mark.parametrize(("interval", "advances"), [("step", 3), ("epoch", 1)])
+def test_a_schedule_follows_its_interval_and_frequency(path, interval, advances):
+    own = Own(path, interval)
+    fit(PolicyOptimization(own, scorer=length, sampling=SAMPLING), path, steps=6)  # epochs of two steps
+    assert own.scheduler.last_epoch == advances
+    assert own.steps == 6
+
+
+def test_a_model_made_in_configure_model_is_trained(path):
+    own = Own(path, late=True)
+    with pytest.raises(ConfigError, match="pass tokenizer="):
+        PolicyOptimization(own, scorer=length, sampling=SAMPLING)
+    tokenizer = PolicyOptimization(path, scorer=length, sampling=SAMPLING).tokenizer
+    stage = PolicyOptimization(own, scorer=length, sampling=SAMPLING, tokenizer=tokenizer)
+    before = AutoModelForCausalLM.from_pretrained(path).get_input_embeddings().weight
+    fit(stage, path, steps=1)
+    assert stage.policy is own.model
+    assert (own.model.get_input_embeddings().weight - before).abs().max() > 0
+
+
+def test_a_module_without_an_optimizer_of_its_own_gets_the_stages(path):
+    class Bare(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    trainer = fit(PolicyOptimization(Bare(), scorer=length, sampling=SAMPLING), path, steps=1)
+    assert isinstance(trainer.optimizers[0], torch.optim.AdamW)
+
+
+def test_responses_end_at_the_tokenizers_end_of_sequence_unless_told_otherwise(path):
+    stage = PolicyOptimization(path, scorer=length, sampling=SAMPLING)
+    end = (stage.tokenizer.eos_token_id,)
+    assert stage.sampling.stop_token_ids == stage.eval_sampling.stop_token_ids == end
+    told = SamplingConfig(max_tokens=3, stop_token_ids=(7,))
+    assert PolicyOptimization(path, scorer=length, sampling=told).sampling is told
+
+
+def test_a_model_from_nowhere_needs_a_tokenizer():
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM does not say where it was loaded from"):
+        PolicyOptimization(build_model(), scorer=length, sampling=SAMPLING)

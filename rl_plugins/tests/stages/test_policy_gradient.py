@@ -1,0 +1,148 @@
+"""The gradient of an update: the same for any micro-batches and ranks, and that of a GRPO written in one function."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_plugins.algorithms.aggregation import AGGREGATIONS
+from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.models.tiny import build_model, save_tiny_policy
+from rl_plugins.tests.stages import canned
+
+BUDGETS = [1, 40, 70, 10**6]
+
+
+def plain_grpo(
+    aggregation: str, scale: str = "group", kl: KLConfig | None = None, reference: Any = None
+) -> list[Tensor]:
+    """The gradient of one on-policy update, sample by sample, nothing padded and nothing shared with the stage."""
+
+    def log_probs(model: Any, prompt: str, response: str) -> Tensor:
+        prompt_ids, ids = canned.tokenizer.encode(prompt), canned.tokenizer.encode(response)
+        logits = model(torch.tensor([prompt_ids + ids])).logits[0] / canned.TEMPERATURE
+        return logits.log_softmax(-1)[len(prompt_ids) - 1 : -1].gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+
+    kl = kl or KLConfig()
+    policy = canned.OwnPolicy().model
+    groups: list[list[tuple[str, str, float]]] = []
+    for prompt, responses in canned.RESPONSES.items():
+        group = []
+        for response in responses:
+            reward = canned.score(response)
+            if reward is None:
+                continue
+            if kl.placement == "reward" and response and reference is not None:
+                with torch.no_grad():
+                    drift = log_probs(policy, prompt, response) - log_probs(reference, prompt, response)
+                reward -= kl.coefficient * float(drift.sum())
+            group.append((prompt, response, reward))
+        groups.append(group)
+    losses: list[Tensor] = []
+    for group in groups:
+        rewards = [reward for _, _, reward in group]
+        everyone = [reward for other in groups for _, _, reward in other]
+        spread = statistics.stdev(rewards if scale == "group" else everyone)
+        for prompt, response, reward in group:
+            if response:
+                current = log_probs(policy, prompt, response)
+                advantage = (reward - statistics.mean(rewards)) / (spread + 1e-6)
+                loss = -advantage * (current - current.detach()).exp()
+                if reference is not None and kl.placement == "loss":
+                    u = log_probs(reference, prompt, response).detach() - current
+                    loss = loss + kl.coefficient * (u.exp() - u - 1).clamp(max=10)
+                losses.append(loss)
+    if aggregation.startswith("token"):
+        total = torch.cat(losses).mean() if aggregation == "token-mean" else torch.cat(losses).sum()
+    else:
+        sums = [loss.mean() if aggregation == "seq-mean-token-mean" else loss.sum() for loss in losses]
+        total = torch.stack(sums).mean() / (canned.BUDGET if aggregation.endswith("norm") else 1)
+    return list(torch.autograd.grad(total, list(policy.parameters())))
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert float((one - other).abs().max()) <= tolerance * float(other.abs().max())
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_any_micro_batches_give_the_gradient_of_a_plain_grpo(aggregation: str) -> None:
+    expected = plain_grpo(aggregation)
+    assert all(gradient.abs().max() > 0 for gradient in expected)
+    algorithm = Algorithm(aggregation=aggregation, scale_factor=canned.BUDGET)
+    seen = []
+    for budget in BUDGETS:
+        (gradient,), metrics = canned.gradients(algorithm, tokens_per_micro_batch=budget)
+        assert_same(gradient, expected, 1e-6)
+        seen.append((gradient, metrics))
+    for gradient, metrics in seen[1:]:
+        assert_same(gradient, seen[0][0], 1e-12)
+        for name in ("train/loss", "train/entropy", "train/rollout_gap", "train/rollout_gap_max", "train/reward"):
+            assert metrics[name] == pytest.approx(seen[0][1][name], rel=1e-6)
+
+
+def test_scale_by_the_batch() -> None:
+    algorithm = Algorithm(advantage_options={"scale": "batch"})
+    (gradient,), _ = canned.gradients(algorithm, tokens_per_micro_batch=40)
+    assert_same(gradient, plain_grpo("token-mean", scale="batch"), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "kl", [KLConfig(0.3, "loss", "k3"), KLConfig(0.3, "reward", "k1")], ids=lambda kl: kl.placement
+)
+def test_kl_to_a_reference(tmp_path: Path, kl: KLConfig) -> None:
+    arguments = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2, "seed": 5}
+    folder = save_tiny_policy(tmp_path, **arguments)
+    expected = plain_grpo("token-mean", kl=kl, reference=build_model(**arguments).double())  # type: ignore[arg-type]
+    (gradient,), metrics = canned.gradients(Algorithm(kl=kl), tokens_per_micro_batch=40, reference=str(folder))
+    assert_same(gradient, expected, 1e-6)
+    assert metrics["train/kl_coefficient"] == 0.3
+    without = plain_grpo("token-mean")
+    assert any(float((a - b).abs().max()) > 1e-3 for a, b in zip(gradient, without, strict=True))
+
+
+def test_metrics_of_the_step() -> None:
+    _, metrics = canned.gradients(Algorithm(), tokens_per_micro_batch=40)
+    responses = [r for group in canned.RESPONSES.values() for r in group]
+    scores = [s for r in responses if (s := canned.score(r)) is not None]
+    assert metrics["train/reward"] == pytest.approx(statistics.mean(scores))
+    assert metrics["train/response_length"] == pytest.approx(statistics.mean(len(r) for r in responses))
+    assert metrics["train/reward_raised"] == 1
+    # The three of 4+4 score alike, and eleven samples are valid.
+    assert metrics["train/uniform_groups"] == pytest.approx(3 / 11)
+    assert metrics["train/ppo_kl"] == metrics["train/clip_fraction"] == metrics["train/truncated"] == 0
+
+
+def test_one_and_two_ranks_give_the_same_gradients(tmp_path: Path) -> None:
+    files = [tmp_path / f"rank{rank}.pt" for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, canned.__file__, str(rank), "2", str(tmp_path / "rendezvous"), str(files[rank])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    of_ranks = [torch.load(file) for file in files]
+    for name, (algorithm, updates) in canned.CASES.items():
+        expected, metrics = canned.gradients(algorithm, updates_per_step=updates)
+        assert len(expected) == updates
+        for results in of_ranks:
+            actual, actual_metrics = results[name]
+            for one, other in zip(actual, expected, strict=True):
+                assert_same(one, other, 1e-6)
+            for metric in ("train/loss", "train/reward", "train/entropy", "train/uniform_groups"):
+                assert actual_metrics[metric] == pytest.approx(metrics[metric], rel=1e-6), (name, metric)

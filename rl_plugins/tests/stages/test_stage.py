@@ -1,0 +1,203 @@
+"""Stages without sampling: whose optimizer is used, the clock, precision, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import build_model, save_tiny_policy
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.stages.sampling import greedy
+from rl_plugins.stages.sft import SFT
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.stages import canned
+
+SAMPLING = SamplingConfig(max_tokens=8, num_samples=3)
+
+
+class Log(DummyLogger):
+    """Keeps what was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None, **kwargs: Any) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+def policy_optimization(policy: Any, **options: Any) -> PolicyOptimization:
+    arguments = {"tokenizer": canned.tokenizer, "scorer": canned.CannedScorer(), "sampling": SAMPLING, **options}
+    return PolicyOptimization(policy, **arguments)
+
+
+def fit(stage: Any, steps: int = 2, batch: Any = None, **options: Any) -> Any:
+    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()), **options)
+    batches = [batch or canned.prompt_batch(canned.PROMPTS)] * steps
+    trainer.fit(stage, canned.loader(batches))
+    return trainer
+
+
+def test_a_plain_module_is_trained_by_the_stages_optimizer() -> None:
+    model = build_model()
+    before = model.model.norm.weight.clone()
+    config = OptimizerConfig(lr=0.5, betas=(0.7, 0.8), weight_decay=0.25, warmup_steps=3, gradient_clip=0.5)
+    log = Log()
+    stage = policy_optimization(model, optimizer=config)
+    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()))
+    trainer._loggers = [log]
+    trainer.fit(stage, canned.loader([canned.prompt_batch(canned.PROMPTS)] * 3))
+    (optimizer,) = trainer.optimizers
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
+    assert optimizer.defaults["betas"] == (0.7, 0.8) and optimizer.defaults["weight_decay"] == 0.25
+    assert not torch.equal(model.model.norm.weight, before)
+    # The rate of each step is the one its update used, on the stage's clock.
+    assert [step for step, _ in log.rows] == [1, 2, 3]
+    assert [row["train/lr"] for _, row in log.rows] == pytest.approx([0.125, 0.25, 0.375])
+    assert all(row["train/gradient_norm"] > 0 and row["time/update_policy"] > 0 for _, row in log.rows)
+
+
+def test_the_gradient_is_clipped_to_the_stages_bound() -> None:
+    norms = {}
+    for bound in (0.0, 1e-3):
+        own = canned.OwnPolicy()
+        stage = policy_optimization(own, optimizer=OptimizerConfig(gradient_clip=bound))
+        trainer = fit(stage, steps=1, precision="64-true")
+        (gradient,) = own.recorder.gradients
+        norms[bound] = float(torch.cat([g.flatten() for g in gradient]).norm())
+        # What is reported is the norm before clipping.
+        assert float(trainer.callback_metrics["train/gradient_norm"]) == pytest.approx(norms[0.0], rel=1e-6)
+    assert norms[0.0] > 1e-2
+    assert norms[1e-3] == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_a_lightning_modules_optimizer_and_scheduler_are_used() -> None:
+    class Own(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build_model()
+
+        def configure_optimizers(self) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.scheduler = LambdaLR(self.optimizer, lambda step: 0.5**step)
+            return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"}}
+
+    own = Own()
+    stage = policy_optimization(own)
+    trainer = fit(stage, steps=3)
+    assert trainer.optimizers == [own.optimizer]
+    assert [config.scheduler for config in trainer.lr_scheduler_configs] == [own.scheduler]
+    assert own.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
+    assert stage.policy is own.model and stage.step == 3
+
+
+def test_max_steps_ends_training_on_the_stages_clock() -> None:
+    stage = policy_optimization(build_model(), max_steps=2, updates_per_step=2)
+    trainer = fit(stage, steps=9)
+    assert (stage.step, trainer.global_step) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("32-true", torch.float32), ("64-true", torch.float64), ("bf16-true", torch.bfloat16)],
+)
+def test_a_policy_named_by_its_folder_has_the_trainers_precision(
+    tmp_path: Path, precision: str, dtype: torch.dtype
+) -> None:
+    stage = policy_optimization(str(save_tiny_policy(tmp_path)))
+    fit(stage, steps=1, precision=precision)
+    assert {parameter.dtype for parameter in stage.policy.parameters()} == {dtype}
+
+
+def test_validating_first_does_not_freeze_the_policy() -> None:
+    stage = policy_optimization(build_model(), optimizer=OptimizerConfig(lr=0.1))
+    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()))
+    loader = canned.loader([canned.prompt_batch(canned.PROMPTS)])
+    trainer.validate(stage, loader, verbose=False)
+    before = stage.policy.model.norm.weight.clone()
+    trainer.fit(stage, loader)
+    assert not torch.equal(stage.policy.model.norm.weight, before)
+
+
+def test_the_reference_is_frozen_and_not_saved_into_the_policy(tmp_path: Path) -> None:
+    stage = policy_optimization(
+        str(save_tiny_policy(tmp_path)), algorithm=Algorithm(kl=KLConfig(0.1)), optimizer=OptimizerConfig(lr=0.1)
+    )
+    fit(stage, steps=2)
+    assert not any(parameter.requires_grad for parameter in stage.reference.parameters())
+    pairs = zip(stage.reference.parameters(), build_model().parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert not torch.equal(stage.policy.model.norm.weight, stage.reference.model.norm.weight)
+
+
+def test_a_resumed_clock_and_kl_coefficient(tmp_path: Path) -> None:
+    kl = KLConfig(0.1, target=1e-9, horizon=1.0)
+    path = str(save_tiny_policy(tmp_path / "policy"))
+    stage = policy_optimization(path, algorithm=Algorithm(kl=kl), optimizer=OptimizerConfig(lr=0.1))
+    trainer = fit(stage, steps=2)
+    assert stage.kl_controller.coefficient != 0.1
+    trainer.save_checkpoint(tmp_path / "state.ckpt")
+    resumed = policy_optimization(path, algorithm=Algorithm(kl=kl))
+    resumed.on_load_checkpoint(torch.load(tmp_path / "state.ckpt", weights_only=False))
+    assert (resumed.step, resumed.kl_controller.coefficient) == (2, stage.kl_controller.coefficient)
+
+
+def test_sft_minimises_the_mean_negative_log_likelihood_of_all_tokens() -> None:
+    texts = [("1+1", "2"), ("12+30", "forty-two"), ("7", "abcd"), ("19+1", "20.")]
+    batch = {
+        "prompt_ids": [canned.tokenizer.encode(prompt) for prompt, _ in texts],
+        "response_ids": [canned.tokenizer.encode(response) for _, response in texts],
+    }
+    model = canned.OwnPolicy().model
+    terms = []
+    for prompt, response in zip(batch["prompt_ids"], batch["response_ids"], strict=True):
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        terms.append(nn.functional.cross_entropy(logits, torch.tensor(response), reduction="none"))
+    loss = torch.cat(terms).mean()
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    for budget in (1, 25, 10**6):
+        own = canned.OwnPolicy()
+        stage = SFT(
+            own,
+            tokenizer=canned.tokenizer,
+            scorer=canned.CannedScorer(),
+            eval_sampling=SAMPLING,
+            tokens_per_micro_batch=budget,
+            optimizer=OptimizerConfig(gradient_clip=0.0),
+        )
+        trainer = fit(stage, steps=1, batch=batch, precision="64-true")
+        assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(float(loss.detach()), rel=1e-6)
+        for actual, wanted in zip(own.recorder.gradients[0], expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_greedy_sampling_keeps_the_length_and_the_stops() -> None:
+    sampling = SamplingConfig(9, num_samples=4, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(1,), stop=("x",))
+    assert greedy(sampling) == SamplingConfig(9, temperature=0.0, stop_token_ids=(1,), stop=("x",))
+
+
+def test_a_lightning_module_without_a_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"LightningModule has no `\.model` that is an nn\.Module"):
+        fit(policy_optimization(LightningModule()))
+
+
+def test_a_kl_without_a_reference_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.coefficient is not 0: name the reference model"):
+        policy_optimization(build_model(), algorithm=Algorithm(kl=KLConfig(0.1)))
+
+
+def test_updates_that_do_not_divide_the_prompts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="updates_per_step=3 does not divide the 4 prompts of a rank"):
+        fit(policy_optimization(build_model(), updates_per_step=3))

@@ -1,0 +1,105 @@
+"""One process, a real Lightning trainer: when the rollout engine gets new weights, and in which order things happen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import build_model
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.contract import small_all_reduce
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.stages import canned
+
+UPDATE = ["wake_up weights", "update_weights {}", "wake_up kv_cache", "generate", "sleep"]
+NO_UPDATE = [UPDATE[0], *UPDATE[2:]]
+
+
+def stage() -> PolicyOptimization:
+    return PolicyOptimization(
+        build_model(),
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        sampling=SamplingConfig(max_tokens=8, num_samples=3),
+    )
+
+
+def trainer_and_calls(**options: Any) -> tuple[Trainer, list[str]]:
+    rollout = canned.CannedRollout()
+    return canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=rollout), **options), rollout.calls
+
+
+def loader(steps: int = 1) -> Any:
+    return canned.loader([canned.prompt_batch(canned.PROMPTS)] * steps)
+
+
+def take(calls: list[str]) -> list[str]:
+    taken = list(calls)
+    calls.clear()
+    return taken
+
+
+def updates(calls: list[str]) -> list[str]:
+    return [call for call in take(calls) if call.startswith("update_weights")]
+
+
+def test_weights_go_to_the_engine_once_after_each_change() -> None:
+    trainer, calls = trainer_and_calls(val_check_interval=1, num_sanity_val_steps=1)
+    trainer.fit(stage(), loader(2), loader(3))
+    first, second, last = ([line.format(version) for line in UPDATE] for version in (0, 1, 2))
+    assert take(calls) == [
+        "connect 0/1",
+        *first,  # the sanity check ...
+        *NO_UPDATE,  # ... and the first step sample from the same weights
+        *(second + 2 * NO_UPDATE),  # validation after it, three batches
+        *NO_UPDATE,
+        *(last + 2 * NO_UPDATE),
+    ]
+
+
+def test_another_fit_does_not_trust_what_the_engine_holds() -> None:
+    trainer, calls = trainer_and_calls()
+    trainer.validate(stage(), loader(2), verbose=False)
+    assert updates(calls) == ["update_weights 0"]
+    # The same trainer and engine, another model.
+    trainer.validate(stage(), loader(), verbose=False)
+    assert updates(calls) == ["update_weights 0"]
+
+
+def test_loaded_weights_go_to_the_engine(tmp_path: Any) -> None:
+    trainer, calls = trainer_and_calls()
+    module = stage()
+    trainer.fit(module, loader(1))
+    trainer.save_checkpoint(tmp_path / "state.ckpt")
+    take(calls)
+    trainer.validate(module, loader(2), ckpt_path=tmp_path / "state.ckpt", weights_only=False, verbose=False)
+    assert updates(calls) == ["update_weights 1"]
+
+
+def test_a_failing_engine_is_put_to_sleep_and_the_error_passes() -> None:
+    class Broken(canned.CannedRollout):
+        def generate(self, *arguments: Any) -> Any:
+            raise TimeoutError("no answer")
+
+    rollout = Broken()
+    strategy = SingleDeviceRolloutStrategy(rollout=rollout)
+    with pytest.raises(TimeoutError, match="no answer"):
+        canned.quiet_trainer(strategy).fit(stage(), loader())
+    assert rollout.calls[-1] == "sleep"
+    assert strategy.phases.current is None
+
+
+def test_sampling_without_an_engine_is_refused() -> None:
+    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy())
+    with pytest.raises(ConfigError, match=r"SingleDeviceRolloutStrategy has no rollout engine.*rollout=VLLMRollout"):
+        trainer.fit(stage(), loader())
+
+
+def test_a_small_all_reduce_alone_is_the_identity() -> None:
+    values = torch.tensor([1.0, 2.0])
+    assert small_all_reduce(values, torch.device("cpu"), None) is values

@@ -1,0 +1,61 @@
+"""The shards of ZeRO-3, on parameters partitioned by hand as DeepSpeed does: equal parts, the last one padded."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rl_plugins.strategies.zero_weights import ZeroWeightSource, layer_of
+
+SHAPES = [(1,), (2,), (3, 5), (7,), (4, 4), ()]
+
+
+def partitioned(rank: int, world_size: int, parts: int | None = None) -> nn.Module:
+    """Parameters `p0`, `p1`, ... of consecutive numbers, of which this rank holds its partition."""
+    module = nn.Module()
+    for index, shape in enumerate(SHAPES):
+        numel = math.prod(shape)
+        size = math.ceil(numel / (parts or world_size))
+        padded = torch.full((size * world_size,), torch.nan)
+        padded[:numel] = torch.arange(numel) + 100 * index
+        parameter = nn.Parameter(torch.empty(0))
+        parameter.ds_tensor = padded[rank * size : (rank + 1) * size]  # type: ignore[attr-defined]
+        parameter.ds_shape, parameter.ds_numel = torch.Size(shape), numel  # type: ignore[attr-defined]
+        module.register_parameter(f"p{index}", parameter)
+    return module
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_the_shards_of_all_ranks_tile_every_tensor_without_the_padding(world_size: int) -> None:
+    whole: dict[str, Tensor] = {f"p{i}": torch.full((math.prod(shape),), -1.0) for i, shape in enumerate(SHAPES)}
+    for rank in range(world_size):
+        source = ZeroWeightSource(partitioned(rank, world_size), rank, world_size)
+        assert [meta.shape for meta in source.metadata()] == SHAPES
+        for name, start, part in source.shards():
+            assert (whole[name][start : start + len(part)] == -1).all()
+            whole[name][start : start + len(part)] = part
+    for index, values in enumerate(whole.values()):
+        assert values.tolist() == [100 * index + i for i in range(len(values))]
+
+
+def test_parameters_that_are_not_partitioned_are_noticed() -> None:
+    source = ZeroWeightSource(partitioned(0, 2, parts=1), 0, 2)
+    with pytest.raises(AssertionError, match="p1 is not partitioned over the 2 ranks"):
+        list(source.shards())
+
+
+def test_layers_are_gathered_together() -> None:
+    names = [
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.10.mlp.experts.3.up.weight",
+        "model.layers.10.norm.weight",
+        "model.norm.weight",
+    ]
+    groups = [key for key, _ in groupby(names, key=layer_of)]
+    assert groups == ["model.embed_tokens.weight", "model.layers.0", "model.layers.10", "model.norm.weight"]

@@ -1,0 +1,119 @@
+"""One rank of ZeRO on CPU, with its checks; run as a script by `test_zero.py`: `zero_worker.py STAGE FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.zero import ZeroStrategy
+from rl_plugins.tests.stages import canned
+
+
+class Inspect(PolicyOptimization):
+    """Looks at the engines before they are torn down, and checks that a checkpoint restores them bit for bit."""
+
+    folder: Path
+    weights: dict[str, Tensor]
+
+    def on_train_end(self) -> None:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, ZeroStrategy)
+        assert set(strategy._engines) == {"policy", "reference"}
+        assert set(strategy._trained_engines()) == {"policy"}
+        assert not any(parameter.requires_grad for parameter in self.reference.parameters())
+        self.weights = weights_of(strategy, "policy")
+        reference = weights_of(strategy, "reference")
+        assert reference.keys() == self.weights.keys()
+        assert not torch.equal(reference["model.norm.weight"], self.weights["model.norm.weight"])
+        self.check_shards(strategy)
+        self.check_checkpoint(strategy)
+
+    def check_shards(self, strategy: ZeroStrategy) -> None:
+        metadata = {meta.name: meta for meta in strategy.weight_source().metadata()}
+        shards = list(strategy.weight_source().shards())
+        assert [name for name, _, _ in shards] == list(metadata)
+        for name, start, part in shards:
+            assert start == 0
+            assert torch.equal(part, self.weights[name].flatten())
+            assert metadata[name].shape == self.weights[name].shape
+
+    def check_checkpoint(self, strategy: ZeroStrategy) -> None:
+        path = self.folder / "state"
+        self.trainer.save_checkpoint(path)
+        expected = optimizer_state(strategy)
+        assert expected
+        with torch.no_grad():
+            strategy.engine("policy").optimizer.param_groups[0]["lr"] = 1e9
+            weights = [getattr(parameter, "ds_tensor", parameter).data for parameter in self.policy.parameters()]
+            for tensor in [*optimizer_tensors(strategy), *weights]:
+                tensor.zero_()
+        assert optimizer_state(strategy) != expected
+        assert not any(tensor.any() for tensor in weights_of(strategy, "policy").values())
+        loaded = strategy.load_checkpoint(path)
+        assert loaded["stage"]["step"] == self.step
+        assert optimizer_state(strategy) == expected
+        restored = weights_of(strategy, "policy")
+        assert all(torch.equal(restored[name], weight) for name, weight in self.weights.items())
+        assert strategy.engine("policy").optimizer.param_groups[0]["lr"] != 1e9
+        with pytest.raises(ConfigError, match=r"is not a checkpoint of this project: it has no lightning\.ckpt"):
+            strategy.load_checkpoint(self.folder)
+
+
+def weights_of(strategy: ZeroStrategy, name: str) -> dict[str, Tensor]:
+    return {key: tensor.clone() for key, tensor in strategy.weight_source(name)}
+
+
+def optimizer_tensors(strategy: ZeroStrategy) -> list[Tensor]:
+    """Moments and master weights."""
+    optimizer = strategy.engine("policy").optimizer.optimizer
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [tensor for tensor in tensors if tensor.numel() > 1]
+
+
+def optimizer_state(strategy: ZeroStrategy) -> list[list[float]]:
+    return [tensor.flatten().tolist() for tensor in optimizer_tensors(strategy)]
+
+
+def train(stage: int, folder: Path) -> None:
+    policy = str(save_tiny_policy(folder / "policy"))
+    rollout = canned.CannedRollout()
+
+    def trainer(**options: Any) -> Trainer:
+        strategy = ZeroStrategy(stage=stage, rollout=rollout, timeout_s=60)
+        return canned.quiet_trainer(strategy, accelerator="cpu", devices=1, precision="32-true", **options)
+
+    module = Inspect(
+        policy,
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
+        algorithm=Algorithm(kl=KLConfig(0.1)),
+        optimizer=OptimizerConfig(lr=0.01, gradient_clip=0.5),
+        tokens_per_micro_batch=50,
+    )
+    module.folder = folder
+    loader = canned.loader([canned.prompt_batch(canned.PROMPTS)] * 2)
+    # Validating first must neither freeze the policy nor leave the next connection with old weights.
+    trainer().validate(module, loader, verbose=False)
+    trainer().fit(module, loader)
+    calls = [call for call in rollout.calls if call.split()[0] in ("connect", "update_weights", "close")]
+    once = ["connect 0/1", "update_weights 0", "close"]
+    assert calls == [*once, *once[:2], "update_weights 1", "close"]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(int(sys.argv[1]), Path(sys.argv[2]))
+    print("the checks are through")

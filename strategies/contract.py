@@ -1,0 +1,149 @@
+"""What stages and callbacks may ask of a strategy, whatever shards the models.
+
+A stage names its models in `engine_modules()`; the strategy makes an *engine* of each: trainable ones (those that an
+optimizer of `configure_optimizers` holds) get their own sharding, optimizer and clipping; frozen ones are only run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.engine import RolloutEngine
+from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.strategies.phases import PhaseLog
+
+POLICY = "policy"
+
+
+@runtime_checkable
+class HasEngines(Protocol):
+    """A LightningModule whose models become named engines.
+
+    `gradient_clip` bounds the global gradient norm of each trained engine; 0 for no bound. (Lightning refuses its own
+    `Trainer(gradient_clip_val=...)` in manual optimization.)
+    """
+
+    gradient_clip: float
+
+    def engine_modules(self) -> dict[str, nn.Module]:
+        """Name to model, after `configure_model`."""
+
+
+class RolloutStrategy(Protocol):
+    """The contract between stages and strategies."""
+
+    phases: PhaseLog
+
+    def engine(self, name: str) -> Any:
+        """The callable that runs model `name`."""
+
+    def sharded_init(self) -> AbstractContextManager[None]:
+        """Models loaded inside with `from_pretrained` come into being in shards."""
+
+    def accumulate_gradients(self, name: str, *, last: bool) -> None:
+        """Say before each backward pass whether it is the last one before the optimizer step of engine `name`."""
+
+    def gradient_norm(self, name: str) -> float | None:
+        """Global norm before clipping of the last step's gradient, where the engine knows it."""
+
+    def weight_source(self, name: str = POLICY) -> WeightSource:
+        """The engine's weights, for a rollout engine or an export."""
+
+    def rollout_phase(self, version: int) -> AbstractContextManager[RolloutEngine]:
+        """Training gives way to sampling with the policy's current weights."""
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Element-wise sum of a small tensor over all ranks."""
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """Element-wise maximum of a small tensor over all ranks."""
+
+
+class RolloutMixin:
+    """The rollout side of a strategy: owns the engine's connection and the order of the memory phases."""
+
+    phases: PhaseLog
+    _rollout: RolloutEngine | None
+    _rollout_version: int | None = None
+    _rollout_connected: bool = False
+
+    @property
+    def rollout(self) -> RolloutEngine:
+        """The rollout engine.
+
+        Raises:
+            ConfigError: the strategy was made without one.
+        """
+        if self._rollout is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no rollout engine to sample with: "
+                "pass rollout=VLLMRollout(...) or rollout=TransformersRollout(...) to it"
+            )
+        return self._rollout
+
+    def connect_rollout(self, rank: int, world_size: int) -> None:
+        """Connect this rank to the engine, once; another fit may bring another model, so new weights are due."""
+        self.weights_changed()
+        if self._rollout is not None and not self._rollout_connected:
+            self._rollout.connect(rank, world_size)
+            self._rollout_connected = True
+
+    def weights_changed(self) -> None:
+        """The engine's copy of the weights is out of date."""
+        self._rollout_version = None
+
+    @contextmanager
+    def rollout_phase(self, version: int) -> Iterator[RolloutEngine]:
+        """Sampling with the policy's current weights.
+
+        The order bounds the memory: the trainer gives up its optimizer states, the engine takes room for weights, the
+        weights stream in, the trainer gives up its parameters, and only then does the engine take its KV cache.
+
+        Args:
+            version: of the policy; the samples carry it.
+        """
+        engine = self.rollout
+        with self.phases.measure("offload"):
+            self.offload_optimizer()
+            engine.wake_up(["weights"])
+        if self._rollout_version is None:
+            with self.phases.measure("update_weights"):
+                engine.update_weights(self.weight_source(), version)
+            self._rollout_version = version
+        with self.phases.measure("offload"):
+            self.offload_parameters()
+            engine.wake_up(["kv_cache"])
+        try:
+            yield engine
+        finally:
+            with self.phases.measure("reload"):
+                engine.sleep()
+                self.reload()
+
+    def weight_source(self, name: str = POLICY) -> WeightSource:
+        """The weights of engine `name`."""
+        raise NotImplementedError
+
+    def offload_optimizer(self) -> None:
+        """Give up device memory of optimizer states, if so configured."""
+
+    def offload_parameters(self) -> None:
+        """Give up device memory of parameters and gradients, if so configured."""
+
+    def reload(self) -> None:
+        """Take back what was given up."""
+
+
+def small_all_reduce(values: Tensor, device: torch.device, operation: Any) -> Tensor:
+    """All-reduce a small tensor in float64, back on the device it came from; the tensor itself outside a group."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return values
+    reduced = values.to(device=device, dtype=torch.float64, copy=True)
+    torch.distributed.all_reduce(reduced, op=operation)
+    return reduced.to(values.device)

@@ -1,0 +1,61 @@
+"""Where the time and the memory of an RL step go: named phases, measured on every rank.
+
+Phases do not nest: each second belongs to one phase, so the phases of a step add up to the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+GIB = 2**30
+
+
+@dataclass
+class _Phase:
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+
+@dataclass
+class PhaseLog:
+    """Collects phases between two calls of `drain`."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    current: str | None = None
+    _phases: dict[str, _Phase] = field(default_factory=dict)
+    _process: psutil.Process = field(default_factory=psutil.Process)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the enclosed time to phase `name`, and note the memory that was in use when it ended or peaked."""
+        assert self.current is None, f"phase {name!r} began inside {self.current!r}"
+        self.current = name
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if cuda:
+                torch.cuda.synchronize(self.device)
+            phase = self._phases.setdefault(name, _Phase())
+            phase.seconds += time.perf_counter() - start
+            used = torch.cuda.max_memory_allocated(self.device) if cuda else self._process.memory_info().rss
+            phase.peak_bytes = max(phase.peak_bytes, used)
+            self.current = None
+
+    def drain(self) -> dict[str, float]:
+        """`time/<phase>` in seconds and `memory/<phase>` in GiB (device peak; on CPU resident size); then empty."""
+        metrics: dict[str, float] = {}
+        for name, phase in self._phases.items():
+            metrics[f"time/{name}"] = phase.seconds
+            metrics[f"memory/{name}"] = phase.peak_bytes / GIB
+        self._phases.clear()
+        return metrics

@@ -1,0 +1,106 @@
+"""One device, plain PyTorch, the same contract: for debugging a stage in one process, without Ray or DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from typing_extensions import override
+
+from rl_plugins.rollout.engine import RolloutEngine
+from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
+from rl_plugins.strategies.contract import POLICY, HasEngines, RolloutMixin
+from rl_plugins.strategies.phases import PhaseLog
+
+
+class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
+    """Lightning's single-device strategy with named engines and a rollout engine.
+
+    Args:
+        device: where to train.
+        rollout: the engine to sample with; None for stages that do not sample.
+        **kwargs: further arguments of Lightning's `SingleDeviceStrategy`.
+    """
+
+    def __init__(
+        self, device: str | torch.device = "cpu", *, rollout: RolloutEngine | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(device=device, **kwargs)
+        self._rollout = rollout
+        self._gradient_norm: float | None = None
+        self.phases = PhaseLog(device=torch.device(device))
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("rl_single_device", cls, description="One device, with a rollout engine")
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if isinstance(self.lightning_module, HasEngines) and trainer.state.fn == TrainerFn.FITTING:
+            held = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
+            for model in self.lightning_module.engine_modules().values():
+                if not any(id(p) in held for p in model.parameters()):
+                    model.eval().requires_grad_(False)
+        self.connect_rollout(0, 1)
+
+    @contextmanager
+    def sharded_init(self) -> Iterator[None]:
+        """Nothing is sharded."""
+        yield
+
+    def engine(self, name: str) -> nn.Module:
+        """The model itself."""
+        assert isinstance(self.lightning_module, HasEngines)
+        return self.lightning_module.engine_modules()[name]
+
+    def accumulate_gradients(self, name: str, *, last: bool) -> None:
+        """Autograd accumulates by itself."""
+
+    def gradient_norm(self, name: str) -> float | None:
+        """Norm of the last step's gradient, before clipping."""
+        return self._gradient_norm
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Any, *args: Any, engine: str | None = None, **kwargs: Any
+    ) -> Tensor:
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            # As DeepSpeed does: clipping belongs to the step, and gradients are gone after it.
+            limit = module.gradient_clip if isinstance(module, HasEngines) else 0.0
+            self._gradient_norm = float(nn.utils.clip_grad_norm_(parameters, limit or float("inf")))
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if not module.automatic_optimization:
+            optimizer.zero_grad()
+        self.weights_changed()
+        return result
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """There is one rank."""
+        return values
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """There is one rank."""
+        return values
+
+    @override
+    def weight_source(self, name: str = POLICY) -> WeightSource:
+        return ModuleWeightSource(self.engine(name))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self.weights_changed()
+        return super().load_checkpoint(checkpoint_path, weights_only)

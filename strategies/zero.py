@@ -1,0 +1,327 @@
+"""DeepSpeed ZeRO for Lightning with several named engines, on CUDA and on CPU, sharing devices with a rollout engine.
+
+Lightning's own DeepSpeed strategy wraps the whole LightningModule in one engine and insists on CUDA. Here every model
+that a stage names in `engine_modules()` becomes an engine of its own: trainable ones with an optimizer, gradient
+clipping and a checkpoint each, frozen ones for inference only. A LightningModule that names none is wrapped whole, as
+Lightning does it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.engine import RolloutEngine
+from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
+from rl_plugins.strategies.contract import POLICY, HasEngines, RolloutMixin, small_all_reduce
+from rl_plugins.strategies.phases import PhaseLog
+from rl_plugins.strategies.zero_weights import ZeroWeightSource
+
+LIGHTNING_FILE = "lightning.ckpt"
+_TAG = "zero"
+
+
+class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
+    """ZeRO stages 1 to 3 with named engines and a rollout engine.
+
+    Args:
+        stage: what is sharded: 1 optimizer states, 2 gradients too, 3 parameters too.
+        rollout: the engine to sample with; None for stages that do not sample.
+        offload: on CUDA, move optimizer states and parameters to host memory while the rollout engine works.
+        timeout_s: deadline of every collective.
+        **kwargs: further arguments of Lightning's `DeepSpeedStrategy`.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int = 3,
+        rollout: RolloutEngine | None = None,
+        offload: bool = True,
+        timeout_s: float = 1800.0,
+        **kwargs: Any,
+    ) -> None:
+        # Small buckets: the defaults reserve 0.8 GB a rank, whatever the size of the model.
+        for name in ("allgather_bucket_size", "reduce_bucket_size"):
+            kwargs.setdefault(name, 50_000_000)
+        kwargs.setdefault("overlap_comm", torch.cuda.is_available())
+        kwargs.setdefault("logging_batch_size_per_gpu", 1)
+        super().__init__(stage=stage, timeout=timedelta(seconds=timeout_s), **kwargs)
+        self._rollout = rollout
+        self._offload = offload
+        self._engines: dict[str, Any] = {}
+        self._engine_of_optimizer: dict[int, Any] = {}
+        self.phases = PhaseLog()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for stage in (1, 2, 3):
+            strategy_registry.register(
+                f"rl_zero_{stage}", cls, description=f"ZeRO stage {stage} with named engines", stage=stage
+            )
+
+    # Set-up -----------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.setup_distributed()
+        self.phases.device = self.root_device
+
+    @override
+    def setup_distributed(self) -> None:
+        if self.root_device.type == "cuda":
+            super().setup_distributed()
+            return
+        import deepspeed
+
+        assert self.cluster_environment is not None
+        self.set_world_ranks()
+        self._set_node_environment_variables()
+        self._process_group_backend = "gloo"
+        # DeepSpeed announces its communication op with a print.
+        with redirect_stdout(io.StringIO()):
+            deepspeed.init_distributed(
+                "gloo", distributed_port=self.cluster_environment.main_port, timeout=self._timeout, verbose=False
+            )
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        self.connect_rollout(self.global_rank, self.world_size)
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        # zero.Init patches every module built in the process; stages scope it to each model with `sharded_init`.
+        if isinstance(self.lightning_module, HasEngines):
+            yield
+            return
+        with super().model_sharded_context():
+            yield
+
+    @contextmanager
+    def sharded_init(self) -> Iterator[None]:
+        """Under stage 3, models loaded inside with `from_pretrained` are sharded as they come into being."""
+        self._init_config_if_needed()
+        if not self.zero_stage_3:
+            yield
+            return
+        from transformers.integrations import HfDeepSpeedConfig
+
+        # While this object lives, transformers loads under its own zero.Init. A second zero.Init around it would turn
+        # every tensor into bfloat16, rotary frequencies included, without a word.
+        keep_alive = HfDeepSpeedConfig(self.config)
+        yield
+        del keep_alive
+
+    @override
+    def init_deepspeed(self) -> None:
+        module = self.lightning_module
+        if not isinstance(module, HasEngines):
+            super().init_deepspeed()
+            return
+        assert isinstance(module, LightningModule)
+        optimizers: list[Optimizer] = []
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+        trained = []
+        for name, model in module.engine_modules().items():
+            own = {id(p) for p in model.parameters()}
+            held = [o for o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
+            if len(held) > 1:
+                raise ConfigError(f"engine {name!r} has {len(held)} optimizers: configure_optimizers may give it one")
+            if held:
+                engine = self._engines[name] = self._train_engine(model, held[0], module.gradient_clip)
+                trained.append(engine.optimizer)
+                self._engine_of_optimizer[id(engine.optimizer)] = engine
+            else:
+                self._engines[name] = self._frozen_engine(model)
+        self.optimizers = trained
+        # Lightning calls training_step on `self.model`; the engines inside it do their own wrapping.
+        self.model = module
+
+    def _train_engine(self, model: nn.Module, optimizer: Optimizer, gradient_clip: float) -> Any:
+        import deepspeed
+
+        assert isinstance(self.config, dict)
+        engine, _, _, _ = deepspeed.initialize(
+            config={**self.config, "gradient_clipping": gradient_clip},
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            optimizer=optimizer,
+            dist_init_required=False,
+        )
+        return engine
+
+    def _frozen_engine(self, model: nn.Module) -> Any:
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            # Not when validating: a later fit may train it.
+            model.eval().requires_grad_(False)
+        if not self.zero_stage_3:
+            return model.to(self.root_device)
+        import deepspeed
+
+        assert isinstance(self.config, dict)
+        config = {k: v for k, v in self.config.items() if k not in ("gradient_clipping", "activation_checkpointing")}
+        engine, _, _, _ = deepspeed.initialize(config=config, model=model, dist_init_required=False)
+        return engine
+
+    # Running ----------------------------------------------------------------------------------------------------
+
+    def engine(self, name: str) -> Any:
+        """The engine that runs model `name`."""
+        return self._engines[name]
+
+    def accumulate_gradients(self, name: str, *, last: bool) -> None:
+        """Tell the engine whether the coming backward pass is the last before its step."""
+        self._engines[name].set_gradient_accumulation_boundary(last)
+
+    def gradient_norm(self, name: str) -> float | None:
+        """Global gradient norm of the last step, before clipping."""
+        norm = self._engines[name].get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Any, *args: Any, engine: str | None = None, **kwargs: Any
+    ) -> Tensor:
+        with self._as_model(self._engines[engine] if engine else self.model):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        with self._as_model(self._engine_of_optimizer.get(id(optimizer), self.model)):
+            result = super().optimizer_step(optimizer, closure, model or self.lightning_module, **kwargs)
+        self.weights_changed()
+        return result
+
+    @contextmanager
+    def _as_model(self, engine: Any) -> Iterator[None]:
+        # Lightning's DeepSpeed precision plugin runs backward and step on `trainer.model`.
+        previous, self.model = self.model, engine
+        try:
+            yield
+        finally:
+            self.model = previous
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Element-wise sum over all ranks."""
+        return small_all_reduce(values, self.root_device, torch.distributed.ReduceOp.SUM)
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """Element-wise maximum over all ranks."""
+        return small_all_reduce(values, self.root_device, torch.distributed.ReduceOp.MAX)
+
+    # Weights and memory -----------------------------------------------------------------------------------------
+
+    @override
+    def weight_source(self, name: str = POLICY) -> WeightSource:
+        module = getattr(self._engines[name], "module", self._engines[name])
+        if self.zero_stage_3:
+            return ZeroWeightSource(module, self.global_rank, self.world_size)
+        return ModuleWeightSource(module, self.global_rank, self.world_size)
+
+    @property
+    def _offloads(self) -> bool:
+        # On CPU device and host memory are the same: there is nothing to give up.
+        return self._offload and self.root_device.type == "cuda"
+
+    @override
+    def offload_optimizer(self) -> None:
+        if self._offloads:
+            from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+
+            self._offload_states([State.optim_states, State.hp_params, State.contiguous_grad_buffer])
+
+    @override
+    def offload_parameters(self) -> None:
+        if self._offloads:
+            from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+
+            self._offload_states([State.lp_params, State.lp_grads])
+
+    def _offload_states(self, states: list[Any]) -> None:
+        for engine in self._engine_of_optimizer.values():
+            engine.offload_states(include=states)
+        torch.cuda.empty_cache()
+
+    @override
+    def reload(self) -> None:
+        if self._offloads:
+            for engine in self._engine_of_optimizer.values():
+                engine.reload_states()
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # The engines save their own shards.
+        return {} if self._engines else super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {} if self._engines else super().optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a folder: `lightning.ckpt` (loops, callbacks, stage state), and the shards of each trained engine."""
+        if not self._engines:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        folder = Path(self.broadcast(os.fspath(filepath)))
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, engine in self._trained_engines().items():
+            engine.save_checkpoint(str(folder / name), tag=_TAG)
+        if self.is_global_zero:
+            torch.save(checkpoint, folder / LIGHTNING_FILE)
+        self.barrier("checkpoint written")
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if not self._engines:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        folder = Path(checkpoint_path)
+        if not (folder / LIGHTNING_FILE).is_file():
+            raise ConfigError(f"{folder} is not a checkpoint of this project: it has no {LIGHTNING_FILE}")
+        for name, engine in self._trained_engines().items():
+            if engine.load_checkpoint(str(folder / name), tag=_TAG)[0] is None:
+                raise ConfigError(f"{folder / name} holds no shards of engine {name!r}")
+        self.weights_changed()
+        # The file holds loop and callback states (plain Python objects); it was written by this program.
+        checkpoint: dict[str, Any] = torch.load(folder / LIGHTNING_FILE, map_location="cpu", weights_only=False)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self._engines:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def _trained_engines(self) -> dict[str, Any]:
+        trained = {id(engine) for engine in self._engine_of_optimizer.values()}
+        return {name: engine for name, engine in self._engines.items() if id(engine) in trained}
+
+    @override
+    def teardown(self) -> None:
+        if self._rollout is not None and self._rollout_connected:
+            self._rollout.close()
+            self._rollout_connected = False
+        super().teardown()
