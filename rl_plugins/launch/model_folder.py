@@ -41,7 +41,7 @@ def check_model(config: RecipeConfig) -> None:
 def _model_config(option: str, path: str) -> dict[str, Any]:
     file = Path(path) / "config.json"
     if not Path(path).is_dir():
-        import httpx
+        import httpx2
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
         try:
@@ -50,7 +50,7 @@ def _model_config(option: str, path: str) -> dict[str, Any]:
                 get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_HUB_TIMEOUT_S)
             file = Path(hf_hub_download(path, "config.json"))
         # A wrong name is a ValueError; what the hub or the network refuses is one of the others.
-        except (OSError, ValueError, httpx.HTTPError) as error:
+        except (OSError, ValueError, httpx2.HTTPError) as error:
             reason = str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".:")
             raise ConfigError(
                 f"model.{option}={path}: there is no such folder, and the Hugging Face hub does not give it "

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from rl_plugins.launch import local, ray_train
 from rl_plugins.launch.command_line import recipe_main
@@ -127,7 +128,8 @@ CASES = [
 def in_workplace(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # The variable HF_HUB_OFFLINE is read once, when the library is imported.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
@@ -153,6 +155,20 @@ def test_one_message_names_the_fault_and_the_way_out(
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
     for words in expected:
         assert words in lines[0], f"{words!r} is not in {lines[0]!r}"
+    assert started == []
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(in_workplace, started, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    # Nothing listens on the discard port.
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}")
+    monkeypatch.setattr(sys, "argv", ["grpo", *GOOD, "model.path=nobody/nothing"])
+    start = time.monotonic()
+    with pytest.raises(SystemExit):
+        recipe_main("grpo")
+    assert time.monotonic() - start < 15
+    error = capsys.readouterr().err
+    assert error.startswith("error: model.path=nobody/nothing: there is no such folder") and "(" in error
     assert started == []
 
 
