@@ -17,7 +17,8 @@ from rl_plugins.launch.command_line import compose_config, exit_on_config_error,
 from rl_plugins.launch.config import parse_config
 from rl_plugins.run_folder import RunFolder
 
-NUM_TRAIN, NUM_TEST = 1988, 512
+NUM_TRAIN, NUM_DEV, NUM_TEST = 1732, 256, 512
+"""SFT stops by the dev rows, so that nothing is chosen by the test rows."""
 MIN_GAIN = 0.15
 """What GRPO must add to the held-out accuracy for the run to count as learned."""
 
@@ -49,17 +50,21 @@ def run_stages(folder: Path, seed: int, overrides: list[str]) -> tuple[RunFolder
         f"run.output_dir={folder}",
         f"run.seed={seed}",
         f"data.train_files=[{folder}/data/train.parquet]",
-        f"data.val_files=[{folder}/data/test.parquet]",
         f"tracking.uri=sqlite:///{folder.absolute()}/mlflow.db",
         "tracking.experiment=quickstart",
     ]
     # Both configurations are checked before the first stage spends any time.
-    sft_config = parse_config(compose_config("quickstart_sft", [*common, f"model.path={folder}/base"]))
-    grpo_config = parse_config(
-        compose_config("quickstart_grpo", [*common, f"model.path={folder}/sft/policy", *overrides])
+    sft_options = [f"model.path={folder}/base", f"data.val_files=[{folder}/data/dev.parquet]"]
+    grpo_options = [f"model.path={folder}/sft/policy", f"data.val_files=[{folder}/data/test.parquet]", *overrides]
+    sft_config = parse_config(compose_config("quickstart_sft", [*common, *sft_options]))
+    grpo_config = parse_config(compose_config("quickstart_grpo", [*common, *grpo_options]))
+    print(
+        f"[1/4] sums of numbers below 50: {NUM_TRAIN} to train on, held out: {NUM_DEV} to end SFT by, "
+        f"{NUM_TEST} to test on -> {folder}/data",
+        flush=True,
     )
-    print(f"[1/4] sums of numbers below 50: {NUM_TRAIN} to train on, {NUM_TEST} held out -> {folder}/data", flush=True)
-    write_splits(addition_rows(below=50, num_train=NUM_TRAIN, num_test=NUM_TEST, seed=seed), folder / "data")
+    rows = addition_rows(below=50, num_train=NUM_TRAIN, num_dev=NUM_DEV, num_test=NUM_TEST, seed=seed)
+    write_splits(rows, folder / "data")
     print(f"[2/4] a small Qwen2 model and its tokenizer -> {folder}/base", flush=True)
     from rl_plugins.launch.quiet import quiet_libraries
     from rl_plugins.models.tiny import save_tiny_policy
@@ -87,12 +92,11 @@ def report(folder: Path, sft: RunFolder, grpo: RunFolder, seconds: float) -> boo
     first, second = summarize(sft), summarize(grpo)
     console = Console()
     accuracy = Table(title="Held-out accuracy (greedy, exact match)")
-    for column in ("stage", "before", "after", "samples/s", "s/step"):
-        accuracy.add_column(column, justify="left" if column == "stage" else "right")
-    accuracy.add_row("SFT", f"{first.before:.3f}", f"{first.after:.3f}", "", f"{first.step_s:.2f}")
-    accuracy.add_row(
-        "GRPO", f"{second.before:.3f}", f"{second.after:.3f}", f"{second.samples_per_s:.0f}", f"{second.step_s:.2f}"
-    )
+    for column in ("stage", "rows", "before", "after", "samples/s", "s/step"):
+        accuracy.add_column(column, justify="left" if column in ("stage", "rows") else "right")
+    for stage, rows, of in (("SFT", f"{NUM_DEV} dev", first), ("GRPO", f"{NUM_TEST} test", second)):
+        rate = f"{of.samples_per_s:.0f}" if of.samples_per_s else ""
+        accuracy.add_row(stage, rows, f"{of.before:.3f}", f"{of.after:.3f}", rate, f"{of.step_s:.2f}")
     console.print(accuracy)
     phases = Table(title="Seconds of a GRPO step, by phase (medians)")
     for phase in second.phases_s:

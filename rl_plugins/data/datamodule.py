@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from rl_plugins.data.parquet import Paths, PromptRows, RowSource, load_rows
 from rl_plugins.data.sampler import BatchSource, EvalLoader, StepLoader
-from rl_plugins.data.tokenization import Overlong, load_tokenizer
+from rl_plugins.data.tokenization import Overlong, check_chat_template, load_tokenizer
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,7 +85,9 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             if source is None or split in self.sources:
                 continue
             rows = load_rows(source)
-            self.tokenizer = load_tokenizer(self.tokenizer)
+            if isinstance(self.tokenizer, str):
+                self.tokenizer = load_tokenizer(self.tokenizer)
+            check_chat_template(self.tokenizer)
             self.sources[split] = self.build(rows, self.tokenizer, split)
             kept = len(self.sources[split])
             self.dropped_prompts[split] = len(rows.rows) - kept

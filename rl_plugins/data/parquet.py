@@ -72,11 +72,6 @@ def load_rows(source: Paths | RowSource) -> PromptRows:
     return PromptRows(rows, [(name, 0)])
 
 
-def check_prompt_files(paths: Paths) -> int:
-    """Check prompt files before a run starts, and return their number of rows. Raises as `load_rows` does."""
-    return len(load_rows(paths).rows)
-
-
 def check_row(row: Any, where: str) -> None:
     """Raise a ConfigError that names `where` and the column unless the row is well formed."""
     if not isinstance(row, Mapping):

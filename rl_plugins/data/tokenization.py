@@ -17,22 +17,36 @@ if TYPE_CHECKING:
 Overlong = Literal["filter", "error"]
 
 
-def load_tokenizer(tokenizer: str | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, loaded when it is named by a folder or a hub name.
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder or a hub name, and check that it gives back what it was given.
 
     Raises:
-        ConfigError: it has no chat template.
+        ConfigError: no end-of-sequence token, or text does not survive a round trip (transformers rebuilds some
+            tokenizers by the model type of the folder, silently).
     """
-    if isinstance(tokenizer, str):
-        from transformers import AutoTokenizer
+    from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer in {path} has no eos_token: the policy could never end a response")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    probe = "17+25=42 and so on"
+    if str(tokenizer.decode(tokenizer.encode(probe, add_special_tokens=False))).strip() != probe:
+        raise ConfigError(
+            f"the tokenizer in {path} does not give back the text it encodes ({probe!r}): "
+            "its tokenizer_config.json names a tokenizer_class that does not fit its files"
+        )
+    return tokenizer
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a ConfigError if the tokenizer cannot turn messages into text."""
     if not tokenizer.chat_template:
         raise ConfigError(
             f"The tokenizer {tokenizer.name_or_path!r} has no chat template, which messages need: use the "
             "tokenizer of an instruction-tuned model, or set its `chat_template`."
         )
-    return tokenizer
 
 
 def tokenize_prompts(

@@ -18,10 +18,10 @@ from rl_plugins.callbacks.progress import StepProgress
 from rl_plugins.callbacks.samples import SampleTable
 from rl_plugins.data.prompts import PromptDataModule
 from rl_plugins.data.sft import SFTDataModule
+from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.launch.config import RecipeConfig, rollout_dtype
 from rl_plugins.launch.preflight import tracking_uri
 from rl_plugins.launch.quiet import quiet_libraries
-from rl_plugins.models.loading import load_tokenizer
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.optimizer import OptimizerConfig

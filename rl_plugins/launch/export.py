@@ -39,9 +39,9 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str | None = None) -> 
         raise ConfigError(f"{checkpoint} is not a checkpoint of a run: it has no {state.name}")
     path, precision = _model_of(checkpoint, model)
 
+    from rl_plugins.data.tokenization import load_tokenizer
     from rl_plugins.launch.quiet import quiet_libraries
     from rl_plugins.models.export import write_policy
-    from rl_plugins.models.loading import load_tokenizer
 
     quiet_libraries()
     policy = _architecture(path, precision)

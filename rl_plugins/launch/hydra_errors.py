@@ -42,8 +42,13 @@ def explain(error: BaseException, known_keys: Callable[[], list[str]] = list) ->
     if isinstance(cause, ValidationError):
         return f"option {key!r}{_meaning(cause)}: {_mismatch(cause)}"
     if key and re.search(r"not in (struct|')|does not exist", str(cause)):
-        key = _overridden(error) or key
-        return f"there is no option {key!r}; {_nearest(key, known_keys())}"
+        overridden = _overridden(error) or key
+        inside = key.startswith(f"{overridden}.")
+        hint = _nearest(key if inside else overridden, known_keys())
+        if "is not in struct" in str(cause):
+            # An open mapping, such as the arguments of a reward.
+            hint += f" To add it, write ++{overridden}=..."
+        return f"there is no option {key if inside else overridden!r}; {hint}"
     where = f"option {key!r}" if key else "configuration"
     return f"{where}: {str(cause).splitlines()[0]}"
 
@@ -83,4 +88,4 @@ def _nearest(key: str, known: list[str]) -> str:
         return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
     closest = max(known, key=similarity, default="")
-    return f"did you mean {closest!r}?" if similarity(closest) > _NOT_SIMILAR else "--cfg job shows all there are"
+    return f"did you mean {closest!r}?" if similarity(closest) > _NOT_SIMILAR else "--cfg job shows all there are."

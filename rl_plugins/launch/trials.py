@@ -82,11 +82,12 @@ def _check_lengths(config: RecipeConfig, rows: PromptRows) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from rl_plugins.data.parquet import PromptRows
-    from rl_plugins.data.tokenization import load_tokenizer, tokenize_prompts, within_limit
+    from rl_plugins.data.tokenization import check_chat_template, tokenize_prompts, within_limit
 
     limit, refuse = config.data.max_prompt_tokens, config.data.overlong_prompts == "error"
     # Not AutoTokenizer, whose import takes several seconds; the token ids are not used.
-    tokenizer = load_tokenizer(PreTrainedTokenizerFast.from_pretrained(config.model.path))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
+    check_chat_template(tokenizer)
 
     def measure(numbers: Sequence[int]) -> list[int]:
         chosen = PromptRows([rows.rows[number] for number in numbers], rows.origins)

@@ -1,4 +1,4 @@
-"""Causal language models and their tokenizers from a Hugging Face name or folder."""
+"""Causal language models from a Hugging Face name or folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 def load_causal_lm(path: str, *, dtype: torch.dtype, gradient_checkpointing: bool = False) -> PreTrainedModel:
@@ -27,29 +27,6 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, gradient_checkpointing: boo
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer and check that it gives back what it was given.
-
-    Raises:
-        ConfigError: no end-of-sequence token, or text does not survive a round trip (transformers rebuilds some
-            tokenizers by the model type of the folder, silently).
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer in {path} has no eos_token: the policy could never end a response")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    probe = "17+25=42 and so on"
-    if str(tokenizer.decode(tokenizer.encode(probe, add_special_tokens=False))).strip() != probe:
-        raise ConfigError(
-            f"the tokenizer in {path} does not give back the text it encodes ({probe!r}): "
-            "its tokenizer_config.json names a tokenizer_class that does not fit its files"
-        )
-    return tokenizer
 
 
 def check_policy_folder(path: str) -> None:

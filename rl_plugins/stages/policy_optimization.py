@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
 from rl_plugins.algorithms.algorithm import Algorithm
@@ -21,12 +21,10 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
-from rl_plugins.rewards.default import Reward
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
 from rl_plugins.stages.micro_batches import micro_batch_indices
-from rl_plugins.stages.optimizer import OptimizerConfig
-from rl_plugins.stages.sampling import SamplingStage, Scorer, greedy
+from rl_plugins.stages.sampling import SamplingOptions, SamplingStage, greedy
 from rl_plugins.strategies.contract import POLICY
 
 REFERENCE = "reference"
@@ -37,45 +35,28 @@ class PolicyOptimization(SamplingStage):
 
     Args:
         policy: see `Stage`.
-        tokenizer: see `SamplingStage`.
-        scorer: see `SamplingStage`.
         sampling: how training samples are drawn; `num_samples` is the group size. Stop tokens: see `SamplingStage`.
         algorithm: GRPO by default.
         eval_sampling: how `validate` samples; greedy with the same length by default.
         reference: name or folder of the reference model; needed with a KL coefficient, the policy's own by default.
         updates_per_step: optimizer steps per RL step; the prompts of a step are dealt over them.
         tokens_per_micro_batch: padded tokens of one forward and backward pass on one rank.
-        seed: of the samples; a sample's own seed follows from it, the step, and its prompt.
-        **stage: arguments of `Stage`.
+        **sampling_stage: arguments of `SamplingStage`.
     """
 
     def __init__(
         self,
         policy: str | nn.Module,
         *,
-        tokenizer: Any = None,
-        scorer: Scorer | Reward,
         sampling: SamplingConfig,
         algorithm: Algorithm | None = None,
         eval_sampling: SamplingConfig | None = None,
         reference: str | None = None,
         updates_per_step: int = 1,
         tokens_per_micro_batch: int = 16_384,
-        seed: int = 0,
-        optimizer: OptimizerConfig | None = None,
-        gradient_checkpointing: bool = False,
-        max_steps: int = 0,
+        **sampling_stage: Unpack[SamplingOptions],
     ) -> None:
-        super().__init__(
-            policy,
-            tokenizer=tokenizer,
-            scorer=scorer,
-            eval_sampling=eval_sampling or greedy(sampling),
-            seed=seed,
-            optimizer=optimizer,
-            gradient_checkpointing=gradient_checkpointing,
-            max_steps=max_steps,
-        )
+        super().__init__(policy, eval_sampling=eval_sampling or greedy(sampling), **sampling_stage)
         self.algorithm = algorithm or Algorithm()
         self.sampling = self.ending(sampling)
         self.updates_per_step, self.tokens_per_micro_batch = updates_per_step, tokens_per_micro_batch
@@ -220,7 +201,8 @@ class PolicyOptimization(SamplingStage):
             gap = (old - micro.rollout_log_probs).abs()
             metrics.add({**per_token, "entropy": current.entropy_BT}, micro.response_mask)
             metrics.add({"rollout_gap": gap}, micro.response_mask, maximum=True)
-            metrics.add_sum("loss", loss.detach() / self.trainer.world_size)
+            # DeepSpeed averages gradients over ranks, so the loss of a rank is scaled up by their number.
+            metrics.add_sum("loss", loss.detach() / (self.trainer.world_size * self.updates_per_step))
             yield loss, position == len(micro_batches) - 1
 
     # Metrics ----------------------------------------------------------------------------------------------------

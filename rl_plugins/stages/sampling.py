@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Required, runtime_checkable
 
 import numpy as np
 import torch
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.export import save_policy
-from rl_plugins.models.loading import load_tokenizer
 from rl_plugins.rewards.default import Reward, default_scorer
 from rl_plugins.rewards.failures import failure_counts
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations, SamplingConfig
 from rl_plugins.stages.metrics import mean_over_ranks
-from rl_plugins.stages.optimizer import OptimizerConfig
-from rl_plugins.stages.stage import Stage
+from rl_plugins.stages.stage import Stage, StageOptions
 
 
 @runtime_checkable
@@ -32,6 +31,14 @@ class Scorer(Protocol):
 
     def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
         """One score per request, in order."""
+
+
+class SamplingOptions(StageOptions, total=False):
+    """Arguments that every sampling stage hands on to `SamplingStage`."""
+
+    tokenizer: Any
+    scorer: Required[Scorer | Reward]
+    seed: int
 
 
 class SamplingStage(Stage):
@@ -43,9 +50,7 @@ class SamplingStage(Stage):
         scorer: gives each sample its reward; a bare reward function (or its configuration) gets `default_scorer`.
         eval_sampling: how `validate` samples; without stop tokens, responses end at the tokenizer's end of sequence.
         seed: of the samples; a sample's own seed follows from it, the step, and its prompt.
-        optimizer: see `Stage`.
-        gradient_checkpointing: see `Stage`.
-        max_steps: see `Stage`.
+        **stage: arguments of `Stage`.
     """
 
     def __init__(
@@ -56,13 +61,9 @@ class SamplingStage(Stage):
         scorer: Scorer | Reward,
         eval_sampling: SamplingConfig,
         seed: int = 0,
-        optimizer: OptimizerConfig | None = None,
-        gradient_checkpointing: bool = False,
-        max_steps: int = 0,
+        **stage: Unpack[StageOptions],
     ) -> None:
-        super().__init__(
-            policy, optimizer=optimizer, gradient_checkpointing=gradient_checkpointing, max_steps=max_steps
-        )
+        super().__init__(policy, **stage)
         self.tokenizer = tokenizer or _own_tokenizer(policy)
         self.scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
         self.eval_sampling, self.seed = self.ending(eval_sampling), seed
@@ -152,7 +153,7 @@ class SamplingStage(Stage):
         valid = torch.tensor([score.failure is None for score in self._val_scores], dtype=torch.bool)
         metrics = mean_over_ranks({"reward": (values, valid)}, self._strategy.sum_over_ranks)
         self.track({f"val/{name}": value for name, value in metrics.items()})
-        self._strategy.phases.drain()
+        self.track({f"val/{name}": value for name, value in self._strategy.phases.drain().items()})
 
     def export_policy(self, folder: Path) -> None:
         """Write the policy and its tokenizer as a Hugging Face folder. Collective."""

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate, local_counts
 from rl_plugins.data.experience import Experience
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.rewards.default import Reward
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.micro_batches import micro_batch_indices
-from rl_plugins.stages.optimizer import OptimizerConfig
-from rl_plugins.stages.sampling import SamplingStage, Scorer
+from rl_plugins.stages.sampling import SamplingOptions, SamplingStage
 from rl_plugins.strategies.contract import POLICY
 
 
@@ -26,39 +23,20 @@ class SFT(SamplingStage):
 
     Args:
         policy: see `Stage`.
-        tokenizer: see `SamplingStage`.
-        scorer: see `SamplingStage`.
         eval_sampling: see `SamplingStage`.
         tokens_per_micro_batch: padded tokens of one forward and backward pass on one rank.
-        seed: see `SamplingStage`.
-        optimizer: see `Stage`.
-        gradient_checkpointing: see `Stage`.
-        max_steps: see `Stage`.
+        **sampling_stage: arguments of `SamplingStage`.
     """
 
     def __init__(
         self,
         policy: str | nn.Module,
         *,
-        tokenizer: Any = None,
-        scorer: Scorer | Reward,
         eval_sampling: SamplingConfig,
         tokens_per_micro_batch: int = 16_384,
-        seed: int = 0,
-        optimizer: OptimizerConfig | None = None,
-        gradient_checkpointing: bool = False,
-        max_steps: int = 0,
+        **sampling_stage: Unpack[SamplingOptions],
     ) -> None:
-        super().__init__(
-            policy,
-            tokenizer=tokenizer,
-            scorer=scorer,
-            eval_sampling=eval_sampling,
-            seed=seed,
-            optimizer=optimizer,
-            gradient_checkpointing=gradient_checkpointing,
-            max_steps=max_steps,
-        )
+        super().__init__(policy, eval_sampling=eval_sampling, **sampling_stage)
         self.tokens_per_micro_batch = tokens_per_micro_batch
 
     @override

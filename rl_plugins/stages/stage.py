@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from lightning.pytorch import LightningModule
@@ -25,6 +25,14 @@ from rl_plugins.strategies.contract import POLICY
 _DTYPES = {
     "64-true": torch.float64, "32-true": torch.float32, "16-true": torch.float16, "16-mixed": torch.float32
 }  # fmt: skip
+
+
+class StageOptions(TypedDict, total=False):
+    """Arguments that every stage hands on to `Stage`."""
+
+    optimizer: OptimizerConfig | None
+    gradient_checkpointing: bool
+    max_steps: int
 
 
 class Stage(LightningModule):

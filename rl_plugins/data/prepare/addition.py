@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from argparse import ArgumentParser, Namespace
+from itertools import islice
 from typing import Any
 
 from rl_plugins.data.prepare.layout import Layout, Rows
 from rl_plugins.errors import ConfigError
 
 
-def addition_rows(*, below: int, num_train: int, num_test: int, seed: int) -> dict[str, Rows]:
-    """Return sums of two numbers below `below`, no question twice or in both splits.
+def addition_rows(*, below: int, num_train: int, num_test: int, seed: int, num_dev: int = 0) -> dict[str, Rows]:
+    """Return sums of two numbers below `below` as the splits train, test and, if asked for, dev; no question twice.
 
     Raises:
         ConfigError: there are not so many different questions.
@@ -20,16 +21,19 @@ def addition_rows(*, below: int, num_train: int, num_test: int, seed: int) -> di
         raise ConfigError(f"below={below}: choose 2 to 10^9.")
     if min(num_train, num_test) < 1:
         raise ConfigError(f"num_train={num_train}, num_test={num_test}: each must be 1 or more.")
-    if num_train + num_test > below * below:
+    if num_dev < 0:
+        raise ConfigError(f"num_dev={num_dev}: must be 0 or more.")
+    sizes = {"train": num_train, "test": num_test} | ({"dev": num_dev} if num_dev else {})
+    total = sum(sizes.values())
+    if total > below * below:
         raise ConfigError(
-            f"num_train + num_test = {num_train + num_test}, but there are only {below * below} questions with "
-            f"below={below}: raise it or ask for fewer rows."
+            f"{total} rows are asked for ({', '.join(f'{n} {split}' for split, n in sizes.items())}), but there are only "
+            f"{below * below} questions with below={below}: raise it or ask for fewer rows."
         )
-    pairs = random.Random(seed).sample(range(below * below), num_train + num_test)
-    splits = {"train": pairs[:num_train], "test": pairs[num_train:]}
+    pairs = iter(random.Random(seed).sample(range(below * below), total))
     return {
-        split: [_row(pair // below, pair % below, split, index) for index, pair in enumerate(chosen)]
-        for split, chosen in splits.items()
+        split: [_row(pair // below, pair % below, split, index) for index, pair in enumerate(islice(pairs, size))]
+        for split, size in sizes.items()
     }
 
 
@@ -47,11 +51,18 @@ def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--below", type=int, default=100, help="summands are below this (default: %(default)s)")
     parser.add_argument("--num-train", type=int, default=4096, help="rows to train on (default: %(default)s)")
     parser.add_argument("--num-test", type=int, default=256, help="held-out rows (default: %(default)s)")
+    parser.add_argument("--num-dev", type=int, default=0, help="rows held out beside them, to choose settings by")
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice (default: %(default)s)")
 
 
 def _build(options: Namespace) -> dict[str, Rows]:
-    return addition_rows(below=options.below, num_train=options.num_train, num_test=options.num_test, seed=options.seed)
+    return addition_rows(
+        below=options.below,
+        num_train=options.num_train,
+        num_test=options.num_test,
+        num_dev=options.num_dev,
+        seed=options.seed,
+    )
 
 
 LAYOUT = Layout("made-up sums for a tiny model; needs no raw data", _arguments, _build)

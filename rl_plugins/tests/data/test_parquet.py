@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_plugins.data.parquet import check_prompt_files, load_rows
+from rl_plugins.data.parquet import load_rows
 from rl_plugins.errors import ConfigError
 
 
@@ -13,8 +13,8 @@ def test_rows_are_numbered_over_all_files(row, write_rows):
     assert [entry["extra_info"]["index"] for entry in loaded.rows] == [0, 1, 2, 3]
     assert loaded.where(1) == f"{first}, row 1"
     assert loaded.where(3) == f"{second}, row 1"
-    assert check_prompt_files([first, second]) == 4
-    assert check_prompt_files(first) == 2
+    assert len(loaded.rows) == 4
+    assert len(load_rows(first).rows) == 2
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,13 @@ def test_a_bad_row_is_named(row, write_rows, change, message):
         load_rows([row(0), bad])
     path = write_rows([bad])
     with pytest.raises(ConfigError, match=f"train.parquet, row 0, {message}"):
-        check_prompt_files(path)
+        load_rows(path)
 
 
 def test_a_missing_column_is_named(row, write_rows):
     bare = {name: value for name, value in row(0).items() if name != "ability"}
     with pytest.raises(ConfigError, match=r"train.parquet: column 'ability' is missing; the file has prompt"):
-        check_prompt_files(write_rows([bare]))
+        load_rows(write_rows([bare]))
     with pytest.raises(ConfigError, match="list, row 1: column 'ability' is missing"):
         load_rows([row(0), bare])
 
@@ -58,7 +58,7 @@ def test_files_that_are_no_prompt_files(tmp_path, row, write_rows):
         ([], "There are no prompts"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_prompt_files(path)
+            load_rows(path)
 
 
 def test_a_data_set_is_any_sequence_of_mappings(row):

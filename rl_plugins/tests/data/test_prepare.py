@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_plugins.data.parquet import check_prompt_files, load_rows
+from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.prepare.__main__ import main
 from rl_plugins.data.prepare.addition import addition_rows
 from rl_plugins.data.prepare.competition_math import last_boxed
@@ -44,7 +44,7 @@ def test_the_command_writes_files_and_names_the_next(tmp_path, capsys):
     output = tmp_path / "add"
     command = ["addition", "--output", str(output), "--num-train", "30", "--num-test", "5"]
     assert main(command) == 0
-    assert check_prompt_files([output / "train.parquet", output / "test.parquet"]) == 35
+    assert len(load_rows([output / "train.parquet", output / "test.parquet"]).rows) == 35
     printed = capsys.readouterr().out
     assert f"{output / 'train.parquet'}: 30 rows" in printed
     assert f"data.train_files=[{output / 'train.parquet'}]" in printed

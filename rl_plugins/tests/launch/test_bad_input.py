@@ -27,6 +27,12 @@ CASES = [
     ("unknown key", ["modl.path=x"], ["'modl.path'", "did you mean 'model.path'"]),
     ("unknown option of a group", ["run.step=3"], ["'run.step'", "'run.steps'"]),
     ("unknown option of a node", ["algorithm.clip_hi=1"], ["algorithm.clip_hi", "policy_loss_options.clip_high"]),
+    (
+        "arguments of a reward", ["reward.functions.default={_target_: a.b, value: 1}"],
+        ["'reward.functions.default.value'", "++reward.functions.default=..."],
+    ),
+    ("another reward", ["reward.functions.sums={_target_: a.b}"], ["++reward.functions.sums="]),
+    ("unknown key in a mapping", ["run={stepp: 3}"], ["'run.stepp'", "'run.steps'"]),
     ("unknown key added", ["+foo.bar=1"], ["no option 'foo'", "--cfg job"]),
     ("unknown key removed", ["~algorithm.kll"], ["'algorithm.kll'", "did you mean 'algorithm.kl'"]),
     ("text for a whole number", ["run.steps=abc"], ["'run.steps'", "'abc'", "a whole number"]),
