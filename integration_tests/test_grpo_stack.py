@@ -28,6 +28,7 @@ STEPS = 4
 PREAMBLE = "You add two numbers, and you say nothing but their sum. " * 3
 
 PHASES = ("offload", "rollout", "reload", "reward", "old_log_probs", "ref_log_probs", "advantages")
+VALIDATION_PHASES = ("offload", "update_weights", "rollout", "reload", "reward")
 METRICS = {
     *(f"train/{name}" for name in ("reward", "kl", "kl_coefficient", "ppo_kl", "entropy", "loss", "lr")),
     *(f"train/{name}" for name in ("clip_fraction", "dual_clip_fraction", "gradient_norm", "uniform_groups")),
@@ -67,11 +68,12 @@ def series(recipe: Recipe) -> dict[str, dict[int, float]]:
 
 
 def test_every_step_has_every_metric(series: dict[str, dict[int, float]]) -> None:
-    assert set(series) == METRICS | SOMETIMES | {"val/reward"}
+    of_validation = {f"val/{kind}/{phase}" for kind in ("time", "memory") for phase in VALIDATION_PHASES}
+    assert set(series) == METRICS | SOMETIMES | {"val/reward"} | of_validation
     for name in METRICS:
         assert list(series[name]) == [1, 2, 3, 4], name
     assert all(list(series[name]) == [2, 4] for name in SOMETIMES)
-    assert list(series["val/reward"]) == [0, 2, 4]
+    assert all(list(series[name]) == [0, 2, 4] for name in {"val/reward"} | of_validation)
     assert min(series["train/gradient_norm"].values()) > 0
     assert set(series["train/lr"].values()) == {2e-3}
     assert all(0 < memory < 24 for name in METRICS if name.startswith("memory/") for memory in series[name].values())

@@ -27,8 +27,8 @@ def addition_rows(*, below: int, num_train: int, num_test: int, seed: int, num_d
     total = sum(sizes.values())
     if total > below * below:
         raise ConfigError(
-            f"{total} rows are asked for ({', '.join(f'{n} {split}' for split, n in sizes.items())}), but there are only "
-            f"{below * below} questions with below={below}: raise it or ask for fewer rows."
+            f"{total} rows are asked for ({', '.join(f'{n} {split}' for split, n in sizes.items())}), but there are "
+            f"only {below * below} questions with below={below}: raise it or ask for fewer rows."
         )
     pairs = iter(random.Random(seed).sample(range(below * below), total))
     return {
