@@ -87,6 +87,8 @@ class VLLMConfig:
             "VLLM_LOGGING_LEVEL": "ERROR",
             # The CPU build tells of its memory binding with a warning.
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            # vLLM registers Triton kernels on machines without Triton, too.
+            "TORCH_LOGS": "-torch._library",
             "VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_cache_gib),
         }
 
