@@ -150,6 +150,13 @@ class VLLMActor:
         self._updating = False
         self._llm.reset_prefix_cache()
 
+    async def load_weights(self, version: int) -> None:
+        """A whole update in one call, for a transport whose chunks need no calls of their own."""
+        await self.start_weight_update()
+        await self.update_weights({})
+        await self.finish_weight_update(str(version))
+        await self.set_policy_version(version)
+
     async def set_policy_version(self, version: int) -> None:
         """Name the weights that samples carry from now on."""
         self._version = version

@@ -106,14 +106,22 @@ class VLLMRollout:
             self._call(method, *arguments, timeout_s=self.config.update_timeout_s, phase=method)
 
     def _call(self, method: str, *arguments: Any, timeout_s: float, phase: str) -> Any:
+        return self._begin(method, *arguments, timeout_s=timeout_s, phase=phase)()
+
+    def _begin(self, method: str, *arguments: Any, timeout_s: float, phase: str) -> Callable[[], Any]:
         import ray
 
-        try:
-            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError:
-            raise DeadlineExceeded(
-                f"rank {self._rank} waited {timeout_s:.0f} s for vLLM engine {self.name!r} in phase {phase!r}"
-            ) from None
+        reference = getattr(self._actor, method).remote(*arguments)
+
+        def wait() -> Any:
+            try:
+                return ray.get(reference, timeout=timeout_s)
+            except ray.exceptions.GetTimeoutError:
+                raise DeadlineExceeded(
+                    f"rank {self._rank} waited {timeout_s:.0f} s for vLLM engine {self.name!r} in phase {phase!r}"
+                ) from None
+
+        return wait
 
     # Weights ----------------------------------------------------------------------------------------------------
 
@@ -122,10 +130,13 @@ class VLLMRollout:
             return SharedMemorySender(
                 source,
                 rank=self._rank,
+                world_size=self._world_size,
                 barrier=_barrier,
                 broadcast=_broadcast,
-                receiver=_SharedMemoryReceiver(self) if self._rank == 0 else None,
+                engine=_SharedMemoryEngine(self) if self._rank == 0 else None,
+                num_receivers=self.config.tensor_parallel_size,
                 bucket_bytes=self.config.bucket_mb * 2**20,
+                timeout_s=self.config.update_timeout_s,
             ).send
         from rl_plugins.rollout.vllm.cuda_transport import make_cuda_sender
 
@@ -163,34 +174,19 @@ class WeightSyncClient:
         self._call("set_policy_version", version)
 
 
-class _SharedMemoryReceiver(WeightSyncClient):
+class _SharedMemoryEngine:
+    """What rank 0 asks of the actor in an update through shared memory."""
+
+    def __init__(self, rollout: VLLMRollout) -> None:
+        self._rollout = rollout
+
     def init(self, init_info: dict[str, Any]) -> None:
-        self.init_weight_transfer_engine(init_info)
+        WeightSyncClient(self._rollout).init_weight_transfer_engine({"receiver": init_info})
 
-    def start(self) -> None:
-        self.start_weight_update()
-
-    def update(self, update_info: dict[str, Any]) -> Callable[[], None]:
-        import ray
-
-        reference = self._rollout._actor.update_weights.remote(update_info)
-        timeout_s = self._rollout.config.update_timeout_s
-
-        def wait() -> None:
-            try:
-                ray.get(reference, timeout=timeout_s)
-            except ray.exceptions.GetTimeoutError:
-                names = [tensor[0] for tensor in update_info["tensors"]]
-                raise DeadlineExceeded(
-                    f"rank 0 waited {timeout_s:.0f} s for vLLM engine {self._rollout.name!r} to load "
-                    f"{names[0]} ... {names[-1]}"
-                ) from None
-
-        return wait
-
-    def finish(self, version: int) -> None:
-        self.finish_weight_update(str(version))
-        self.set_policy_version(version)
+    def load(self, version: int) -> Callable[[], None]:
+        return self._rollout._begin(
+            "load_weights", version, timeout_s=self._rollout.config.update_timeout_s, phase="weight update"
+        )
 
 
 def _distributed() -> bool:

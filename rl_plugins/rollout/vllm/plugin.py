@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from rl_plugins.rollout.shared_memory import open_halves, read_tensors
+from rl_plugins.rollout.shared_memory import SharedMemoryReceiver
 
 PLAIN_WEIGHTS = "plain_weights"
 SHARED_MEMORY = "shared_memory"
@@ -83,18 +83,14 @@ class PlainWeights(QuantizationConfig):
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Where the bucket is."""
+    """Arguments of `SharedMemoryReceiver`."""
 
-    paths: list[str] = field(default_factory=list)
-    half_bytes: int = 0
+    receiver: dict[str, Any]
 
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """Which tensors one half holds now: `(name, dtype, shape, offset)`."""
-
-    half: int = 0
-    tensors: list[tuple[str, str, list[int], int]] = field(default_factory=list)
+    """Nothing: all there is to know was said at the start."""
 
 
 class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
@@ -102,25 +98,30 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
+    _receiver: SharedMemoryReceiver | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Map the bucket."""
-        self._halves = open_halves(init_info.paths, init_info.half_bytes)
+        """Map the bucket and listen for the ranks."""
+        self.shutdown()
+        self._receiver = SharedMemoryReceiver(**init_info.receiver, receiver=self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
         """Plain weights are loaded in place: nothing to prepare."""
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Copy the tensors of one half into the model."""
+        """Copy all weights into the model while the ranks write them."""
+        assert self._receiver is not None, "init_transfer_engine comes first"
         model: Any = self.model
-        model.load_weights(read_tensors(self._halves[update_info.half], update_info.tensors))
+        self._receiver.receive(model.load_weights)
 
     def finish_weight_update(self) -> None:
         """Plain weights were loaded in place: nothing to finalise."""
 
     def shutdown(self) -> None:
         """Unmap the bucket."""
-        self._halves = []
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
 
 WeightTransferEngineFactory.register_engine(SHARED_MEMORY, SharedMemoryEngine)
