@@ -17,11 +17,10 @@ TIMEOUT_S = 1800
 
 @dataclass
 class Run:
-    """Metrics of the training steps, and the peak resident size of each kind of process, in bytes."""
+    """Metrics of the training steps, and the peak memory of each kind of process, in bytes."""
 
     steps: list[dict[str, float]]
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    bucket_mb: int = 64
 
     def values(self, name: str) -> list[float]:
         """One metric over the steps that have it."""
@@ -61,7 +60,7 @@ def run_grpo(folder: Path, *overrides: str) -> Run:
 
 
 class MemoryWatch:
-    """Samples the resident size of a process and its descendants ten times a second."""
+    """Samples the memory of a process and its descendants ten times a second; what several map counts in shares."""
 
     KINDS = ("RayTrainWorker", "VLLMActor")
 
@@ -89,7 +88,7 @@ class MemoryWatch:
                 return
             for process in processes:
                 try:
-                    title, size = " ".join(process.cmdline()), process.memory_info().rss
+                    title, size = " ".join(process.cmdline()), process.memory_full_info().pss
                 except psutil.Error:
                     continue
                 for kind in self.KINDS:

@@ -47,7 +47,7 @@ def main() -> None:
             "batch.samples_per_prompt=2",
             "sampling.max_tokens=2",
         )
-    # The first update maps the bucket: it is not like the others.
+    # In the first update the ranks map the memory: it is not like the others.
     seconds = run.values("time/update_weights")[1:]
     rate, limit = nbytes / median(seconds), copy_rate(nbytes) / 2
     print(f"model                  {nbytes / 1e6:.0f} MB")
@@ -56,7 +56,6 @@ def main() -> None:
     print(f"rate                   {rate / 1e9:.2f} GB/s")
     print(f"two copies, one thread {limit / 1e9:.2f} GB/s")
     print(f"ratio                  {rate / limit:.2f} (target: at least 0.80)")
-    print(f"extra memory           one bucket of {run.bucket_mb} MB in two halves")
 
 
 if __name__ == "__main__":

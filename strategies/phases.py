@@ -47,12 +47,21 @@ class PhaseLog:
                 torch.cuda.synchronize(self.device)
             phase = self._phases.setdefault(name, _Phase())
             phase.seconds += time.perf_counter() - start
-            used = torch.cuda.max_memory_allocated(self.device) if cuda else self._process.memory_info().rss
-            phase.peak_bytes = max(phase.peak_bytes, used)
+            phase.peak_bytes = max(phase.peak_bytes, self._bytes_in_use())
             self.current = None
 
+    def _bytes_in_use(self) -> int:
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        memory = self._process.memory_info()
+        # The engine's weights, which this process maps to write them, are the engine's.
+        return int(memory.rss - memory.shared)
+
     def drain(self) -> dict[str, float]:
-        """`time/<phase>` in seconds and `memory/<phase>` in GiB (device peak; on CPU resident size); then empty."""
+        """`time/<phase>` in seconds and `memory/<phase>` in GiB; then empty.
+
+        Memory is the device's peak; on CPU it is what is resident and not shared when the phase ends.
+        """
         metrics: dict[str, float] = {}
         for name, phase in self._phases.items():
             metrics[f"time/{name}"] = phase.seconds

@@ -102,7 +102,7 @@ class RolloutConfig:
         cpu_kv_cache_gib: KV cache on CPU.
         tensor_parallel_size: GPUs of the engine.
         transport: `auto`, `shared_memory`, `ipc` or `nccl`.
-        bucket_mb: memory for weights in flight.
+        bucket_mb: memory for weights in flight (on GPUs).
         ready_timeout_s: deadline for the engine's start.
         generate_timeout_s: deadline for sampling one step.
         update_timeout_s: deadline for each call of a weight update.

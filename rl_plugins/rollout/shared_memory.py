@@ -1,73 +1,51 @@
-"""Weights from trainers to an engine on the same host through one bucket of shared memory.
+"""Weights from trainers to an engine on the same host: every rank writes its shards into the engine's parameters.
 
-The bucket has two halves. While the engine loads one half, every rank writes its own shards of the next layers into
-the other, so nothing is gathered, nothing is serialised, and the extra memory is the bucket. The files are unlinked as
-soon as both sides have them open: a killed process leaves nothing behind.
+The engine keeps its parameters in shared memory (`shared_parameters.py`), so an update is one copy of each byte, made
+by all ranks at once while the engine waits: nothing is gathered, nothing serialised, and there is no second copy.
 
-Each rank has a Unix socket to the engine. One byte says that its part of a half is written, one byte back that the
-half may be written again. That takes some 30 microseconds, where the call of a Ray actor takes milliseconds, and a
-process that dies closes its sockets.
+Each rank has a Unix socket to the engine. Over it come, once, the memory's descriptor and the place of each tensor;
+then, in every update, one byte from the engine that it waits and one byte back that the rank has written. That takes
+some 30 microseconds, where the call of a Ray actor takes milliseconds, and a process that dies closes its sockets.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-import tempfile
 import uuid
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_plugins.errors import DeadlineExceeded
+from rl_plugins.rollout.shared_parameters import (
+    LoadWeights,
+    Piece,
+    SharedMemory,
+    dtype_name,
+    dtype_named,
+    map_shared,
+    place_weights,
+    share_parameters,
+    views,
+)
 from rl_plugins.rollout.weights import WeightMeta, WeightSource
 
-SHARED_MEMORY = "/dev/shm"
-DEFAULT_BUCKET_BYTES = 64 * 2**20
-_ALIGNMENT = 64
 _WORD = b"."
-
-TensorPlace = tuple[str, str, list[int], int]
-"""Name, dtype, shape, and offset in bytes of a tensor in its half."""
+_LENGTH_BYTES = 8
 
 
 class Engine(Protocol):
     """What rank 0 asks of the engine."""
 
     def init(self, init_info: dict[str, Any]) -> None:
-        """Make a `SharedMemoryReceiver(**init_info)` in every process of the engine, and wait for them."""
+        """Call `SharedMemoryReceiver.expect(**init_info)` in every process of the engine, and wait for it."""
 
     def load(self, version: int) -> Callable[[], None]:
         """Let them `receive` once; returns at once, and what it returns waits until the new weights are in use."""
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    tensors: dict[str, tuple[WeightMeta, int]]
-
-    def describe(self) -> list[TensorPlace]:
-        return [
-            (meta.name, str(meta.dtype).removeprefix("torch."), list(meta.shape), offset)
-            for meta, offset in self.tensors.values()
-        ]
-
-
-def plan_buckets(metadata: list[WeightMeta], half_bytes: int) -> list[_Bucket]:
-    """Pack parameters in order into as few halves as hold them, each tensor whole and aligned."""
-    buckets: list[dict[str, tuple[WeightMeta, int]]] = [{}]
-    used = 0
-    for meta in metadata:
-        size = -(-meta.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if buckets[-1] and used + size > half_bytes:
-            buckets.append({})
-            used = 0
-        buckets[-1][meta.name] = (meta, used)
-        used += size
-    return [_Bucket(tensors) for tensors in buckets]
 
 
 class SharedMemorySender:
@@ -81,7 +59,6 @@ class SharedMemorySender:
         broadcast: sends rank 0's object to all ranks.
         engine: the engine (rank 0), None elsewhere.
         num_receivers: processes of the engine.
-        bucket_bytes: memory for both halves; grows if one tensor needs more.
         timeout_s: deadline of every wait for the other side.
     """
 
@@ -95,189 +72,226 @@ class SharedMemorySender:
         broadcast: Callable[[Any], Any],
         engine: Engine | None,
         num_receivers: int = 1,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = 300.0,
     ) -> None:
-        self._source, self._rank, self._barrier, self._engine = source, rank, barrier, engine
-        self._timeout_s = timeout_s
-        metadata = source.metadata()
-        total = sum(-(-meta.nbytes // _ALIGNMENT) * _ALIGNMENT for meta in metadata)
-        largest = max(meta.nbytes for meta in metadata) + _ALIGNMENT
-        half_bytes = max(min(bucket_bytes // 2, total), largest)
-        self._buckets = plan_buckets(metadata, half_bytes)
-        self.bucket_bytes = 2 * half_bytes
-        with ExitStack() as unlinking:
-            created = [_create_file(half_bytes, unlinking) for _ in range(2)] if rank == 0 else []
-            paths, name = broadcast((created, f"rl_plugins-weights-{uuid.uuid4().hex}"))
-            self._halves = _open_halves(paths, half_bytes)
-            if engine is not None:
-                engine.init({
-                    "paths": paths, "half_bytes": half_bytes, "name": name, "num_ranks": world_size,
-                    "buckets": [bucket.describe() for bucket in self._buckets], "timeout_s": timeout_s,
-                })  # fmt: skip
-            barrier()
-        self._sockets = [self._connect(_address(name, receiver)) for receiver in range(num_receivers)]
+        self._source, self._engine = source, engine
+        name = broadcast(f"rl_plugins-weights-{uuid.uuid4().hex}")
+        if engine is not None:
+            tensors = [(meta.name, dtype_name(meta.dtype), list(meta.shape)) for meta in source.metadata()]
+            engine.init({"name": name, "num_ranks": world_size, "tensors": tensors, "timeout_s": timeout_s})
+        barrier()
+        self._receivers = [_Receiver(name, number, rank, timeout_s) for number in range(num_receivers)]
 
     def send(self, version: int) -> None:
         """Update the engine's weights to those of the source. Collective.
 
         Raises:
-            DeadlineExceeded: the engine did not take a half in time.
+            DeadlineExceeded: the engine did not stop for the update in time.
             ConnectionError: the engine's process ended, or closed the connection because it failed.
         """
         loaded = None if self._engine is None else self._engine.load(version)
         try:
-            self._write()
+            for receiver in self._receivers:
+                receiver.wait_until_ready()
+            for name, start, part in self._source.shards():
+                for receiver in self._receivers:
+                    receiver.write(name, start, part)
+            for receiver in self._receivers:
+                receiver.end()
         except ConnectionError:
             # The engine's own error, if it lives to tell it, says more.
             if loaded is not None:
                 loaded()
             raise
+        # The engine does one thing at a time: what any rank asks of it from now on comes after the update.
         if loaded is not None:
             loaded()
-        # No rank goes on to sample before the new weights are in use.
-        self._barrier()
 
-    def _write(self) -> None:
-        shards = self._source.shards()
-        for index, bucket in enumerate(self._buckets):
-            if index >= 2:
-                self._wait_for_engine(index - 2)
-            half = self._halves[index % 2]
-            for _ in bucket.tensors:
-                name, start, part = next(shards)
-                meta, offset = bucket.tensors[name]
-                _view(half, meta, offset)[start : start + part.numel()].copy_(part)
-            for connection in self._sockets:
-                connection.sendall(_WORD)
-        for index in range(max(0, len(self._buckets) - 2), len(self._buckets)):
-            self._wait_for_engine(index)
+    def close(self) -> None:
+        """Close the connections."""
+        for receiver in self._receivers:
+            receiver.close()
 
-    def _wait_for_engine(self, index: int) -> None:
-        names = list(self._buckets[index].tensors)
-        for connection in self._sockets:
-            _receive_word(
-                connection,
-                f"rank {self._rank} waited {self._timeout_s:.0f} s for the engine to load {names[0]} ... {names[-1]}",
-                f"the engine closed its connection to rank {self._rank} before it had loaded {names[0]}",
-            )
 
-    def _connect(self, address: str) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(self._timeout_s)
-        connection.connect(address)
-        return connection
+class _Receiver:
+    """One rank's connection to one process of the engine."""
+
+    def __init__(self, name: str, number: int, rank: int, timeout_s: float) -> None:
+        self._rank, self._timeout_s = rank, timeout_s
+        self._targets: dict[str, list[tuple[int, Tensor]]] | None = None
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(timeout_s)
+        self._socket.connect(_address(name, number))
+        self._socket.sendall(rank.to_bytes(_LENGTH_BYTES))
+
+    def wait_until_ready(self) -> None:
+        waits_for = f"rank {self._rank} waited {self._timeout_s:.0f} s for the engine to stop for new weights"
+        ended = f"the engine closed its connection to rank {self._rank} before a weight update"
+        if self._targets is None:
+            self._targets = {}
+            for piece, target in _receive_places(self._socket, waits_for, ended):
+                self._targets.setdefault(piece.name, []).append((piece.start, target))
+        _receive(self._socket, len(_WORD), waits_for, ended)
+
+    def write(self, name: str, start: int, part: Tensor) -> None:
+        assert self._targets is not None
+        # An empty tensor has no place.
+        for begin, target in self._targets[name] if part.numel() else ():
+            low, high = max(start, begin), min(start + part.numel(), begin + target.numel())
+            if low < high:
+                target[low - begin : high - begin].copy_(part[low - start : high - start])
+
+    def end(self) -> None:
+        _send(self._socket, _WORD, f"the engine closed its connection to rank {self._rank} during a weight update")
+
+    def close(self) -> None:
+        self._socket.close()
+        self._targets = None
 
 
 class SharedMemoryReceiver:
     """The engine's side, in each of its processes.
 
     Args:
-        paths: files of the two halves.
-        half_bytes: size of each.
-        name: of this transfer; the ranks find the receiver's socket by it.
-        num_ranks: how many ranks write.
-        buckets: which tensors come together, in order.
-        timeout_s: deadline of every wait for a rank.
-        receiver: number of this process among those of the engine.
+        module: the model; its parameters move into shared memory.
+        load_weights: the model's own loader, for what cannot be written into the parameters as it is.
+        number: of this process among those of the engine.
     """
 
-    def __init__(
-        self,
-        *,
-        paths: list[str],
-        half_bytes: int,
-        name: str,
-        num_ranks: int,
-        buckets: list[list[TensorPlace]],
-        timeout_s: float,
-        receiver: int = 0,
-    ) -> None:
-        halves = _open_halves(paths, half_bytes)
-        self._weights = [_read_tensors(halves[index % 2], bucket) for index, bucket in enumerate(buckets)]
+    def __init__(self, module: nn.Module, load_weights: LoadWeights, number: int = 0) -> None:
+        self._load_weights, self._number = load_weights, number
+        self._memory = share_parameters(module)
+        self._staging = SharedMemory(0)
+        self._staged: list[tuple[str, Tensor]] = []
+        self._direct: list[Piece] = []
+        self._staging_pieces: list[Piece] = []
+        self._num_ranks, self._timeout_s = 0, 0.0
+        self._listener: socket.socket | None = None
+        self._ranks: dict[int, socket.socket] = {}
+
+    def expect(self, *, name: str, num_ranks: int, tensors: list[tuple[str, str, list[int]]], timeout_s: float) -> None:
+        """Listen for a new set of ranks; those of before are gone.
+
+        Args:
+            name: the ranks find this process by it.
+            num_ranks: how many ranks write.
+            tensors: name, dtype and shape of what they will write.
+            timeout_s: deadline of every wait for a rank.
+        """
+        self.disconnect()
+        metadata = [WeightMeta(tensor, dtype_named(dtype), tuple(shape)) for tensor, dtype, shape in tensors]
+        placement = place_weights(self._memory, metadata, self._load_weights)
+        self._direct, self._staging_pieces = placement.direct, placement.staged
+        self._staging.close()
+        self._staging = SharedMemory(placement.staged_bytes)
+        shapes = {meta.name: meta.shape for meta in metadata}
+        staged = views(self._staging.bytes, placement.staged)
+        self._staged = [(piece.name, flat.view(shapes[piece.name])) for piece, flat in staged]
         self._num_ranks, self._timeout_s = num_ranks, timeout_s
-        self._connections: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.settimeout(timeout_s)
-        self._listener.bind(_address(name, receiver))
+        self._listener.bind(_address(name, self._number))
         self._listener.listen(num_ranks)
 
-    def receive(self, load: Callable[[list[tuple[str, Tensor]]], Any]) -> None:
-        """Give `load` the named tensors of each half, views that are valid until it returns.
+    def receive(self) -> None:
+        """Let the ranks write, and wait until all of them have.
 
         Raises:
-            DeadlineExceeded: a rank did not write its part in time.
+            DeadlineExceeded: a rank did not come, or did not write in time.
             ConnectionError: a rank ended.
         """
         try:
-            while len(self._connections) < self._num_ranks:
-                connection, _ = self._listener.accept()
-                connection.settimeout(self._timeout_s)
-                self._connections.append(connection)
-            for weights in self._weights:
-                first = weights[0][0]
-                for connection in self._connections:
-                    _receive_word(
-                        connection,
-                        f"the engine waited {self._timeout_s:.0f} s for a rank to write {first} ...",
-                        f"a rank ended before it had written {first}",
-                    )
-                load(weights)
-                for connection in self._connections:
-                    connection.sendall(_WORD)
+            while len(self._ranks) < self._num_ranks:
+                self._accept()
+            for rank, connection in self._ranks.items():
+                _send(connection, _WORD, f"rank {rank} ended before a weight update")
+            for rank, connection in self._ranks.items():
+                _receive(
+                    connection,
+                    len(_WORD),
+                    f"the engine waited {self._timeout_s:.0f} s for rank {rank} to write its weights",
+                    f"rank {rank} ended before it had written its weights",
+                )
+            if self._staged:
+                self._load_weights(self._staged)
         except BaseException:
             # The ranks must not wait for an engine that will not answer.
-            self.close()
+            self.disconnect()
             raise
 
-    def close(self) -> None:
-        """Close the connections and forget the bucket."""
-        for connection in (*self._connections, self._listener):
+    def _accept(self) -> None:
+        if self._listener is None:
+            raise ConnectionError("the engine has lost its connection to the ranks in an earlier weight update")
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the engine waited {self._timeout_s:.0f} s for {self._num_ranks} ranks to connect; "
+                f"ranks {sorted(self._ranks)} did"
+            ) from None
+        connection.settimeout(self._timeout_s)
+        waits_for = f"the engine waited {self._timeout_s:.0f} s for a rank to say which it is"
+        rank = int.from_bytes(_receive(connection, _LENGTH_BYTES, waits_for, "a rank ended while it connected"))
+        self._ranks[rank] = connection
+        places = {
+            "sizes": [self._memory.size, self._staging.size],
+            "direct": [asdict(piece) for piece in self._direct],
+            "staged": [asdict(piece) for piece in self._staging_pieces],
+        }
+        message = json.dumps(places).encode()
+        length = len(message).to_bytes(_LENGTH_BYTES)
+        descriptors = [self._memory.fd, self._staging.fd]
+        _send(connection, length, f"rank {rank} ended before its first weight update", descriptors)
+        _send(connection, message, f"rank {rank} ended before its first weight update")
+
+    def disconnect(self) -> None:
+        """Close the connections; the parameters stay where they are."""
+        for connection in (*self._ranks.values(), *([self._listener] if self._listener else [])):
             connection.close()
-        self._connections, self._weights = [], []
+        self._ranks, self._listener = {}, None
 
 
-def _address(name: str, receiver: int) -> str:
-    # An abstract address of Linux: no file that a killed process could leave behind.
-    return f"\0{name}-{receiver}"
-
-
-def _receive_word(connection: socket.socket, too_late: str, ended: str) -> None:
+def _receive_places(connection: socket.socket, waits_for: str, ended: str) -> list[tuple[Piece, Tensor]]:
+    """The flat tensors to write to, of the parameters' memory and the staged one."""
     try:
-        word = connection.recv(1)
+        length, descriptors, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, 2)
     except TimeoutError:
-        raise DeadlineExceeded(too_late) from None
-    if not word:
+        raise DeadlineExceeded(waits_for) from None
+    if len(length) < _LENGTH_BYTES:
         raise ConnectionError(ended)
+    places = json.loads(_receive(connection, int.from_bytes(length), waits_for, ended))
+    targets: list[tuple[Piece, Tensor]] = []
+    for fd, size, kind in zip(descriptors, places["sizes"], ("direct", "staged"), strict=True):
+        targets += views(map_shared(fd, size), [Piece(**piece) for piece in places[kind]])
+        os.close(fd)
+    return targets
 
 
-def _view(half: Tensor, meta: WeightMeta, offset: int) -> Tensor:
-    return half[offset : offset + meta.nbytes].view(meta.dtype)
-
-
-def _create_file(size: int, unlinking: ExitStack) -> str:
-    descriptor, path = tempfile.mkstemp(prefix="rl_plugins-weights-", dir=SHARED_MEMORY)
-    unlinking.callback(os.unlink, path)
+def _send(connection: socket.socket, data: bytes, ended: str, descriptors: Sequence[int] = ()) -> None:
     try:
-        os.posix_fallocate(descriptor, 0, size)  # Fails here, not with SIGBUS on first touch, when /dev/shm is full.
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{SHARED_MEMORY} has no room for a weight bucket of {2 * size / 2**20:.0f} MB: "
-            "lower weight_transfer.bucket_mb or enlarge it (docker run --shm-size)",
-        ) from error
-    finally:
-        os.close(descriptor)
-    return path
+        if descriptors:
+            socket.send_fds(connection, [data], list(descriptors))
+        else:
+            connection.sendall(data)
+    except ConnectionError:
+        raise ConnectionError(ended) from None
 
 
-def _open_halves(paths: list[str], half_bytes: int) -> list[Tensor]:
-    return [torch.from_file(path, shared=True, size=half_bytes, dtype=torch.uint8) for path in paths]
+def _receive(connection: socket.socket, size: int, waits_for: str, ended: str) -> bytes:
+    received = b""
+    while len(received) < size:
+        try:
+            more = connection.recv(size - len(received))
+        except TimeoutError:
+            raise DeadlineExceeded(waits_for) from None
+        except ConnectionError:
+            raise ConnectionError(ended) from None
+        if not more:
+            raise ConnectionError(ended)
+        received += more
+    return received
 
 
-def _read_tensors(half: Tensor, tensors: list[TensorPlace]) -> list[tuple[str, Tensor]]:
-    weights = []
-    for name, dtype_name, shape, offset in tensors:
-        meta = WeightMeta(name, getattr(torch, dtype_name), tuple(shape))
-        weights.append((name, _view(half, meta, offset).view(meta.shape)))
-    return weights
+def _address(name: str, number: int) -> str:
+    # An abstract address of Linux: no file that a killed process could leave behind.
+    return f"\0{name}-{number}"

@@ -135,7 +135,6 @@ class VLLMRollout:
                 broadcast=_broadcast,
                 engine=_SharedMemoryEngine(self) if self._rank == 0 else None,
                 num_receivers=self.config.tensor_parallel_size,
-                bucket_bytes=self.config.bucket_mb * 2**20,
                 timeout_s=self.config.update_timeout_s,
             ).send
         from rl_plugins.rollout.vllm.cuda_transport import make_cuda_sender
@@ -181,7 +180,7 @@ class _SharedMemoryEngine:
         self._rollout = rollout
 
     def init(self, init_info: dict[str, Any]) -> None:
-        WeightSyncClient(self._rollout).init_weight_transfer_engine({"receiver": init_info})
+        WeightSyncClient(self._rollout).init_weight_transfer_engine({"expect": init_info})
 
     def load(self, version: int) -> Callable[[], None]:
         return self._rollout._begin(

@@ -34,7 +34,7 @@ class VLLMConfig:
         prefix_caching: share the KV cache of common prefixes; dropped at every weight update.
         enforce_eager: no CUDA graphs.
         transport: how weights arrive: `shared_memory` (CPU), `ipc` (CUDA, colocated), `nccl` (CUDA, split).
-        bucket_mb: memory for weights in flight.
+        bucket_mb: memory for weights in flight (CUDA; on CPU they are written to where they belong).
         ready_timeout_s: deadline for the start of the engine.
         generate_timeout_s: deadline for one `generate`.
         update_timeout_s: deadline for each call of a weight update.

@@ -83,9 +83,9 @@ class PlainWeights(QuantizationConfig):
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Arguments of `SharedMemoryReceiver`."""
+    """Arguments of `SharedMemoryReceiver.expect`."""
 
-    receiver: dict[str, Any]
+    expect: dict[str, Any]
 
 
 @dataclass
@@ -101,27 +101,27 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
     _receiver: SharedMemoryReceiver | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Map the bucket and listen for the ranks."""
-        self.shutdown()
-        self._receiver = SharedMemoryReceiver(**init_info.receiver, receiver=self.parallel_config.rank)
+        """Move the parameters into shared memory, unless they are there, and listen for the ranks."""
+        if self._receiver is None:
+            model: Any = self.model
+            self._receiver = SharedMemoryReceiver(model, model.load_weights, self.parallel_config.rank)
+        self._receiver.expect(**init_info.expect)
 
     def start_weight_update(self) -> None:
         """Plain weights are loaded in place: nothing to prepare."""
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Copy all weights into the model while the ranks write them."""
+        """Wait while the ranks write."""
         assert self._receiver is not None, "init_transfer_engine comes first"
-        model: Any = self.model
-        self._receiver.receive(model.load_weights)
+        self._receiver.receive()
 
     def finish_weight_update(self) -> None:
         """Plain weights were loaded in place: nothing to finalise."""
 
     def shutdown(self) -> None:
-        """Unmap the bucket."""
+        """Leave the ranks; the parameters stay where they are."""
         if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+            self._receiver.disconnect()
 
 
 WeightTransferEngineFactory.register_engine(SHARED_MEMORY, SharedMemoryEngine)

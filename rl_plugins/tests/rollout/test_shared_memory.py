@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rl_plugins.rollout.shared_memory import (
-    SHARED_MEMORY,
-    SharedMemorySender,
-    open_halves,
-    plan_buckets,
-    read_tensors,
-)
+from rl_plugins.errors import DeadlineExceeded
+from rl_plugins.rollout.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightMeta
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -30,141 +23,166 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "three_bytes": ((3,), torch.uint8),
     "wide": ((5, 3), torch.float64),
     "nothing": ((0, 4), torch.float32),
-    "larger_than_the_bucket": ((70, 50), torch.float32),
-    "narrow": ((33,), torch.float16),
-    "row": ((1, 129), torch.float32),
-    "last": ((64, 2), torch.bfloat16),
+    "query": ((6, 50), torch.float32),
+    "key": ((3, 50), torch.float32),
+    "value": ((3, 50), torch.float32),
+    "turned": ((33, 5), torch.float16),
+    "padded": ((5, 129), torch.float32),
+    "narrowed": ((64, 2), torch.float32),
 }
+FUSED = {"query": (0, 6), "key": (6, 9), "value": (9, 12)}
 
 
 def module(seed: int) -> torch.nn.Module:
-    """Parameters of many sizes and dtypes, all their bits random."""
+    """The trainer's parameters, of many sizes and dtypes, all their bits random."""
     generator = torch.Generator().manual_seed(seed)
     result = torch.nn.Module()
     for name, (shape, dtype) in SHAPES.items():
         count = WeightMeta(name, dtype, shape).nbytes
-        bits = torch.randint(256, (count,), dtype=torch.uint8, generator=generator)
-        parameter = torch.nn.Parameter(bits.view(dtype).view(shape), requires_grad=False)
-        result.register_parameter(name, parameter)
+        values = torch.randint(256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+        if name == "narrowed":
+            values = torch.randn(shape, generator=generator)
+        result.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
     return result
 
 
-def bits(tensor: Tensor) -> list[int]:
-    return tensor.detach().reshape(-1).view(torch.uint8).tolist()
+class EngineModel(torch.nn.Module):
+    """What an engine makes of the same weights: fused, transposed, padded, and in another dtype."""
 
-
-class Receiver:
-    """The engine's side: copies what is announced, as late as it may."""
+    fused: torch.nn.Parameter
+    turned: torch.nn.Parameter
+    padded: torch.nn.Parameter
+    narrowed: torch.nn.Parameter
+    tied: torch.nn.Parameter
 
     def __init__(self) -> None:
-        self.weights: dict[str, Tensor] = {}
-        self.calls: list[str] = []
+        super().__init__()
+        for name, (shape, dtype) in SHAPES.items():
+            if name not in (*FUSED, "turned", "padded", "narrowed"):
+                self._add(name, torch.zeros(shape, dtype=dtype))
+        self._add("fused", torch.zeros(12, 50))
+        self._add("turned", torch.zeros(5, 33, dtype=torch.float16))
+        self._add("padded", torch.zeros(8, 129))
+        self._add("narrowed", torch.zeros(64, 2, dtype=torch.bfloat16))
+        self.tied = self.padded
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name in FUSED:
+                start, stop = FUSED[name]
+                self.fused.data[start:stop].copy_(tensor)
+            elif name == "turned":
+                self.turned.data.copy_(tensor.t())
+            elif name == "padded":
+                self.padded.data[:5].copy_(tensor)
+            else:
+                self.get_parameter(name).data.copy_(tensor)
+
+    def taken_apart(self) -> dict[str, Tensor]:
+        """The weights in the trainer's form."""
+        weights = {name: self.fused[start:stop] for name, (start, stop) in FUSED.items()}
+        weights |= {"turned": self.turned.t(), "padded": self.tied[:5], "narrowed": self.narrowed.float()}
+        return {name: weights[name] if name in weights else self.get_parameter(name) for name in SHAPES}
+
+
+class EngineInThread:
+    """The engine as rank 0 sees it."""
+
+    def __init__(self, model: EngineModel | None = None) -> None:
+        self.model = model or EngineModel()
+        self.receiver = SharedMemoryReceiver(self.model, self.model.load_weights)
+        self.versions: list[int] = []
+        self._pool = ThreadPoolExecutor(1)
 
     def init(self, init_info: dict[str, Any]) -> None:
-        assert set(init_info) == {"paths", "half_bytes"}
-        self.halves = open_halves(**init_info)
-        self.paths = init_info["paths"]
-        assert all(os.path.getsize(path) == init_info["half_bytes"] for path in self.paths)
+        self.receiver.expect(**init_info)
 
-    def start(self) -> None:
-        self.calls.append("start")
-        self.weights.clear()
+    def load(self, version: int) -> Callable[[], None]:
+        def receive() -> None:
+            self.receiver.receive()
+            self.versions.append(version)
 
-    def update(self, update_info: dict[str, Any]) -> Callable[[], None]:
-        self.calls.append("update")
-
-        def load() -> None:
-            tensors = read_tensors(self.halves[update_info["half"]], update_info["tensors"])
-            self.weights.update({name: tensor.clone() for name, tensor in tensors})
-
-        return load
-
-    def finish(self, version: int) -> None:
-        self.calls.append(f"finish {version}")
+        loading: Future[None] = self._pool.submit(receive)
+        return lambda: loading.result(timeout=20)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left_behind() -> Iterator[None]:
-    def files() -> set[str]:
-        return {path.name for path in Path(SHARED_MEMORY).glob("rl_plugins-weights-*")}
-
-    before = files()
-    yield
-    assert files() <= before
-
-
-def run_ranks(
-    modules: list[torch.nn.Module], receiver: Receiver, bucket_bytes: int, change: Callable[[], None]
+def make_senders(
+    sources: list[torch.nn.Module], engine: EngineInThread, *, timeout_s: float = 20
 ) -> list[SharedMemorySender]:
-    """One thread per rank: build a sender, send, change the weights, send again."""
-    world_size = len(modules)
+    """One sender per rank, built in one thread each as the ranks would."""
+    world_size = len(sources)
     barrier = threading.Barrier(world_size, timeout=20)
     box: list[Any] = [None]
 
     def wait() -> None:
         barrier.wait()
 
-    def rank_main(rank: int) -> SharedMemorySender:
+    def make(rank: int) -> SharedMemorySender:
         def broadcast(value: Any) -> Any:
             if rank == 0:
-                box[0] = list(value)
+                box[0] = value
             barrier.wait()
             return box[0]
 
-        sender = SharedMemorySender(
-            ModuleWeightSource(modules[rank], rank, world_size),
+        return SharedMemorySender(
+            ModuleWeightSource(sources[rank], rank, world_size),
             rank=rank,
+            world_size=world_size,
             barrier=wait,
             broadcast=broadcast,
-            receiver=receiver if rank == 0 else None,
-            bucket_bytes=bucket_bytes,
+            engine=engine if rank == 0 else None,
+            timeout_s=timeout_s,
         )
-        if rank == 0:
-            assert not any(os.path.exists(path) for path in box[0])
-        sender.send(1)
-        if rank == 0:
-            first_received.update(receiver.weights)
-            change()
-        barrier.wait()
-        sender.send(2)
-        return sender
 
-    first_received: dict[str, Tensor] = {}
     with ThreadPoolExecutor(world_size) as pool:
-        senders = list(pool.map(rank_main, range(world_size)))
-    first = module(0)
-    assert {n: bits(t) for n, t in first_received.items()} == {n: bits(p) for n, p in first.named_parameters()}
-    return senders
+        return list(pool.map(make, range(world_size)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("bucket_bytes", [2, 1000, 4096, 16_384, 2**20])
-def test_received_weights_are_bit_equal(world_size: int, bucket_bytes: int) -> None:
+def send(senders: list[SharedMemorySender], version: int) -> None:
+    with ThreadPoolExecutor(len(senders)) as pool:
+        list(pool.map(lambda sender: sender.send(version), senders))
+
+
+def bits(tensor: Tensor) -> list[int]:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def assert_received(engine: EngineInThread, sent: torch.nn.Module) -> None:
+    for name, received in engine.model.taken_apart().items():
+        expected = sent.get_parameter(name).data
+        if name == "narrowed":
+            expected = expected.bfloat16().float()
+        assert (received.dtype, received.shape) == (expected.dtype, expected.shape), name
+        assert bits(received) == bits(expected), name
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    shared = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_received_weights_are_bit_equal(world_size: int) -> None:
     # Every rank trusts only its own part: elsewhere its copy is of other weights.
-    modules = [module(0) for _ in range(world_size)]
-    for rank, copy in enumerate(modules):
+    copies = [module(0) for _ in range(world_size)]
+    for rank, copy in enumerate(copies):
         _spoil_other_parts(copy, rank, world_size)
-    receiver, second = Receiver(), module(1)
-
-    def change() -> None:
-        for copy in modules:
-            for name, parameter in copy.named_parameters():
-                parameter.copy_(second.get_parameter(name))
-
-    senders = run_ranks(modules, receiver, bucket_bytes, change)
-    received = {name: (tensor.dtype, tensor.shape, bits(tensor)) for name, tensor in receiver.weights.items()}
-    assert received == {n: (p.dtype, p.shape, bits(p)) for n, p in second.named_parameters()}
-    assert list(received) == list(SHAPES)
-    updates = receiver.calls.count("update") // 2
-    assert receiver.calls == (["start"] + ["update"] * updates + ["finish 1"]) + (
-        ["start"] + ["update"] * updates + ["finish 2"]
-    )
-    sizes = {sender.bucket_bytes for sender in senders}
-    assert sizes == {2 * half.numel() for half in receiver.halves}
-    largest = 70 * 50 * 4 + 64
-    whole = sum(-(-WeightMeta("", d, s).nbytes // 64) * 64 for s, d in SHAPES.values())
-    assert sizes == {2 * max(largest, min(bucket_bytes // 2, whole))}
-    assert (updates == 1) == (bucket_bytes >= 2 * whole)
+    engine, second = EngineInThread(), module(1)
+    senders = make_senders(copies, engine)
+    send(senders, 1)
+    assert_received(engine, module(0))
+    for copy in copies:
+        for name, parameter in copy.named_parameters():
+            parameter.copy_(second.get_parameter(name))
+    send(senders, 2)
+    assert_received(engine, second)
+    assert engine.versions == [1, 2]
+    assert engine.model.padded[5:].eq(0).all()
 
 
 def _spoil_other_parts(copy: torch.nn.Module, rank: int, world_size: int) -> None:
@@ -173,6 +191,78 @@ def _spoil_other_parts(copy: torch.nn.Module, rank: int, world_size: int) -> Non
         mine = part.clone()
         flat.view(torch.uint8).fill_(0xA5)
         flat[start : start + len(mine)] = mine
+
+
+def test_new_workers_take_the_place_of_those_that_ended() -> None:
+    engine = EngineInThread()
+    before = make_senders([module(0), module(0)], engine)
+    send(before, 1)
+    for sender in before:
+        sender.close()
+    memory = engine.model.fused.data_ptr()
+    send(make_senders([module(1)], engine), 2)
+    assert_received(engine, module(1))
+    assert engine.model.fused.data_ptr() == memory
+
+
+def test_a_rank_that_ends_is_named_and_the_others_do_not_wait() -> None:
+    engine = EngineInThread()
+    first, second = make_senders([module(0), module(0)], engine)
+    second.close()
+    with pytest.raises(ConnectionError, match="rank 1 ended before its first weight update"):
+        first.send(1)
+    with pytest.raises(ConnectionError, match="lost its connection to the ranks in an earlier weight update"):
+        first.send(2)
+
+    engine = EngineInThread()
+    senders = make_senders([module(0), module(0)], engine)
+    send(senders, 1)
+    senders[1].close()
+    with pytest.raises(ConnectionError, match=r"rank 1 ended before (a weight update|it had written its weights)"):
+        senders[0].send(2)
+
+
+def test_what_goes_wrong_in_the_engine_reaches_rank_0() -> None:
+    class Picky(EngineModel):
+        pleased = True
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            if not self.pleased:
+                raise ValueError("these weights do not suit me")
+            super().load_weights(weights)
+
+    model = Picky()
+    senders = make_senders([module(0)], EngineInThread(model))
+    model.pleased = False
+    with pytest.raises(ValueError, match="do not suit me"):
+        senders[0].send(1)
+
+
+def test_an_unknown_tensor_is_refused_before_anything_is_written() -> None:
+    stranger = torch.nn.Linear(2, 2)
+    with pytest.raises(AttributeError, match="weight"):
+        make_senders([stranger], EngineInThread())
+
+
+def test_waits_have_a_deadline_that_says_what_for() -> None:
+    class Deaf(EngineInThread):
+        def load(self, version: int) -> Callable[[], None]:
+            return lambda: None
+
+    (sender,) = make_senders([module(0)], Deaf(), timeout_s=0.1)
+    with pytest.raises(DeadlineExceeded, match="rank 0 waited 0 s for the engine to stop for new weights"):
+        sender.send(1)
+
+    engine = EngineInThread()
+    engine.init({"name": "nobody-comes", "num_ranks": 2, "tensors": [], "timeout_s": 0.1})
+    with pytest.raises(DeadlineExceeded, match=r"for 2 ranks to connect; ranks \[\] did"):
+        engine.receiver.receive()
+
+    engine = EngineInThread()
+    senders = make_senders([module(0)], engine, timeout_s=0.1)
+    with pytest.raises(DeadlineExceeded, match="for rank 0 to write its weights"):
+        engine.receiver.receive()
+    senders[0].close()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
@@ -188,55 +278,3 @@ def test_shards_tile_every_parameter(world_size: int) -> None:
                 covered[name][position] += 1
         assert names == [meta.name for meta in source.metadata()] == [name for name, _ in source]
     assert all(count == 1 for counts in covered.values() for count in counts)
-
-
-def test_buckets_hold_every_tensor_once_in_order_and_aligned() -> None:
-    metadata = ModuleWeightSource(module(0)).metadata()
-    for half_bytes in (14_080, 15_000, 2**20):
-        buckets = plan_buckets(metadata, half_bytes)
-        placed = [entry for bucket in buckets for entry in bucket.tensors.values()]
-        assert [meta for meta, _ in placed] == metadata
-        for bucket in buckets:
-            end = 0
-            for meta, offset in bucket.tensors.values():
-                assert offset % 64 == 0 and offset >= end
-                end = offset + meta.nbytes
-            assert end <= half_bytes
-
-
-@pytest.mark.parametrize("failing_file", [1, 2])
-def test_full_shared_memory_is_a_clear_message(monkeypatch: pytest.MonkeyPatch, failing_file: int) -> None:
-    calls = 0
-
-    def full(descriptor: int, offset: int, size: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == failing_file:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"/dev/shm has no room for a weight bucket of \d+ MB.*bucket_mb") as error:
-        SharedMemorySender(
-            ModuleWeightSource(torch.nn.Linear(1000, 1000)),
-            rank=0,
-            barrier=lambda: None,
-            broadcast=lambda value: value,
-            receiver=Receiver(),
-            bucket_bytes=2**20,
-        )
-    assert error.value.errno == errno.ENOSPC
-
-
-def test_an_engine_that_fails_to_connect_leaves_no_files() -> None:
-    class Broken(Receiver):
-        def init(self, init_info: dict[str, Any]) -> None:
-            raise TimeoutError("the engine did not answer")
-
-    with pytest.raises(TimeoutError, match="did not answer"):
-        SharedMemorySender(
-            ModuleWeightSource(torch.nn.Linear(3, 3)),
-            rank=0,
-            barrier=lambda: None,
-            broadcast=lambda value: value,
-            receiver=Broken(),
-        )
