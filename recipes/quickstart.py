@@ -28,6 +28,8 @@ def main() -> None:
     start = time.perf_counter()
     # A second OpenMP thread that spins costs more than it gives as soon as anything else runs on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # DeepSpeed would say which device it takes, as soon as transformers saves a model.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     options = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
     seed = options.pop("seed", "0")
     if not seed.isdigit():

@@ -88,7 +88,9 @@ def build_data(config: RecipeConfig, tokenizer: Any) -> PromptDataModule | SFTDa
     return PromptDataModule(train, **options)
 
 
-def build_trainer(config: RecipeConfig, folder: RunFolder, strategy: Any, *, in_ray: bool, **trainer: Any) -> Trainer:
+def build_trainer(
+    config: RecipeConfig, folder: RunFolder, strategy: Any, *, in_ray: bool, redraw_s: float, **trainer: Any
+) -> Trainer:
     """A Lightning trainer whose epochs, validation and checkpoints follow the stage's clock."""
     loggers: list[Any] = [JsonLinesLogger(folder.metrics)]
     if config.tracking.enabled:
@@ -109,7 +111,7 @@ def build_trainer(config: RecipeConfig, folder: RunFolder, strategy: Any, *, in_
             report_to_ray=in_ray,
         ),
         SampleTable(folder.samples, rows=config.tracking.samples),
-        StepProgress(config.run.steps, label=config.run.name, in_ray=in_ray),
+        StepProgress(config.run.steps, label=config.run.name, in_ray=in_ray, every_s=redraw_s),
     ]
     if config.run.target_reward is not None:
         callbacks.append(
@@ -162,6 +164,7 @@ def fit(
     checkpoint: str | None,
     *,
     in_ray: bool,
+    redraw_s: float,
     **trainer: Any,
 ) -> None:
     """Build everything, validate the starting point if asked to, train, and export the policy."""
@@ -170,7 +173,7 @@ def fit(
     tokenizer = load_tokenizer(config.model.path)
     stage = build_stage(config, tokenizer, scorer)
     data = build_data(config, tokenizer)
-    lightning = build_trainer(config, folder, strategy, in_ray=in_ray, **trainer)
+    lightning = build_trainer(config, folder, strategy, in_ray=in_ray, redraw_s=redraw_s, **trainer)
     state = None if checkpoint is None else str(Path(checkpoint) / "state")
     lightning.fit(stage, datamodule=data, ckpt_path=state, weights_only=False)
     if config.run.export:

@@ -44,6 +44,7 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    from rl_plugins.callbacks.progress import redraw_interval_s
     from rl_plugins.launch.worker_errors import StopOnConfigError, config_errors_unwrapped, without_traceback
 
     placement = config.placement
@@ -52,7 +53,14 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
         resources["GPU"] = placement.gpus_per_worker
     trainer = TorchTrainer(
         without_traceback(train_worker),
-        train_loop_config={"config": asdict(config), "checkpoint": checkpoint, "device": device, "rollout": rollout},
+        train_loop_config={
+            "config": asdict(config),
+            "checkpoint": checkpoint,
+            "device": device,
+            "rollout": rollout,
+            # The bar is drawn here, on the driver.
+            "redraw_s": redraw_interval_s(),
+        },  # fmt: skip
         torch_config=TorchConfig(
             backend="nccl" if device == "cuda" else "gloo",
             timeout_s=int(config.strategy.collective_timeout_s),
@@ -110,7 +118,8 @@ def train_worker(arguments: dict[str, Any]) -> None:
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     fit(
         config, folder, strategy, scorer, checkpoint,
-        in_ray=True, accelerator=device, devices="auto", plugins=[RayLightningEnvironment()],
+        in_ray=True, redraw_s=arguments["redraw_s"], accelerator=device, devices="auto",
+        plugins=[RayLightningEnvironment()],
     )  # fmt: skip
 
 
@@ -130,9 +139,9 @@ def resolve_device(config: RecipeConfig) -> str:
 
 def worker_environment(device: str) -> dict[str, str]:
     """Environment variables of the training workers."""
-    variables = {"TOKENIZERS_PARALLELISM": "false", "RAY_TRAIN_V2_ENABLED": "1"}
+    variables = {"TOKENIZERS_PARALLELISM": "false", "RAY_TRAIN_V2_ENABLED": "1", "DS_ACCELERATOR": device}
     if device == "cpu":
-        variables |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        variables["OMP_NUM_THREADS"] = "1"
     # Deprecations inside the libraries are for their authors.
     variables["PYTHONWARNINGS"] = "ignore::FutureWarning,ignore::DeprecationWarning"
     variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
