@@ -60,7 +60,7 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
             "rollout": rollout,
             # The bar is drawn here, on the driver.
             "redraw_s": redraw_interval_s(),
-        },  # fmt: skip
+        },
         torch_config=TorchConfig(
             backend="nccl" if device == "cuda" else "gloo",
             timeout_s=int(config.strategy.collective_timeout_s),
