@@ -1,6 +1,6 @@
 """Seconds of an RL step by phase, and the same work in a plain single-process loop with Hugging Face generate.
 
-`python -m benchmarks.grpo_step [--sizes quickstart 28m] [--steps 8]` prints one table per size. Both run on this
+`python -m benchmarks.grpo_step [--sizes quickstart 28m] [--steps 8] [--set run.deterministic=true]` prints one table per size. Both run on this
 machine one after the other: here two ZeRO-3 workers and one vLLM engine with one thread each, there one process with
 two threads.
 """
@@ -41,7 +41,7 @@ def prepare(size: str, folder: Path) -> int:
     return sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder / "policy").parameters())
 
 
-def compare(size: str, steps: int) -> None:
+def compare(size: str, steps: int, overrides: list[str]) -> None:
     """Run both and print."""
     prompts, samples, max_tokens, prompt_tokens, micro_batch = SIZES[size]
     with tempfile.TemporaryDirectory() as name:
@@ -55,6 +55,7 @@ def compare(size: str, steps: int) -> None:
             f"batch.tokens_per_micro_batch={micro_batch * (prompt_tokens + max_tokens)}",
             f"sampling.max_tokens={max_tokens}",
             f"data.max_prompt_tokens={prompt_tokens}",
+            *overrides,
         )
         command = [
             sys.executable, "-m", "benchmarks.plain_loop", f"{folder}/policy", f"{folder}/data/train.parquet",
@@ -81,9 +82,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--steps", type=int, default=8, help="steps of each run; medians leave out the first two")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further options of the recipe")
     arguments = parser.parse_args()
     for size in arguments.sizes:
-        compare(size, arguments.steps)
+        compare(size, arguments.steps, arguments.set)
 
 
 if __name__ == "__main__":

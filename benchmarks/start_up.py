@@ -1,0 +1,88 @@
+"""Where the time from starting a recipe to its first training step goes.
+
+`python -m benchmarks.start_up` runs one step of GRPO on the quickstart's model, two ZeRO-3 workers and a vLLM engine,
+and prints when each part was there. Seen from outside: the recipe's first line, the titles of Ray's processes, the
+first line of the metrics.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.runs import TIMEOUT_S
+
+TARGET_S = 60
+
+
+def main() -> None:
+    """Run and print."""
+    from rl_plugins.data.prepare.addition import addition_rows
+    from rl_plugins.data.prepare.writing import write_splits
+    from rl_plugins.models.tiny import save_tiny_policy
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_tiny_policy(folder / "policy")
+        write_splits(addition_rows(below=50, num_train=1732, num_test=512, seed=0), folder / "data")
+        reached = follow_start(folder)
+    before = 0.0
+    for what, seconds in sorted(reached.items(), key=lambda item: item[1]):
+        print(f"{seconds:6.1f} s  (+{seconds - before:4.1f})  {what}")
+        before = seconds
+    print(f"target: the first step within {TARGET_S} s")
+
+
+def follow_start(folder: Path) -> dict[str, float]:
+    """Train one step; returns when each part was reached, in seconds from the start.
+
+    Raises:
+        RuntimeError: the recipe failed; the message ends with its output.
+    """
+    log = folder / "log"
+    command = [
+        sys.executable, "-m", "rl_plugins.recipes.grpo", "--config-name", "quickstart_grpo", "run.name=run",
+        f"run.output_dir={folder}/outputs", f"model.path={folder}/policy", "run.steps=1",
+        f"data.train_files=[{folder}/data/train.parquet]", "run.eval_every=0", "run.export=false",
+    ]  # fmt: skip
+    start = time.perf_counter()
+    reached: dict[str, float] = {}
+
+    def reach(what: str, now: bool) -> None:
+        if now:
+            reached.setdefault(what, time.perf_counter() - start)
+
+    metrics = folder / "outputs" / "run" / "metrics.jsonl"
+    with log.open("w") as output:
+        process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None and time.perf_counter() - start < TIMEOUT_S:
+            titles = _titles(process)
+            reach("checked configuration, model, data and reward", "RL steps" in log.read_text())
+            reach("Ray is up: the engine's process has begun", any("VLLMActor" in title for title in titles))
+            reach("the training workers' processes have begun", any("RayTrainWorker" in title for title in titles))
+            loaded = any("VLLMActor" in title and "__init__" not in title for title in titles)
+            reach("the engine has loaded", loaded)
+            reach("first training step done", metrics.is_file() and "train/loss" in metrics.read_text())
+            time.sleep(0.05)
+    if process.returncode:
+        raise RuntimeError(f"the recipe ended with status {process.returncode}:\n{log.read_text()[-4000:]}")
+    return reached
+
+
+def _titles(process: psutil.Process) -> list[str]:
+    titles = []
+    for child in process.children(recursive=True):
+        try:
+            titles.append(" ".join(child.cmdline()))
+        except psutil.Error:
+            continue
+    return titles
+
+
+if __name__ == "__main__":
+    main()
