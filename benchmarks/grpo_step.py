@@ -1,8 +1,8 @@
 """Seconds of an RL step by phase, and the same work in a plain single-process loop with Hugging Face generate.
 
-`python -m benchmarks.grpo_step [--sizes quickstart 28m] [--steps 8] [--set run.deterministic=true]` prints one table per size. Both run on this
-machine one after the other: here two ZeRO-3 workers and one vLLM engine with one thread each, there one process with
-two threads.
+`python -m benchmarks.grpo_step [--sizes quickstart 28m] [--steps 8] [--set run.deterministic=true]` prints one table
+per size. Both run on this machine one after the other: here two ZeRO-3 workers and one vLLM engine with one thread
+each, there one process with two threads.
 """
 
 from __future__ import annotations
