@@ -84,6 +84,8 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
 
 def train_worker(arguments: dict[str, Any]) -> None:
     """What each Ray Train worker runs."""
+    # DeepSpeed asks for it when it is imported; what the driver's process has set is for the driver.
+    os.environ["DS_ACCELERATOR"] = arguments["device"]
     import ray.train
     import torch
     from ray.train.lightning import RayLightningEnvironment
@@ -139,7 +141,7 @@ def resolve_device(config: RecipeConfig) -> str:
 
 def worker_environment(device: str) -> dict[str, str]:
     """Environment variables of the training workers."""
-    variables = {"TOKENIZERS_PARALLELISM": "false", "RAY_TRAIN_V2_ENABLED": "1", "DS_ACCELERATOR": device}
+    variables = {"TOKENIZERS_PARALLELISM": "false", "RAY_TRAIN_V2_ENABLED": "1"}
     if device == "cpu":
         variables["OMP_NUM_THREADS"] = "1"
     # Deprecations inside the libraries are for their authors.
