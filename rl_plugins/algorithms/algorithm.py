@@ -6,7 +6,9 @@ of `Algorithm`, or a subclass that overrides one of the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+import re
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,6 +45,27 @@ class KLConfig:
         if self.target is None:
             return FixedKL(self.coefficient)
         return AdaptiveKL(self.coefficient, self.target, self.horizon)
+
+
+_GIVEN_TO_ADVANTAGES = ("token_level_rewards_BT", "response_mask_BT", "groups_B", "valid_B", "sum_over_ranks")
+_GIVEN_TO_LOSSES = ("log_probs_BT", "old_log_probs_BT", "advantages_BT", "response_mask_BT")
+
+
+def _check_inputs(option: str, name: str, function: Callable[..., Any], given: Set[str]) -> None:
+    """Raise a ConfigError if the function needs what neither the stage nor the options give it."""
+    parameters = inspect.signature(function).parameters.values()
+    missing = [p.name for p in parameters if p.default is p.empty and p.kind is p.KEYWORD_ONLY and p.name not in given]
+    for parameter in missing:
+        # The names of tensors end in their axes.
+        is_tensor = re.search(r"_[A-Z]+$", parameter)
+        raise ConfigError(
+            f"algorithm.{option}={name!r} needs {parameter}"
+            + (
+                ", which this stage does not compute: call the function from a stage of your own, or choose another"
+                if is_tensor
+                else f": set algorithm.{option}_options.{parameter}"
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -84,6 +107,11 @@ class Algorithm:
                 raise ConfigError(f"algorithm.{option}={value!r} is unknown: use one of {', '.join(known)}")
         if self.aggregation == "seq-mean-token-sum-norm" and self.scale_factor is None:
             raise ConfigError("algorithm.aggregation=seq-mean-token-sum-norm needs algorithm.scale_factor")
+        for option, function, given in (
+            ("advantage", ADVANTAGES[self.advantage], {*_GIVEN_TO_ADVANTAGES, *self.advantage_options}),
+            ("policy_loss", POLICY_LOSSES[self.policy_loss], {*_GIVEN_TO_LOSSES, *self.policy_loss_options}),
+        ):
+            _check_inputs(option, getattr(self, option), function, given)
 
     @property
     def needs_reference(self) -> bool:

@@ -1,7 +1,8 @@
-"""Estimators of KL(policy || reference) from the log-probs of sampled tokens, and the controllers of its weight.
+"""KL(policy || reference): estimators from the log-probs of sampled tokens, the exact value, and its controllers.
 
-Source: http://joschu.net/blog/kl-approx.html. As a loss only `k2` (and the straight-through forms) has the gradient
-of the reverse KL on on-policy samples; `k1` has expectation zero. In the reward any of them is sound.
+Source: http://joschu.net/blog/kl-approx.html. As a loss only `k2` (and the straight-through forms, whose names end in
+`+`) has the gradient of the reverse KL on on-policy samples; `k1` has expectation zero. In the reward `k1`, `k2` and
+`k3` are sound.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+KLEstimator = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -30,7 +34,74 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return (u.exp() - u - 1).clamp(-10, 10)
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """`|log p - log p_ref|`: a distance rather than an estimate of the KL. Any shape."""
+    return (log_probs - ref_log_probs).abs()
+
+
+def with_gradient_of_k2(estimator: KLEstimator) -> KLEstimator:
+    """The straight-through form of an estimator: its value, the gradient of `k2`."""
+
+    def straight_through(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        differentiated = k2(log_probs, ref_log_probs)
+        return differentiated - differentiated.detach() + estimator(log_probs, ref_log_probs).detach()
+
+    straight_through.__doc__ = f"`k2 - sg(k2) + sg({estimator.__name__})`, sg stopping the gradient. Any shape."
+    return straight_through
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "abs": absolute,
+    "k1+": with_gradient_of_k2(k1),
+    "k3+": with_gradient_of_k2(k3),
+    "abs+": with_gradient_of_k2(absolute),
+}
+
+
+def full_kl(*, logits_NV: Tensor, ref_logits_NV: Tensor, chunk_tokens: int = 1024) -> Tensor:
+    """The exact `KL(p || p_ref) = sum_v p(v) (log p(v) - log p_ref(v))` of each token's distributions.
+
+    Computed in float32 (float64 for such logits), `chunk_tokens` tokens at a time, and once more in the backward pass:
+    what is held besides the logits and their gradients is a chunk in float32, not all of them. An entry of the
+    vocabulary that the policy excludes (logit -inf) adds nothing; one that only the reference excludes makes the KL
+    infinite.
+
+    Args:
+        logits_NV: of the policy, with gradient if it has one.
+        ref_logits_NV: of the reference, over the same vocabulary.
+        chunk_tokens: tokens at a time.
+
+    Returns:
+        The KL of each token, [N].
+
+    Raises:
+        ValueError: shapes that differ, or `chunk_tokens` below 1.
+    """
+    if logits_NV.shape != ref_logits_NV.shape:
+        raise ValueError(
+            f"logits of the policy {tuple(logits_NV.shape)} and of the reference {tuple(ref_logits_NV.shape)} differ "
+            "in shape: cut both to the vocabulary that they share"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1")
+    chunks = zip(torch.split(logits_NV, chunk_tokens), torch.split(ref_logits_NV, chunk_tokens), strict=True)
+    return torch.cat(
+        [checkpoint(_full_kl_of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    )
+
+
+def _full_kl_of_chunk(logits_NV: Tensor, ref_logits_NV: Tensor) -> Tensor:
+    dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+    log_probs_NV = logits_NV.to(dtype).log_softmax(dim=-1)
+    ref_log_probs_NV = ref_logits_NV.to(dtype).log_softmax(dim=-1)
+    probs_NV = log_probs_NV.exp()
+    # Masked before, not after: 0 * (-inf + inf) is NaN, and so would its derivative be.
+    possible_NV = probs_NV > 0
+    difference_NV = torch.where(possible_NV, log_probs_NV, 0) - torch.where(possible_NV, ref_log_probs_NV, 0)
+    return (probs_NV * difference_NV).sum(dim=-1)
 
 
 class KLController(Protocol):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_plugins.algorithms.advantages import grpo, one_rank
-from rl_plugins.tests.algorithms import reference
 from rl_plugins.tests.algorithms.batches import make_batch
+from rl_plugins.tests.algorithms.reference import basics as reference
 
 SCALES = ("group", "batch", "none")
 

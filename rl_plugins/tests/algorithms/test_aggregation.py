@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, aggregate, local_counts
-from rl_plugins.tests.algorithms import reference
 from rl_plugins.tests.algorithms.batches import make_batch
+from rl_plugins.tests.algorithms.reference import basics as reference
 
 SPLITS = [[[16]], [[3, 13]], [[1] * 8, [1] * 8], [[5, 3], [8]], [[4], [4], [4], [3, 1]]]
 

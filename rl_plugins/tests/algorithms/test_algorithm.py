@@ -13,8 +13,8 @@ from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, local_
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.algorithms.kl import AdaptiveKL, FixedKL
 from rl_plugins.errors import ConfigError
-from rl_plugins.tests.algorithms import reference
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
+from rl_plugins.tests.algorithms.reference import basics as reference
 
 
 def advantages(algorithm: Algorithm, batch: Batch, coefficient: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,8 +130,10 @@ def test_what_needs_a_reference_and_which_controller() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"advantage": "gae2"}, r"algorithm\.advantage='gae2' is unknown: use one of grpo"),
-        ({"policy_loss": "x"}, r"algorithm\.policy_loss='x' is unknown: use one of ppo_clip"),
+        ({"advantage": "gae2"}, r"algorithm\.advantage='gae2' is unknown: use one of .*grpo"),
+        ({"policy_loss": "x"}, r"algorithm\.policy_loss='x' is unknown: use one of .*ppo_clip"),
+        ({"advantage": "gae"}, r"algorithm\.advantage='gae' needs values_BT, which this stage does not compute"),
+        ({"policy_loss": "dro"}, r"algorithm\.policy_loss='dro' needs beta: set algorithm.policy_loss_options.beta"),
         ({"aggregation": "mean"}, r"algorithm\.aggregation='mean' is unknown"),
         (
             {"kl": KLConfig(estimator="k9")},

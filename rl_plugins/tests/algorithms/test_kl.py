@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rl_plugins.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_in_reward
-from rl_plugins.tests.algorithms import reference
 from rl_plugins.tests.algorithms.batches import make_batch
+from rl_plugins.tests.algorithms.reference import basics as reference
 
 GRADIENTS = {
     "k1": lambda d: 1.0,

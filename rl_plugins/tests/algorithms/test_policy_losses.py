@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.policy_losses import ppo_clip
-from rl_plugins.tests.algorithms import reference
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
+from rl_plugins.tests.algorithms.reference import basics as reference
 
 CLIPS = [
     (0.2, 0.2, 3.0),

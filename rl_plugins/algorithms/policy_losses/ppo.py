@@ -1,20 +1,11 @@
-"""Policy losses: per-token terms [B, T], to be aggregated by `aggregation.aggregate`.
-
-Each function takes the current, the old and the advantage tensors and returns the loss of every token and a
-dictionary of per-token metric tensors [B, T] that the caller averages over valid tokens.
-"""
+"""PPO's clipped surrogate."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-
-MAX_LOG_RATIO = 20.0
-"""Bound on |log ratio| before exponentiation: e^20 is finite in float32 and far outside any clip range."""
+from rl_plugins.algorithms.policy_losses.inputs import MAX_LOG_RATIO
 
 
 def ppo_clip(
@@ -63,6 +54,3 @@ def ppo_clip(
         metrics["dual_clip_fraction"] = (negative_BT & (loss_BT > bound_BT)).float()
         loss_BT = torch.where(negative_BT, torch.minimum(loss_BT, bound_BT), loss_BT)
     return loss_BT, metrics
-
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo_clip": ppo_clip}

@@ -1,0 +1,96 @@
+"""Changes to the rewards of samples before advantages are computed: functions of rewards and lengths, each [B]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def overlong_penalty(*, response_lengths_B: Tensor, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> Tensor:
+    """What to add to the reward of long responses: falls from 0 to `-factor` over the last `buffer_tokens` tokens.
+
+    `clip(-factor (L - (max_tokens - buffer_tokens)) / buffer_tokens, -factor, 0)`; a response longer than
+    `max_tokens` gets `-factor` and no less.
+
+    Args:
+        response_lengths_B: tokens of each response, L.
+        max_tokens: the length from which on the penalty is whole.
+        buffer_tokens: the length of its slope.
+        factor: the whole penalty.
+
+    Returns:
+        Penalties, in [-factor, 0], [B].
+
+    Raises:
+        ValueError: a buffer outside 1 .. `max_tokens`, or a negative factor.
+
+    Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.4.
+    """
+    if not 0 < buffer_tokens <= max_tokens:
+        raise ValueError(f"buffer_tokens={buffer_tokens}: must be in 1 .. max_tokens={max_tokens}")
+    if not factor >= 0:
+        raise ValueError(f"factor={factor}: must be at least 0; it is subtracted")
+    excess_B = (response_lengths_B - (max_tokens - buffer_tokens)).clamp(0, buffer_tokens)
+    return -factor * (excess_B / buffer_tokens)
+
+
+def clip_rewards(*, rewards_B: Tensor, low: float, high: float) -> Tensor:
+    """Rewards bounded to [low, high], so that an outlier cannot dominate the statistics of its group.
+
+    NaN (a reward that failed) stays NaN.
+
+    Raises:
+        ValueError: `low` is above `high`.
+    """
+    if not low <= high:
+        raise ValueError(f"low={low} and high={high}: low must not be above high")
+    return rewards_B.clamp(low, high)
+
+
+def length_penalty(
+    *,
+    response_lengths_B: Tensor,
+    is_correct_B: Tensor,
+    groups_B: Tensor,
+    valid_B: Tensor,
+    factor: float = 1.0,
+) -> Tensor:
+    """What to add to the reward so that short responses beat long ones to the same prompt (Kimi k1.5).
+
+    With the shortest and longest valid response of the group, `l = 1/2 - (L - shortest) / (longest - shortest)`, from
+    1/2 to -1/2: `factor l` for a correct response, `factor min(0, l)` for a wrong one, which can only lose. 0 in a
+    group whose responses are all equally long.
+
+    Args:
+        response_lengths_B: tokens of each response, L.
+        is_correct_B: bool, whether it solves its task.
+        groups_B: the prompt that each sample answers; all samples of a group are here.
+        valid_B: False for samples to leave out: they count in no group and get 0.
+        factor: weight of this term. The paper sets it to 0 in the first phase of training.
+
+    Returns:
+        Terms in [-factor / 2, factor / 2], [B].
+
+    Raises:
+        ValueError: a negative factor.
+
+    Source: Kimi k1.5, https://arxiv.org/abs/2501.12599, section 2.3.3.
+    """
+    if not factor >= 0:
+        raise ValueError(f"factor={factor}: must be at least 0; a negative one would reward length")
+    dtype = torch.promote_types(response_lengths_B.dtype, torch.get_default_dtype())
+    lengths_B = response_lengths_B.to(dtype)
+    unique_groups, group_of_B = torch.unique(groups_B, return_inverse=True)
+
+    def extreme_B(reduce: str, missing: float) -> Tensor:
+        of_group_G = lengths_B.new_full(unique_groups.shape, missing)
+        of_group_G.scatter_reduce_(0, group_of_B, lengths_B.masked_fill(~valid_B, missing), reduce)
+        return of_group_G[group_of_B]
+
+    shortest_B = extreme_B("amin", torch.inf)
+    spread_B = extreme_B("amax", -torch.inf) - shortest_B
+    differs_B = valid_B & (spread_B > 0)
+    position_B = torch.where(differs_B, lengths_B - shortest_B, 0) / torch.where(differs_B, spread_B, 1)
+    term_B = factor * (0.5 - position_B)
+    term_B = torch.where(is_correct_B.bool(), term_B, term_B.clamp(max=0))
+    return torch.where(differs_B, term_B, 0)

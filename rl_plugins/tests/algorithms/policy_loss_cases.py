@@ -1,0 +1,43 @@
+"""Every policy loss with options that reach its branches, on a random batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS
+from rl_plugins.tests.algorithms.batches import Batch
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cispo": {"clip_low": 0.2, "clip_high": 0.3},
+    "clip_cov": {},
+    "dppo_kl": {"low": 0.05, "high": 0.05, "cap": 2.0},
+    "dppo_tv": {"low": 0.1, "high": 0.2, "cap": 2.0},
+    "dro": {"beta": 0.5},
+    "gmpo": {},
+    "gpg": {},
+    "gspo": {"clip_low": 0.1, "clip_high": 0.2},
+    "kl_cov": {"coefficient": 0.3},
+    "ppo_clip": {},
+    "reinforce": {},
+    "sapo": {},
+}
+
+
+def loss_of(
+    name: str, batch: Batch, log_probs_BT: Tensor, rows: slice = slice(None)
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss `name` of some rows of the batch; every third token is a selected one."""
+    options = dict(OPTIONS[name])
+    if name in SELECTIONS:
+        numbers = torch.arange(batch.mask.numel()).reshape(batch.mask.shape)
+        options["selected_BT"] = (numbers % 3 == 0)[rows]
+    return POLICY_LOSSES[name](
+        log_probs_BT=log_probs_BT[rows],
+        old_log_probs_BT=batch.old[rows],
+        advantages_BT=batch.advantages[rows],
+        response_mask_BT=batch.mask[rows],
+        **options,
+    )

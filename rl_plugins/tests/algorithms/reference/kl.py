@@ -1,0 +1,84 @@
+"""KL estimators, KL in the reward, the adaptive coefficient."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from rl_plugins.tests.algorithms.reference.masked import Floats, Mask, clamp, positions
+
+
+def kl(
+    *,
+    name: str,
+    log_probs_BT: Floats,
+    ref_log_probs_BT: Floats,
+    response_mask_BT: Mask,
+    frozen_log_probs_BT: Floats | None = None,
+) -> Floats:
+    """0 where masked; a name that ends in + has the base's value and k2's gradient.
+
+    `frozen_log_probs_BT` stands where the gradient is stopped (`log_probs_BT` when None), as in the policy losses.
+    """
+    frozen_BT = log_probs_BT if frozen_log_probs_BT is None else frozen_log_probs_BT
+    kl_BT = np.zeros(response_mask_BT.shape)
+    for i, t in positions(response_mask_BT):
+        moving = float(log_probs_BT[i, t] - ref_log_probs_BT[i, t])
+        held = float(frozen_BT[i, t] - ref_log_probs_BT[i, t])
+        if name.endswith("+"):
+            kl_BT[i, t] = estimate("k2", moving) - estimate("k2", held) + estimate(name[:-1], held)
+        else:
+            kl_BT[i, t] = estimate(name, moving)
+    return kl_BT
+
+
+def estimate(name: str, difference: float) -> float:
+    """Of one token, by the difference of log-probs, current minus reference."""
+    if name in ("k1", "kl"):
+        return difference
+    if name == "abs":
+        return abs(difference)
+    if name in ("k2", "mse"):
+        return difference**2 / 2
+    if name in ("k3", "low_var_kl"):
+        u = clamp(-difference, -20.0, 20.0)
+        return clamp(math.exp(u) - u - 1, -10.0, 10.0)
+    raise ValueError(name)
+
+
+def full_kl(*, logits_NV: Floats, ref_logits_NV: Floats) -> Floats:
+    """Sum over the vocabulary of p (log p - log p_ref)."""
+    kl_N = np.zeros(len(logits_NV))
+    for n in range(len(kl_N)):
+        log_p_V, log_q_V = log_softmax(logits_NV[n]), log_softmax(ref_logits_NV[n])
+        kl_N[n] = math.fsum(math.exp(p) * (p - q) for p, q in zip(log_p_V, log_q_V, strict=True))
+    return kl_N
+
+
+def log_softmax(logits_V: Floats) -> list[float]:
+    largest = float(max(logits_V))
+    total = largest + math.log(math.fsum(math.exp(logit - largest) for logit in logits_V))
+    return [float(logit) - total for logit in logits_V]
+
+
+def kl_in_reward(
+    *,
+    token_level_scores_BT: Floats,
+    log_probs_BT: Floats,
+    ref_log_probs_BT: Floats,
+    response_mask_BT: Mask,
+    coefficient: float,
+    name: str = "k1",
+) -> Floats:
+    penalty_BT = kl(
+        name=name, log_probs_BT=log_probs_BT, ref_log_probs_BT=ref_log_probs_BT, response_mask_BT=response_mask_BT
+    )
+    return token_level_scores_BT - coefficient * penalty_BT
+
+
+def adaptive_coefficient(
+    *, coefficient: float, measured: float, sequences: int, target: float = 0.1, horizon: float = 10000.0
+) -> float:
+    """After one batch."""
+    return coefficient * (1 + clamp(measured / target - 1, -0.2, 0.2) * sequences / horizon)

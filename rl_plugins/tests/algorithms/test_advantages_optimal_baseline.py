@@ -1,0 +1,137 @@
+"""The optimal token baseline by hand, against plain loops, and what it is for: less variance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_plugins.algorithms.advantages.optimal_baseline import optimal_token_baseline, tir_optimal_token_baseline
+from rl_plugins.tests.algorithms.advantage_cases import Inputs, make_inputs
+
+ESTIMATORS = (optimal_token_baseline, tir_optimal_token_baseline)
+
+
+def inputs_of(rewards: Any, mask: Any, energies: Any) -> Inputs:
+    """One group. The probability of every token is 1/2, so that the squared norm is what is asked for."""
+    mask = torch.tensor(mask).double()
+    return {
+        "token_level_rewards_BT": torch.tensor(rewards).double(),
+        "response_mask_BT": mask,
+        "groups_B": torch.zeros(len(mask), dtype=torch.long),
+        "valid_B": torch.ones(len(mask), dtype=torch.bool),
+        "old_log_probs_BT": torch.full_like(mask, 0.5).log(),
+        "sum_pi_squared_BT": torch.tensor(energies).double(),
+    }
+
+
+def in_loops(inputs: Inputs, compact: bool, zero_tail: bool) -> Tensor:
+    """Advantages by the formula, a token at a time."""
+    mask, valid, groups = inputs["response_mask_BT"], inputs["valid_B"], inputs["groups_B"]
+    advantages = torch.zeros_like(mask)
+    rows: dict[int, dict[int, tuple[float, float, int]]] = {}  # sample -> position -> return, energy, column
+    for i in range(len(mask)):
+        tokens = mask[i].nonzero().flatten().tolist() if valid[i] else []
+        rows[i], energy = {}, 0.0
+        for n, t in enumerate(tokens):
+            norm = float(1 - 2 * inputs["old_log_probs_BT"][i, t].exp() + inputs["sum_pi_squared_BT"][i, t])
+            if "rollout_weights_BT" in inputs:
+                norm *= float(inputs["rollout_weights_BT"][i, t]) ** 2
+            energy += norm
+            to_go = float(sum(inputs["token_level_rewards_BT"][i, s] for s in tokens[n:]))
+            rows[i][n if compact else t] = (to_go, energy, t)
+    for i in rows:
+        siblings = [j for j in rows if groups[j] == groups[i] and valid[j]]
+        longest_of_others = max((len(rows[j]) for j in siblings if j != i), default=0)
+        for position, (to_go, _, column) in rows[i].items():
+            here = [rows[j][position] for j in siblings if position in rows[j]]
+            energies = [w for _, w, _ in here]
+            if compact:
+                # Who has ended stays in the denominator with all that it summed.
+                energies += [max(w for _, w, _ in rows[j].values()) for j in siblings if 0 < len(rows[j]) <= position]
+            baseline = sum(g * w for g, w, _ in here) / (sum(energies) + 1e-8)
+            in_tail = zero_tail and len(rows[i]) > longest_of_others and position >= longest_of_others
+            advantages[i, column] = to_go - (0.0 if in_tail or len(siblings) == 1 else baseline)
+    return advantages
+
+
+@pytest.mark.parametrize("zero_tail", [True, False])
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_agrees_with_loops(seed: int, weighted: bool, compact: bool, zero_tail: bool) -> None:
+    inputs = make_inputs("tir_optimal_token_baseline", seed)
+    if not weighted:
+        del inputs["rollout_weights_BT"]
+    advantages, _ = ESTIMATORS[compact](**inputs, zero_tail=zero_tail)
+    torch.testing.assert_close(advantages, in_loops(inputs, compact, zero_tail), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_by_hand(estimator: Any) -> None:
+    """Norms 1, 1, 1 and 3, 1; energies 1, 2, 3 and 3, 4; returns 4, 4, 4 and 8, 8."""
+    inputs = inputs_of(
+        rewards=[[0.0, 0.0, 4.0], [0.0, 8.0, 0.0]],
+        mask=[[1, 1, 1], [1, 1, 0]],
+        energies=[[1.0, 1.0, 1.0], [3.0, 1.0, 9.0]],
+    )
+    # Baselines (1 * 4 + 3 * 8) / 4 = 7, (2 * 4 + 4 * 8) / 6 = 20/3, and 4 in the tail.
+    expected = torch.tensor([[4 - 7, 4 - 20 / 3, 4.0], [8 - 7, 8 - 20 / 3, 0]]).double()
+    advantages, returns = estimator(**inputs)
+    torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
+    assert returns.tolist() == [[4, 4, 4], [8, 8, 0]]
+    # The tail's own return as baseline teaches nothing; the other response's energy of 4 in the denominator does.
+    expected[0, 2] = 0 if estimator is optimal_token_baseline else 4 - 3 * 4 / (3 + 4)
+    torch.testing.assert_close(estimator(**inputs, zero_tail=False)[0], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_importance_weights_count_squared() -> None:
+    inputs = inputs_of(rewards=[[4.0], [8.0]], mask=[[1], [1]], energies=[[1.0], [1.0]])
+    inputs["rollout_weights_BT"] = torch.tensor([[1.0], [3.0]]).double()
+    advantages, _ = optimal_token_baseline(**inputs)
+    baseline = (4 + 9 * 8) / 10
+    assert advantages[:, 0].tolist() == pytest.approx([4 - baseline, 8 - baseline])
+
+
+def test_the_nth_token_is_compared_with_nth_tokens() -> None:
+    """An observation in one of two equal responses: only the count of sampled tokens lines them up."""
+    rewards, energies = [[0.0, 0.0, 4.0], [0.0, 8.0, 0.0]], [[1.0, 5.0, 1.0], [1.0, 1.0, 1.0]]
+    inputs = inputs_of(rewards=rewards, mask=[[1, 0, 1], [1, 1, 0]], energies=energies)
+    advantages, _ = tir_optimal_token_baseline(**inputs)
+    # Energies 1, 2 in both: baseline 6 at both tokens.
+    torch.testing.assert_close(advantages, torch.tensor([[-2.0, 0, -2], [2, 2, 0]]).double(), rtol=1e-6, atol=1e-6)
+
+
+def test_for_full_responses_without_observations_both_are_the_same() -> None:
+    inputs = make_inputs("tir_optimal_token_baseline", 4)
+    inputs["response_mask_BT"] = torch.ones_like(inputs["response_mask_BT"])
+    for plain, tir in zip(optimal_token_baseline(**inputs), tir_optimal_token_baseline(**inputs), strict=True):
+        torch.testing.assert_close(tir, plain, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_rounding_of_certain_tokens_cannot_blow_up_the_baseline(estimator: Any) -> None:
+    """Probabilities of 1 have a norm of 0, give or take a rounding error of either sign."""
+    inputs = inputs_of(
+        rewards=[[4.0], [8.0], [0.0]], mask=[[1]] * 3, energies=[[1e-7], [-0.999e-7], [0.0]]
+    )  # Plus 1 - 2 pi = 0.
+    advantages, _ = estimator(**inputs)
+    assert (advantages.abs() <= 8).all()
+
+
+def test_the_weighted_norm_of_the_gradient_is_smallest() -> None:
+    """`sum_i W (g - B)^2` over the group has its least value at the optimal baseline, at every position."""
+    generator = torch.Generator().manual_seed(0)
+    energies = torch.rand(6, 4, generator=generator).double() + 0.1
+    rewards = torch.zeros(6, 4).double()
+    rewards[:, -1] = torch.randn(6, generator=generator).double()
+    inputs = inputs_of(rewards.tolist(), [[1] * 4] * 6, energies.tolist())
+    advantages, returns = optimal_token_baseline(**inputs)
+    weight = energies.cumsum(dim=-1)
+    best = (weight * advantages.square()).sum(dim=0)
+    for shift in (-0.1, 0.1):
+        assert ((weight * (advantages + shift).square()).sum(dim=0) > best).all()
+    group_mean = returns - returns.mean(dim=0)
+    assert ((weight * group_mean.square()).sum(dim=0) > best).all()

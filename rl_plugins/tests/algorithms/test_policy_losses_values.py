@@ -1,0 +1,247 @@
+"""Values and gradients of the policy losses: by hand for every branch, and against finite differences."""
+
+from __future__ import annotations
+
+import inspect
+from math import exp, log
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate, local_counts
+from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS
+from rl_plugins.tests.algorithms.batches import Batch, make_batch
+from rl_plugins.tests.algorithms.policy_loss_cases import OPTIONS, loss_of
+
+WIDTHS = {"clip_low": 0.2, "clip_high": 0.3}
+YES, NO = {"selected_BT": torch.tensor([[True]])}, {"selected_BT": torch.tensor([[False]])}
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + exp(-x))
+
+
+def binary_kl(before: float, now: float) -> float:
+    return before * log(before / now) + (1 - before) * log((1 - before) / (1 - now))
+
+
+# Loss, options, old and current probability, advantage; expected loss, its derivative by the log-prob, and metric.
+BY_HAND: list[tuple[str, dict[str, Any], float, float, float, float, float, dict[str, float]]] = [
+    ("reinforce", {}, 0.5, 0.25, 2.0, -2 * log(0.25), -2.0, {"ppo_kl": log(2)}),
+    ("gpg", {}, 0.5, 0.25, -3.0, 3 * log(0.25), 3.0, {"ppo_kl": log(2)}),
+    # CISPO: inside the range, above, below, and without a lower bound.
+    ("cispo", WIDTHS, 0.5, 0.55, 2.0, -1.1 * 2 * log(0.55), -2.2, {"clip_fraction": 0}),
+    ("cispo", WIDTHS, 0.2, 0.4, 2.0, -1.3 * 2 * log(0.4), -2.6, {"clip_fraction": 1}),
+    ("cispo", WIDTHS, 0.2, 0.4, -2.0, 1.3 * 2 * log(0.4), 2.6, {"clip_fraction": 1}),
+    ("cispo", WIDTHS, 0.5, 0.25, -2.0, 0.8 * 2 * log(0.25), 1.6, {"clip_fraction": 1}),
+    ("cispo", {"clip_low": 1.0}, 0.5, 0.005, -2.0, 0.01 * 2 * log(0.005), 0.02, {"clip_fraction": 0}),
+    # DRO: 1/2 beta x^2 - A l.
+    ("dro", {"beta": 0.5}, 0.5, 0.25, 2.0, 0.25 * log(2) ** 2 - 2 * log(0.25), -0.5 * log(2) - 2, {}),
+    ("dro", {"beta": 2.0}, 0.25, 0.5, -1.0, log(2) ** 2 + log(0.5), 2 * log(2) + 1, {"ppo_kl": -log(2)}),
+    # SAPO: at ratio 1 the slope is that of REINFORCE; away from it, less.
+    ("sapo", {}, 0.5, 0.5, 2.0, -2 * 4 * 0.5, -2.0, {}),
+    ("sapo", {}, 0.5, 0.5, -2.0, 2 * 4 / 1.05 * 0.5, 2.0, {}),
+    ("sapo", {}, 0.2, 0.4, 1.0, -4 * sigmoid(1), -4 * 2 * sigmoid(1) * sigmoid(-1), {}),
+    (
+        "sapo",
+        {"tau_negative": 3.0},
+        0.4,
+        0.2,
+        -1.0,
+        4 / 3 * sigmoid(-1.5),
+        4 * 0.5 * sigmoid(1.5) * sigmoid(-1.5),
+        {},
+    ),
+    # DPPO by total variation: kept, dropped, moved but back towards the old policy (both ways), capped.
+    ("dppo_tv", {}, 0.5, 0.6, 1.0, -1.2 * log(0.6), -1.2, {"clip_fraction": 0}),
+    ("dppo_tv", {}, 0.5, 0.75, 1.0, 0.0, 0.0, {"clip_fraction": 1}),
+    ("dppo_tv", {}, 0.5, 0.75, -1.0, 1.5 * log(0.75), 1.5, {"clip_fraction": 0}),
+    ("dppo_tv", {}, 0.5, 0.25, -1.0, 0.0, 0.0, {"clip_fraction": 1}),
+    ("dppo_tv", {}, 0.5, 0.25, 1.0, -0.5 * log(0.25), -0.5, {"clip_fraction": 0}),
+    ("dppo_tv", {"low": 0.3}, 0.5, 0.25, -1.0, 0.5 * log(0.25), 0.5, {"clip_fraction": 0}),
+    ("dppo_tv", {}, 0.001, 0.05, 1.0, -20 * log(0.05), -20.0, {"cap_fraction": 1, "clip_fraction": 0}),
+    ("dppo_tv", {"cap": 3.0}, 0.1, 0.25, 1.0, -2.5 * log(0.25), -2.5, {"cap_fraction": 0}),
+    # DPPO by KL, whose bound lies between the two divergences.
+    ("dppo_kl", {"high": binary_kl(0.5, 0.7)}, 0.5, 0.69, 1.0, -1.38 * log(0.69), -1.38, {"clip_fraction": 0}),
+    ("dppo_kl", {"high": binary_kl(0.5, 0.7)}, 0.5, 0.71, 1.0, 0.0, 0.0, {"clip_fraction": 1}),
+    ("dppo_kl", {"high": 0.01}, 0.5, 0.1, 1.0, -0.2 * log(0.1), -0.2, {"clip_fraction": 0}),
+    ("dppo_kl", {"low": binary_kl(0.5, 0.3)}, 0.5, 0.31, -1.0, 0.62 * log(0.31), 0.62, {"clip_fraction": 0}),
+    ("dppo_kl", {"low": binary_kl(0.5, 0.3)}, 0.5, 0.29, -1.0, 0.0, 0.0, {"clip_fraction": 1}),
+    ("dppo_kl", {"low": 0.01}, 0.5, 0.9, -1.0, 1.8 * log(0.9), 1.8, {"clip_fraction": 0}),
+    ("dppo_kl", {"cap": 3.0}, 0.01, 0.1, 1.0, -3 * log(0.1), -3.0, {"cap_fraction": 1}),
+    ("dppo_kl", {}, 1.0 + 1e-7, 1.0, 1.0, 0.0, -1.0, {"clip_fraction": 0}),
+    ("dppo_kl", {}, 1.0, 1.0 + 1e-7, 1.0, -1e-7, -1.0, {"clip_fraction": 0}),
+    # GSPO and GMPO of a response of one token.
+    ("gspo", WIDTHS, 0.5, 0.55, 2.0, -2.2, -2.2, {"clip_fraction": 0}),
+    ("gspo", WIDTHS, 0.2, 0.4, 2.0, -2.6, 0.0, {"clip_fraction": 1}),
+    ("gspo", WIDTHS, 0.2, 0.4, -2.0, 4.0, 4.0, {"clip_fraction": 0}),
+    ("gspo", WIDTHS, 0.5, 0.25, -2.0, 1.6, 0.0, {"clip_fraction": 1}),
+    ("gspo", WIDTHS, 0.5, 0.25, 2.0, -1.0, -1.0, {"clip_fraction": 0}),
+    ("gspo", WIDTHS, 1e-9, 0.9, -1.0, exp(10), 0.0, {}),
+    ("gmpo", {}, 0.5, 0.55, 2.0, -2.2, -2.2, {"clip_fraction": 0}),
+    ("gmpo", {"clip_high": 0.3}, 0.2, 0.4, 2.0, -2 * exp(0.3), 0.0, {"clip_fraction": 1}),
+    ("gmpo", {}, 0.2, 0.4, -2.0, 4.0, 4.0, {"clip_fraction": 0}),
+    ("gmpo", {"clip_low": 0.5}, 0.5, 0.25, -2.0, 2 * exp(-0.5), 0.0, {"clip_fraction": 1}),
+    ("gmpo", {}, 0.5, 0.25, 2.0, -1.0, -1.0, {"clip_fraction": 0}),
+    ("gmpo", {}, 0.5, 0.25, 0.0, 0.0, 0.0, {"clip_fraction": 0}),
+    # Clip-Cov: PPO's branches, no dual clip, and nothing where selected.
+    ("clip_cov", {**WIDTHS, **NO}, 0.5, 0.55, 2.0, -2.2, -2.2, {"clip_fraction": 0, "selected_fraction": 0}),
+    ("clip_cov", {**WIDTHS, **NO}, 0.2, 0.4, 2.0, -2.6, 0.0, {"clip_fraction": 1}),
+    ("clip_cov", {**WIDTHS, **NO}, 0.5, 0.25, -2.0, 1.6, 0.0, {"clip_fraction": 1}),
+    ("clip_cov", {**WIDTHS, **NO}, 0.01, 0.4, -2.0, 80.0, 80.0, {"clip_fraction": 0}),
+    ("clip_cov", {**WIDTHS, **YES}, 0.5, 0.55, 2.0, 0.0, 0.0, {"clip_fraction": 0, "selected_fraction": 1}),
+    # KL-Cov: no clip, and a penalty on both sides where selected.
+    ("kl_cov", NO, 0.1, 0.5, 2.0, -10.0, -10.0, {"selected_fraction": 0}),
+    ("kl_cov", YES, 0.1, 0.5, 2.0, -10 + 0.1 * log(5), -10 + 0.1, {"selected_fraction": 1}),
+    ("kl_cov", {**YES, "coefficient": 0.4}, 0.5, 0.25, 2.0, -1 + 0.4 * log(2), -1 - 0.4, {"ppo_kl": log(2)}),
+    ("kl_cov", YES, 0.5, 0.5, 2.0, -2.0, -2.0, {}),
+    ("kl_cov", YES, 1e-12, 0.9, 0.0, 0.1 * log(0.9e12), 0.1, {"ppo_kl": -20}),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "before", "now", "advantage", "value", "slope", "metrics"), BY_HAND)
+def test_one_token_by_hand(
+    name: str,
+    options: dict[str, Any],
+    before: float,
+    now: float,
+    advantage: float,
+    value: float,
+    slope: float,
+    metrics: dict[str, float],
+) -> None:
+    log_probs = torch.tensor([[log(now)]], dtype=torch.float64, requires_grad=True)
+    loss, measured = POLICY_LOSSES[name](
+        log_probs_BT=log_probs,
+        old_log_probs_BT=torch.tensor([[log(before)]], dtype=torch.float64),
+        advantages_BT=torch.tensor([[advantage]], dtype=torch.float64),
+        response_mask_BT=torch.ones(1, 1),
+        **options,
+    )
+    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+    # 1e-6: DPPO's KL keeps its logarithm finite with 1e-8.
+    assert loss.item() == pytest.approx(value, rel=1e-6, abs=1e-11)
+    assert gradient.item() == pytest.approx(slope, rel=1e-6, abs=1e-12)
+    for metric, expected in metrics.items():
+        assert measured[metric].item() == pytest.approx(expected), metric
+
+
+def test_the_hand_computed_cases_cover_every_loss() -> None:
+    assert {case[0] for case in BY_HAND} | {"ppo_clip"} == set(POLICY_LOSSES) == set(OPTIONS)
+
+
+# Stop-gradients make the derivative differ from the slope of the value in the others.
+@pytest.mark.parametrize("name", ["ppo_clip", "reinforce", "gpg", "dro", "sapo", "gmpo", "clip_cov", "kl_cov"])
+@pytest.mark.parametrize("seed", range(2))
+def test_gradient_agrees_with_finite_differences(name: str, seed: int) -> None:
+    batch = make_batch(seed, width=8)
+    if name == "kl_cov":
+        # Beside e^20 the penalty drowns in the rounding error of a finite difference.
+        batch.old = batch.log_probs + (batch.old - batch.log_probs).clamp(-5, 5)
+
+    def loss(log_probs: Tensor) -> Tensor:
+        return loss_of(name, batch, log_probs)[0]
+
+    assert torch.autograd.gradcheck(loss, batch.log_probs.clone().requires_grad_(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["reinforce", "gpg", "cispo", "dppo_tv", "dppo_kl"])
+def test_the_weight_of_a_log_prob_has_no_gradient(name: str) -> None:
+    """The loss is a constant times the log-prob: what it is multiplied by is its gradient."""
+    batch = make_batch(3)
+    log_probs = batch.log_probs.clone().requires_grad_()
+    loss, _ = loss_of(name, batch, log_probs)
+    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+    torch.testing.assert_close(gradient * batch.log_probs, loss.detach(), rtol=1e-12, atol=1e-12)
+    assert gradient.any()
+
+
+def mean_over_sequences(loss: Tensor, mask: Tensor) -> Tensor:
+    return aggregate(loss, mask, "seq-mean-token-mean", GlobalCounts(*local_counts(mask).tolist()))
+
+
+def with_equal_advantages(batch: Batch) -> Batch:
+    batch.advantages = batch.advantages[:, 5:6].expand_as(batch.advantages).clone()
+    return batch
+
+
+def gspo_of_sequences(log_probs: Tensor, batch: Batch) -> Tensor:
+    """The paper's objective, one sequence after the other."""
+    losses = []
+    for i in range(len(batch.mask)):
+        valid = batch.mask[i].bool()
+        if valid.any():
+            ratio = ((log_probs[i] - batch.old[i])[valid].mean()).clamp(max=10).exp()
+            advantage = batch.advantages[i, 0]
+            losses.append(-torch.minimum(advantage * ratio, advantage * ratio.clamp(0.9, 1.2)))
+    return torch.stack(losses).mean()
+
+
+def gmpo_of_sequences(log_probs: Tensor, batch: Batch) -> Tensor:
+    """The paper's objective, one sequence after the other, in products of ratios."""
+    losses = []
+    for i in range(len(batch.mask)):
+        valid = batch.mask[i].bool()
+        if valid.any():
+            advantage = batch.advantages[i, 0]
+            ratios = (log_probs[i] - batch.old[i])[valid].exp()
+            clipped = ratios.clamp(exp(-0.4), exp(0.4))
+            kept = torch.minimum(ratios, clipped) if advantage > 0 else torch.maximum(ratios, clipped)
+            losses.append(-advantage * kept.prod() ** (1 / len(kept)))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize(("name", "paper"), [("gspo", gspo_of_sequences), ("gmpo", gmpo_of_sequences)])
+@pytest.mark.parametrize("seed", range(4))
+def test_sequence_losses_are_the_papers_mean_over_sequences(name: str, paper: Any, seed: int) -> None:
+    batch = with_equal_advantages(make_batch(seed))
+    log_probs = batch.log_probs.clone().requires_grad_()
+    loss = mean_over_sequences(loss_of(name, batch, log_probs)[0], batch.mask)
+    expected = paper(log_probs, batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    (expected_gradient,) = torch.autograd.grad(expected, log_probs)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-9)
+    assert gradient.any()
+
+
+@pytest.mark.parametrize("name", sorted({*POLICY_LOSSES} - {"dro"}))
+def test_on_policy_the_gradient_is_reinforce(name: str) -> None:
+    """At ratio 1, equal advantages in a response and no penalty, every loss is the policy gradient."""
+    batch = with_equal_advantages(make_batch(5))
+    batch.old = batch.log_probs.clone()
+    log_probs = batch.log_probs.clone().requires_grad_()
+    loss, _ = loss_of(name, batch, log_probs)
+    (gradient,) = torch.autograd.grad(mean_over_sequences(loss, batch.mask), log_probs)
+    plain = mean_over_sequences(-batch.advantages * log_probs, batch.mask)
+    (expected,) = torch.autograd.grad(plain, log_probs)
+    if name == "clip_cov":
+        expected = expected * (torch.arange(expected.numel()).reshape(expected.shape) % 3 != 0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_every_loss_that_needs_selected_tokens_has_a_selection() -> None:
+    needing = {name for name, loss in POLICY_LOSSES.items() if "selected_BT" in inspect.signature(loss).parameters}
+    assert needing == set(SELECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("cispo", {"clip_low": -0.1}, "clip_low=-0.1: must be 0 or more"),
+        ("gspo", {"clip_high": -0.1}, "clip_high=-0.1: must be 0 or more"),
+        ("gmpo", {"clip_low": float("nan")}, "clip_low=nan: must be 0 or more"),
+        ("clip_cov", {"clip_low": -1.0, **NO}, "clip_low=-1.0: must be 0 or more"),
+        ("kl_cov", {"coefficient": -1.0, **NO}, "coefficient=-1.0: must be 0 or more"),
+        ("dppo_tv", {"low": -0.2}, "low=-0.2: must be 0 or more"),
+        ("dppo_kl", {"cap": 0.0}, "cap=0.0: must be above 0"),
+        ("sapo", {"tau_positive": 0.0}, "tau_positive=0.0: must be above 0"),
+        ("dro", {"beta": 0.0}, "beta=0.0: must be above 0; for no penalty use the policy loss reinforce"),
+    ],
+)
+def test_options_without_meaning_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    one = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=message):
+        POLICY_LOSSES[name](log_probs_BT=one, old_log_probs_BT=one, advantages_BT=one, response_mask_BT=one, **options)

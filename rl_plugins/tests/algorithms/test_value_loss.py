@@ -1,0 +1,96 @@
+"""The critic's loss: every branch by hand, gradients, garbage and splitting."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, aggregate
+from rl_plugins.algorithms.value_loss import value_loss
+
+
+def row(*numbers: float) -> torch.Tensor:
+    return torch.tensor([numbers], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss", "gradient", "clipped"),
+    [
+        (1.2, 1.0, 2.0, 0.32, -0.8, 0),  # Inside the range.
+        (1.5, 1.0, 2.0, 0.125, -0.5, 0),  # At its edge.
+        (1.75, 1.0, 2.0, 0.125, 0.0, 1),  # Further than the range, towards the return: the error at 1.5.
+        (0.25, 1.0, 0.0, 0.125, 0.0, 1),  # The same downwards: the error at 0.5.
+        (0.25, 1.0, 2.0, 1.53125, -1.75, 0),  # Further, away from the return: its own error.
+        (1.75, 1.0, 0.0, 1.53125, 1.75, 0),
+        (2.0, 2.0, 2.0, 0.0, 0.0, 0),
+    ],
+)
+def test_by_hand(value: float, old: float, target: float, loss: float, gradient: float, clipped: int) -> None:
+    values = row(value).requires_grad_()
+    inputs: dict[str, Any] = {"old_values_BT": row(old), "returns_BT": row(target), "response_mask_BT": row(1)}
+    found, metrics = value_loss(values_BT=values, **inputs)
+    assert float(found.detach()) == pytest.approx(loss)
+    assert float(torch.autograd.grad(found.sum(), values)[0]) == pytest.approx(gradient)
+    assert float(metrics["value_clip_fraction"]) == clipped
+    plain, nothing = value_loss(values_BT=values, **inputs, clip=None)
+    assert float(plain.detach()) == pytest.approx((value - target) ** 2 / 2) and nothing == {}
+    assert float(torch.autograd.grad(plain.sum(), values)[0]) == pytest.approx(value - target)
+
+
+def random_inputs(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    values, steps, returns = torch.randn(3, 8, 6, generator=generator, dtype=torch.float64)
+    mask = (torch.rand(8, 6, generator=generator) < 0.6).double()
+    mask[3] = 0
+    return {"values_BT": values, "old_values_BT": values + steps, "returns_BT": returns, "response_mask_BT": mask}
+
+
+@pytest.mark.parametrize("clip", [None, 0.2, 0.5])
+def test_gradients_agree_with_finite_differences(clip: float | None) -> None:
+    inputs = random_inputs(0)
+    values = inputs.pop("values_BT").requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: value_loss(values_BT=x, **inputs, clip=clip)[0], values)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_masked_positions_never_matter(clip: float | None, garbage: float) -> None:
+    clean = random_inputs(1)
+    masked = clean["response_mask_BT"] == 0
+    dirty = {name: x if name == "response_mask_BT" else x.masked_fill(masked, garbage) for name, x in clean.items()}
+    results = []
+    for inputs in (clean, dirty):
+        values = inputs["values_BT"].clone().requires_grad_()
+        loss, metrics = value_loss(**{**inputs, "values_BT": values}, clip=clip)
+        (gradient,) = torch.autograd.grad(loss.sum(), values)
+        results.append((loss.detach(), gradient, *metrics.values()))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+        assert not ours[masked].any()
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_the_gradient_does_not_depend_on_micro_batches(mode: str, parts: int) -> None:
+    inputs = random_inputs(2)
+    mask = inputs["response_mask_BT"]
+    counts = GlobalCounts(tokens=float(mask.sum()), sequences=float((mask.sum(-1) > 0).sum()))
+    values = inputs.pop("values_BT").requires_grad_()
+
+    def gradient(pieces: int) -> torch.Tensor:
+        total = torch.zeros_like(values)
+        for index in torch.arange(8).tensor_split(pieces):
+            loss, _ = value_loss(values_BT=values[index], **{name: x[index] for name, x in inputs.items()})
+            total += torch.autograd.grad(aggregate(loss, mask[index], mode, counts, scale_factor=6.0), values)[0]
+        return total
+
+    torch.testing.assert_close(gradient(parts), gradient(1))
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, math.nan])
+def test_wrong_clip_is_refused(clip: float) -> None:
+    with pytest.raises(ValueError, match="clip="):
+        value_loss(**random_inputs(3), clip=clip)
