@@ -29,7 +29,7 @@ class KLConfig:
     Attributes:
         coefficient: weight of the KL term; 0 needs no reference model.
         placement: `loss` (added to the policy loss) or `reward` (subtracted from each token's reward).
-        estimator: `k1`, `k2` or `k3`.
+        estimator: a name in `KL_ESTIMATORS`.
         target: adapt the coefficient towards this KL; None keeps it fixed.
         horizon: how slowly it adapts, in sequences.
     """

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -18,6 +19,8 @@ from typing_extensions import override
 from rl_plugins.algorithms.aggregation import AGGREGATIONS
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
 from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations, SamplingConfig
@@ -198,10 +201,18 @@ def gradients(
     return own.recorder.gradients, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+def of_recipes() -> dict[str, Algorithm]:
+    """Every file of recipes/conf/algorithm, by its name."""
+    names = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.yaml"))
+    nodes = {name: compose_config("grpo", ["model.path=none", f"algorithm={name}"]).algorithm for name in names}
+    return {name: instantiate(node) for name, node in nodes.items()}
+
+
 CASES: dict[str, tuple[Algorithm, int]] = {
     **{mode: (Algorithm(aggregation=mode, scale_factor=BUDGET), 1) for mode in AGGREGATIONS},
     "batch scale": (Algorithm(advantage_options={"scale": "batch"}), 1),
-    "two updates": (Algorithm(), 2),
+    # Two updates, so that the ratios are not 1.
+    **{name: (algorithm, 2) for name, algorithm in of_recipes().items()},
 }
 
 

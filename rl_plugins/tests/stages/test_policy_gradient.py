@@ -89,6 +89,16 @@ def test_any_micro_batches_give_the_gradient_of_a_plain_grpo(aggregation: str) -
             assert metrics[name] == pytest.approx(seen[0][1][name], rel=1e-6)
 
 
+@pytest.mark.parametrize("name", list(canned.of_recipes()))
+def test_micro_batches_do_not_matter_to_any_algorithm_of_the_recipes(name: str) -> None:
+    algorithm, updates = canned.CASES[name]
+    expected, _ = canned.gradients(algorithm, updates_per_step=updates)
+    assert all(any(gradient.abs().max() > 0 for gradient in gradients) for gradients in expected)
+    actual, _ = canned.gradients(algorithm, updates_per_step=updates, tokens_per_micro_batch=40)
+    for one, other in zip(actual, expected, strict=True):
+        assert_same(one, other, 1e-8)
+
+
 def test_scale_by_the_batch() -> None:
     algorithm = Algorithm(advantage_options={"scale": "batch"})
     (gradient,), _ = canned.gradients(algorithm, tokens_per_micro_batch=40)
