@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.data_report import DataReport
 from rl_plugins.callbacks.metrics_file import JsonLinesLogger
 from rl_plugins.callbacks.mlflow import MLflowTracking
 from rl_plugins.callbacks.progress import StepProgress
@@ -110,6 +111,7 @@ def build_trainer(
             keep_last=config.run.keep_checkpoints,
             report_to_ray=in_ray,
         ),
+        DataReport(config.run.name),
         SampleTable(folder.samples, rows=config.tracking.samples),
         StepProgress(config.run.steps, label=config.run.name, in_ray=in_ray, every_s=redraw_s),
     ]
