@@ -55,17 +55,14 @@ def _check_inputs(option: str, name: str, function: Callable[..., Any], given: S
     """Raise a ConfigError if the function needs what neither the stage nor the options give it."""
     parameters = inspect.signature(function).parameters.values()
     missing = [p.name for p in parameters if p.default is p.empty and p.kind is p.KEYWORD_ONLY and p.name not in given]
-    for parameter in missing:
-        # The names of tensors end in their axes.
-        is_tensor = re.search(r"_[A-Z]+$", parameter)
-        raise ConfigError(
-            f"algorithm.{option}={name!r} needs {parameter}"
-            + (
-                ", which this stage does not compute: call the function from a stage of your own, or choose another"
-                if is_tensor
-                else f": set algorithm.{option}_options.{parameter}"
-            )
-        )
+    if not missing:
+        return
+    # The names of tensors end in their axes.
+    if re.search(r"_[A-Z]+$", missing[0]):
+        way_out = ", which this stage does not compute: call the function from a stage of your own, or choose another"
+    else:
+        way_out = f": set algorithm.{option}_options.{missing[0]}"
+    raise ConfigError(f"algorithm.{option}={name!r} needs {missing[0]}{way_out}")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from rl_plugins.algorithms.advantages import one_rank
 from rl_plugins.algorithms.policy_losses.inputs import bounded_log_ratio, check_not_negative, check_share, zero_masked
 from rl_plugins.algorithms.policy_losses.order_statistics import Gather, largest, own_values, stable_hash
+from rl_plugins.algorithms.policy_losses.ppo import ppo_clip
 
 
 def clip_cov(
@@ -51,20 +52,17 @@ def clip_cov(
     Source: https://arxiv.org/abs/2505.22617, Clip-Cov.
     """
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
-    log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
-        response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
+    loss_BT, metrics = ppo_clip(
+        log_probs_BT=log_probs_BT,
+        old_log_probs_BT=old_log_probs_BT,
+        advantages_BT=advantages_BT,
+        response_mask_BT=response_mask_BT,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=None,
     )
-    log_ratio_BT = bounded_log_ratio(log_probs_BT, old_log_probs_BT)
-    ratio_BT = log_ratio_BT.exp()
-    unclipped_BT = -advantages_BT * ratio_BT
-    clipped_BT = -advantages_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high)
-    loss_BT = torch.where(selected_BT, 0, torch.maximum(unclipped_BT, clipped_BT))
-    metrics = {
-        "clip_fraction": (clipped_BT > unclipped_BT).float(),
-        "selected_fraction": (selected_BT & response_mask_BT.bool()).float(),
-        "ppo_kl": -log_ratio_BT.detach(),
-    }
-    return loss_BT, metrics
+    metrics["selected_fraction"] = (selected_BT & response_mask_BT.bool()).float()
+    return torch.where(selected_BT, 0, loss_BT), metrics
 
 
 def kl_cov(

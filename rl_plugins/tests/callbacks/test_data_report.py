@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch import LightningModule
 
 from rl_plugins.callbacks.data_report import DataReport
 
@@ -12,12 +13,12 @@ from rl_plugins.callbacks.data_report import DataReport
 def test_lost_prompts_are_told_once(is_global_zero: bool, capsys: pytest.CaptureFixture[str]) -> None:
     data = SimpleNamespace(dropped_prompts={"train": 3, "validation": 0})
     trainer: Any = SimpleNamespace(is_global_zero=is_global_zero, datamodule=data)
-    DataReport("run").on_train_start(trainer, None)  # type: ignore[arg-type]
+    DataReport("run").on_train_start(trainer, LightningModule())
     expected = "run: train: 3 prompts are longer than the limit and left out\n"
     assert capsys.readouterr().out == (expected if is_global_zero else "")
 
 
 def test_another_data_module_has_nothing_to_tell(capsys: pytest.CaptureFixture[str]) -> None:
     trainer: Any = SimpleNamespace(is_global_zero=True, datamodule=None)
-    DataReport("run").on_train_start(trainer, None)  # type: ignore[arg-type]
+    DataReport("run").on_train_start(trainer, LightningModule())
     assert capsys.readouterr().out == ""
