@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -23,6 +22,7 @@ from rl_plugins.algorithms.rollout_correction import (
     importance_weights,
     rejection_mask,
 )
+from rl_plugins.tests.algorithms.simulated_ranks import run_on_ranks
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 LOG2 = math.log(2)
@@ -72,28 +72,10 @@ def log_ratios(inputs: dict[str, Any]) -> list[list[float]]:
 
 def on_ranks(count: int, work: Callable[..., Any]) -> list[Any]:
     """`work(rank, sum_over_ranks, max_over_ranks)` in a thread per rank, with real exchanges between them."""
-    barrier, slots, results = threading.Barrier(count, timeout=20), [torch.zeros(0)] * count, [None] * count
-
-    def run(rank: int) -> None:
-        def exchange(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-            slots[rank] = values
-            barrier.wait()
-            reduced = reduce(torch.stack(slots))
-            barrier.wait()
-            return reduced
-
-        results[rank] = work(
-            rank,
-            lambda values: exchange(values, lambda x: x.sum(dim=0)),
-            lambda values: exchange(values, lambda x: x.amax(dim=0)),
-        )
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return run_on_ranks(
+        count,
+        lambda rank, sum_over_ranks, gather: work(rank, sum_over_ranks, lambda x: gather(x[None]).amax(dim=0)),
+    )
 
 
 @pytest.mark.parametrize(
