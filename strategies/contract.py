@@ -19,20 +19,24 @@ from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.strategies.phases import PhaseLog
 
 POLICY = "policy"
+CRITIC = "critic"
+REFERENCE = "reference"
+REWARD_MODEL = "reward_model"
+TEACHER = "teacher"
 
 
 @runtime_checkable
 class HasEngines(Protocol):
-    """A LightningModule whose models become named engines.
-
-    `gradient_clip` bounds the global gradient norm of each trained engine; 0 for no bound. (Lightning refuses its own
-    `Trainer(gradient_clip_val=...)` in manual optimization.)
-    """
-
-    gradient_clip: float
+    """A LightningModule whose models become named engines."""
 
     def engine_modules(self) -> dict[str, nn.Module]:
         """Name to model, after `configure_model`."""
+
+    def gradient_clip(self, engine: str) -> float:
+        """Bound on the global gradient norm of a trained engine; 0 for no bound.
+
+        (Lightning refuses its own `Trainer(gradient_clip_val=...)` in manual optimization.)
+        """
 
 
 class RolloutStrategy(Protocol):
@@ -48,6 +52,9 @@ class RolloutStrategy(Protocol):
 
     def accumulate_gradients(self, name: str, *, last: bool) -> None:
         """Say before each backward pass whether it is the last one before the optimizer step of engine `name`."""
+
+    def optimizer_index(self, name: str) -> int:
+        """Where the optimizer of engine `name` stands in the strategy's `optimizers`."""
 
     def gradient_norm(self, name: str) -> float | None:
         """Global norm before clipping of the last step's gradient, where the engine knows it."""

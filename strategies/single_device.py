@@ -32,7 +32,7 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
     ) -> None:
         super().__init__(device=device, **kwargs)
         self._rollout = rollout
-        self._gradient_norm: float | None = None
+        self._gradient_norms: dict[str, float] = {}
         self.phases = PhaseLog(device=torch.device(device))
 
     @classmethod
@@ -44,9 +44,8 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         if isinstance(self.lightning_module, HasEngines) and trainer.state.fn == TrainerFn.FITTING:
-            held = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
             for model in self.lightning_module.engine_modules().values():
-                if not any(id(p) in held for p in model.parameters()):
+                if not any(_holds(optimizer, model) for optimizer in self.optimizers):
                     model.eval().requires_grad_(False)
         self.connect_rollout(0, 1)
 
@@ -65,7 +64,12 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
 
     def gradient_norm(self, name: str) -> float | None:
         """Norm of the last step's gradient, before clipping."""
-        return self._gradient_norm
+        return self._gradient_norms.get(name)
+
+    def optimizer_index(self, name: str) -> int:
+        """Where the optimizer of engine `name` stands in `optimizers`."""
+        model = self.engine(name)
+        return next(index for index, optimizer in enumerate(self.optimizers) if _holds(optimizer, model))
 
     @override
     def backward(
@@ -75,13 +79,14 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         module = self.lightning_module
         assert module is not None
-        if not module.automatic_optimization:
+        if isinstance(module, HasEngines) and not module.automatic_optimization:
             # As DeepSpeed does: clipping belongs to the step, and gradients are gone after it.
-            limit = module.gradient_clip if isinstance(module, HasEngines) else 0.0
-            self._gradient_norm = float(nn.utils.clip_grad_norm_(parameters, limit or float("inf")))
+            name = next(name for name, model in module.engine_modules().items() if _holds(optimizer, model))
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            limit = module.gradient_clip(name) or float("inf")
+            self._gradient_norms[name] = float(nn.utils.clip_grad_norm_(parameters, limit))
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if not module.automatic_optimization:
             optimizer.zero_grad()
@@ -104,3 +109,8 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.weights_changed()
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+
+def _holds(optimizer: Any, model: nn.Module) -> bool:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(id(parameter) in held for parameter in model.parameters())

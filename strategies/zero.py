@@ -149,7 +149,7 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
             if len(held) > 1:
                 raise ConfigError(f"engine {name!r} has {len(held)} optimizers: configure_optimizers may give it one")
             if held:
-                engine = self._engines[name] = self._train_engine(model, held[0], module.gradient_clip)
+                engine = self._engines[name] = self._train_engine(model, held[0], module.gradient_clip(name))
                 trained.append(engine.optimizer)
                 self._engine_of_optimizer[id(engine.optimizer)] = engine
             else:
@@ -194,6 +194,10 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
     def accumulate_gradients(self, name: str, *, last: bool) -> None:
         """Tell the engine whether the coming backward pass is the last before its step."""
         self._engines[name].set_gradient_accumulation_boundary(last)
+
+    def optimizer_index(self, name: str) -> int:
+        """Where the optimizer of engine `name` stands in `optimizers`."""
+        return list(self._trained_engines()).index(name)
 
     def gradient_norm(self, name: str) -> float | None:
         """Global gradient norm of the last step, before clipping."""

@@ -66,7 +66,7 @@ def train(config: dict[str, Any]) -> None:
     )
     trainer = prepare_trainer(trainer)
     trainer.fit(model, datamodule=data)
-    model.export_policy(output / "model")
+    model.export(output / "model")
 
 
 def main() -> None:

@@ -1,8 +1,16 @@
-"""Settings of the optimizer that a stage makes when the policy does not bring its own."""
+"""The optimizer of each trained engine: made from settings, or brought by a LightningModule."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from rl_plugins.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -35,3 +43,28 @@ class OptimizerConfig:
             return 1.0
         progress = min((step - self.warmup_steps) / self.decay_steps, 1.0)
         return 1.0 - (1.0 - self.lr_end) * progress
+
+    def adamw(self, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
+        """The optimizer and its schedule, as Lightning's `configure_optimizers` returns them."""
+        optimizer = AdamW(parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+        scheduler = LambdaLR(optimizer, self.factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def only_one(configured: Any, owner: object) -> dict[str, Any]:
+    """What a `configure_optimizers` returned, whichever of Lightning's forms it has, as a dict of one optimizer.
+
+    Raises:
+        ConfigError: there is none, or more than one optimizer or scheduler.
+    """
+    schedulers: Any = []
+    if isinstance(configured, list | tuple) and len(configured) == 2 and isinstance(configured[0], list | tuple):
+        configured, schedulers = configured
+    optimizers = list(configured) if isinstance(configured, list | tuple) else [configured]
+    if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer | dict) or len(schedulers) > 1:
+        raise ConfigError(
+            f"{type(owner).__name__}.configure_optimizers must return one optimizer with at most one scheduler: "
+            "an engine has one"
+        )
+    one = optimizers[0] if isinstance(optimizers[0], dict) else {"optimizer": optimizers[0]}
+    return {**one, "lr_scheduler": schedulers[0]} if schedulers else one

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol, Required, runtime_checkable
 
 import numpy as np
@@ -14,9 +13,6 @@ from typing_extensions import Unpack, override
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.data.tokenization import load_tokenizer
-from rl_plugins.errors import ConfigError
-from rl_plugins.models.export import save_policy
 from rl_plugins.rewards.default import Reward, default_scorer
 from rl_plugins.rewards.failures import failure_counts
 from rl_plugins.rewards.records import Score, ScoringRequest
@@ -36,7 +32,6 @@ class Scorer(Protocol):
 class SamplingOptions(StageOptions, total=False):
     """Arguments that every sampling stage hands on to `SamplingStage`."""
 
-    tokenizer: Any
     scorer: Required[Scorer | Reward]
     seed: int
 
@@ -46,25 +41,24 @@ class SamplingStage(Stage):
 
     Args:
         policy: see `Stage`.
-        tokenizer: turns responses into text for the scorer; the one in the policy's folder by default.
         scorer: gives each sample its reward; a bare reward function (or its configuration) gets `default_scorer`.
         eval_sampling: how `validate` samples; without stop tokens, responses end at the tokenizer's end of sequence.
         seed: of the samples; a sample's own seed follows from it, the step, and its prompt.
         **stage: arguments of `Stage`.
     """
 
+    policy: Any
+
     def __init__(
         self,
         policy: str | nn.Module,
         *,
-        tokenizer: Any = None,
         scorer: Scorer | Reward,
         eval_sampling: SamplingConfig,
         seed: int = 0,
         **stage: Unpack[StageOptions],
     ) -> None:
         super().__init__(policy, **stage)
-        self.tokenizer = tokenizer or _own_tokenizer(policy)
         self.scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
         self.eval_sampling, self.seed = self.ending(eval_sampling), seed
         self.validation_samples: list[dict[str, Any]] = []
@@ -154,26 +148,6 @@ class SamplingStage(Stage):
         metrics = mean_over_ranks({"reward": (values, valid)}, self._strategy.sum_over_ranks)
         self.track({f"val/{name}": value for name, value in metrics.items()})
         self.track({f"val/{name}": value for name, value in self._strategy.phases.drain().items()})
-
-    def export_policy(self, folder: Path) -> None:
-        """Write the policy and its tokenizer as a Hugging Face folder. Collective."""
-        save_policy(self.policy, self._strategy.weight_source(), self.tokenizer, folder, self.trainer.is_global_zero)
-        self._strategy.barrier("export")
-
-    @property
-    def _strategy(self) -> Any:
-        return self.trainer.strategy
-
-    def _phase(self, name: str) -> Any:
-        return self._strategy.phases.measure(name)
-
-
-def _own_tokenizer(policy: str | nn.Module) -> Any:
-    model = getattr(policy, "model", policy)
-    name = policy if isinstance(policy, str) else getattr(model, "name_or_path", None)
-    if not name:
-        raise ConfigError(f"{type(policy).__name__} does not say where it was loaded from: pass tokenizer=...")
-    return load_tokenizer(name)
 
 
 def greedy(sampling: SamplingConfig) -> SamplingConfig:

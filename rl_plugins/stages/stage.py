@@ -1,4 +1,4 @@
-"""What every stage shares: a policy, one clock, metrics on that clock, and optimizer steps over micro-batches.
+"""What every stage shares: a model, one clock, metrics on that clock, and optimizer steps over micro-batches.
 
 A batch of Lightning is one step of the stage's clock (`step`), however many optimizer steps it takes. Checkpoints,
 evaluation, logging and schedules use this clock; Lightning's `global_step` counts optimizer steps.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypedDict
+from pathlib import Path
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.export import save_policy
 from rl_plugins.models.loading import load_causal_lm
-from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.optimizer import OptimizerConfig, only_one
 from rl_plugins.strategies.contract import POLICY
 
 _DTYPES = {
@@ -30,48 +32,56 @@ _DTYPES = {
 class StageOptions(TypedDict, total=False):
     """Arguments that every stage hands on to `Stage`."""
 
+    tokenizer: Any
     optimizer: OptimizerConfig | None
     gradient_checkpointing: bool
     max_steps: int
 
 
 class Stage(LightningModule):
-    """A stage that trains a policy.
+    """A stage that trains a model, the one it is about (`trained`), and perhaps others beside it.
 
     Args:
-        policy: a Hugging Face name or folder, a model with the forward of a Hugging Face causal language model, or a
+        model: a Hugging Face name or folder, a model with the forward of a Hugging Face causal language model, or a
             LightningModule that holds one as `.model` (since its constructor or its `configure_model`), whose
             `configure_optimizers` is used. Its other hooks are not called.
-        optimizer: for policies that do not bring their own.
-        gradient_checkpointing: recompute activations (policies loaded by name).
+        tokenizer: the one in the model's folder by default.
+        optimizer: for models that do not bring their own.
+        gradient_checkpointing: recompute activations (models loaded by name).
         max_steps: steps of the clock after which training stops; 0 for no bound.
     """
 
+    trained: ClassVar[str] = POLICY
+    """Name of the engine, and of the attribute, of the model that the stage is about."""
+
     def __init__(
         self,
-        policy: str | nn.Module,
+        model: str | nn.Module,
         *,
+        tokenizer: Any = None,
         optimizer: OptimizerConfig | None = None,
         gradient_checkpointing: bool = False,
         max_steps: int = 0,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.tokenizer = tokenizer or _own_tokenizer(model)
         self.optimizer_config = optimizer or OptimizerConfig()
-        self.gradient_clip = self.optimizer_config.gradient_clip
         self.max_steps = max_steps
         self.step = 0
-        self.policy: Any = None
-        # In a list, so that nn.Module does not register it: its parameters are those of `policy`.
-        self._source = [policy]
+        setattr(self, self.trained, None)
+        # In a list, so that nn.Module does not register it: its parameters are those of the trained model.
+        self._source = [model]
         self._gradient_checkpointing = gradient_checkpointing
+        self._engine_of_optimizer: dict[int, str] = {}
+        self._stepped: set[str] = set()
 
     # Models -----------------------------------------------------------------------------------------------------
 
     @override
     def configure_model(self) -> None:
-        if self.policy is None:
-            self.policy = self._own_model()
+        if getattr(self, self.trained) is None:
+            setattr(self, self.trained, self._own_model())
 
     def _own_model(self) -> nn.Module:
         source: Any = self._source[0]
@@ -81,19 +91,22 @@ class Stage(LightningModule):
         if isinstance(source, LightningModule):
             # Its configure_optimizers may ask the trainer for the number of steps.
             source.trainer = self.trainer
-            with self._sharded_init():
+            with self.sharded_init():
                 source.configure_model()
             model = getattr(source, "model", None)
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"{type(source).__name__} has no `.model` that is an nn.Module: no policy to train")
+            raise ConfigError(
+                f"{type(source).__name__} has no `.model` that is an nn.Module: there is no model to train"
+            )
         return model
 
     def load_model(self, path: str) -> nn.Module:
         """Load a causal language model in the precision of the trainer, sharded as the strategy shards it."""
-        with self._sharded_init():
+        with self.sharded_init():
             return load_causal_lm(path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing)
 
-    def _sharded_init(self) -> AbstractContextManager[None]:
+    def sharded_init(self) -> AbstractContextManager[None]:
+        """Models loaded inside are sharded as the strategy shards them."""
         sharded_init = getattr(self.trainer.strategy, "sharded_init", nullcontext)
         context: AbstractContextManager[None] = sharded_init()
         return context
@@ -105,45 +118,63 @@ class Stage(LightningModule):
 
     def engine_modules(self) -> dict[str, nn.Module]:
         """The models that the strategy makes engines of."""
-        return {POLICY: self.policy}
+        return {self.trained: getattr(self, self.trained)}
+
+    def optimizer_configs(self) -> dict[str, OptimizerConfig]:
+        """The optimizer of each engine that is trained; the first is the one that the stage is about."""
+        return {self.trained: self.optimizer_config}
+
+    def gradient_clip(self, engine: str) -> float:
+        """Bound on the global gradient norm of an engine; 0 for no bound."""
+        return self.optimizer_configs()[engine].gradient_clip
 
     @override
     def configure_optimizers(self) -> Any:
+        models = self.engine_modules()
         source = self._source[0]
-        if isinstance(source, LightningModule) and is_overridden("configure_optimizers", source):
-            return source.configure_optimizers()
-        config = self.optimizer_config
-        optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
-        scheduler = LambdaLR(optimizer, config.factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        brings_own = isinstance(source, LightningModule) and is_overridden("configure_optimizers", source)
+        configured = []
+        for name, config in self.optimizer_configs().items():
+            own = brings_own and name == self.trained
+            one = only_one(source.configure_optimizers(), source) if own else config.adamw(models[name].parameters())  # type: ignore[operator,union-attr]
+            self._engine_of_optimizer[id(one["optimizer"])] = name
+            configured.append(one)
+        return configured
 
     # The step ---------------------------------------------------------------------------------------------------
 
-    def optimize(self, losses: Iterable[tuple[Tensor, bool]]) -> None:
-        """Accumulate the gradients of `(loss, is the last)` and take one optimizer step of the policy."""
-        strategy: Any = self.trainer.strategy
-        for loss, last in losses:
-            strategy.accumulate_gradients(POLICY, last=last)
-            self.manual_backward(loss, engine=POLICY)
-        self._policy_optimizer().step()
+    def optimize(self, losses: Iterable[tuple[Tensor, bool]], engine: str | None = None) -> None:
+        """Accumulate the gradients of `(loss, is the last)` and take one optimizer step of an engine.
 
-    def _policy_optimizer(self) -> Any:
+        Args:
+            losses: scalars; the next is asked for after the backward pass of the one before.
+            engine: `trained` by default.
+        """
+        engine = engine or self.trained
+        for loss, last in losses:
+            self._strategy.accumulate_gradients(engine, last=last)
+            self.manual_backward(loss, engine=engine)
+        self._optimizer_of(engine).step()
+        self._stepped.add(engine)
+
+    def _optimizer_of(self, engine: str) -> Any:
         optimizers = self.optimizers()
-        return optimizers[0] if isinstance(optimizers, list) else optimizers
+        return optimizers[self._strategy.optimizer_index(engine)] if isinstance(optimizers, list) else optimizers
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
-        """Schedules, metrics and the clock, once per batch."""
-        # The rate of this step, before the schedules set that of the next.
-        rates = {"train/lr": float(self._policy_optimizer().param_groups[0]["lr"])}
+        """Schedules, metrics and the clock, once per step."""
+        rates = {}
+        for engine in sorted(self._stepped):
+            prefix = "train" if engine == self.trained else f"train/{engine}"
+            # The rate of this step, before the schedules set that of the next.
+            rates[f"{prefix}/lr"] = float(self._optimizer_of(engine).param_groups[0]["lr"])
+            norm = self._strategy.gradient_norm(engine)
+            if norm is not None:
+                rates[f"{prefix}/gradient_norm"] = norm
         self.step += 1
         self._step_schedulers("step", self.step)
-        strategy: Any = self.trainer.strategy
-        norm = strategy.gradient_norm(POLICY)
-        if norm is not None:
-            rates["train/gradient_norm"] = norm
-        self.track({**metrics, **rates, **strategy.phases.drain()})
+        self._stepped.clear()
+        self.track({**metrics, **rates, **self._strategy.phases.drain()})
         if self.max_steps and self.step >= self.max_steps:
             self.trainer.should_stop = True
 
@@ -155,8 +186,18 @@ class Stage(LightningModule):
         # What Lightning does by itself in automatic optimization only.
         for config in self.trainer.lr_scheduler_configs:
             scheduler: Any = config.scheduler
-            if config.interval == interval and count % config.frequency == 0:
+            if config.interval != interval or count % config.frequency:
+                continue
+            # The schedule of an engine that waits (a policy whose critic warms up) waits with it.
+            if interval == "epoch" or self._engine_of_optimizer[id(scheduler.optimizer)] in self._stepped:
                 scheduler.step()
+
+    @property
+    def _strategy(self) -> Any:
+        return self.trainer.strategy
+
+    def _phase(self, name: str) -> Any:
+        return self._strategy.phases.measure(name)
 
     def track(self, metrics: Mapping[str, float]) -> None:
         """Send metrics to every logger on the stage's clock, and make them known to callbacks and progress bars."""
@@ -169,6 +210,12 @@ class Stage(LightningModule):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         # Batches are token ids in Python lists; micro-batches go to the device one at a time.
         return batch
+
+    def export(self, folder: Path) -> None:
+        """Write the trained model and its tokenizer as a Hugging Face folder. Collective."""
+        model, source = getattr(self, self.trained), self._strategy.weight_source(self.trained)
+        save_policy(model, source, self.tokenizer, folder, self.trainer.is_global_zero)
+        self._strategy.barrier("export")
 
     # State ------------------------------------------------------------------------------------------------------
 
@@ -190,3 +237,11 @@ def clock(module: LightningModule) -> int:
     if not isinstance(module, Stage):
         raise ConfigError(f"{type(module).__name__} is not a stage: this callback follows the clock of one")
     return module.step
+
+
+def _own_tokenizer(model: str | nn.Module) -> Any:
+    inner = getattr(model, "model", model)
+    name = model if isinstance(model, str) else getattr(inner, "name_or_path", None)
+    if not name:
+        raise ConfigError(f"{type(model).__name__} does not say where it was loaded from: pass tokenizer=...")
+    return load_tokenizer(name)
