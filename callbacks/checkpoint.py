@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,23 @@ class PolicyCheckpoint(Callback):
         every: steps between checkpoints.
         keep_last: newest checkpoints that are kept.
         report_to_ray: the workers run under Ray Train.
+        keep_engines: engine to the number of newest checkpoints that hold it, for engines that are kept for fewer
+            checkpoints than the rest (a sharded critic takes as much room as the policy). A run can continue from a
+            checkpoint only if it holds every engine.
     """
 
-    def __init__(self, folder: Path, *, every: int, keep_last: int = 2, report_to_ray: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every: int,
+        keep_last: int = 2,
+        report_to_ray: bool = False,
+        keep_engines: Mapping[str, int] | None = None,
+    ) -> None:
         self._folder, self._every, self._keep_last = RunFolder(folder), every, keep_last
         self._report_to_ray = report_to_ray
+        self._keep_engines = dict(keep_engines or {})
         self._saved_step = -1
 
     @override
@@ -69,6 +82,9 @@ class PolicyCheckpoint(Callback):
         if trainer.is_global_zero:
             shutil.rmtree(final, ignore_errors=True)
             os.replace(partial, final)
+            for engine, kept in self._keep_engines.items():
+                for old in self._folder.checkpoints()[:-kept]:
+                    shutil.rmtree(old / "state" / engine, ignore_errors=True)
             if not self._report_to_ray:
                 for old in self._folder.checkpoints()[: -self._keep_last]:
                     shutil.rmtree(old)

@@ -71,6 +71,12 @@ class RolloutStrategy(Protocol):
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """Element-wise maximum of a small tensor over all ranks."""
 
+    def exchange(self, parcels: list[Any]) -> list[Any]:
+        """Give `parcels[i]` to rank i; returns what every rank gave to this one, in their order. Collective."""
+
+    def blend_weights(self, source: str, target: str, keep: float) -> None:
+        """The weights of engine `target` become `keep * target + (1 - keep) * source`, shard by shard. Collective."""
+
 
 class RolloutMixin:
     """The rollout side of a strategy: owns the engine's connection and the order of the memory phases."""
@@ -154,3 +160,13 @@ def small_all_reduce(values: Tensor, device: torch.device, operation: Any) -> Te
     reduced = values.to(device=device, dtype=torch.float64, copy=True)
     torch.distributed.all_reduce(reduced, op=operation)
     return reduced.to(values.device)
+
+
+def exchange_objects(parcels: list[Any], rank: int) -> list[Any]:
+    """Every rank's parcel for this one; of a single process, its own. Collective."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [parcels[rank]]
+    everyones: list[Any] = [None] * len(parcels)
+    # Gloo has no all-to-all for objects: all see all, and each keeps what is addressed to it.
+    torch.distributed.all_gather_object(everyones, parcels)
+    return [theirs[rank] for theirs in everyones]

@@ -101,6 +101,15 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
         """There is one rank."""
         return values
 
+    def exchange(self, parcels: list[Any]) -> list[Any]:
+        """There is one rank."""
+        return parcels
+
+    def blend_weights(self, source: str, target: str, keep: float) -> None:
+        """`keep * target + (1 - keep) * source`."""
+        for own, other in zip(self.engine(target).parameters(), self.engine(source).parameters(), strict=True):
+            own.data.lerp_(other.data.to(own), 1 - keep)
+
     @override
     def weight_source(self, name: str = POLICY) -> WeightSource:
         return ModuleWeightSource(self.engine(name))

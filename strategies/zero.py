@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,13 @@ from typing_extensions import override
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
-from rl_plugins.strategies.contract import POLICY, HasEngines, RolloutMixin, small_all_reduce
+from rl_plugins.strategies.contract import POLICY, HasEngines, RolloutMixin, exchange_objects, small_all_reduce
 from rl_plugins.strategies.phases import PhaseLog
 from rl_plugins.strategies.zero_weights import ZeroWeightSource
 
 LIGHTNING_FILE = "lightning.ckpt"
 _TAG = "zero"
+_WEIGHTS_FILE = "weights.pt"
 
 
 class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
@@ -66,6 +67,9 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
         self._offload = offload
         self._engines: dict[str, Any] = {}
         self._engine_of_optimizer: dict[int, Any] = {}
+        # Frozen engines whose weights are no longer those of their files, and their averages in float32.
+        self._moved: set[str] = set()
+        self._masters: dict[str, dict[str, Tensor]] = {}
         self.phases = PhaseLog()
 
     @classmethod
@@ -235,14 +239,43 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
         """Element-wise maximum over all ranks."""
         return small_all_reduce(values, self.root_device, torch.distributed.ReduceOp.MAX)
 
+    def exchange(self, parcels: list[Any]) -> list[Any]:
+        """Give `parcels[i]` to rank i; returns what every rank gave to this one."""
+        return exchange_objects(parcels, self.global_rank)
+
     # Weights and memory -----------------------------------------------------------------------------------------
 
     @override
     def weight_source(self, name: str = POLICY) -> WeightSource:
-        module = getattr(self._engines[name], "module", self._engines[name])
+        module = self._module_of(name)
         if self.zero_stage_3:
             return ZeroWeightSource(module, self.global_rank, self.world_size)
         return ModuleWeightSource(module, self.global_rank, self.world_size)
+
+    def blend_weights(self, source: str, target: str, keep: float) -> None:
+        """The weights of a frozen engine follow those of another, `keep * target + (1 - keep) * source`.
+
+        Each rank blends its own shards. In low precision the average is held in float32 beside the weights, or small
+        steps would be lost in rounding.
+        """
+        masters = self._masters.setdefault(target, {})
+        for (name, own), other in zip(
+            self._module_of(target).named_parameters(), self._module_of(source).parameters(), strict=True
+        ):
+            if self.zero_stage_3:
+                # Small parameters stay gathered: given up, they are gathered anew from the blended shards.
+                own.partition()  # type: ignore[attr-defined]
+            weights, new = _shard(own), _shard(other)
+            if keep == 0 or weights.dtype == torch.float32:
+                weights.lerp_(new.to(weights), 1 - keep)
+            else:
+                master = masters.setdefault(name, weights.float())
+                weights.copy_(master.lerp_(new.float(), 1 - keep))
+        self._moved.add(target)
+
+    def _module_of(self, name: str) -> nn.Module:
+        module: nn.Module = getattr(self._engines[name], "module", self._engines[name])
+        return module
 
     @property
     def _offloads(self) -> bool:
@@ -295,6 +328,11 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
         folder.mkdir(parents=True, exist_ok=True)
         for name, engine in self._trained_engines().items():
             engine.save_checkpoint(str(folder / name), tag=_TAG)
+        for name in sorted(self._moved):
+            weights = {key: tensor.to("cpu", copy=True) for key, tensor in self.weight_source(name)}
+            if self.is_global_zero:
+                (folder / name).mkdir(exist_ok=True)
+                torch.save(weights, folder / name / _WEIGHTS_FILE)
         if self.is_global_zero:
             torch.save(checkpoint, folder / LIGHTNING_FILE)
         self.barrier("checkpoint written")
@@ -309,10 +347,26 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
         for name, engine in self._trained_engines().items():
             if engine.load_checkpoint(str(folder / name), tag=_TAG)[0] is None:
                 raise ConfigError(f"{folder / name} holds no shards of engine {name!r}")
+        for name in self._engines.keys() - self._trained_engines().keys():
+            file = folder / name / _WEIGHTS_FILE
+            if file.is_file():
+                self._load_weights(name, torch.load(file, map_location="cpu", weights_only=True, mmap=True))
         self.weights_changed()
         # The file holds loop and callback states (plain Python objects); it was written by this program.
         checkpoint: dict[str, Any] = torch.load(folder / LIGHTNING_FILE, map_location="cpu", weights_only=False)
         return checkpoint
+
+    def _load_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
+        import deepspeed
+
+        self._moved.add(name)
+        for key, parameter in self._module_of(name).named_parameters():
+            whole = (
+                deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if self.zero_stage_3 else nullcontext()
+            )
+            with whole, torch.no_grad():
+                if not self.zero_stage_3 or self.is_global_zero:
+                    parameter.copy_(weights[key])
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -329,3 +383,9 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
             self._rollout.close()
             self._rollout_connected = False
         super().teardown()
+
+
+def _shard(parameter: nn.Parameter) -> Tensor:
+    """What this rank has of a parameter, without gradient."""
+    tensor: Tensor = getattr(parameter, "ds_tensor", parameter).data
+    return tensor

@@ -54,6 +54,9 @@ def aggregate(
 
     Raises:
         ValueError: unknown mode, or `seq-mean-token-sum-norm` without `scale_factor`.
+
+    Source: `token-mean` DAPO https://arxiv.org/abs/2503.14476 eq. 12; `seq-mean-token-mean` GRPO
+    https://arxiv.org/abs/2402.03300 eq. 3; `seq-mean-token-sum-norm` Dr.GRPO https://arxiv.org/abs/2503.20783.
     """
     kept_BT = torch.where(response_mask_BT.bool(), values_BT, 0)
     if mode == "token-mean":

@@ -1,24 +1,37 @@
 """An algorithm: which advantage, which policy loss, what KL and which aggregation, as one small object.
 
-The training loop calls two methods and never asks for the algorithm's name. A new algorithm is another configuration
-of `Algorithm`, or a subclass that overrides one of the two.
+The training loop calls its methods and never asks for the algorithm's name. A new algorithm is another configuration
+of `Algorithm`, with functions of one's own if need be, or a subclass that overrides a method. What the functions name
+as their arguments is what the stage computes: see `needs`.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.advantages import ADVANTAGES, one_rank
+from rl_plugins.algorithms.advantages import ADVANTAGES, AdvantageEstimator, one_rank
+from rl_plugins.algorithms.advantages.resampling import Resampling
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, aggregate
+from rl_plugins.algorithms.group_filter import GroupFilter
+from rl_plugins.algorithms.injection import call_with, required_inputs
 from rl_plugins.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLController, kl_in_reward
-from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
+from rl_plugins.algorithms.masked import sequence_means
+from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS, PolicyLoss
+from rl_plugins.algorithms.policy_losses.modifiers import (
+    AdaptiveEntropy,
+    EntropyController,
+    FixedEntropy,
+    off_policy_sequence_mask,
+    positive_nll,
+)
+from rl_plugins.algorithms.reward_shaping import RewardShaping
+from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, RolloutCorrection
 from rl_plugins.errors import ConfigError
 
 
@@ -47,22 +60,66 @@ class KLConfig:
         return AdaptiveKL(self.coefficient, self.target, self.horizon)
 
 
-_GIVEN_TO_ADVANTAGES = ("token_level_rewards_BT", "response_mask_BT", "groups_B", "valid_B", "sum_over_ranks")
-_GIVEN_TO_LOSSES = ("log_probs_BT", "old_log_probs_BT", "advantages_BT", "response_mask_BT")
+@dataclass(frozen=True)
+class EntropyConfig:
+    """A bonus for the policy's entropy.
+
+    Attributes:
+        coefficient: its weight in the loss.
+        target: adapt the weight towards this entropy, in nats per token; None keeps it fixed.
+        rate: step of the adaptation.
+        minimum: the adapted weight never falls below.
+        maximum: nor rises above.
+    """
+
+    coefficient: float = 0.0
+    target: float | None = None
+    rate: float = 0.005
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a bonus, now or later."""
+        return self.coefficient != 0 or self.target is not None
+
+    def controller(self) -> EntropyController:
+        """The controller that these settings describe."""
+        if self.target is None:
+            return FixedEntropy(self.coefficient)
+        return AdaptiveEntropy(self.coefficient, self.target, self.rate, self.minimum, self.maximum)
 
 
-def _check_inputs(option: str, name: str, function: Callable[..., Any], given: Set[str]) -> None:
-    """Raise a ConfigError if the function needs what neither the stage nor the options give it."""
-    parameters = inspect.signature(function).parameters.values()
-    missing = [p.name for p in parameters if p.default is p.empty and p.kind is p.KEYWORD_ONLY and p.name not in given]
-    if not missing:
-        return
-    # The names of tensors end in their axes.
-    if re.search(r"_[A-Z]+$", missing[0]):
-        way_out = ", which this stage does not compute: call the function from a stage of your own, or choose another"
-    else:
-        way_out = f": set algorithm.{option}_options.{missing[0]}"
-    raise ConfigError(f"algorithm.{option}={name!r} needs {missing[0]}{way_out}")
+@dataclass(frozen=True)
+class LossModifiers:
+    """What can be combined with any policy loss.
+
+    Attributes:
+        off_policy_mask: drops samples with a negative advantage that the policy has moved away from by more than this,
+            in nats per token (`off_policy_sequence_mask`); None keeps all.
+        top_entropy: share of the tokens, those with the highest entropy, that learn (`top_entropy_mask`); None for all.
+        positive_nll: weight of the imitation of samples that succeeded (`positive_nll`).
+        positive_above: a sample has succeeded if its score is above this.
+    """
+
+    off_policy_mask: float | None = None
+    top_entropy: float | None = None
+    positive_nll: float = 0.0
+    positive_above: float = 0.5
+
+
+_ALWAYS_THERE = frozenset({
+    "token_level_rewards_BT", "scores_B", "response_mask_BT", "response_lengths_B", "groups_B", "valid_B",
+    "rollout_log_probs_BT", "sum_over_ranks",
+})  # fmt: skip
+_COMPUTED_FOR_ADVANTAGES = frozenset({
+    "old_log_probs_BT", "ref_log_probs_BT", "teacher_log_probs_BT", "entropy_BT", "sum_pi_squared_BT", "values_BT",
+    "baseline_rewards_B", "component_rewards_BK", "rollout_weights_BT",
+})  # fmt: skip
+_GIVEN_TO_LOSSES = frozenset({
+    "log_probs_BT", "old_log_probs_BT", "rollout_log_probs_BT", "advantages_BT", "response_mask_BT", "entropy_BT",
+})  # fmt: skip
+_COMPUTED_FOR_LOSSES = frozenset({"ref_log_probs_BT", "teacher_log_probs_BT", "selected_BT"})
 
 
 @dataclass(frozen=True)
@@ -70,25 +127,44 @@ class Algorithm:
     """GRPO by default (https://arxiv.org/abs/2402.03300).
 
     Attributes:
-        advantage: name in `ADVANTAGES`.
+        advantage: name in `ADVANTAGES`, or a function with the same interface.
         advantage_options: its keyword arguments.
-        policy_loss: name in `POLICY_LOSSES`.
+        policy_loss: name in `POLICY_LOSSES`, or a function with the same interface.
         policy_loss_options: its keyword arguments.
+        selection_options: keyword arguments of the selection that belongs to the policy loss (`SELECTIONS`).
         aggregation: one of `AGGREGATIONS`.
         scale_factor: the constant of `seq-mean-token-sum-norm`.
         kl: distance to the reference.
+        entropy: bonus for entropy.
+        modifiers: what else changes the policy loss.
+        correction: of the gap between the policy that sampled and the one that is trained; an object or a name in
+            `ROLLOUT_CORRECTIONS`.
+        shaping: changes to the scores before advantages are computed.
+        group_filter: dynamic sampling; None trains on every group.
+        resampling: draw the samples to train on by their rewards; None takes each once.
+        reward_components: the numbers returned beside the score that make `component_rewards_BK`.
+        value_clip: how far a value may move in one update before the critic's loss ignores it; None for no clipping.
     """
 
-    advantage: str = "grpo"
+    advantage: str | AdvantageEstimator = "grpo"
     advantage_options: Mapping[str, Any] = field(default_factory=dict)
-    policy_loss: str = "ppo_clip"
+    policy_loss: str | PolicyLoss = "ppo_clip"
     policy_loss_options: Mapping[str, Any] = field(default_factory=dict)
+    selection_options: Mapping[str, Any] = field(default_factory=dict)
     aggregation: str = "token-mean"
     scale_factor: float | None = None
     kl: KLConfig = field(default_factory=KLConfig)
+    entropy: EntropyConfig = field(default_factory=EntropyConfig)
+    modifiers: LossModifiers = field(default_factory=LossModifiers)
+    correction: str | RolloutCorrection = "none"
+    shaping: RewardShaping = field(default_factory=RewardShaping)
+    group_filter: GroupFilter | None = None
+    resampling: Resampling | None = None
+    reward_components: Sequence[str] = ()
+    value_clip: float | None = 0.5
 
     def __post_init__(self) -> None:
-        """Check every name.
+        """Check every name, and that the stage can compute what the functions need.
 
         Raises:
             ConfigError: an unknown name, or a constant that is missing.
@@ -99,89 +175,206 @@ class Algorithm:
             ("aggregation", self.aggregation, AGGREGATIONS),
             ("kl.estimator", self.kl.estimator, tuple(KL_ESTIMATORS)),
             ("kl.placement", self.kl.placement, ("loss", "reward")),
+            ("correction", self.correction, tuple(ROLLOUT_CORRECTIONS)),
         ):
-            if value not in known:
+            if isinstance(value, str) and value not in known:
                 raise ConfigError(f"algorithm.{option}={value!r} is unknown: use one of {', '.join(known)}")
+        for option in ("advantage", "policy_loss"):
+            if not isinstance(getattr(self, option), str) and not callable(getattr(self, option)):
+                raise ConfigError(f"algorithm.{option}={getattr(self, option)!r}: must be a name or a function")
         if self.aggregation == "seq-mean-token-sum-norm" and self.scale_factor is None:
             raise ConfigError("algorithm.aggregation=seq-mean-token-sum-norm needs algorithm.scale_factor")
-        for option, function, given in (
-            ("advantage", ADVANTAGES[self.advantage], {*_GIVEN_TO_ADVANTAGES, *self.advantage_options}),
-            ("policy_loss", POLICY_LOSSES[self.policy_loss], {*_GIVEN_TO_LOSSES, *self.policy_loss_options}),
-        ):
-            _check_inputs(option, getattr(self, option), function, given)
+        _check_inputs("advantage", self._advantage_inputs, _ALWAYS_THERE | _COMPUTED_FOR_ADVANTAGES)
+        _check_inputs("policy_loss", self._loss_inputs, _GIVEN_TO_LOSSES | _COMPUTED_FOR_LOSSES)
+        if "component_rewards_BK" in self._advantage_inputs and not self.reward_components:
+            raise ConfigError(
+                "the advantage needs component_rewards_BK: name its rewards in algorithm.reward_components"
+            )
+        if self.resampling is not None and self.group_filter is not None:
+            raise ConfigError(
+                "algorithm.resampling tears the groups that algorithm.group_filter chooses: use one of them"
+            )
+
+    @cached_property
+    def advantage_function(self) -> AdvantageEstimator:
+        """The estimator."""
+        return ADVANTAGES[self.advantage] if isinstance(self.advantage, str) else self.advantage
+
+    @cached_property
+    def policy_loss_function(self) -> PolicyLoss:
+        """The policy loss."""
+        return POLICY_LOSSES[self.policy_loss] if isinstance(self.policy_loss, str) else self.policy_loss
+
+    @cached_property
+    def rollout_correction(self) -> RolloutCorrection:
+        """The correction itself."""
+        return ROLLOUT_CORRECTIONS[self.correction] if isinstance(self.correction, str) else self.correction
+
+    @cached_property
+    def _advantage_inputs(self) -> list[str]:
+        return required_inputs(self.advantage_function, self.advantage_options)
+
+    @cached_property
+    def _loss_inputs(self) -> list[str]:
+        return required_inputs(self.policy_loss_function, self.policy_loss_options)
+
+    @cached_property
+    def needs(self) -> frozenset[str]:
+        """What the stage must compute besides the samples and their scores: names of inputs.
+
+        `old_log_probs_BT` is among them only if it is needed whatever the number of updates.
+        """
+        needs = {*self._advantage_inputs, *(set(self._loss_inputs) & _COMPUTED_FOR_LOSSES)} - _ALWAYS_THERE
+        if self.kl.coefficient != 0:
+            needs.add("ref_log_probs_BT")
+            if self.kl.placement == "reward":
+                needs.add("old_log_probs_BT")
+        if self.rollout_correction != RolloutCorrection() and not self.rollout_correction.bypass:
+            needs.add("old_log_probs_BT")
+        if self.modifiers.top_entropy is not None:
+            needs.add("entropy_BT")
+        if needs & {"entropy_BT", "sum_pi_squared_BT", "selected_BT"}:
+            needs.add("old_log_probs_BT")
+        return frozenset(needs)
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether a reference model is run."""
-        return self.kl.coefficient != 0
+    def kl_is_in_reward(self) -> bool:
+        """Whether the KL penalty is a part of the reward."""
+        return self.kl.coefficient != 0 and self.kl.placement == "reward"
 
     def advantages(
-        self,
-        *,
-        scores_B: Tensor,
-        response_mask_BT: Tensor,
-        response_lengths_B: Tensor,
-        groups_B: Tensor,
-        valid_B: Tensor,
-        old_log_probs_BT: Tensor | None,
-        ref_log_probs_BT: Tensor | None,
-        kl_coefficient: float,
-        sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+        self, inputs: Mapping[str, Any], *, kl_coefficient: float, sum_over_ranks: Callable[[Tensor], Tensor] = one_rank
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Token-level rewards, advantages and returns, each [B, T]. Collective.
 
-        The score of a sample is the reward of its last token; of an empty response, of the first position.
+        The score of a sample is the reward of its last token that the policy sampled; without one, of the first
+        position.
+
+        Args:
+            inputs: tensors by name: `scores_B`, `response_mask_BT`, `groups_B`, `valid_B`, `response_lengths_B`, and
+                what `needs` names.
+            kl_coefficient: of the KL penalty in the reward.
+            sum_over_ranks: element-wise sum of a tensor over ranks.
         """
-        last_B = (response_lengths_B - 1).clamp(min=0)
-        is_last_BT = torch.arange(response_mask_BT.shape[1], device=last_B.device) == last_B[:, None]
-        rewards_BT = torch.where(is_last_BT & valid_B[:, None], scores_B[:, None], 0)
-        if self.kl.placement == "reward" and self.needs_reference:
-            assert old_log_probs_BT is not None and ref_log_probs_BT is not None
+        mask_BT, scores_B = inputs["response_mask_BT"], inputs["scores_B"]
+        positions_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+        last_B1 = (mask_BT.bool() * positions_T).amax(dim=-1, keepdim=True) if mask_BT.shape[1] else None
+        rewards_BT = torch.zeros_like(mask_BT, dtype=scores_B.dtype)
+        if last_B1 is not None:
+            earned_B = torch.where(inputs["valid_B"], scores_B, 0)
+            rewards_BT = torch.where(positions_T == last_B1, earned_B[:, None], rewards_BT)
+        if self.kl_is_in_reward:
             rewards_BT = kl_in_reward(
                 rewards_BT,
-                old_log_probs_BT,
-                ref_log_probs_BT,
-                response_mask_BT,
+                inputs["old_log_probs_BT"],
+                inputs["ref_log_probs_BT"],
+                mask_BT,
                 coefficient=kl_coefficient,
                 estimator=self.kl.estimator,
             )
-        advantages_BT, returns_BT = ADVANTAGES[self.advantage](
-            token_level_rewards_BT=rewards_BT,
-            response_mask_BT=response_mask_BT,
-            groups_B=groups_B,
-            valid_B=valid_B,
-            sum_over_ranks=sum_over_ranks,
-            **self.advantage_options,
-        )
+        given = {**inputs, "token_level_rewards_BT": rewards_BT, "sum_over_ranks": sum_over_ranks}
+        advantages_BT, returns_BT = call_with(self.advantage_function, given, self.advantage_options)
         return rewards_BT, advantages_BT, returns_BT
+
+    def kl_to_reference(self, log_probs_BT: Tensor, ref_log_probs_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
+        """The estimate of each token's KL to the reference, [B, T]; 0 where masked."""
+        valid_BT = response_mask_BT.bool()
+        # Masked before, not after: the derivative of what is masked away would be 0 * NaN.
+        return KL_ESTIMATORS[self.kl.estimator](
+            torch.where(valid_BT, log_probs_BT, 0), torch.where(valid_BT, ref_log_probs_BT, 0)
+        )
+
+    def select(
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        seed: int,
+        sum_over_ranks: Callable[[Tensor], Tensor],
+        gather_over_ranks: Callable[[Tensor], Tensor],
+    ) -> Tensor | None:
+        """The tokens that the policy loss treats apart, bool [B, T]; None where it asks for none. Collective."""
+        if "selected_BT" not in self.needs:
+            return None
+        if not isinstance(self.policy_loss, str) or self.policy_loss not in SELECTIONS:
+            raise ConfigError(f"algorithm.policy_loss={self.policy_loss!r} needs selected_BT and has no selection")
+        given = {**inputs, "seed": seed, "sum_over_ranks": sum_over_ranks, "gather_over_ranks": gather_over_ranks}
+        return call_with(SELECTIONS[self.policy_loss], given, self.selection_options)
 
     def loss(
         self,
+        inputs: Mapping[str, Any],
         *,
-        log_probs_BT: Tensor,
-        old_log_probs_BT: Tensor,
-        advantages_BT: Tensor,
-        response_mask_BT: Tensor,
-        ref_log_probs_BT: Tensor | None,
         kl_coefficient: float,
         counts: GlobalCounts,
+        entropy_coefficient: float = 0.0,
+        positive_counts: GlobalCounts | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's part of the loss, and per-token metrics [B, T]."""
-        loss_BT, metrics = POLICY_LOSSES[self.policy_loss](
-            log_probs_BT=log_probs_BT,
-            old_log_probs_BT=old_log_probs_BT,
-            advantages_BT=advantages_BT,
-            response_mask_BT=response_mask_BT,
-            **self.policy_loss_options,
-        )
-        if ref_log_probs_BT is not None:
-            # Masked before, not after: the derivative of what is masked away would be 0 * NaN.
-            valid_BT = response_mask_BT.bool()
-            kl_BT = KL_ESTIMATORS[self.kl.estimator](
-                torch.where(valid_BT, log_probs_BT, 0), torch.where(valid_BT, ref_log_probs_BT, 0)
-            )
-            metrics["kl"] = kl_BT.detach()
+        """This micro-batch's part of the loss, and metrics per token [B, T] or per sample [B].
+
+        Args:
+            inputs: tensors by name: `log_probs_BT` (with gradient), `old_log_probs_BT`, `rollout_log_probs_BT`,
+                `advantages_BT`, `response_mask_BT`, `entropy_BT`; where they are in use `ref_log_probs_BT`,
+                `selected_BT`, `rollout_weights_BT` (importance weights), `loss_mask_BT` (tokens that learn) and
+                `scores_B`.
+            kl_coefficient: of the KL term.
+            counts: of the global mini-batch.
+            entropy_coefficient: of the entropy bonus.
+            positive_counts: the same as `counts`, of the samples that succeeded.
+        """
+        mask_BT, log_probs_BT = inputs["response_mask_BT"], inputs["log_probs_BT"]
+        loss_BT, metrics = call_with(self.policy_loss_function, inputs, self.policy_loss_options)
+        for factor_BT in self._factors(inputs):
+            loss_BT = loss_BT * factor_BT
+        if inputs.get("ref_log_probs_BT") is not None:
+            kl_BT = self.kl_to_reference(log_probs_BT, inputs["ref_log_probs_BT"], mask_BT)
+            metrics["kl"] = sequence_means(kl_BT.detach(), mask_BT)
             if self.kl.placement == "loss":
                 loss_BT = loss_BT + kl_coefficient * kl_BT
-        loss = aggregate(loss_BT, response_mask_BT, self.aggregation, counts, scale_factor=self.scale_factor)
+        if self.entropy.active:
+            loss_BT = loss_BT - entropy_coefficient * inputs["entropy_BT"]
+        loss = aggregate(loss_BT, mask_BT, self.aggregation, counts, scale_factor=self.scale_factor)
+        if self.modifiers.positive_nll and positive_counts is not None:
+            positive_B = self.is_positive(inputs["scores_B"])
+            nll_BT = positive_nll(log_probs_BT=log_probs_BT, is_positive_B=positive_B, response_mask_BT=mask_BT)
+            positive_mask_BT = mask_BT * positive_B[:, None]
+            loss = loss + self.modifiers.positive_nll * aggregate(
+                nll_BT, positive_mask_BT, "token-mean", positive_counts
+            )
         return loss, metrics
+
+    def is_positive(self, scores_B: Tensor) -> Tensor:
+        """Which samples have succeeded, bool [B]."""
+        return scores_B > self.modifiers.positive_above
+
+    def _factors(self, inputs: Mapping[str, Any]) -> list[Tensor]:
+        """What the loss of each token is multiplied by; the counts of the aggregation stay as they are."""
+        mask_BT = inputs["response_mask_BT"]
+        factors = [inputs[name] for name in ("rollout_weights_BT", "loss_mask_BT") if inputs.get(name) is not None]
+        correction = self.rollout_correction
+        if correction.bypass:
+            kept_BT, weights_BT = correction.correct(
+                log_probs_BT=inputs["log_probs_BT"].detach(),
+                rollout_log_probs_BT=inputs["rollout_log_probs_BT"],
+                response_mask_BT=mask_BT,
+            )
+            factors.append(kept_BT if weights_BT is None else weights_BT)
+        if self.modifiers.off_policy_mask is not None:
+            kept_B = off_policy_sequence_mask(
+                log_probs_BT=inputs["log_probs_BT"],
+                old_log_probs_BT=inputs["rollout_log_probs_BT"],
+                advantages_BT=inputs["advantages_BT"],
+                response_mask_BT=mask_BT,
+                threshold=self.modifiers.off_policy_mask,
+            )
+            factors.append(kept_B[:, None])
+        return factors
+
+
+def _check_inputs(option: str, inputs: list[str], known: frozenset[str]) -> None:
+    """Raise a ConfigError if the function needs what neither the stage nor the options give it."""
+    for name in inputs:
+        if name not in known:
+            raise ConfigError(
+                f"the function of algorithm.{option} needs {name}: set algorithm.{option}_options.{name}; the stage "
+                f"itself gives {', '.join(sorted(known))}"
+            )

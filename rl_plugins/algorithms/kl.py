@@ -1,8 +1,9 @@
 """KL(policy || reference): estimators from the log-probs of sampled tokens, the exact value, and its controllers.
 
-Source: http://joschu.net/blog/kl-approx.html. As a loss only `k2` (and the straight-through forms, whose names end in
-`+`) has the gradient of the reverse KL on on-policy samples; `k1` has expectation zero. In the reward `k1`, `k2` and
-`k3` are sound.
+As a loss only `k2` (and the straight-through forms, whose names end in `+`) has the gradient of the reverse KL on
+on-policy samples; `k1` has expectation zero. In the reward `k1`, `k2` and `k3` are sound.
+
+Source: http://joschu.net/blog/kl-approx.html.
 """
 
 from __future__ import annotations

@@ -48,6 +48,12 @@ def whiten(values_BT: Tensor, mask_BT: Tensor, sum_over_ranks: Callable[[Tensor]
     return torch.where(valid_BT, (deviation_BT - mean_of_rest) * scale, 0).to(values_BT.dtype)
 
 
+def sequence_means(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Mean of each row over its valid positions [B]; NaN in a row without one."""
+    valid_BT = mask_BT.bool()
+    return torch.where(valid_BT, values_BT, 0).sum(dim=-1) / valid_BT.sum(dim=-1)
+
+
 def group_numbers(groups_B: Tensor) -> tuple[Tensor, int]:
     """The groups of the samples, numbered from 0 without gaps [B], and how many there are."""
     _, group_of_B = torch.unique(groups_B, return_inverse=True)

@@ -2,8 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """Punishes responses that come near the longest possible; see `overlong_penalty`.
+
+    Attributes:
+        max_tokens: the length from which on the penalty is whole.
+        buffer_tokens: the length of its slope.
+        factor: the whole penalty.
+    """
+
+    max_tokens: int
+    buffer_tokens: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class RewardShaping:
+    """Changes to the scores before advantages are computed, in this order; none by default.
+
+    Attributes:
+        clip: smallest and largest score; None for no bounds.
+        length_factor: weight of `length_penalty`.
+        correct_above: a response is correct, for `length_penalty`, if its score is above this.
+        overlong: penalty of long responses; None for none.
+    """
+
+    clip: Sequence[float] | None = None
+    length_factor: float = 0.0
+    correct_above: float = 0.5
+    overlong: OverlongPenalty | None = None
+
+    def shaped(self, *, scores_B: Tensor, response_lengths_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> Tensor:
+        """The scores [B] after all changes; all samples of a group must be here."""
+        is_correct_B = scores_B > self.correct_above
+        if self.clip is not None:
+            scores_B = clip_rewards(rewards_B=scores_B, low=self.clip[0], high=self.clip[1])
+        if self.length_factor:
+            scores_B = scores_B + length_penalty(
+                response_lengths_B=response_lengths_B,
+                is_correct_B=is_correct_B,
+                groups_B=groups_B,
+                valid_B=valid_B,
+                factor=self.length_factor,
+            )
+        if self.overlong is not None:
+            scores_B = scores_B + overlong_penalty(
+                response_lengths_B=response_lengths_B,
+                max_tokens=self.overlong.max_tokens,
+                buffer_tokens=self.overlong.buffer_tokens,
+                factor=self.overlong.factor,
+            )
+        return scores_B
 
 
 def overlong_penalty(*, response_lengths_B: Tensor, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> Tensor:
@@ -24,7 +81,7 @@ def overlong_penalty(*, response_lengths_B: Tensor, max_tokens: int, buffer_toke
     Raises:
         ValueError: a buffer outside 1 .. `max_tokens`, or a negative factor.
 
-    Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.4.
+    Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.4, eq. 13.
     """
     if not 0 < buffer_tokens <= max_tokens:
         raise ValueError(f"buffer_tokens={buffer_tokens}: must be in 1 .. max_tokens={max_tokens}")

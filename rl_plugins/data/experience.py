@@ -23,9 +23,15 @@ from torch import Tensor
 from rl_plugins.data.merging import merge
 from rl_plugins.data.padding import fit_width, pad_ragged
 
-COMPUTED_FIELDS = ("token_level_rewards", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+COMPUTED_FIELDS = (
+    "token_level_rewards", "old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy", "sum_pi_squared", "values",
+    "rollout_weights", "advantages", "returns", "loss_mask", "selected",
+)  # fmt: skip
 TOKEN_FIELDS = ("responses", "response_mask", "rollout_log_probs", *COMPUTED_FIELDS)
-SAMPLE_FIELDS = ("prompt_lengths", "response_lengths", "groups", "policy_version", "valid", "scores")
+SAMPLE_FIELDS = (
+    "prompt_lengths", "response_lengths", "groups", "policy_version", "valid", "scores", "baseline_scores",
+    "component_scores",
+)  # fmt: skip
 TENSOR_FIELDS = ("prompts", *TOKEN_FIELDS, *SAMPLE_FIELDS)
 
 
@@ -48,12 +54,20 @@ class Experience(TensorClass, shadow=True):
             read a list with `experience.columns["data_source"]`, add one with `set_column`.
         meta: one mapping for the whole batch.
         scores: float32 [B], the reward of the whole sample. None until computed, and so are all that follow.
+        baseline_scores: float32 [B], the reward of a greedy response to the same prompt.
+        component_scores: float32 [B, K], the rewards that `scores` is made of.
         token_level_rewards: float32 [B, T], the reward at each token, penalties included.
         old_log_probs: float32 [B, T], log-probs under the policy at the start of the update.
         ref_log_probs: float32 [B, T], log-probs under the reference model.
+        teacher_log_probs: float32 [B, T], log-probs under a teacher.
+        entropy: float32 [B, T], entropy in nats of the policy's distribution at the start of the update.
+        sum_pi_squared: float32 [B, T], sum of the squared probabilities of that distribution.
         values: float32 [B, T], the critic's value before each token.
+        rollout_weights: float32 [B, T], importance weights for the gap between trainer and sampler.
         advantages: float32 [B, T].
         returns: float32 [B, T], the critic's target.
+        loss_mask: float32 [B, T], 0 on tokens whose policy loss is switched off, though they count.
+        selected: bool [B, T], tokens that the policy loss treats apart.
     """
 
     prompts: Tensor
@@ -68,12 +82,20 @@ class Experience(TensorClass, shadow=True):
     columns: Any = None
     meta: Any = None
     scores: Tensor | None = None
+    baseline_scores: Tensor | None = None
+    component_scores: Tensor | None = None
     token_level_rewards: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
     values: Tensor | None = None  # type: ignore[assignment]
+    rollout_weights: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    loss_mask: Tensor | None = None
+    selected: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Turn plain columns into a form that follows indexing; an Experience always has columns and meta."""

@@ -99,13 +99,17 @@ class StepLoader(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's share of the next `len(self)` steps."""
         for _ in range(len(self)):
-            epoch, position = divmod(self.step, len(self))
-            if self._order[0] != epoch:
-                self._order = (epoch, epoch_order(self.seed, epoch, len(self.source)))
-            start = position * self.prompts_per_step
-            indices = self._order[1][start + self._rank : start + self.prompts_per_step : self._world_size].tolist()
-            self.step += 1
-            yield self.source.batch(indices, epoch)
+            yield self.draw()
+
+    def draw(self) -> Batch:
+        """Return this rank's share of the next step: for a step that needs more prompts than one batch."""
+        epoch, position = divmod(self.step, len(self))
+        if self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self.seed, epoch, len(self.source)))
+        start = position * self.prompts_per_step
+        indices = self._order[1][start + self._rank : start + self.prompts_per_step : self._world_size].tolist()
+        self.step += 1
+        return self.source.batch(indices, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of finished steps, and what they depend on."""

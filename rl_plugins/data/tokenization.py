@@ -40,6 +40,20 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str, what: str) -> None:
+    """Check that the model in `path` reads the token ids of `tokenizer`.
+
+    Raises:
+        ConfigError: its tokenizer has another vocabulary.
+    """
+    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"the {what} {path} has another vocabulary than the policy's {tokenizer.name_or_path!r}, so it cannot read "
+            "the policy's tokens: use a model of the same family, or score text in workers of its own with "
+            "rl_plugins.rewards.model.ModelReward"
+        )
+
+
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a ConfigError if the tokenizer cannot turn messages into text."""
     if not tokenizer.chat_template:

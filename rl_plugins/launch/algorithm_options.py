@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rl_plugins.algorithms.advantages import ADVANTAGES
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.loading import nearest
 
@@ -27,8 +25,8 @@ def check_option_types(algorithm: Algorithm) -> None:
         ConfigError: an option that the function does not take, or a value of the wrong type.
     """
     _check_fields("algorithm", algorithm)
-    _check("algorithm.advantage_options", ADVANTAGES[algorithm.advantage], algorithm.advantage_options)
-    _check("algorithm.policy_loss_options", POLICY_LOSSES[algorithm.policy_loss], algorithm.policy_loss_options)
+    _check("algorithm.advantage_options", algorithm.advantage_function, algorithm.advantage_options)
+    _check("algorithm.policy_loss_options", algorithm.policy_loss_function, algorithm.policy_loss_options)
 
 
 def _check_fields(where: str, record: Any) -> None:

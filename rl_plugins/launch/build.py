@@ -16,19 +16,23 @@ from rl_plugins.callbacks.data_report import DataReport
 from rl_plugins.callbacks.metrics_file import JsonLinesLogger
 from rl_plugins.callbacks.mlflow import MLflowTracking
 from rl_plugins.callbacks.progress import StepProgress
+from rl_plugins.callbacks.reference_update import ReferenceUpdate
 from rl_plugins.callbacks.samples import SampleTable
 from rl_plugins.data.prompts import PromptDataModule
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.data.tokenization import load_tokenizer
-from rl_plugins.launch.config import RecipeConfig, rollout_dtype
+from rl_plugins.launch.config import OptimizerOptions, RecipeConfig, rollout_dtype
 from rl_plugins.launch.preflight import tracking_uri
 from rl_plugins.launch.quiet import quiet_libraries
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.stages.collecting import RewardModelConfig
+from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.sampling import SamplingStage, Scorer, greedy
 from rl_plugins.stages.sft import SFT
+from rl_plugins.strategies.contract import CRITIC
 
 
 def build_stage(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> SamplingStage:
@@ -42,14 +46,13 @@ def build_stage(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Samplin
         stop_token_ids=(tokenizer.eos_token_id,),
         stop=tuple(config.sampling.stop),
     )
-    options = vars(config.optimizer) | {"betas": tuple(config.optimizer.betas)}
     common: dict[str, Any] = {
         "tokenizer": tokenizer,
         "scorer": scorer,
         "eval_sampling": greedy(sampling),
         "tokens_per_micro_batch": config.batch.tokens_per_micro_batch,
         "seed": config.run.seed,
-        "optimizer": OptimizerConfig(**options),
+        "optimizer": optimizer_config(config.optimizer),
         "gradient_checkpointing": config.model.gradient_checkpointing,
         "max_steps": config.run.steps,
     }
@@ -60,10 +63,24 @@ def build_stage(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Samplin
         config.model.path,
         sampling=sampling,
         algorithm=algorithm,
-        reference=config.model.reference_path,
+        reference=config.reference.path,
+        teacher=config.teacher.path,
+        critic=CriticConfig(config.critic.path, optimizer_config(config.critic.optimizer), config.critic.warmup_steps),
+        reward_model=_reward_model(config),
         updates_per_step=config.batch.updates_per_step,
+        passes_per_step=config.batch.passes_per_step,
         **common,
     )
+
+
+def optimizer_config(options: OptimizerOptions) -> OptimizerConfig:
+    """The settings of an optimizer."""
+    return OptimizerConfig(**(vars(options) | {"betas": tuple(options.betas)}))
+
+
+def _reward_model(config: RecipeConfig) -> RewardModelConfig | None:
+    options = config.reward_model
+    return RewardModelConfig(options.path, options.weight, options.rule_weight) if options.path else None
 
 
 def build_data(config: RecipeConfig, tokenizer: Any) -> PromptDataModule | SFTDataModule:
@@ -110,11 +127,15 @@ def build_trainer(
             every=config.run.checkpoint_every,
             keep_last=config.run.keep_checkpoints,
             report_to_ray=in_ray,
+            keep_engines={CRITIC: config.critic.keep_checkpoints} if config.critic.keep_checkpoints else {},
         ),
         DataReport(config.run.name),
         SampleTable(folder.samples, rows=config.tracking.samples),
         StepProgress(config.run.steps, label=config.run.name, in_ray=in_ray, every_s=redraw_s),
     ]
+    if config.reference.update_every:
+        # Before checkpoints, which hold what the reference has become.
+        callbacks.insert(0, ReferenceUpdate(every=config.reference.update_every, keep=config.reference.keep))
     if config.run.target_reward is not None:
         callbacks.append(
             EarlyStopping(

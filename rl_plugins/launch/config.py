@@ -21,13 +21,37 @@ class ModelConfig:
         path: Hugging Face name or folder.
         precision: Lightning's precision flag: `32-true`, `bf16-true` or `bf16-mixed`.
         gradient_checkpointing: recompute activations in the backward pass.
-        reference_path: the reference model of a KL term; null is `path`.
     """
 
     path: str = MISSING
     precision: str = "32-true"
     gradient_checkpointing: bool = False
-    reference_path: str | None = None
+
+
+@dataclass
+class ReferenceOptions:
+    """The reference model of a KL term or of a preference loss.
+
+    Attributes:
+        path: Hugging Face name or folder; null is the policy's own start.
+        update_every: steps after which it is moved towards the policy; 0 leaves it as it is.
+        keep: share of its weights that a move keeps: 0 copies the policy, 0.99 is a moving average.
+    """
+
+    path: str | None = None
+    update_every: int = 0
+    keep: float = 0.0
+
+
+@dataclass
+class TeacherOptions:
+    """The teacher of a distillation.
+
+    Attributes:
+        path: Hugging Face name or folder, with the policy's tokens.
+    """
+
+    path: str | None = None
 
 
 @dataclass
@@ -61,13 +85,15 @@ class BatchConfig:
         prompts_per_step: prompts of one step, over all workers.
         samples_per_prompt: responses to each prompt.
         tokens_per_micro_batch: padded tokens of one forward and backward pass on one worker.
-        updates_per_step: optimizer steps on the samples of one step.
+        updates_per_step: optimizer steps of one pass over the samples of a step.
+        passes_per_step: passes over the samples of a step.
     """
 
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
     tokens_per_micro_batch: int = 16384
     updates_per_step: int = 1
+    passes_per_step: int = 1
 
 
 @dataclass
@@ -143,6 +169,38 @@ class OptimizerOptions:
     decay_steps: int = 0
     lr_end: float = 0.0
     gradient_clip: float = 1.0
+
+
+@dataclass
+class CriticOptions:
+    """The critic of algorithms that need values.
+
+    Attributes:
+        path: what it starts from, a policy or a reward model; null is `model.path`.
+        optimizer: its own.
+        warmup_steps: steps in which it is trained alone.
+        keep_checkpoints: newest checkpoints that hold it; null keeps it as long as the policy's.
+    """
+
+    path: str | None = None
+    optimizer: OptimizerOptions = field(default_factory=lambda: OptimizerOptions(lr=1e-5))
+    warmup_steps: int = 0
+    keep_checkpoints: int | None = None
+
+
+@dataclass
+class RewardModelOptions:
+    """A trained reward model beside the policy, scoring its tokens; its score is added to that of `reward`.
+
+    Attributes:
+        path: its folder or name; null is none. It must have the policy's tokens.
+        weight: of its score.
+        rule_weight: of the score of `reward`; 0 leaves that to validation.
+    """
+
+    path: str | None = None
+    weight: float = 1.0
+    rule_weight: float = 1.0
 
 
 @dataclass
@@ -256,6 +314,10 @@ class RecipeConfig:
     launcher: str = "ray"
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    reference: ReferenceOptions = field(default_factory=ReferenceOptions)
+    teacher: TeacherOptions = field(default_factory=TeacherOptions)
+    critic: CriticOptions = field(default_factory=CriticOptions)
+    reward_model: RewardModelOptions = field(default_factory=RewardModelOptions)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
@@ -287,10 +349,9 @@ def parse_config(values: Any) -> RecipeConfig:
     for reward in config.reward.functions.values():
         if isinstance(reward, dict) and "_target_" not in reward and "path" in reward:
             reward["path"] = str(Path(str(reward["path"])).absolute())
-    for option in ("path", "reference_path"):
-        path = getattr(config.model, option)
-        if path and Path(path).is_dir():
-            setattr(config.model, option, str(Path(path).absolute()))
+    for group in (config.model, config.reference, config.teacher, config.critic, config.reward_model):
+        if group.path and Path(group.path).is_dir():
+            group.path = str(Path(group.path).absolute())
     return cast(RecipeConfig, config)
 
 

@@ -13,28 +13,25 @@ _HUB_TIMEOUT_S = 5.0
 
 
 def check_model(config: RecipeConfig) -> None:
-    """Check the policy and the reference model.
+    """Check the policy and the other models that are named.
 
     Raises:
         ConfigError: a folder is not a model's, a name is unknown to the hub, or the context window is too short.
     """
-    from rl_plugins.models.loading import check_policy_folder
+    from rl_plugins.models.loading import check_model_folder
 
-    for option in ("path", "reference_path"):
-        path = getattr(config.model, option)
+    for group in ("model", "reference", "teacher", "critic", "reward_model"):
+        path = getattr(config, group).path
         if not path:
             continue
-        try:
-            check_policy_folder(path)
-        except ConfigError as error:
-            # It knows of the policy alone.
-            raise ConfigError(str(error).replace("model.path=", f"model.{option}=", 1)) from None
+        option = f"{group}.path"
+        check_model_folder(option, path)
         limit = _context_window(_model_config(option, path))
         prompt, response = config.data.max_prompt_tokens, config.sampling.max_tokens
         if limit is not None and prompt + response > limit:
             raise ConfigError(
                 f"data.max_prompt_tokens={prompt} and sampling.max_tokens={response} make {prompt + response} tokens, "
-                f"and model.{option}={path} takes {limit}: lower one of them"
+                f"and {option}={path} takes {limit}: lower one of them"
             )
 
 
@@ -53,7 +50,7 @@ def _model_config(option: str, path: str) -> dict[str, Any]:
         except (OSError, ValueError, httpx2.HTTPError) as error:
             reason = str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".:")
             raise ConfigError(
-                f"model.{option}={path}: there is no such folder, and the Hugging Face hub does not give it "
+                f"{option}={path}: there is no such folder, and the Hugging Face hub does not give it "
                 f"({reason}): correct the name, or download the model and name its folder"
             ) from None
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

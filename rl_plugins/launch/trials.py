@@ -10,6 +10,8 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch.config import RecipeConfig
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rl_plugins.data.parquet import PromptRows, Row
 
 _REWARD_DEADLINE_S = 10.0
@@ -74,7 +76,23 @@ def _check_rewards(config: RecipeConfig, rows: Sequence[Row]) -> None:
         ground_truth = row["reward_model"].get("ground_truth")
         # A right answer is the response that every reward should be able to read.
         request = ScoringRequest(source, str(ground_truth), ground_truth, row["extra_info"], row["prompt"])
-        check_reward(config.reward.functions, request, deadline_s=min(config.reward.deadline_s, _REWARD_DEADLINE_S))
+        deadline_s = min(config.reward.deadline_s, _REWARD_DEADLINE_S)
+        score = check_reward(config.reward.functions, request, deadline_s=deadline_s)
+        for option, name in _looked_at(config.algorithm):
+            if name not in score.details:
+                there = ", ".join(score.details) or "nothing"
+                raise ConfigError(
+                    f"{option} names {name!r}, and the reward of data_source {source!r} returns {there} beside its score: "
+                    "choose another reward, such as reward=correct_and_format, or other names"
+                )
+
+
+def _looked_at(algorithm: Any) -> list[tuple[str, str]]:
+    """The numbers beside the score that the algorithm looks at, with the options that name them."""
+    node = algorithm if isinstance(algorithm, Mapping) else {}
+    names = [("algorithm.reward_components", name) for name in node.get("reward_components") or ()]
+    metric = (node.get("group_filter") or {}).get("metric")
+    return [*names, *([("algorithm.group_filter.metric", metric)] if metric else [])]
 
 
 def _check_lengths(config: RecipeConfig, rows: PromptRows) -> None:
@@ -129,28 +147,43 @@ def check_algorithm(node: Any) -> None:
     algorithm: Algorithm = instantiate_node("algorithm", node)
     check_option_types(algorithm)
     zeros_BT, ones_BT = torch.zeros(4, 2), torch.ones(4, 2)
-    coefficient = algorithm.kl.coefficient
+    per_token = (
+        "log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "entropy",
+        "sum_pi_squared", "values",
+    )  # fmt: skip
+    inputs = {f"{name}_BT": zeros_BT for name in per_token} | {
+        "scores_B": torch.tensor([0.0, 1.0, 0.0, 1.0]),
+        "baseline_rewards_B": torch.zeros(4),
+        "component_rewards_BK": torch.rand(4, len(algorithm.reward_components)),
+        "response_mask_BT": ones_BT,
+        "response_lengths_B": torch.full((4,), 2),
+        "groups_B": torch.tensor([0, 0, 1, 1]),
+        "valid_B": torch.ones(4, dtype=torch.bool),
+        "ids_B": torch.arange(4),
+    }
+    if "ref_log_probs_BT" not in algorithm.needs:
+        del inputs["ref_log_probs_BT"]
+    coefficient, counts = algorithm.kl.coefficient, GlobalCounts(8, 4)
     try:
-        _, advantages_BT, _ = algorithm.advantages(
-            scores_B=torch.tensor([0.0, 1.0, 0.0, 1.0]),
-            response_mask_BT=ones_BT,
-            response_lengths_B=torch.full((4,), 2),
-            groups_B=torch.tensor([0, 0, 1, 1]),
-            valid_B=torch.ones(4, dtype=torch.bool),
-            old_log_probs_BT=zeros_BT,
-            ref_log_probs_BT=zeros_BT,
-            kl_coefficient=coefficient,
+        algorithm.shaping.shaped(
+            **{name: inputs[name] for name in ("scores_B", "response_lengths_B", "groups_B", "valid_B")}
         )
+        algorithm.kl.controller()
+        algorithm.entropy.controller()
+        _, advantages_BT, _ = algorithm.advantages(inputs, kl_coefficient=coefficient)
+        inputs["advantages_BT"] = advantages_BT
+        selected_BT = algorithm.select(inputs, seed=0, sum_over_ranks=_alone, gather_over_ranks=_alone)
         algorithm.loss(
-            log_probs_BT=zeros_BT,
-            old_log_probs_BT=zeros_BT,
-            advantages_BT=advantages_BT,
-            response_mask_BT=ones_BT,
-            ref_log_probs_BT=zeros_BT if algorithm.needs_reference else None,
+            inputs if selected_BT is None else {**inputs, "selected_BT": selected_BT},
             kl_coefficient=coefficient,
-            counts=GlobalCounts(8, 4),
+            counts=counts,
+            positive_counts=counts,
         )
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"algorithm: {error}") from None
+
+
+def _alone(values: Tensor) -> Tensor:
+    return values

@@ -29,10 +29,14 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, gradient_checkpointing: boo
     return model.train()
 
 
-def check_policy_folder(path: str) -> None:
+def check_model_folder(option: str, path: str) -> None:
     """Check a local model folder in milliseconds, without loading a library: files, and tokenizer against model.
 
     A name that is not a local folder is left to the hub.
+
+    Args:
+        option: that names the model, for messages.
+        path: folder or name.
 
     Raises:
         ConfigError: a missing file, or a tokenizer with more tokens than the model has embeddings.
@@ -40,10 +44,10 @@ def check_policy_folder(path: str) -> None:
     folder = Path(path)
     if not folder.is_dir():
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ConfigError(f"model.path={path}: no such folder")
+            raise ConfigError(f"{option}={path}: no such folder")
         return
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path={path}: the folder has no config.json, so it is not a Hugging Face model")
+        raise ConfigError(f"{option}={path}: the folder has no config.json, so it is not a Hugging Face model")
     vocabulary = _read_json(folder / "config.json").get("vocab_size")
     tokenizer_file = folder / "tokenizer.json"
     if not tokenizer_file.is_file():
@@ -54,7 +58,7 @@ def check_policy_folder(path: str) -> None:
     ids += list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
     if vocabulary is not None and ids and max(ids) >= vocabulary:
         raise ConfigError(
-            f"model.path={path}: the tokenizer gives ids up to {max(ids)} but the model has {vocabulary} embeddings; "
+            f"{option}={path}: the tokenizer gives ids up to {max(ids)} but the model has {vocabulary} embeddings; "
             "they do not belong together"
         )
 

@@ -18,6 +18,18 @@ def exact_match(solution_str: str, ground_truth: Any, ignore_case: bool = False)
     return float(given.casefold() == wanted.casefold() if ignore_case else given == wanted)
 
 
+def correct_and_format(
+    solution_str: str, ground_truth: Any, pattern: str = r"\s*[-+]?\d+\s*", format_weight: float = 0.5
+) -> dict[str, float]:
+    """Whether the response is the ground truth, and whether it has the form of an answer at all.
+
+    Returns:
+        `correct` and `format`, 0 or 1 each, and `score = correct + format_weight format`.
+    """
+    correct, formatted = exact_match(solution_str, ground_truth), float(bool(re.fullmatch(pattern, solution_str)))
+    return {"score": correct + format_weight * formatted, "correct": correct, "format": formatted}
+
+
 def final_answer(solution_str: str, ground_truth: Any, require_marker: bool = False) -> float:
     """Whether the response's final number is the ground truth's, as in GSM8K.
 

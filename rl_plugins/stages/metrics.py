@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rl_plugins.algorithms.masked import group_statistics
+from rl_plugins.data.experience import Experience
+from rl_plugins.rewards.failures import failure_counts
+from rl_plugins.rewards.records import Score
+
 Reduce = Callable[[Tensor], Tensor]
 
 
@@ -20,7 +25,7 @@ class TokenMetrics:
     _maxima: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, values: Mapping[str, Tensor], mask_BT: Tensor, *, maximum: bool = False) -> None:
-        """Take in [B, T] tensors; with `maximum`, keep the largest value too."""
+        """Take in tensors of the mask's shape; with `maximum`, keep the largest value too."""
         valid_BT = mask_BT.bool()
         for name, values_BT in values.items():
             kept_BT = torch.where(valid_BT, values_BT.detach(), 0)
@@ -31,6 +36,12 @@ class TokenMetrics:
                 # An empty micro-batch has a maximum, too.
                 largest = torch.cat([masked_N, masked_N.new_full((1,), -torch.inf)]).max()
                 self._maxima[name] = torch.maximum(self._maxima.get(name, largest), largest)
+
+    def add_each(self, values: Mapping[str, Tensor], mask_BT: Tensor) -> None:
+        """Take in tensors per token [B, T] or per sample [B]; a sample counts if one of its tokens does."""
+        there_B = mask_BT.bool().any(dim=-1)
+        for name, value in values.items():
+            self.add({name: value}, mask_BT if value.ndim == 2 else there_B)
 
     def add_sum(self, name: str, value: Tensor) -> None:
         """Take in a number whose sum over micro-batches and ranks is wanted."""
@@ -65,3 +76,53 @@ def mean_over_ranks(columns: Mapping[str, tuple[Tensor, Tensor]], sum_over_ranks
     total = sum_over_ranks(torch.stack([value.double() for value in sums + counts])).tolist()
     half = len(columns)
     return {name: total[i] / total[half + i] if total[half + i] else float("nan") for i, name in enumerate(columns)}
+
+
+_FAILURES = ("raised", "timeout", "not_finite", "died")
+
+
+@dataclass
+class SampleMetrics:
+    """What is said of all samples of a step, those that an algorithm leaves out included.
+
+    Attributes:
+        numbers: further metrics of the step, already averaged over ranks.
+    """
+
+    numbers: dict[str, float] = field(default_factory=dict)
+    _batches: list[dict[str, tuple[Tensor, Tensor]]] = field(default_factory=list)
+    _failed: Tensor = field(default_factory=lambda: torch.zeros(len(_FAILURES), dtype=torch.float64))
+    _size: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+
+    def add(self, experience: Experience, scores: list[Score]) -> None:
+        """Take in scored samples."""
+        assert experience.scores is not None
+        rewards_B, valid_B, everything_B = experience.scores.double(), experience.valid, torch.ones(len(scores)).bool()
+        groups = group_statistics(rewards_B, experience.groups, valid_B)
+        truncated = torch.tensor([reason == "length" for reason in experience.columns["finish_reason"]])
+        self._batches.append({
+            "reward": (rewards_B, valid_B),
+            "response_length": (experience.response_lengths.double(), everything_B),
+            "truncated": (truncated.double(), everything_B),
+            # Groups whose samples all scored alike teach nothing.
+            "uniform_groups": ((groups.std_B == 0).double(), valid_B),
+        })  # fmt: skip
+        counts = failure_counts(scores)
+        self._failed += torch.tensor([float(counts.get(kind, 0)) for kind in _FAILURES])
+        self._size += torch.stack([torch.tensor(len(scores)), experience.sequence_lengths.sum()])
+
+    def averages(self, prefix: str, sum_over_ranks: Reduce, seconds: float) -> dict[str, float]:
+        """`<prefix>/<name>` over all ranks, and the throughput; then empty. Collective."""
+        columns = {
+            name: tuple(torch.cat([batch[name][part] for batch in self._batches]) for part in range(2))
+            for name in self._batches[0]
+        }
+        metrics = mean_over_ranks(columns, sum_over_ranks)  # type: ignore[arg-type]
+        *failed, samples, tokens = sum_over_ranks(torch.cat([self._failed, self._size])).tolist()
+        metrics |= {f"reward_{kind}": count for kind, count in zip(_FAILURES, failed, strict=True)}
+        if len(self._batches) > 1:
+            metrics["generation_batches"] = float(len(self._batches))
+        throughput = {"time/step": seconds, "samples_per_s": samples / seconds, "tokens_per_s": tokens / seconds}
+        averages = {**{f"{prefix}/{name}": value for name, value in {**metrics, **self.numbers}.items()}, **throughput}
+        self.__init__()  # type: ignore[misc]
+        return averages

@@ -14,7 +14,6 @@ from typing_extensions import Unpack, override
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.rewards.default import Reward, default_scorer
-from rl_plugins.rewards.failures import failure_counts
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations, SamplingConfig
 from rl_plugins.stages.metrics import mean_over_ranks
@@ -62,7 +61,6 @@ class SamplingStage(Stage):
         self.scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
         self.eval_sampling, self.seed = self.ending(eval_sampling), seed
         self.validation_samples: list[dict[str, Any]] = []
-        self._failures: dict[str, int] = {}
         self._val_scores: list[Score] = []
 
     def ending(self, sampling: SamplingConfig) -> SamplingConfig:
@@ -94,9 +92,10 @@ class SamplingStage(Stage):
             pad_token_id=self.tokenizer.pad_token_id,
         )
 
-    def _seeds(self, prompts: PromptBatch) -> list[int]:
+    def _seeds(self, prompts: PromptBatch, draw: int = 0) -> list[int]:
         # A sample's seed depends on what it is, not on the rank or batch it fell into.
-        sequence = [np.random.SeedSequence([self.seed, self.step, row]).generate_state(1)[0] for row in prompts.rows]
+        place = [self.seed, self.step, *([draw] if draw else [])]
+        sequence = [np.random.SeedSequence([*place, row]).generate_state(1)[0] for row in prompts.rows]
         return [int(seed) >> 1 for seed in sequence]
 
     def score(self, experience: Experience) -> list[Score]:
@@ -114,7 +113,6 @@ class SamplingStage(Stage):
         experience.scores = torch.tensor([score.value or 0.0 for score in scores])
         experience.valid = torch.tensor([score.failure is None for score in scores])
         experience.response_mask = experience.response_mask * experience.valid[:, None]
-        self._failures = failure_counts(scores)
         return scores
 
     # Validation -------------------------------------------------------------------------------------------------

@@ -9,15 +9,17 @@ signature. `resampling` is no estimator: it draws which samples to train on.
 
 from __future__ import annotations
 
+from rl_plugins.algorithms.advantages.distillation import reverse_kl
 from rl_plugins.algorithms.advantages.gae import gae
 from rl_plugins.algorithms.advantages.group_relative import gdpo, gpg, grpo, grpo_passk, max_rl, opo, rloo
 from rl_plugins.algorithms.advantages.interface import AdvantageEstimator, one_rank
 from rl_plugins.algorithms.advantages.optimal_baseline import optimal_token_baseline, tir_optimal_token_baseline
 from rl_plugins.algorithms.advantages.returns import reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+from rl_plugins.algorithms.registry import Table
 
 __all__ = ["ADVANTAGES", "AdvantageEstimator", "grpo", "one_rank"]
 
-ADVANTAGES: dict[str, AdvantageEstimator] = {
+_OWN: dict[str, AdvantageEstimator] = {
     "grpo": grpo,
     "grpo_passk": grpo_passk,
     "rloo": rloo,
@@ -29,6 +31,9 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
     "gae": gae,
+    "reverse_kl": reverse_kl,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": tir_optimal_token_baseline,
 }
+
+ADVANTAGES: Table[AdvantageEstimator] = Table("rl_plugins.advantages", _OWN)

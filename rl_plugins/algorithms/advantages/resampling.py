@@ -9,6 +9,7 @@ Source: PF-PPO, https://arxiv.org/abs/2409.06957.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,6 +17,19 @@ from torch import Tensor
 
 _NEVER_ZERO = 1e-8
 _WEIGHT_OF_BEST, _WEIGHT_OF_OTHERS = 0.4, 0.1
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """How the samples to train on are drawn; see `resampling_weights`.
+
+    Attributes:
+        kind: which weights.
+        power: exponent of `power`.
+    """
+
+    kind: Literal["power", "extremes", "best"] = "power"
+    power: float = 2.0
 
 
 def resampling_weights(

@@ -20,13 +20,14 @@ from rl_plugins.algorithms.policy_losses.ppo import ppo_clip
 from rl_plugins.algorithms.policy_losses.reinforce import cispo, reinforce
 from rl_plugins.algorithms.policy_losses.sequence import gmpo, gspo
 from rl_plugins.algorithms.policy_losses.soft_trust_region import dro, sapo
+from rl_plugins.algorithms.registry import Table
 
 __all__ = ["MAX_LOG_RATIO", "POLICY_LOSSES", "SELECTIONS", "PolicyLoss", "Selection", "ppo_clip"]
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 Selection = Callable[..., Tensor]
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {
+_OWN: dict[str, PolicyLoss] = {
     "cispo": cispo,
     "clip_cov": clip_cov,
     "dppo_kl": dppo_kl,
@@ -40,6 +41,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "reinforce": reinforce,
     "sapo": sapo,
 }
+
+POLICY_LOSSES: Table[PolicyLoss] = Table("rl_plugins.policy_losses", _OWN)
 
 SELECTIONS: dict[str, Selection] = {"clip_cov": select_within_band, "kl_cov": select_largest}
 """For the losses that take `selected_BT`: what computes it, once for each mini-batch of all ranks."""

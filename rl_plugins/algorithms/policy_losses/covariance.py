@@ -49,7 +49,7 @@ def clip_cov(
     Raises:
         ValueError: a negative width.
 
-    Source: https://arxiv.org/abs/2505.22617, Clip-Cov.
+    Source: https://arxiv.org/abs/2505.22617, Clip-Cov, eq. 12.
     """
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
     loss_BT, metrics = ppo_clip(
@@ -93,7 +93,7 @@ def kl_cov(
     Raises:
         ValueError: a negative coefficient.
 
-    Source: https://arxiv.org/abs/2505.22617, KL-Cov.
+    Source: https://arxiv.org/abs/2505.22617, KL-Cov, eq. 14 (with a coefficient of 1).
     """
     check_not_negative(coefficient=coefficient)
     log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(

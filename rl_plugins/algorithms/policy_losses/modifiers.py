@@ -35,7 +35,7 @@ def off_policy_sequence_mask(
     Returns:
         Bool [B]; a sample without a valid token is kept.
 
-    Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 3.1.
+    Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 3.1, eq. 9.
     """
     log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
         response_mask_BT, log_probs_BT.detach(), old_log_probs_BT, advantages_BT

@@ -41,7 +41,7 @@ def gspo(
     Raises:
         ValueError: a negative width.
 
-    Source: https://arxiv.org/abs/2507.18071, eq. 5, 7 and 13; widths from its section 5.1.
+    Source: https://arxiv.org/abs/2507.18071, eq. 5, 7, 13 and 14; widths from its section 5.1.
     """
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
     log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(

@@ -24,10 +24,10 @@ class Batch:
     advantages: Tensor
 
     def rewards(self) -> Tensor:
-        """The score on the last token."""
+        """The score on the last sampled token; without one, on the first position."""
         rewards = torch.zeros_like(self.mask)
-        for sample, length in enumerate(self.lengths.tolist()):
-            rewards[sample, max(length - 1, 0)] = self.scores[sample]
+        for sample, mask in enumerate(self.mask.tolist()):
+            rewards[sample, max((t for t, sampled in enumerate(mask) if sampled), default=0)] = self.scores[sample]
         return rewards
 
     def ppo_arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -13,24 +13,45 @@ from torch import Tensor
 Collective = Callable[[Tensor], Tensor]
 
 
-def run_on_ranks(num_ranks: int, function: Callable[[int, Collective, Collective], Any]) -> list[Any]:
-    """`function(rank, sum_over_ranks, gather_over_ranks)` of every rank; a rank that skips a collective times out."""
-    barrier = Barrier(num_ranks, timeout=10)
-    slots: list[Tensor] = [torch.empty(0)] * num_ranks
+def meet_on_ranks(num_ranks: int, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
+    """`function(rank, everyones)` of every rank; `everyones(x)` gives the x of all ranks, in their order.
 
-    def exchange(rank: int, values: Tensor) -> list[Tensor]:
-        slots[rank] = values
-        barrier.wait()
-        everyone = list(slots)
-        barrier.wait()
-        return everyone
+    A rank that skips a meeting times out.
+    """
+    barrier = Barrier(num_ranks, timeout=10)
+    slots: list[Any] = [None] * num_ranks
 
     def one(rank: int) -> Any:
-        return function(
-            rank,
-            lambda values: torch.stack(exchange(rank, values)).sum(dim=0),
-            lambda values: torch.cat(exchange(rank, values)),
-        )
+        def everyones(mine: Any) -> list[Any]:
+            slots[rank] = mine
+            barrier.wait()
+            all_of_them = list(slots)
+            barrier.wait()
+            return all_of_them
+
+        return function(rank, everyones)
 
     with ThreadPoolExecutor(num_ranks) as pool:
         return list(pool.map(one, range(num_ranks)))
+
+
+def run_on_ranks(num_ranks: int, function: Callable[[int, Collective, Collective], Any]) -> list[Any]:
+    """`function(rank, sum_over_ranks, gather_over_ranks)` of every rank."""
+
+    def one(rank: int, everyones: Callable[[Any], list[Any]]) -> Any:
+        return function(
+            rank,
+            lambda values: torch.stack(everyones(values)).sum(dim=0),
+            lambda values: torch.cat(everyones(values)),
+        )
+
+    return meet_on_ranks(num_ranks, one)
+
+
+def exchange_on_ranks(num_ranks: int, function: Callable[[int, Callable[[list[Any]], list[Any]]], Any]) -> list[Any]:
+    """`function(rank, exchange)` of every rank; `exchange(parcels)` gives parcel i to rank i."""
+
+    def one(rank: int, everyones: Callable[[Any], list[Any]]) -> Any:
+        return function(rank, lambda parcels: [theirs[rank] for theirs in everyones(parcels)])
+
+    return meet_on_ranks(num_ranks, one)

@@ -18,29 +18,29 @@ from rl_plugins.tests.algorithms.reference import basics as reference
 
 
 def advantages(algorithm: Algorithm, batch: Batch, coefficient: float) -> tuple[Tensor, Tensor, Tensor]:
-    return algorithm.advantages(
-        scores_B=batch.scores,
-        response_mask_BT=batch.mask,
-        response_lengths_B=batch.lengths,
-        groups_B=batch.groups,
-        valid_B=batch.valid,
-        old_log_probs_BT=batch.old,
-        ref_log_probs_BT=batch.ref,
-        kl_coefficient=coefficient,
-    )
+    inputs = {
+        "scores_B": batch.scores,
+        "response_mask_BT": batch.mask,
+        "response_lengths_B": batch.lengths,
+        "groups_B": batch.groups,
+        "valid_B": batch.valid,
+        "old_log_probs_BT": batch.old,
+        "ref_log_probs_BT": batch.ref,
+    }
+    return algorithm.advantages(inputs, kl_coefficient=coefficient)
 
 
 def loss_and_gradient(algorithm: Algorithm, batch: Batch, coefficient: float) -> tuple[float, Tensor, dict[str, Any]]:
     log_probs = batch.log_probs.clone().requires_grad_()
-    loss, metrics = algorithm.loss(
-        log_probs_BT=log_probs,
-        old_log_probs_BT=batch.old,
-        advantages_BT=batch.advantages,
-        response_mask_BT=batch.mask,
-        ref_log_probs_BT=batch.ref,
-        kl_coefficient=coefficient,
-        counts=GlobalCounts(*local_counts(batch.mask).tolist()),
-    )
+    inputs = {
+        "log_probs_BT": log_probs,
+        "old_log_probs_BT": batch.old,
+        "advantages_BT": batch.advantages,
+        "response_mask_BT": batch.mask,
+        "ref_log_probs_BT": batch.ref,
+    }
+    counts = GlobalCounts(*local_counts(batch.mask).tolist())
+    loss, metrics = algorithm.loss(inputs, kl_coefficient=coefficient, counts=counts)
     (gradient,) = torch.autograd.grad(loss, log_probs)
     return loss.item(), gradient, metrics
 
@@ -66,26 +66,17 @@ def test_advantages_agree_with_loops(estimator: str, placement: Any) -> None:
 
 def test_empty_responses_take_part_in_the_group_and_nothing_else() -> None:
     algorithm = Algorithm(advantage_options={"scale": "none"})
-    arguments: dict[str, Any] = {
-        "groups_B": torch.tensor([0, 0]),
-        "valid_B": torch.tensor([True, True]),
-        "old_log_probs_BT": None,
-        "ref_log_probs_BT": None,
-        "kl_coefficient": 0.0,
-    }
-    _, some, _ = algorithm.advantages(
-        scores_B=torch.tensor([1.0, 4.0]),
-        response_mask_BT=torch.tensor([[0.0, 0.0], [1.0, 1.0]]),
-        response_lengths_B=torch.tensor([0, 2]),
-        **arguments,
-    )
-    assert some.tolist() == [[0.0, 0.0], [1.5, 1.5]]
-    rewards, none, _ = algorithm.advantages(
-        scores_B=torch.tensor([1.0, 4.0]),
-        response_mask_BT=torch.zeros(2, 0),
-        response_lengths_B=torch.tensor([0, 0]),
-        **arguments,
-    )
+    def of(mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = {
+            "groups_B": torch.tensor([0, 0]),
+            "valid_B": torch.tensor([True, True]),
+            "scores_B": torch.tensor([1.0, 4.0]),
+            "response_mask_BT": mask_BT,
+        }
+        return algorithm.advantages(inputs, kl_coefficient=0.0)
+
+    assert of(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))[1].tolist() == [[0.0, 0.0], [1.5, 1.5]]
+    rewards, none, _ = of(torch.zeros(2, 0))
     assert rewards.shape == none.shape == (2, 0)
 
 
@@ -101,10 +92,13 @@ def test_loss_agrees_with_loops_and_masked_positions_never_matter(mode: str, est
     batch = make_batch(9)
     loss, gradient, metrics = loss_and_gradient(algorithm, batch, 0.3)
     expected = reference.ppo_clip(*batch.ppo_arrays(), 0.2, 0.28, 3.0)["loss"]
+    kls = np.zeros_like(expected)
     for i, t in np.argwhere(batch.mask.numpy() > 0):
-        kl = reference.kl(estimator, float(batch.log_probs[i, t]), float(batch.ref[i, t]))
-        assert float(metrics["kl"][i, t]) == pytest.approx(kl, rel=1e-9, abs=1e-9)
-        expected[i, t] += 0.3 * kl
+        kls[i, t] = reference.kl(estimator, float(batch.log_probs[i, t]), float(batch.ref[i, t]))
+    # The metric is the mean of each sequence: that is what the controller is fed.
+    means = kls.sum(axis=1) / batch.mask.numpy().sum(axis=1)
+    np.testing.assert_allclose(metrics["kl"].numpy(), means, rtol=1e-9, atol=1e-9)
+    expected += 0.3 * kls
     assert loss == pytest.approx(reference.aggregate(expected, batch.mask.numpy(), mode, 5.0), rel=1e-9)
     dirty_loss, dirty_gradient, _ = loss_and_gradient(algorithm, batch.with_garbage(), 0.3)
     assert dirty_loss == loss
@@ -121,8 +115,14 @@ def test_kl_in_the_reward_is_measured_but_stays_out_of_the_loss() -> None:
 
 
 def test_what_needs_a_reference_and_which_controller() -> None:
-    assert not Algorithm().needs_reference
-    assert Algorithm(kl=KLConfig(coefficient=0.1)).needs_reference
+    assert Algorithm().needs == frozenset()
+    assert Algorithm(kl=KLConfig(coefficient=0.1)).needs == {"ref_log_probs_BT"}
+    in_reward = Algorithm(kl=KLConfig(coefficient=0.1, placement="reward"))
+    assert in_reward.needs == {"ref_log_probs_BT", "old_log_probs_BT"}
+    assert Algorithm(advantage="gae").needs == {"values_BT"}
+    assert Algorithm(policy_loss="kl_cov").needs == {"selected_BT", "old_log_probs_BT"}
+    assert Algorithm(correction="token_tis").needs == {"old_log_probs_BT"}
+    assert Algorithm(correction="bypass").needs == frozenset()
     assert KLConfig(coefficient=0.1).controller() == FixedKL(0.1)
     assert KLConfig(coefficient=0.1, target=0.2, horizon=5.0).controller() == AdaptiveKL(0.1, 0.2, 5.0)
 
@@ -132,8 +132,10 @@ def test_what_needs_a_reference_and_which_controller() -> None:
     [
         ({"advantage": "gae2"}, r"algorithm\.advantage='gae2' is unknown: use one of .*grpo"),
         ({"policy_loss": "x"}, r"algorithm\.policy_loss='x' is unknown: use one of .*ppo_clip"),
-        ({"advantage": "gae"}, r"algorithm\.advantage='gae' needs values_BT, which this stage does not compute"),
-        ({"policy_loss": "dro"}, r"algorithm\.policy_loss='dro' needs beta: set algorithm.policy_loss_options.beta"),
+        ({"advantage": lambda *, wishes_B: None}, r"needs wishes_B: set algorithm\.advantage_options\.wishes_B"),
+        ({"policy_loss": "dro"}, r"algorithm\.policy_loss needs beta: set algorithm\.policy_loss_options\.beta"),
+        ({"policy_loss": 3}, r"algorithm\.policy_loss=3: must be a name or a function"),
+        ({"correction": "most"}, r"algorithm\.correction='most' is unknown: use one of none, token_tis"),
         ({"aggregation": "mean"}, r"algorithm\.aggregation='mean' is unknown"),
         (
             {"kl": KLConfig(estimator="k9")},

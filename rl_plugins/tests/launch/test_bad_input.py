@@ -72,7 +72,7 @@ CASES = [
     ("tokenizer of another model", ["model.path=few_embeddings"], ["ids up to 256", "100 embeddings"]),
     ("no chat template", ["model.path=no_template"], ["no_template", "no chat template", "instruction-tuned"]),
     ("too long for the model", ["sampling.max_tokens=250"], ["data.max_prompt_tokens=26", "takes 256", "lower one"]),
-    ("reference model", ["model.reference_path=./gone"], ["model.reference_path=./gone", "no such folder"]),
+    ("reference model", ["reference.path=./gone"], ["reference.path=./gone", "no such folder"]),
     # Folders and servers
     ("output below a file", ["run.output_dir=rewards.py/out"], ["run.output_dir=", "rewards.py/out", "choose another"]),
     ("run name with a slash", ["run.name=a/b"], ["run.name=a/b", "run.output_dir"]),

@@ -5,14 +5,20 @@ Run as a script, it is one of several ranks: `canned.py RANK WORLD_SIZE RENDEZVO
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -21,13 +27,14 @@ from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
-from rl_plugins.models.tiny import build_model, build_tokenizer
+from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations, SamplingConfig
 from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
-from rl_plugins.strategies.contract import small_all_reduce
+from rl_plugins.strategies.contract import exchange_objects, small_all_reduce
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
 # Prompt -> responses. `!` makes the reward fail; the responses of 4+4 all score alike; one response is empty.
@@ -84,8 +91,9 @@ class CannedRollout:
 
 class CannedScorer:
     def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
-        values = [score(request.solution_str) for request in requests]
-        return [Score(v) if v is not None else Score(None, failure="raised", message="!") for v in values]
+        failed = Score(None, failure="raised", message="!")
+        values = [(score(request.solution_str), request.solution_str.isdigit()) for request in requests]
+        return [failed if v is None else Score(v, {"correct": v, "format": float(form)}) for v, form in values]
 
 
 class Recorder(torch.optim.SGD):
@@ -132,6 +140,10 @@ class AllReduceStrategy(SingleDeviceRolloutStrategy):
         return small_all_reduce(values, self.root_device, torch.distributed.ReduceOp.MAX)
 
     @override
+    def exchange(self, parcels: list[Any]) -> list[Any]:
+        return exchange_objects(parcels, self.global_rank)
+
+    @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -150,9 +162,28 @@ def prompt_batch(texts: list[str]) -> PromptBatch:
     return PromptBatch([tokenizer.encode(text) for text in texts], [PROMPTS.index(text) for text in texts], columns, 0)
 
 
+class DrawingLoader(DataLoader[Any]):
+    """Serves the batches as they are; whoever draws gets the first again."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        super().__init__(batches, batch_size=None)  # type: ignore[arg-type]
+        self.first = batches[0]
+
+    def draw(self) -> Any:
+        return self.first
+
+
 def loader(batches: list[Any]) -> Any:
     """Serves the batches as they are."""
-    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    return DrawingLoader(batches)
+
+
+@cache
+def other_model() -> str:
+    """Folder of a model that is not the policy: reference, teacher, or what the critic starts from."""
+    folder = Path(tempfile.mkdtemp(prefix="canned-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return str(save_tiny_policy(folder, hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=5))
 
 
 def quiet_trainer(strategy: Any, **options: Any) -> Trainer:
@@ -176,20 +207,30 @@ def gradients(
     rank: int = 0,
     world_size: int = 1,
     reference: str | None = None,
+    **options: Any,
 ) -> tuple[list[list[Tensor]], dict[str, float]]:
-    """The gradients of each update of one RL step, and the step's metrics."""
+    """The gradients of each update of one RL step, the critic's after the policy's, and the step's metrics."""
     own = OwnPolicy()
+    of_critic: list[list[Tensor]] = []
+
+    def keep(optimizer: Any, *_: Any) -> None:
+        if isinstance(optimizer, torch.optim.AdamW):
+            of_critic.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
+
     stage = PolicyOptimization(
         own,
         tokenizer=tokenizer,
         scorer=CannedScorer(),
         sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=TEMPERATURE),
         algorithm=algorithm,
-        reference=reference,
+        reference=reference or other_model(),
+        teacher=other_model(),
+        critic=CriticConfig(other_model(), OptimizerConfig(lr=0.01, gradient_clip=0.0)),
         optimizer=OptimizerConfig(gradient_clip=0.0),
         tokens_per_micro_batch=tokens_per_micro_batch,
         updates_per_step=updates_per_step,
         max_steps=1,
+        **options,
     )
     if world_size == 1:
         strategy = SingleDeviceRolloutStrategy(rollout=CannedRollout())
@@ -197,14 +238,17 @@ def gradients(
         strategy = AllReduceStrategy(rank, world_size, rollout=CannedRollout())
     trainer = quiet_trainer(strategy, precision="64-true")
     # Prompts are dealt to ranks in turn.
+    hook = register_optimizer_step_pre_hook(keep)
     trainer.fit(stage, loader([prompt_batch(PROMPTS[rank::world_size])]))
-    return own.recorder.gradients, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    hook.remove()
+    return own.recorder.gradients + of_critic, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def of_recipes() -> dict[str, Algorithm]:
     """Every file of recipes/conf/algorithm, by its name."""
     names = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.yaml"))
-    nodes = {name: compose_config("grpo", ["model.path=none", f"algorithm={name}"]).algorithm for name in names}
+    composed = {name: compose_config("grpo", ["model.path=none", f"algorithm={name}"]) for name in names}
+    nodes = {name: config.algorithm for name, config in composed.items()}
     return {name: instantiate(node) for name, node in nodes.items()}
 
 

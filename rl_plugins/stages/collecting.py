@@ -1,0 +1,450 @@
+"""From prompts to experience: sample, score, log-probs, values, advantages, as far as the algorithm asks for them.
+
+Every rank works on the samples of its own prompts; what crosses ranks are a few sums, and the samples that an algorithm
+chooses among those of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack, override
+
+from rl_plugins.algorithms.advantages.resampling import resample, resampling_weights
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.rollout_correction import RolloutCorrection, diagnostics
+from rl_plugins.data.experience import Experience
+from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.data.tokenization import check_same_tokens
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
+from rl_plugins.models.scalar_head import last_token_scores, load_scalar_head, response_scores, response_values
+from rl_plugins.rewards.records import Score
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.critic import CriticConfig
+from rl_plugins.stages.dealing import all_hands, deal
+from rl_plugins.stages.metrics import SampleMetrics
+from rl_plugins.stages.micro_batches import micro_batch_indices
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.sampling import SamplingOptions, SamplingStage, greedy
+from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A trained reward model, run as a frozen engine on the tokens of the samples.
+
+    Attributes:
+        path: its folder or name; it has the policy's tokens.
+        weight: of its score.
+        rule_weight: of the scorer's; 0 leaves the scorer to validation.
+    """
+
+    path: str
+    weight: float = 1.0
+    rule_weight: float = 1.0
+
+
+class CollectingStage(SamplingStage):
+    """Holds the models of an algorithm and makes its experience.
+
+    Args:
+        policy: see `Stage`.
+        sampling: how training samples are drawn; `num_samples` is the group size. Stop tokens: see `SamplingStage`.
+        algorithm: GRPO by default.
+        eval_sampling: how `validate` samples; greedy with the same length by default.
+        reference: name or folder of the reference model; needed with a KL coefficient, the policy's own by default.
+        teacher: name or folder of a model whose log-probs the algorithm asks for.
+        critic: for algorithms that ask for values; its own default then.
+        reward_model: adds its score to that of the scorer.
+        updates_per_step: optimizer steps per pass over the samples; the prompts of a step are dealt over them.
+        passes_per_step: passes over the samples of a step.
+        tokens_per_micro_batch: padded tokens of one forward and backward pass on one rank.
+        **sampling_stage: arguments of `SamplingStage`.
+    """
+
+    def __init__(
+        self,
+        policy: str | nn.Module,
+        *,
+        sampling: SamplingConfig,
+        algorithm: Algorithm | None = None,
+        eval_sampling: SamplingConfig | None = None,
+        reference: str | None = None,
+        teacher: str | None = None,
+        critic: CriticConfig | None = None,
+        reward_model: RewardModelConfig | None = None,
+        updates_per_step: int = 1,
+        passes_per_step: int = 1,
+        tokens_per_micro_batch: int = 16_384,
+        **sampling_stage: Unpack[SamplingOptions],
+    ) -> None:
+        super().__init__(policy, eval_sampling=eval_sampling or greedy(sampling), **sampling_stage)
+        self.algorithm = algorithm or Algorithm()
+        self.sampling = self.ending(sampling)
+        self.updates_per_step, self.passes_per_step = updates_per_step, passes_per_step
+        self.tokens_per_micro_batch = tokens_per_micro_batch
+        self.reference: Any = None
+        self.teacher: Any = None
+        self.critic: Any = None
+        self.reward_model: Any = None
+        needs = self.algorithm.needs
+        own_path = policy if isinstance(policy, str) else None
+        self._reference_path, self._teacher_path, self._reward_model = reference or own_path, teacher, reward_model
+        self.critic_config = (critic or CriticConfig()) if "values_BT" in needs else None
+        self._critic_path = self.critic_config and (self.critic_config.path or own_path)
+        self.kl_controller = self.algorithm.kl.controller()
+        self.entropy_controller = self.algorithm.entropy.controller()
+        self._draws = 0
+        self._sampled = SampleMetrics()
+        for wanted, path, what in (
+            ("ref_log_probs_BT", self._reference_path, "reference model with reference=..."),
+            ("teacher_log_probs_BT", self._teacher_path, "teacher with teacher=..."),
+            ("values_BT", self._critic_path, "model that the critic starts from with critic=CriticConfig(path=...)"),
+        ):
+            if wanted in needs and path is None:
+                raise ConfigError(f"the algorithm needs {wanted}: name the {what}")
+
+    # Models -----------------------------------------------------------------------------------------------------
+
+    @override
+    def configure_model(self) -> None:
+        super().configure_model()
+        needs = self.algorithm.needs
+        if "ref_log_probs_BT" in needs and self.reference is None:
+            self.reference = self.load_model(str(self._reference_path))
+        if "teacher_log_probs_BT" in needs and self.teacher is None:
+            check_same_tokens(self.tokenizer, str(self._teacher_path), "teacher")
+            self.teacher = self.load_model(str(self._teacher_path))
+        if self._critic_path is not None and self.critic is None:
+            self.critic = self._load_scalar_head(self._critic_path)
+        if self._reward_model is not None and self.reward_model is None:
+            check_same_tokens(self.tokenizer, self._reward_model.path, "reward model")
+            self.reward_model = self._load_scalar_head(self._reward_model.path)
+
+    def _load_scalar_head(self, path: str) -> nn.Module:
+        with self.sharded_init():
+            return load_scalar_head(path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing)
+
+    @override
+    def engine_modules(self) -> dict[str, nn.Module]:
+        others = {
+            CRITIC: self.critic, REFERENCE: self.reference, TEACHER: self.teacher, REWARD_MODEL: self.reward_model
+        }  # fmt: skip
+        return {**super().engine_modules(), **{name: model for name, model in others.items() if model is not None}}
+
+    @override
+    def optimizer_configs(self) -> dict[str, OptimizerConfig]:
+        configs = super().optimizer_configs()
+        return configs if self.critic_config is None else {**configs, CRITIC: self.critic_config.optimizer}
+
+    # Experience -------------------------------------------------------------------------------------------------
+
+    def collect(self, prompts: PromptBatch) -> Experience:
+        """Sample, score, and compute all that the update needs, on this rank's prompts."""
+        self._draws = 0
+        gather = self.rollout if self.algorithm.group_filter is None else self.informative_groups
+        experience = gather(prompts)
+        if self.algorithm.resampling is not None:
+            experience = self.resampled(experience)
+        self.shape_rewards(experience)
+        self.compute_log_probs(experience)
+        self.compute_values(experience)
+        self.correct_for_rollout(experience)
+        self.compute_advantages(experience)
+        return experience
+
+    def rollout(self, prompts: PromptBatch) -> Experience:
+        """Samples with their scores, and the scores of greedy responses where they are the baseline."""
+        experience = self.sample(prompts, self.sampling, self._seeds(prompts, self._draws))
+        self._draws += 1
+        scores = self.score(experience)
+        self._sampled.add(experience, scores)
+        if "baseline_rewards_B" in self.algorithm.needs:
+            baseline = self.sample(prompts, greedy(self.sampling), self._seeds(prompts))
+            self.score(baseline)
+            self.shape_rewards(baseline)
+            # Where the greedy response could not be scored, there is no baseline to learn from.
+            experience.valid = experience.valid & baseline.valid.repeat_interleave(self.sampling.num_samples)
+            experience.response_mask = experience.response_mask * experience.valid[:, None]
+            experience.baseline_scores = filled(baseline.scores).repeat_interleave(self.sampling.num_samples)
+        return experience
+
+    @override
+    def score(self, experience: Experience) -> list[Score]:
+        scores = super().score(experience)
+        if self.trainer.training:
+            self._keep_details(experience, scores)
+        if self.trainer.training and self._reward_model is not None:
+            with self._phase("reward_model"):
+                model_scores_B = self._reward_model_scores(experience)
+            rule_scores_B = filled(experience.scores)
+            experience.scores = (
+                self._reward_model.weight * model_scores_B + self._reward_model.rule_weight * rule_scores_B
+            )
+        return scores
+
+    def _keep_details(self, experience: Experience, scores: list[Score]) -> None:
+        """Those of the numbers returned beside the scores that the algorithm looks at."""
+        if names := self.algorithm.reward_components:
+            columns = [_detail(scores, name, "algorithm.reward_components") for name in names]
+            experience.component_scores = torch.tensor(columns).T
+        metric = self.algorithm.group_filter and self.algorithm.group_filter.metric
+        if metric:
+            experience.set_column("filtered_by", _detail(scores, metric, "algorithm.group_filter.metric"))
+
+    def _reward_model_scores(self, experience: Experience) -> Tensor:
+        scores_BT = self._per_token(
+            experience, lambda micro: {"scores": response_scores(self._strategy.engine(REWARD_MODEL), **_inputs(micro))}
+        )["scores"]
+        return last_token_scores(scores_BT, experience.response_lengths)
+
+    def informative_groups(self, prompts: PromptBatch) -> Experience:
+        """Sample batch after batch of prompts until enough groups teach something (dynamic sampling).
+
+        Raises:
+            ConfigError: the batches that the filter allows did not yield enough groups, or the data loader cannot draw.
+        """
+        group_filter = self.algorithm.group_filter
+        assert group_filter is not None
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        wanted = len(prompts.rows) // group_filter.oversampling * world_size
+        parts: list[Experience] = []
+        keys: list[tuple[int, ...]] = []
+        while True:
+            experience = self.rollout(prompts)
+            kept_B = group_filter.informative(
+                scores_B=self._filtered_by(experience), groups_B=experience.groups, valid_B=experience.valid
+            )
+            kept_G = kept_B[:: self.sampling.num_samples]
+            # A row may come back in the same step: every draw has group numbers of its own.
+            experience.groups = experience.groups + self._draws * 2**32
+            parts.append(experience[kept_B])
+            keys += [(self._draws, int(place) * world_size + rank) for place in kept_G.nonzero()]
+            hands = all_hands(keys, rank, world_size, self._strategy.exchange)
+            if len(hands) >= wanted:
+                break
+            if self._draws == group_filter.max_batches:
+                raise ConfigError(
+                    f"step {self.step}: {self._draws} batches of {len(prompts.rows) * world_size} prompts gave "
+                    f"{len(hands)} groups that teach something, and the step needs {wanted}: the prompts are too easy "
+                    "or too hard for this policy. Change the data, raise batch.samples_per_prompt or "
+                    "algorithm.group_filter.max_batches, or widen the filter"
+                )
+            prompts = self._next_prompts()
+        mine = Experience.concat(parts)
+        groups = torch.arange(len(mine)).split(self.sampling.num_samples)
+        return deal(mine, groups, hands[:wanted], rank, world_size, self._strategy.exchange)
+
+    def _filtered_by(self, experience: Experience) -> Tensor:
+        assert self.algorithm.group_filter is not None
+        if self.algorithm.group_filter.metric is None:
+            return filled(experience.scores)
+        return torch.tensor(list(experience.columns["filtered_by"]))
+
+    def _next_prompts(self) -> PromptBatch:
+        loader: Any = self.trainer.train_dataloader
+        if not hasattr(loader, "draw"):
+            raise ConfigError(
+                f"dynamic sampling draws further prompts, and {type(loader).__name__} has no `draw`: use "
+                "PromptDataModule, or a loader with a method `draw() -> PromptBatch`"
+            )
+        prompts: PromptBatch = loader.draw()
+        return prompts
+
+    def resampled(self, experience: Experience) -> Experience:
+        """As many samples, drawn from those of all ranks by their rewards."""
+        options = self.algorithm.resampling
+        assert options is not None
+        rank, world_size, num_samples = self.trainer.global_rank, self.trainer.world_size, self.sampling.num_samples
+        scores_B, valid_B = filled(experience.scores).double(), experience.valid
+        keys = [((i // num_samples) * world_size + rank, i % num_samples) for i in range(len(experience))]
+        hands = all_hands(keys, rank, world_size, self._strategy.exchange)
+        told = self._strategy.exchange([(scores_B, valid_B)] * world_size)
+        weights_B = resampling_weights(
+            rewards_B=torch.stack([told[hand.owner][0][hand.index] for hand in hands]),
+            valid_B=torch.stack([told[hand.owner][1][hand.index] for hand in hands]),
+            kind=options.kind,
+            power=options.power,
+        )
+        generator = torch.Generator().manual_seed(hash((self.seed, self.step)) % 2**63)
+        chosen = [hands[place] for place in resample(weights_B=weights_B, generator=generator).tolist()]
+        samples = torch.arange(len(experience)).split(1)
+        return deal(experience, samples, chosen, rank, world_size, self._strategy.exchange)
+
+    def shape_rewards(self, experience: Experience) -> None:
+        """Change `scores` as the algorithm wants them."""
+        experience.scores = self.algorithm.shaping.shaped(
+            scores_B=filled(experience.scores),
+            response_lengths_B=experience.response_lengths,
+            groups_B=experience.groups,
+            valid_B=experience.valid,
+        )
+
+    def compute_log_probs(self, experience: Experience) -> None:
+        """Fill the log-probs of policy, reference and teacher where the algorithm or the update needs them."""
+        needs = self.algorithm.needs
+        bypasses = self.algorithm.rollout_correction.bypass
+        if bypasses:
+            experience.old_log_probs = experience.rollout_log_probs
+        if "old_log_probs_BT" in needs or (self._updates > 1 and not bypasses):
+            with self._phase("old_log_probs"):
+                squares = "sum_pi_squared_BT" in needs
+                old = self._per_token(experience, partial(self._log_probs, POLICY, squares=squares))
+            experience.entropy, experience.sum_pi_squared = old["entropy"], old.get("sum_pi_squared")
+            if not bypasses:
+                experience.old_log_probs = old["log_probs"]
+        for name, column in ((REFERENCE, "ref_log_probs"), (TEACHER, "teacher_log_probs")):
+            if name in self.engine_modules():
+                with self._phase(column):
+                    log_probs = self._per_token(experience, partial(self._log_probs, name))
+                setattr(experience, column, log_probs["log_probs"])
+
+    def compute_values(self, experience: Experience) -> None:
+        """Fill `values` where there is a critic."""
+        if self.critic is not None:
+            with self._phase("values"):
+                experience.values = self._per_token(experience, lambda micro: {"values": self._values(micro)})["values"]
+
+    def correct_for_rollout(self, experience: Experience) -> None:
+        """Importance weights and rejection for the gap between the policy that sampled and the one that is trained."""
+        correction = self.algorithm.rollout_correction
+        if correction.bypass or correction == RolloutCorrection():
+            return
+        policies: dict[str, Tensor] = {
+            "log_probs_BT": filled(experience.old_log_probs),
+            "rollout_log_probs_BT": experience.rollout_log_probs,
+        }
+        mask_BT = experience.response_mask
+        reduce = self._strategy.sum_over_ranks
+        kept_BT, weights_BT = correction.correct(**policies, response_mask_BT=mask_BT, sum_over_ranks=reduce)
+        self._sampled.numbers |= {
+            f"rollout/{name}": value
+            for name, value in diagnostics(
+                **policies,
+                response_mask_BT=mask_BT,
+                weights_BT=weights_BT,
+                sum_over_ranks=reduce,
+                max_over_ranks=self._strategy.max_over_ranks,
+            ).items()
+        }
+        kept, there = reduce(torch.stack([kept_BT.sum(), mask_BT.sum()]).double()).tolist()
+        self._sampled.numbers["rollout/rejected"] = 1 - kept / max(there, 1)
+        experience.response_mask, experience.rollout_weights = kept_BT, weights_BT
+
+    def compute_advantages(self, experience: Experience) -> None:
+        """Fill `token_level_rewards`, `advantages` and `returns`."""
+        with self._phase("advantages"):
+            experience.token_level_rewards, experience.advantages, experience.returns = self.algorithm.advantages(
+                named_tensors(experience),
+                kl_coefficient=self.kl_controller.coefficient,
+                sum_over_ranks=self._strategy.sum_over_ranks,
+            )
+
+    @torch.no_grad()
+    def _per_token(self, experience: Experience, run: Callable[[Experience], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """What `run` gives for each micro-batch, [B, T] for the whole experience, without gradient."""
+        dtype = torch.promote_types(self.model_dtype, torch.float32)
+        columns: dict[str, Tensor] = {}
+        for indices in self._micro_batches(experience):
+            for name, values in run(experience[indices].trimmed().to(self.device)).items():
+                column = columns.setdefault(name, torch.zeros_like(experience.rollout_log_probs, dtype=dtype))
+                column[indices, : values.shape[1]] = values.to(column)
+        return columns
+
+    def _run(
+        self, name: str, batch: Experience, *, squares: bool = False, entropy_gradient: bool = False
+    ) -> ResponseLogProbs:
+        return response_log_probs(
+            self._strategy.engine(name),
+            **_inputs(batch),
+            temperature=self.sampling.temperature or 1.0,
+            **({"sum_pi_squared": True} if squares else {}), **({"entropy_gradient": True} if entropy_gradient else {}),  # TODO
+        )
+
+    def _log_probs(self, name: str, batch: Experience, *, squares: bool = False) -> dict[str, Tensor]:
+        result = self._run(name, batch, squares=squares)
+        columns = {"log_probs": result.log_probs_BT, "entropy": result.entropy_BT}
+        squares_BT = getattr(result, 'sum_pi_squared_BT', None)
+        return columns if squares_BT is None else {**columns, "sum_pi_squared": squares_BT}
+
+    def _values(self, batch: Experience) -> Tensor:
+        return response_values(self._strategy.engine(CRITIC), **_inputs(batch))
+
+    # What collecting and updating share -------------------------------------------------------------------------
+
+    @property
+    def _updates(self) -> int:
+        return self.updates_per_step * self.passes_per_step
+
+    @property
+    def _is_on_policy(self) -> bool:
+        # With one update the policy that sampled is the one that is updated: the ratio is 1 by construction.
+        return self._updates == 1 and not self.algorithm.rollout_correction.bypass
+
+    def _micro_batches(self, experience: Experience) -> list[Tensor]:
+        return micro_batch_indices(
+            experience.prompt_lengths,
+            experience.response_lengths,
+            self.tokens_per_micro_batch,
+            self._strategy.max_over_ranks,
+        )
+
+
+def filled(field: Tensor | None) -> Tensor:
+    """A field of the experience that an earlier part of the step has computed."""
+    assert field is not None, "the parts of the step ran out of order"
+    return field
+
+
+def _inputs(batch: Experience) -> dict[str, Any]:
+    """The arguments of a forward pass."""
+    return {
+        "input_ids_BS": batch.input_ids,
+        "attention_mask_BS": batch.attention_mask,
+        "position_ids_BS": batch.position_ids,
+        "response_width": batch.responses.shape[1],
+    }
+
+
+def named_tensors(batch: Experience) -> dict[str, Tensor | None]:
+    """The tensors of a batch by the names under which functions ask for them."""
+    return {
+        "scores_B": batch.scores,
+        "baseline_rewards_B": batch.baseline_scores,
+        "component_rewards_BK": batch.component_scores,
+        "groups_B": batch.groups,
+        "valid_B": batch.valid,
+        "response_lengths_B": batch.response_lengths,
+        "response_mask_BT": batch.response_mask,
+        "rollout_log_probs_BT": batch.rollout_log_probs,
+        "old_log_probs_BT": batch.old_log_probs,
+        "ref_log_probs_BT": batch.ref_log_probs,
+        "teacher_log_probs_BT": batch.teacher_log_probs,
+        "entropy_BT": batch.entropy,
+        "sum_pi_squared_BT": batch.sum_pi_squared,
+        "values_BT": batch.values,
+        "rollout_weights_BT": batch.rollout_weights,
+        "advantages_BT": batch.advantages,
+        "returns_BT": batch.returns,
+        "loss_mask_BT": batch.loss_mask,
+        "selected_BT": batch.selected,
+    }
+
+
+def _detail(scores: list[Score], name: str, option: str) -> list[float]:
+    """A number that the reward returns beside its score; 0 where the reward failed.
+
+    Raises:
+        ConfigError: the reward does not return it.
+    """
+    for score in scores:
+        if score.failure is None and name not in score.details:
+            there = ", ".join(score.details) or "nothing"
+            raise ConfigError(f"{option} names {name!r}, and the reward returns {there} beside its score")
+    return [score.details.get(name, 0.0) for score in scores]
