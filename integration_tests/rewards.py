@@ -12,6 +12,12 @@ def shortness(solution_str: str) -> float:
     return 1.0 - sum(character.isalpha() for character in solution_str) / 8
 
 
+def short_and_even(solution_str: str) -> dict[str, float]:
+    """Two rewards and their sum."""
+    parts = {"correct": shortness(solution_str), "format": float(len(solution_str) % 2 == 0)}
+    return {"score": sum(parts.values()), **parts}
+
+
 def without_ray(solution_str: str) -> float:
     """Fails in a process that has Ray or vLLM."""
     loaded = {"ray", "vllm", "deepspeed"} & set(sys.modules)
