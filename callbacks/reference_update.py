@@ -37,8 +37,8 @@ class ReferenceUpdate(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not isinstance(pl_module, HasEngines) or REFERENCE not in pl_module.engine_modules():
             raise ConfigError(
-                "the reference is to follow the policy, and nothing asks for a reference: give algorithm.kl.coefficient "
-                "a value, or leave reference.update_every at 0"
+                "the reference is to follow the policy, and nothing asks for a reference: give "
+                "algorithm.kl.coefficient a value, or leave reference.update_every at 0"
             )
 
     @override

@@ -82,8 +82,8 @@ def _check_rewards(config: RecipeConfig, rows: Sequence[Row]) -> None:
             if name not in score.details:
                 there = ", ".join(score.details) or "nothing"
                 raise ConfigError(
-                    f"{option} names {name!r}, and the reward of data_source {source!r} returns {there} beside its score: "
-                    "choose another reward, such as reward=correct_and_format, or other names"
+                    f"{option} names {name!r}, and the reward of data_source {source!r} returns {there} beside its "
+                    "score: choose another reward, such as reward=correct_and_format, or other names"
                 )
 
 

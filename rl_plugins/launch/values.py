@@ -29,7 +29,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         (
             "run.steps", "run.checkpoint_every", "run.keep_checkpoints", "data.max_prompt_tokens",
             "data.eval_batch_size", "batch.prompts_per_step", "batch.samples_per_prompt",
-            "batch.tokens_per_micro_batch", "batch.updates_per_step", "batch.passes_per_step", "sampling.max_tokens", "rollout.max_num_seqs",
+            "batch.tokens_per_micro_batch", "batch.updates_per_step", "batch.passes_per_step",
+            "sampling.max_tokens", "rollout.max_num_seqs",
             "rollout.cpu_kv_cache_gib", "rollout.tensor_parallel_size", "rollout.bucket_mb", "reward.num_workers",
             "placement.num_workers",
         ),
@@ -46,7 +47,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         "must be 0 or more",
         lambda value: value >= 0,
         (
-            "run.seed", "run.eval_every", "reference.update_every", "critic.warmup_steps", "critic.optimizer.lr", "sampling.temperature", "optimizer.lr", "optimizer.weight_decay",
+            "run.seed", "run.eval_every", "reference.update_every", "critic.warmup_steps", "critic.optimizer.lr",
+            "sampling.temperature", "optimizer.lr", "optimizer.weight_decay",
             "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.lr_end", "optimizer.gradient_clip",
             "placement.gpus_per_worker", "placement.engine_gpus", "placement.max_restarts", "tracking.samples",
         ),

@@ -1,0 +1,49 @@
+"""The example of an algorithm of one's own runs both ways: by `_target_` from a file, and by entry point."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.callbacks.metrics_file import read_metrics
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "own_algorithm"
+
+
+def train(workplace: Path, folder: Path, python_path: Path, *overrides: str) -> dict[str, dict[int, float]]:
+    """The metrics of two steps in one process."""
+    command = [
+        sys.executable, "-m", "rl_plugins.recipes.grpo", *overrides, f"model.path={workplace}/tiny",
+        f"data.train_files=[{workplace}/data/train.parquet]", "launcher=local", "rollout.engine=transformers",
+        "data.max_prompt_tokens=28", "sampling.max_tokens=8", "batch.prompts_per_step=4", "batch.updates_per_step=2",
+        "run.steps=2", "run.eval_every=0", "run.export=false", "run.name=own", f"run.output_dir={folder}",
+        "tracking.enabled=false", "optimizer.lr=1e-2",
+        "reward.functions.default={_target_: integration_tests.rewards.shortness}",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": f"{python_path}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=folder)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return read_metrics(folder / "own" / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("way", ["target", "entry_point"])
+def test_an_own_algorithm_trains(way: str, workplace: Path, tmp_path: Path) -> None:
+    if way == "target":
+        overrides = ["--config-dir", str(EXAMPLE / "conf"), "algorithm=median_penalty"]
+        series = train(workplace, tmp_path, EXAMPLE, *overrides)
+    else:
+        # A copy, because the build writes into its source.
+        source, site = shutil.copytree(EXAMPLE, tmp_path / "source"), tmp_path / "site"
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+        subprocess.run([*pip, "--target", str(site), str(source)], check=True, timeout=120)
+        options = ["algorithm.advantage=median_baseline", "algorithm.policy_loss=penalized_ratio"]
+        series = train(workplace, tmp_path, site, "algorithm=rloo", *options)
+    # The second of two updates has a ratio, and so a penalty.
+    assert all(value > 0 for value in series["train/penalty"].values())
+    assert all(map(math.isfinite, series["train/loss"].values())) and min(series["train/gradient_norm"].values()) > 0
