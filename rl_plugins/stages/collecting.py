@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack, override
 
-from rl_plugins.algorithms.advantages.resampling import resample, resampling_weights
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.rollout_correction import RolloutCorrection, diagnostics
 from rl_plugins.data.experience import Experience
@@ -27,7 +26,7 @@ from rl_plugins.models.scalar_head import last_token_scores, load_scalar_head, r
 from rl_plugins.rewards.records import Score
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.critic import CriticConfig
-from rl_plugins.stages.dealing import all_hands, deal
+from rl_plugins.stages.dealing import GroupBuffer, Table, resample_over_ranks
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.micro_batches import micro_batch_indices
 from rl_plugins.stages.optimizer import OptimizerConfig
@@ -151,7 +150,10 @@ class CollectingStage(SamplingStage):
         gather = self.rollout if self.algorithm.group_filter is None else self.informative_groups
         experience = gather(prompts)
         if self.algorithm.resampling is not None:
-            experience = self.resampled(experience)
+            seed = self.seed * 1_000_003 + self.step
+            experience = resample_over_ranks(
+                experience, self.algorithm.resampling, self.sampling.num_samples, seed, self._table
+            )
         self.shape_rewards(experience)
         self.compute_log_probs(experience)
         self.compute_values(experience)
@@ -212,34 +214,28 @@ class CollectingStage(SamplingStage):
         """
         group_filter = self.algorithm.group_filter
         assert group_filter is not None
-        rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        wanted = len(prompts.rows) // group_filter.oversampling * world_size
-        parts: list[Experience] = []
-        keys: list[tuple[int, ...]] = []
+        wanted = len(prompts.rows) // group_filter.oversampling * self.trainer.world_size
+        buffer = GroupBuffer(self._table, self.sampling.num_samples)
         while True:
             experience = self.rollout(prompts)
             kept_B = group_filter.informative(
                 scores_B=self._filtered_by(experience), groups_B=experience.groups, valid_B=experience.valid
             )
-            kept_G = kept_B[:: self.sampling.num_samples]
-            # A row may come back in the same step: every draw has group numbers of its own.
-            experience.groups = experience.groups + self._draws * 2**32
-            parts.append(experience[kept_B])
-            keys += [(self._draws, int(place) * world_size + rank) for place in kept_G.nonzero()]
-            hands = all_hands(keys, rank, world_size, self._strategy.exchange)
-            if len(hands) >= wanted:
-                break
+            groups = buffer.add(experience, kept_B, self._draws)
+            if len(groups) >= wanted:
+                return buffer.take(groups[:wanted])
             if self._draws == group_filter.max_batches:
                 raise ConfigError(
-                    f"step {self.step}: {self._draws} batches of {len(prompts.rows) * world_size} prompts gave "
-                    f"{len(hands)} groups that teach something, and the step needs {wanted}: the prompts are too easy "
-                    "or too hard for this policy. Change the data, raise batch.samples_per_prompt or "
+                    f"step {self.step}: {self._draws} batches of {len(prompts.rows) * self.trainer.world_size} prompts "
+                    f"gave {len(groups)} groups that teach something, and the step needs {wanted}: the prompts are too "
+                    "easy or too hard for this policy. Change the data, raise batch.samples_per_prompt or "
                     "algorithm.group_filter.max_batches, or widen the filter"
                 )
             prompts = self._next_prompts()
-        mine = Experience.concat(parts)
-        groups = torch.arange(len(mine)).split(self.sampling.num_samples)
-        return deal(mine, groups, hands[:wanted], rank, world_size, self._strategy.exchange)
+
+    @property
+    def _table(self) -> Table:
+        return Table(self.trainer.global_rank, self.trainer.world_size, self._strategy.exchange)
 
     def _filtered_by(self, experience: Experience) -> Tensor:
         assert self.algorithm.group_filter is not None
@@ -256,26 +252,6 @@ class CollectingStage(SamplingStage):
             )
         prompts: PromptBatch = loader.draw()
         return prompts
-
-    def resampled(self, experience: Experience) -> Experience:
-        """As many samples, drawn from those of all ranks by their rewards."""
-        options = self.algorithm.resampling
-        assert options is not None
-        rank, world_size, num_samples = self.trainer.global_rank, self.trainer.world_size, self.sampling.num_samples
-        scores_B, valid_B = filled(experience.scores).double(), experience.valid
-        keys = [((i // num_samples) * world_size + rank, i % num_samples) for i in range(len(experience))]
-        hands = all_hands(keys, rank, world_size, self._strategy.exchange)
-        told = self._strategy.exchange([(scores_B, valid_B)] * world_size)
-        weights_B = resampling_weights(
-            rewards_B=torch.stack([told[hand.owner][0][hand.index] for hand in hands]),
-            valid_B=torch.stack([told[hand.owner][1][hand.index] for hand in hands]),
-            kind=options.kind,
-            power=options.power,
-        )
-        generator = torch.Generator().manual_seed(hash((self.seed, self.step)) % 2**63)
-        chosen = [hands[place] for place in resample(weights_B=weights_B, generator=generator).tolist()]
-        samples = torch.arange(len(experience)).split(1)
-        return deal(experience, samples, chosen, rank, world_size, self._strategy.exchange)
 
     def shape_rewards(self, experience: Experience) -> None:
         """Change `scores` as the algorithm wants them."""
@@ -364,13 +340,14 @@ class CollectingStage(SamplingStage):
             self._strategy.engine(name),
             **_inputs(batch),
             temperature=self.sampling.temperature or 1.0,
-            **({"sum_pi_squared": True} if squares else {}), **({"entropy_gradient": True} if entropy_gradient else {}),  # TODO
+            **({"sum_pi_squared": True} if squares else {}),
+            **({"entropy_gradient": True} if entropy_gradient else {}),  # TODO
         )
 
     def _log_probs(self, name: str, batch: Experience, *, squares: bool = False) -> dict[str, Tensor]:
         result = self._run(name, batch, squares=squares)
         columns = {"log_probs": result.log_probs_BT, "entropy": result.entropy_BT}
-        squares_BT = getattr(result, 'sum_pi_squared_BT', None)
+        squares_BT = getattr(result, "sum_pi_squared_BT", None)
         return columns if squares_BT is None else {**columns, "sum_pi_squared": squares_BT}
 
     def _values(self, batch: Experience) -> Tensor:

@@ -8,14 +8,32 @@ a step are the same sets of samples for any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from rl_plugins.algorithms.advantages.resampling import Resampling, resample, resampling_weights
 from rl_plugins.data.experience import Experience
 
 Exchange = Callable[[list[Any]], list[Any]]
 """Gives item i of the list to rank i; returns what every rank gave to this one, in their order. Collective."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where this rank sits.
+
+    Attributes:
+        rank: this one.
+        world_size: number of ranks.
+        exchange: see `Exchange`.
+    """
+
+    rank: int
+    world_size: int
+    exchange: Exchange
 
 
 class Hand(NamedTuple):
@@ -32,42 +50,82 @@ class Hand(NamedTuple):
     index: int
 
 
-def all_hands(keys: Sequence[tuple[int, ...]], rank: int, world_size: int, exchange: Exchange) -> list[Hand]:
-    """The hands of all ranks in the order of their keys. Collective.
-
-    Args:
-        keys: of this rank's hands.
-        rank: this one.
-        world_size: number of ranks.
-        exchange: see `Exchange`.
-    """
-    told = exchange([list(keys)] * world_size)
+def all_hands(keys: Sequence[tuple[int, ...]], table: Table) -> list[Hand]:
+    """The hands of all ranks in the order of their keys, given this rank's. Collective."""
+    told = table.exchange([list(keys)] * table.world_size)
     return sorted(Hand(key, owner, index) for owner, theirs in enumerate(told) for index, key in enumerate(theirs))
 
 
-def deal(
-    experience: Experience,
-    hands: Sequence[Tensor],
-    chosen: Sequence[Hand],
-    rank: int,
-    world_size: int,
-    exchange: Exchange,
-) -> Experience:
+def deal(experience: Experience, hands: Sequence[Tensor], chosen: Sequence[Hand], table: Table) -> Experience:
     """What this rank gets when the chosen hands are dealt in turn. Collective.
 
     Args:
         experience: this rank's samples.
         hands: indices of the samples of each of this rank's hands.
         chosen: the same list on every rank; a hand may be there several times; the number of ranks divides its length.
-        rank: this one.
-        world_size: number of ranks.
-        exchange: see `Exchange`.
+        table: where this rank sits.
     """
-    parcels: list[dict[int, Experience]] = [{} for _ in range(world_size)]
+    parcels: list[dict[int, Experience]] = [{} for _ in range(table.world_size)]
     for place, hand in enumerate(chosen):
-        if hand.owner == rank:
-            parcels[place % world_size][place] = experience[hands[hand.index]]
+        if hand.owner == table.rank:
+            parcels[place % table.world_size][place] = experience[hands[hand.index]]
     got: dict[int, Experience] = {}
-    for parcel in exchange(list(parcels)):
+    for parcel in table.exchange(list(parcels)):
         got.update(parcel)
     return Experience.concat([got[place] for place in sorted(got)])
+
+
+@dataclass
+class GroupBuffer:
+    """Groups that were kept from several draws of prompts.
+
+    Args:
+        table: where this rank sits.
+        group_size: samples of a group.
+    """
+
+    table: Table
+    group_size: int
+    _parts: list[Experience] = field(default_factory=list)
+    _keys: list[tuple[int, ...]] = field(default_factory=list)
+
+    def add(self, experience: Experience, kept_B: Tensor, draw: int) -> list[Hand]:
+        """Keep the groups of a draw that are marked; returns all that are kept on all ranks. Collective."""
+        # A row may come back in the same step: every draw has group numbers of its own.
+        experience.groups = experience.groups + draw * 2**32
+        self._parts.append(experience[kept_B])
+        places = kept_B[:: self.group_size].nonzero().flatten().tolist()
+        self._keys += [(draw, place * self.table.world_size + self.table.rank) for place in places]
+        return all_hands(self._keys, self.table)
+
+    def take(self, chosen: Sequence[Hand]) -> Experience:
+        """This rank's part of the chosen groups. Collective."""
+        mine = Experience.concat(self._parts)
+        return deal(mine, torch.arange(len(mine)).split(self.group_size), chosen, self.table)
+
+
+def resample_over_ranks(
+    experience: Experience, options: Resampling, group_size: int, seed: int, table: Table
+) -> Experience:
+    """As many samples, drawn from those of all ranks by their scores. Collective.
+
+    Args:
+        experience: this rank's samples, in groups.
+        options: how to draw.
+        group_size: samples of a group.
+        seed: the same on every rank.
+        table: where this rank sits.
+    """
+    assert experience.scores is not None
+    places = range(len(experience))
+    keys = [(i // group_size * table.world_size + table.rank, i % group_size) for i in places]
+    hands = all_hands(keys, table)
+    told = table.exchange([(experience.scores.double(), experience.valid)] * table.world_size)
+    weights_B = resampling_weights(
+        rewards_B=torch.stack([told[hand.owner][0][hand.index] for hand in hands]),
+        valid_B=torch.stack([told[hand.owner][1][hand.index] for hand in hands]),
+        kind=options.kind,
+        power=options.power,
+    )
+    drawn = resample(weights_B=weights_B, generator=torch.Generator().manual_seed(seed)).tolist()
+    return deal(experience, torch.arange(len(experience)).split(1), [hands[place] for place in drawn], table)
