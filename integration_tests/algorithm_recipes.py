@@ -7,13 +7,11 @@ other in the same workers, so that all of them take little longer than one.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from benchmarks.shared_workers import train_in_turn
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.config import RecipeConfig, parse_config
-from rl_plugins.launch.preflight import preflight
 
 # What a recipe cannot run without.
 EXTRAS = {
@@ -40,56 +38,6 @@ def recipe(name: str, workplace: Path, folder: Path) -> RecipeConfig:
     return parse_config(compose_config("grpo", overrides))
 
 
-def train_all(arguments: dict[str, Any]) -> None:
-    """What each worker runs."""
-    import torch
-    from ray.train.lightning import RayLightningEnvironment
-
-    from rl_plugins.launch.build import fit
-    from rl_plugins.rewards.pool import RewardPool
-    from rl_plugins.run_folder import RunFolder
-    from rl_plugins.strategies.ray_zero import RayZeroStrategy
-
-    torch.set_num_threads(1)
-    for values in arguments["configs"]:
-        config = parse_config(values)
-        folder = RunFolder(Path(config.run.output_dir) / config.run.name)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        strategy = RayZeroStrategy(stage=3, rollout=arguments["rollout"], timeout_s=120)
-        with RewardPool(config.reward.functions, num_workers=1, deadline_s=30) as scorer:
-            fit(
-                config, folder, strategy, scorer, None,
-                in_ray=False, redraw_s=60, accelerator="cpu", devices="auto", plugins=[RayLightningEnvironment()],
-            )  # fmt: skip
-        (folder.path / "done").touch()
-
-
-def main(workplace: Path, folder: Path, names: list[str]) -> None:
-    """Check every configuration, then train them one after the other."""
-    import os
-
-    import ray
-    from ray.train import ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    from rl_plugins.launch.ray_train import start_ray, vllm_rollout, worker_environment
-
-    configs = [recipe(name, workplace, folder) for name in names]
-    for config in configs:
-        preflight(config)
-    environment = {**worker_environment("cpu"), "DS_ACCELERATOR": "cpu"}
-    os.environ.update(environment)
-    start_ray(configs[0], environment)
-    rollout = vllm_rollout(configs[0], "cpu")
-    rollout.start()
-    TorchTrainer(
-        train_all,
-        train_loop_config={"configs": [asdict(config) for config in configs], "rollout": rollout},
-        torch_config=TorchConfig(backend="gloo", timeout_s=120),
-        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
-        run_config=ray.train.RunConfig(name="all", storage_path=str(folder / "ray")),
-    ).fit()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    folders = Path(sys.argv[1]), Path(sys.argv[2])
+    train_in_turn([recipe(name, *folders) for name in sys.argv[3:]], folders[1] / "ray")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_plugins.data.experience import Experience
-from rl_plugins.stages.dealing import all_hands, deal
+from rl_plugins.stages.dealing import Table, all_hands, deal
 from rl_plugins.tests.algorithms.simulated_ranks import exchange_on_ranks
 
 GROUP = 2
@@ -37,10 +37,11 @@ def test_chosen_hands_are_dealt_in_turn(world_size: int) -> None:
         experience = experience_of(rank, world_size)
         groups = torch.arange(len(experience)).split(GROUP)
         keys = [(int(experience.groups[group[0]]),) for group in groups]
-        hands = all_hands(keys, rank, world_size, exchange)
+        table = Table(rank, world_size, exchange)
+        hands = all_hands(keys, table)
         assert [hand.key for hand in hands] == [(prompt,) for prompt in range(PROMPTS)]
         chosen = [hands[place] for place in wanted]
-        dealt = deal(experience, groups, chosen, rank, world_size, exchange)
+        dealt = deal(experience, groups, chosen, table)
         assert dealt.responses[:, 0].tolist() == [10 * int(n[0]) + int(n[-1]) for n in dealt.columns["name"]]
         assert dealt.response_lengths.tolist() == [1 + int(n[0]) % 3 for n in dealt.columns["name"]]
         return list(dealt.columns["name"])
