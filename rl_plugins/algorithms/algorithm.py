@@ -114,7 +114,7 @@ _ALWAYS_THERE = frozenset({
 })  # fmt: skip
 _COMPUTED_FOR_ADVANTAGES = frozenset({
     "old_log_probs_BT", "ref_log_probs_BT", "teacher_log_probs_BT", "entropy_BT", "sum_pi_squared_BT", "values_BT",
-    "baseline_rewards_B", "component_rewards_BK", "rollout_weights_BT",
+    "baseline_rewards_B", "component_rewards_BK", "process_rewards_BT", "rollout_weights_BT",
 })  # fmt: skip
 _GIVEN_TO_LOSSES = frozenset({
     "log_probs_BT", "old_log_probs_BT", "rollout_log_probs_BT", "advantages_BT", "response_mask_BT", "entropy_BT",

@@ -25,7 +25,7 @@ from rl_plugins.data.padding import fit_width, pad_ragged
 
 COMPUTED_FIELDS = (
     "token_level_rewards", "old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy", "sum_pi_squared", "values",
-    "rollout_weights", "advantages", "returns", "loss_mask", "selected",
+    "process_rewards", "rollout_weights", "advantages", "returns", "loss_mask", "selected",
 )  # fmt: skip
 TOKEN_FIELDS = ("responses", "response_mask", "rollout_log_probs", *COMPUTED_FIELDS)
 SAMPLE_FIELDS = (
@@ -63,6 +63,7 @@ class Experience(TensorClass, shadow=True):
         entropy: float32 [B, T], entropy in nats of the policy's distribution at the start of the update.
         sum_pi_squared: float32 [B, T], sum of the squared probabilities of that distribution.
         values: float32 [B, T], the critic's value before each token.
+        process_rewards: float32 [B, T], what a process reward model gives for each token.
         rollout_weights: float32 [B, T], importance weights for the gap between trainer and sampler.
         advantages: float32 [B, T].
         returns: float32 [B, T], the critic's target.
@@ -91,6 +92,7 @@ class Experience(TensorClass, shadow=True):
     entropy: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     values: Tensor | None = None  # type: ignore[assignment]
+    process_rewards: Tensor | None = None
     rollout_weights: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None

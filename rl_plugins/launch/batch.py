@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.launch.values import SAMPLING_STAGES
 
 
 def num_workers(config: RecipeConfig) -> int:
@@ -14,16 +15,17 @@ def num_workers(config: RecipeConfig) -> int:
 def describe_batch(config: RecipeConfig) -> str:
     """The sizes of a step in one sentence, the derived ones included."""
     batch, workers = config.batch, num_workers(config)
-    if config.stage == "sft":
+    if config.stage not in SAMPLING_STAGES:
         return (
             f"{config.run.steps} steps of {batch.prompts_per_step} examples, {batch.prompts_per_step // workers} "
             f"on each of {workers} workers, in micro-batches of up to {batch.tokens_per_micro_batch} tokens"
         )
     samples = batch.prompts_per_step * batch.samples_per_prompt
+    passes = f"{batch.passes_per_step} passes of " if batch.passes_per_step > 1 else ""
     return (
         f"{config.run.steps} RL steps of {batch.prompts_per_step} prompts x {batch.samples_per_prompt} samples = "
         f"{samples} samples, {samples // workers} on each of {workers} workers, "
-        f"{batch.updates_per_step} optimizer step(s) of {samples // batch.updates_per_step} samples, "
+        f"{passes}{batch.updates_per_step} optimizer step(s) of {samples // batch.updates_per_step} samples, "
         f"in micro-batches of up to {batch.tokens_per_micro_batch} tokens"
     )
 
@@ -41,7 +43,7 @@ def check_batch(config: RecipeConfig) -> None:
             f"{_next_multiple(batch.prompts_per_step, workers)}, or change placement.num_workers"
         )
     per_worker = batch.prompts_per_step // workers
-    if config.stage != "sft" and per_worker % batch.updates_per_step:
+    if config.stage in SAMPLING_STAGES and per_worker % batch.updates_per_step:
         fitting = _next_multiple(batch.prompts_per_step, workers * batch.updates_per_step)
         raise ConfigError(
             f"batch.updates_per_step={batch.updates_per_step} does not divide the {per_worker} prompts of each of "

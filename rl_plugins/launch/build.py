@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 
-from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.data_report import DataReport
 from rl_plugins.callbacks.metrics_file import JsonLinesLogger
@@ -18,92 +16,14 @@ from rl_plugins.callbacks.mlflow import MLflowTracking
 from rl_plugins.callbacks.progress import StepProgress
 from rl_plugins.callbacks.reference_update import ReferenceUpdate
 from rl_plugins.callbacks.samples import SampleTable
-from rl_plugins.data.prompts import PromptDataModule
-from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.data.tokenization import load_tokenizer
-from rl_plugins.launch.config import OptimizerOptions, RecipeConfig, rollout_dtype
+from rl_plugins.launch.config import RecipeConfig, rollout_dtype
 from rl_plugins.launch.preflight import tracking_uri
 from rl_plugins.launch.quiet import quiet_libraries
-from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.launch.stages import build_data, build_stage
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.collecting import RewardModelConfig
-from rl_plugins.stages.critic import CriticConfig
-from rl_plugins.stages.optimizer import OptimizerConfig
-from rl_plugins.stages.policy_optimization import PolicyOptimization
-from rl_plugins.stages.sampling import SamplingStage, Scorer, greedy
-from rl_plugins.stages.sft import SFT
+from rl_plugins.stages.sampling import Scorer
 from rl_plugins.strategies.contract import CRITIC
-
-
-def build_stage(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> SamplingStage:
-    """The stage that `config.stage` names."""
-    sampling = SamplingConfig(
-        max_tokens=config.sampling.max_tokens,
-        num_samples=config.batch.samples_per_prompt,
-        temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
-        top_k=config.sampling.top_k,
-        stop_token_ids=(tokenizer.eos_token_id,),
-        stop=tuple(config.sampling.stop),
-    )
-    common: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "scorer": scorer,
-        "eval_sampling": greedy(sampling),
-        "tokens_per_micro_batch": config.batch.tokens_per_micro_batch,
-        "seed": config.run.seed,
-        "optimizer": optimizer_config(config.optimizer),
-        "gradient_checkpointing": config.model.gradient_checkpointing,
-        "max_steps": config.run.steps,
-    }
-    if config.stage == "sft":
-        return SFT(config.model.path, **common)
-    algorithm: Algorithm = instantiate(config.algorithm, _convert_="all")
-    return PolicyOptimization(
-        config.model.path,
-        sampling=sampling,
-        algorithm=algorithm,
-        reference=config.reference.path,
-        teacher=config.teacher.path,
-        critic=CriticConfig(config.critic.path, optimizer_config(config.critic.optimizer), config.critic.warmup_steps),
-        reward_model=_reward_model(config),
-        updates_per_step=config.batch.updates_per_step,
-        passes_per_step=config.batch.passes_per_step,
-        **common,
-    )
-
-
-def optimizer_config(options: OptimizerOptions) -> OptimizerConfig:
-    """The settings of an optimizer."""
-    return OptimizerConfig(**(vars(options) | {"betas": tuple(options.betas)}))
-
-
-def _reward_model(config: RecipeConfig) -> RewardModelConfig | None:
-    options = config.reward_model
-    return RewardModelConfig(options.path, options.weight, options.rule_weight) if options.path else None
-
-
-def build_data(config: RecipeConfig, tokenizer: Any) -> PromptDataModule | SFTDataModule:
-    """The data module of the stage; validation is by generation in every stage."""
-    data = config.data
-    train = instantiate(data.dataset, _convert_="all") if data.dataset is not None else list(data.train_files)
-    options: dict[str, Any] = {
-        "validation": list(data.val_files) or None,
-        "tokenizer": tokenizer,
-        "prompts_per_step": config.batch.prompts_per_step,
-        "eval_batch_size": data.eval_batch_size,
-        "overlong_prompts": data.overlong_prompts,
-        "seed": config.run.seed,
-        "max_prompt_tokens": data.max_prompt_tokens,
-    }
-    if config.stage == "sft":
-        return SFTDataModule(
-            train,
-            response_key=data.response_key,
-            max_response_tokens=config.sampling.max_tokens,
-            **options,
-        )
-    return PromptDataModule(train, **options)
 
 
 def build_trainer(

@@ -64,7 +64,13 @@ class DataConfig:
         max_prompt_tokens: longest prompt.
         overlong_prompts: `filter` drops longer ones and says how many, `error` refuses them.
         eval_batch_size: prompts of one validation batch on one rank.
-        response_key: where SFT finds the response of a row.
+        response_key: where SFT finds the response of a row, and unpaired preferences theirs.
+        chosen_key: where a pair has its better response.
+        rejected_key: where it has the worse one.
+        margin_key: where it has by how much the better one is better; null if it does not say.
+        label_key: of unpaired preferences, where a row says whether its response is good; null for pairs.
+        steps_key: where a process reward model finds the steps of a response.
+        labels_key: where it finds their labels.
         dataset: a custom data set instead of `train_files`: a node with `_target_`.
     """
 
@@ -74,6 +80,12 @@ class DataConfig:
     overlong_prompts: str = "filter"
     eval_batch_size: int = 256
     response_key: str = "reward_model.ground_truth"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    margin_key: str | None = None
+    label_key: str | None = None
+    steps_key: str = "extra_info.steps"
+    labels_key: str = "extra_info.labels"
     dataset: Any = None
 
 
@@ -204,6 +216,19 @@ class RewardModelOptions:
 
 
 @dataclass
+class LossOptions:
+    """The loss of stages that learn from preferences or labels.
+
+    Attributes:
+        name: in `PREFERENCE_LOSSES` or `REWARD_MODEL_LOSSES`; null is the stage's default.
+        options: its keyword arguments.
+    """
+
+    name: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class RewardOptions:
     """The scorers.
 
@@ -308,7 +333,14 @@ class TrackingConfig:
 
 @dataclass
 class RecipeConfig:
-    """A recipe."""
+    """A recipe.
+
+    Attributes:
+        stage: what is trained and how; the groups it has no use for are ignored.
+        launcher: `ray`, or `local` for one process.
+        algorithm: of policy optimization: a node with `_target_`.
+        process_reward_model: of PRIME: a node with `_target_`, or null for its defaults.
+    """
 
     stage: str = MISSING
     launcher: str = "ray"
@@ -318,6 +350,8 @@ class RecipeConfig:
     teacher: TeacherOptions = field(default_factory=TeacherOptions)
     critic: CriticOptions = field(default_factory=CriticOptions)
     reward_model: RewardModelOptions = field(default_factory=RewardModelOptions)
+    process_reward_model: Any = None
+    loss: LossOptions = field(default_factory=LossOptions)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)

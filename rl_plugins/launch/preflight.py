@@ -38,7 +38,7 @@ def preflight(config: RecipeConfig) -> None:
     from rl_plugins.launch.trials import check_algorithm, check_prompts
 
     check_prompts(config)
-    if config.stage == "policy_optimization":
+    if config.stage in ("policy_optimization", "prime"):
         check_algorithm(config.algorithm)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.launch.values import SAMPLING_STAGES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +38,10 @@ def check_prompts(config: RecipeConfig) -> None:
             "lower it or add data"
         )
     validation = load_rows(data.val_files) if data.val_files else None
-    generated = [] if config.stage == "sft" else [*train.rows]
-    _check_rewards(config, [*generated, *(validation.rows if validation else [])])
+    # Rows whose responses are generated, and so scored.
+    scored = [*train.rows] if config.stage in SAMPLING_STAGES else []
+    scored += validation.rows if validation and config.stage != "reward_modeling" else []
+    _check_rewards(config, scored)
     if (Path(config.model.path) / "tokenizer.json").is_file():
         for rows in filter(None, (train, validation)):
             _check_lengths(config, rows)
@@ -149,7 +152,7 @@ def check_algorithm(node: Any) -> None:
     zeros_BT, ones_BT = torch.zeros(4, 2), torch.ones(4, 2)
     per_token = (
         "log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "entropy",
-        "sum_pi_squared", "values",
+        "sum_pi_squared", "values", "process_rewards",
     )  # fmt: skip
     inputs = {f"{name}_BT": zeros_BT for name in per_token} | {
         "scores_B": torch.tensor([0.0, 1.0, 0.0, 1.0]),

@@ -9,8 +9,12 @@ from typing import Any
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.config import RecipeConfig
 
+SAMPLING_STAGES = ("policy_optimization", "prime", "online_preference_optimization")
+"""Stages that train on samples of their own."""
+STAGES = ("sft", "reward_modeling", "preference_optimization", *SAMPLING_STAGES)
+
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "stage": ("sft", "policy_optimization"),
+    "stage": STAGES,
     "launcher": ("ray", "local"),
     "rollout.engine": ("vllm", "transformers"),
     "rollout.dtype": (None, "float32", "bfloat16", "float16"),

@@ -1,77 +1,165 @@
-"""Log-probs (and entropy) of sampled tokens, chunk by chunk, so that float32 logits of a batch never exist at once."""
+"""Log-probs and entropy of response tokens, without the logits of a batch.
+
+A causal language model is run up to its output head; there, the hidden states that predict a response token go through
+the head by chunks (`chunked_head`). Models that do something to their logits after the head, or have none, give the
+logits of the response, which are turned to float32 by chunks.
+
+Axes: `B` samples, `S` prompt and response (prompts padded on the left, responses on the right), `T` response tokens,
+`N` real response tokens of all samples, `H` hidden, `V` vocabulary, `K` columns (see `token_distributions`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rl_plugins.models.chunked_head import chunked_head_columns
+from rl_plugins.models.output_head import last_linear_head, replaced_forward
+from rl_plugins.models.packing import check_keeps_apart, pack
+from rl_plugins.models.token_distributions import Columns, distribution_columns
+
 CHUNK_ELEMENTS = 2**24
-"""Logits turned to float32 at a time: 64 MB."""
+"""Logits in float32 at a time: 64 MB."""
 
 
 @dataclass(frozen=True)
 class ResponseLogProbs:
-    """`log_probs_BT` of the response tokens; `entropy_BT` of the distributions they were drawn from (no gradient)."""
+    """Of the response tokens and the distributions they were drawn from, [B, T].
+
+    Attributes:
+        log_probs_BT: log-probs of the tokens.
+        entropy_BT: entropy in nats; without gradient unless asked for.
+        sum_pi_squared_BT: sum over the vocabulary of the squared probabilities, without gradient; None unless asked
+            for.
+    """
 
     log_probs_BT: Tensor
     entropy_BT: Tensor
+    sum_pi_squared_BT: Tensor | None = None
 
 
-def _chunk_log_probs(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
-    normaliser_N = scaled_NV.logsumexp(dim=-1)
-    log_probs_N = scaled_NV.gather(-1, tokens_N[:, None]).squeeze(-1) - normaliser_N
-    with torch.no_grad():
-        expected_N = (scaled_NV.sub(normaliser_N[:, None]).exp_() * scaled_NV).sum(dim=-1)
-    return log_probs_N, normaliser_N.detach() - expected_N
-
-
-def token_log_probs(logits_BTV: Tensor, tokens_BT: Tensor, temperature: float = 1.0) -> ResponseLogProbs:
+def token_log_probs(
+    logits_BTV: Tensor,
+    tokens_BT: Tensor,
+    temperature: float = 1.0,
+    *,
+    sum_pi_squared: bool = False,
+    entropy_gradient: bool = False,
+) -> ResponseLogProbs:
     """Log-probs of `tokens_BT` under `softmax(logits / temperature)`, and that distribution's entropy.
 
     The float32 copy of the logits (float64 of float64) is made, and recomputed in backward, `CHUNK_ELEMENTS`
     at a time. Give contiguous logits: others are copied whole, in their own dtype.
     """
-    vocabulary = logits_BTV.shape[-1]
-    logits_NV, tokens_N = logits_BTV.reshape(-1, vocabulary), tokens_BT.reshape(-1)
-    rows = max(1, CHUNK_ELEMENTS // vocabulary)
-    if logits_NV.shape[0] <= rows:
-        log_probs_N, entropy_N = _chunk_log_probs(logits_NV, tokens_N, temperature)
-    else:
-        parts = [
-            checkpoint(_chunk_log_probs, logits, tokens, temperature, use_reentrant=False)
-            for logits, tokens in zip(logits_NV.split(rows), tokens_N.split(rows), strict=True)
-        ]
-        log_probs_N, entropy_N = (torch.cat(column) for column in zip(*parts, strict=True))
-    return ResponseLogProbs(log_probs_N.view_as(tokens_BT), entropy_N.view_as(tokens_BT))
+    columns = Columns(temperature, sum_pi_squared, entropy_gradient)
+    columns_NK = _columns_of_logits(logits_BTV.reshape(-1, logits_BTV.shape[-1]), tokens_BT.reshape(-1), columns)
+    return _by_name(columns_NK.view(*tokens_BT.shape, -1), columns)
 
 
 def response_log_probs(
-    model: Callable[..., object],
+    model: Callable[..., Any],
     *,
     input_ids_BS: Tensor,
     attention_mask_BS: Tensor,
     position_ids_BS: Tensor,
     response_width: int,
     temperature: float = 1.0,
+    sum_pi_squared: bool = False,
+    entropy_gradient: bool = False,
+    packed: bool = False,
 ) -> ResponseLogProbs:
     """One forward pass; log-probs of the last `response_width` tokens of every row, [B, T].
 
-    Only the logits that predict response tokens are computed (`logits_to_keep`). Padded positions give finite
-    numbers without meaning: mask them.
+    Padded positions give finite numbers without meaning: mask them.
+
+    Args:
+        model: with the `forward` of a causal language model of transformers, `logits_to_keep` included; an engine
+            around one will do.
+        input_ids_BS: prompts and responses.
+        attention_mask_BS: 1 at real tokens.
+        position_ids_BS: from 0 at the first real token of a row.
+        response_width: T.
+        temperature: the logits are divided by it.
+        sum_pi_squared: give `sum_pi_squared_BT`, too.
+        entropy_gradient: `entropy_BT` has a gradient.
+        packed: the real tokens of all samples go through the model as one row without padding. With eager and SDPA
+            attention the mask of that row is as large as the square of its length.
+
+    Raises:
+        ConfigError: `packed`, and the model lets the samples of a row see each other.
     """
-    output = model(
-        input_ids=input_ids_BS,
-        attention_mask=attention_mask_BS,
-        position_ids=position_ids_BS,
-        use_cache=False,
-        logits_to_keep=response_width + 1,
+    columns = Columns(temperature, sum_pi_squared, entropy_gradient)
+    prompt_width = input_ids_BS.shape[1] - response_width
+    where = attention_mask_BS[:, prompt_width:].nonzero(as_tuple=True)
+    tokens_N = input_ids_BS[:, prompt_width:][where]
+    inputs: dict[str, Any] = {
+        "input_ids": input_ids_BS,
+        "attention_mask": attention_mask_BS,
+        "position_ids": position_ids_BS,
+    }
+    head = last_linear_head(model, inputs)
+    if packed:
+        check_keeps_apart(model, input_ids_BS.device)
+        inputs = pack(input_ids_BS, attention_mask_BS, position_ids_BS, response_width)
+    else:
+        # The last position predicts nothing, but `logits_to_keep` cannot leave it out.
+        inputs["logits_to_keep"] = response_width + 1
+    run = partial(model, **inputs, use_cache=False)
+
+    if head is not None:
+        forward = head.forward
+
+        def columns_of_hidden(hidden: Tensor) -> Tensor:
+            hidden_NH = hidden[0] if packed else hidden[:, :-1][where]
+            return _columns_of_hidden(head, forward, hidden_NH, tokens_N, columns)[None]
+
+        # The result goes out as the head's output, so that hooks on it see to the weight in backward.
+        with replaced_forward(head, columns_of_hidden):
+            columns_NK = run().logits[0]
+    elif packed:
+        columns_NK = _columns_of_logits(run().logits[0], tokens_N, columns)
+    else:
+        # Choosing among the positions would copy the logits: the last one and padding get any token.
+        next_tokens_BT = input_ids_BS.roll(-1, dims=1)[:, -(response_width + 1) :]
+        logits_BTV = run().logits
+        all_NK = _columns_of_logits(logits_BTV.reshape(-1, logits_BTV.shape[-1]), next_tokens_BT.reshape(-1), columns)
+        return _by_name(all_NK.view(*next_tokens_BT.shape, -1)[:, :-1], columns)
+    columns_BTK = columns_NK.new_zeros(len(input_ids_BS), response_width, columns_NK.shape[-1])
+    columns_BTK[where] = columns_NK
+    return _by_name(columns_BTK, columns)
+
+
+def _columns_of_hidden(
+    head: nn.Linear, forward: Callable[[Tensor], Tensor], hidden_NH: Tensor, tokens_N: Tensor, columns: Columns
+) -> Tensor:
+    if hidden_NH.shape[0] * head.out_features <= CHUNK_ELEMENTS:
+        return distribution_columns(forward(hidden_NH), tokens_N, columns)
+    rows = max(1, CHUNK_ELEMENTS // head.out_features)
+    return chunked_head_columns(hidden_NH, head.weight, head.bias, tokens_N, columns, rows=rows)
+
+
+def _columns_of_logits(logits_NV: Tensor, tokens_N: Tensor, columns: Columns) -> Tensor:
+    rows = max(1, CHUNK_ELEMENTS // logits_NV.shape[-1])
+    if len(logits_NV) <= rows:
+        return distribution_columns(logits_NV, tokens_N, columns)
+    return torch.cat(
+        [
+            checkpoint(distribution_columns, logits, tokens, columns, use_reentrant=False)
+            for logits, tokens in zip(logits_NV.split(rows), tokens_N.split(rows), strict=True)
+        ]
     )
-    # The last position predicts nothing, but cutting it off would copy the logits: it gets any token.
-    next_tokens_BT = input_ids_BS.roll(-1, dims=1)[:, -(response_width + 1) :]
-    result = token_log_probs(output.logits, next_tokens_BT, temperature)  # type: ignore[attr-defined]
-    return ResponseLogProbs(result.log_probs_BT[:, :-1], result.entropy_BT[:, :-1])
+
+
+def _by_name(columns_BTK: Tensor, columns: Columns) -> ResponseLogProbs:
+    log_probs_BT, entropy_BT, *squares = columns_BTK.unbind(dim=-1)
+    return ResponseLogProbs(
+        log_probs_BT,
+        entropy_BT if columns.entropy_gradient else entropy_BT.detach(),
+        squares[0].detach() if squares else None,
+    )

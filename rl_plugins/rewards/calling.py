@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import bdb
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,22 @@ LOOP_GRACE_S = 0.5
 _UNDECIDED = object()
 
 
+class RequestScorer(ABC):
+    """A reward that takes whole requests and their deadline into its own hands, such as one made of others.
+
+    Attributes:
+        batched: whether it wants many requests at once.
+        is_async: whether it waits for many requests at once.
+    """
+
+    batched: bool
+    is_async: bool
+
+    @abstractmethod
+    def __call__(self, requests: Sequence[ScoringRequest], deadline_s: float | None) -> list[Score | None]:
+        """Score in order; None marks a request that must run alone. One request is never None."""
+
+
 class Scorer:
     """A loaded reward function that turns requests into scores."""
 
@@ -39,6 +56,9 @@ class Scorer:
                 configured, mixes singular and plural names, or does not take a configured argument.
         """
         self.name, self.function, self.fixed = load_reward(config)
+        if isinstance(self.function, RequestScorer):
+            self.is_async, self.batched = self.function.is_async, self.function.batched
+            return
         self.is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
             getattr(self.function, "__call__", None)  # noqa: B004 (an instance's method)
         )
@@ -74,6 +94,8 @@ class Scorer:
 
     def score(self, requests: Sequence[ScoringRequest], deadline_s: float | None) -> list[Score | None]:
         """Score in order; None marks a request that must run alone: a coroutine blocked the others."""
+        if isinstance(self.function, RequestScorer):
+            return self.function(requests, deadline_s)
         calls = [requests] if self.batched else [[request] for request in requests]
         if self.is_async:
             outcomes = self._run_concurrently(calls, deadline_s)

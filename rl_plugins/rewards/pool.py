@@ -41,8 +41,8 @@ class _Worker:
 class _Seat:
     """One place in the pool: its current actor, and what that actor is busy with."""
 
-    def __init__(self, reward_config: Mapping[str, Any], start_timeout_s: float) -> None:
-        self.reward_config, self.start_timeout_s = reward_config, start_timeout_s
+    def __init__(self, reward_config: Mapping[str, Any], start_timeout_s: float, gpus: float) -> None:
+        self.reward_config, self.start_timeout_s, self.gpus = reward_config, start_timeout_s, gpus
         self.start()
 
     def start(self) -> None:
@@ -51,7 +51,9 @@ class _Seat:
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         actor_class: Any = ray.remote(_Worker)
-        self.actor = actor_class.options(num_cpus=0, max_restarts=0, scheduling_strategy=here).remote()
+        self.actor = actor_class.options(
+            num_cpus=0, num_gpus=self.gpus, max_restarts=0, scheduling_strategy=here
+        ).remote()
         self.pending = self.actor.load.remote(self.reward_config)  # None when idle
         self.rows = range(0)  # the requests being scored; empty while loading
         self.expires = time.monotonic() + self.start_timeout_s
@@ -83,6 +85,7 @@ class RewardPool:
         chunk_size: int = 32,
         grace_s: float = 5.0,
         start_timeout_s: float = 120.0,
+        gpus_per_worker: float = 0.0,
     ) -> None:
         """Start the workers without waiting for them. Ray must be running.
 
@@ -95,6 +98,7 @@ class RewardPool:
                 coroutines of an async one run concurrently in a worker.
             grace_s: Seconds between the soft deadline and the kill.
             start_timeout_s: Seconds in which a worker must have started and loaded the rewards.
+            gpus_per_worker: GPUs of Ray's that each worker reserves, a share of one if below 1; with 0 it sees none.
 
         Raises:
             ConfigError: An option is out of range, or Ray is not running.
@@ -111,7 +115,7 @@ class RewardPool:
         check_routes(self.reward_config, ())
         self.deadline_s, self.max_failure_rate, self.chunk_size = deadline_s, max_failure_rate, chunk_size
         self.hard_deadline_s = _CHUNK_BUDGET_S + deadline_s + LOOP_GRACE_S + grace_s
-        self._seats = [_Seat(self.reward_config, start_timeout_s) for _ in range(num_workers)]
+        self._seats = [_Seat(self.reward_config, start_timeout_s, gpus_per_worker) for _ in range(num_workers)]
 
     def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
         """Score in the order of the requests.

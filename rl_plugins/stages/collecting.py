@@ -96,7 +96,7 @@ class CollectingStage(SamplingStage):
         own_path = policy if isinstance(policy, str) else None
         self._reference_path, self._teacher_path, self._reward_model = reference or own_path, teacher, reward_model
         self.critic_config = (critic or CriticConfig()) if "values_BT" in needs else None
-        self._critic_path = self.critic_config and (self.critic_config.path or own_path)
+        self._critic_path = None if self.critic_config is None else self.critic_config.path or own_path
         self.kl_controller = self.algorithm.kl.controller()
         self.entropy_controller = self.algorithm.entropy.controller()
         self._draws = 0
@@ -340,14 +340,14 @@ class CollectingStage(SamplingStage):
             self._strategy.engine(name),
             **_inputs(batch),
             temperature=self.sampling.temperature or 1.0,
-            **({"sum_pi_squared": True} if squares else {}),
-            **({"entropy_gradient": True} if entropy_gradient else {}),  # TODO
+            sum_pi_squared=squares,
+            entropy_gradient=entropy_gradient,
         )
 
     def _log_probs(self, name: str, batch: Experience, *, squares: bool = False) -> dict[str, Tensor]:
         result = self._run(name, batch, squares=squares)
         columns = {"log_probs": result.log_probs_BT, "entropy": result.entropy_BT}
-        squares_BT = getattr(result, "sum_pi_squared_BT", None)
+        squares_BT = result.sum_pi_squared_BT
         return columns if squares_BT is None else {**columns, "sum_pi_squared": squares_BT}
 
     def _values(self, batch: Experience) -> Tensor:
@@ -406,6 +406,7 @@ def named_tensors(batch: Experience) -> dict[str, Tensor | None]:
         "entropy_BT": batch.entropy,
         "sum_pi_squared_BT": batch.sum_pi_squared,
         "values_BT": batch.values,
+        "process_rewards_BT": batch.process_rewards,
         "rollout_weights_BT": batch.rollout_weights,
         "advantages_BT": batch.advantages,
         "returns_BT": batch.returns,

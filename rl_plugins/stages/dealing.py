@@ -42,18 +42,18 @@ class Hand(NamedTuple):
     Attributes:
         key: sorts the hands of all ranks; unique.
         owner: the rank that has them.
-        index: their number there.
+        number: of the hand there.
     """
 
     key: tuple[int, ...]
     owner: int
-    index: int
+    number: int
 
 
 def all_hands(keys: Sequence[tuple[int, ...]], table: Table) -> list[Hand]:
     """The hands of all ranks in the order of their keys, given this rank's. Collective."""
     told = table.exchange([list(keys)] * table.world_size)
-    return sorted(Hand(key, owner, index) for owner, theirs in enumerate(told) for index, key in enumerate(theirs))
+    return sorted(Hand(key, owner, number) for owner, theirs in enumerate(told) for number, key in enumerate(theirs))
 
 
 def deal(experience: Experience, hands: Sequence[Tensor], chosen: Sequence[Hand], table: Table) -> Experience:
@@ -68,7 +68,7 @@ def deal(experience: Experience, hands: Sequence[Tensor], chosen: Sequence[Hand]
     parcels: list[dict[int, Experience]] = [{} for _ in range(table.world_size)]
     for place, hand in enumerate(chosen):
         if hand.owner == table.rank:
-            parcels[place % table.world_size][place] = experience[hands[hand.index]]
+            parcels[place % table.world_size][place] = experience[hands[hand.number]]
     got: dict[int, Experience] = {}
     for parcel in table.exchange(list(parcels)):
         got.update(parcel)
@@ -122,8 +122,8 @@ def resample_over_ranks(
     hands = all_hands(keys, table)
     told = table.exchange([(experience.scores.double(), experience.valid)] * table.world_size)
     weights_B = resampling_weights(
-        rewards_B=torch.stack([told[hand.owner][0][hand.index] for hand in hands]),
-        valid_B=torch.stack([told[hand.owner][1][hand.index] for hand in hands]),
+        rewards_B=torch.stack([told[hand.owner][0][hand.number] for hand in hands]),
+        valid_B=torch.stack([told[hand.owner][1][hand.number] for hand in hands]),
         kind=options.kind,
         power=options.power,
     )

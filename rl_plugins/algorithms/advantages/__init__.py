@@ -14,6 +14,7 @@ from rl_plugins.algorithms.advantages.gae import gae
 from rl_plugins.algorithms.advantages.group_relative import gdpo, gpg, grpo, grpo_passk, max_rl, opo, rloo
 from rl_plugins.algorithms.advantages.interface import AdvantageEstimator, one_rank
 from rl_plugins.algorithms.advantages.optimal_baseline import optimal_token_baseline, tir_optimal_token_baseline
+from rl_plugins.algorithms.advantages.prime import prime
 from rl_plugins.algorithms.advantages.returns import reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from rl_plugins.algorithms.registry import Table
 
@@ -31,6 +32,7 @@ _OWN: dict[str, AdvantageEstimator] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
     "gae": gae,
+    "prime": prime,
     "reverse_kl": reverse_kl,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": tir_optimal_token_baseline,

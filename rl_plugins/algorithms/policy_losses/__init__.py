@@ -14,6 +14,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from rl_plugins.algorithms.policy_losses.covariance import clip_cov, kl_cov, select_largest, select_within_band
+from rl_plugins.algorithms.policy_losses.distillation import forward_kl_top_k
 from rl_plugins.algorithms.policy_losses.dppo import dppo_kl, dppo_tv
 from rl_plugins.algorithms.policy_losses.inputs import MAX_LOG_RATIO
 from rl_plugins.algorithms.policy_losses.ppo import ppo_clip
@@ -33,6 +34,7 @@ _OWN: dict[str, PolicyLoss] = {
     "dppo_kl": dppo_kl,
     "dppo_tv": dppo_tv,
     "dro": dro,
+    "forward_kl_top_k": forward_kl_top_k,
     "gmpo": gmpo,
     "gpg": reinforce,
     "gspo": gspo,

@@ -37,6 +37,17 @@ def addition_rows(*, below: int, num_train: int, num_test: int, seed: int, num_d
     }
 
 
+def preference_rows(rows: Rows, *, seed: int) -> Rows:
+    """The same rows as pairs: `chosen` is the sum, `rejected` a number near it, `margin` how far off that is."""
+    rng = random.Random(seed)
+    pairs = []
+    for row in rows:
+        total = int(row["reward_model"]["ground_truth"])
+        wrong = rng.choice([number for step in (1, 2, 10) for number in (total - step, total + step) if number >= 0])
+        pairs.append({**row, "chosen": str(total), "rejected": str(wrong), "margin": float(abs(wrong - total))})
+    return pairs
+
+
 def _row(left: int, right: int, split: str, index: int) -> dict[str, Any]:
     return {
         "data_source": "addition",
@@ -52,17 +63,21 @@ def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--num-train", type=int, default=4096, help="rows to train on (default: %(default)s)")
     parser.add_argument("--num-test", type=int, default=256, help="held-out rows (default: %(default)s)")
     parser.add_argument("--num-dev", type=int, default=0, help="rows held out beside them, to choose settings by")
+    parser.add_argument("--pairs", action="store_true", help="write each split as pairs of responses, too")
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice (default: %(default)s)")
 
 
 def _build(options: Namespace) -> dict[str, Rows]:
-    return addition_rows(
+    splits = addition_rows(
         below=options.below,
         num_train=options.num_train,
         num_test=options.num_test,
         num_dev=options.num_dev,
         seed=options.seed,
     )
+    if options.pairs:
+        splits |= {f"{split}_pairs": preference_rows(rows, seed=options.seed) for split, rows in splits.items()}
+    return splits
 
 
 LAYOUT = Layout("made-up sums for a tiny model; needs no raw data", _arguments, _build)

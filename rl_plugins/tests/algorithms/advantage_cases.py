@@ -31,6 +31,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", {}, ()),
     "remax": ("remax", {}, ("baseline_rewards_B",)),
     "gae": ("gae", {"gamma": 0.99, "lam": 0.95}, ("values_BT",)),
+    "prime": ("prime", {}, ("process_rewards_BT",)),
     "optimal_token_baseline": ("optimal_token_baseline", {}, ("old_log_probs_BT", "sum_pi_squared_BT")),
     "optimal_token_baseline, tail": (
         "optimal_token_baseline",
@@ -56,6 +57,7 @@ OVER_THE_BATCH = {
     "reinforce_plus_plus, discounted",
     "reinforce_plus_plus_baseline",
     "gae",
+    "prime",
 }
 """Cases with a statistic of the batch of all ranks."""
 
@@ -70,6 +72,7 @@ def make_inputs(case: str, seed: int) -> Inputs:
         "component_rewards_BK": torch.stack([batch.scores, batch.advantages.sum(dim=-1)], dim=-1),
         "baseline_rewards_B": batch.ref[:, 0],
         "values_BT": batch.ref,
+        "process_rewards_BT": batch.ref,
         "old_log_probs_BT": batch.log_probs,
         "sum_pi_squared_BT": probs.square() + (1 - probs).square() * batch.advantages.sigmoid(),
         "rollout_weights_BT": (0.3 * batch.advantages).exp(),

@@ -16,6 +16,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dppo_kl": {"low": 0.05, "high": 0.05, "cap": 2.0},
     "dppo_tv": {"low": 0.1, "high": 0.2, "cap": 2.0},
     "dro": {"beta": 0.5},
+    "forward_kl_top_k": {"policy_weight": 1.0, "loss_max_clamp": 2.0},
     "gmpo": {},
     "gpg": {},
     "gspo": {"clip_low": 0.1, "clip_high": 0.2},
@@ -34,6 +35,11 @@ def loss_of(
     if name in SELECTIONS:
         numbers = torch.arange(batch.mask.numel()).reshape(batch.mask.shape)
         options["selected_BT"] = (numbers % 3 == 0)[rows]
+    if name == "forward_kl_top_k":
+        # Two tokens per position, as likely as what else is at hand.
+        of_teacher, of_policy = (batch.ref, batch.old), (batch.old, batch.log_probs)
+        options["teacher_top_log_probs_BTK"] = torch.stack(of_teacher, dim=-1).clamp(max=-0.5)[rows]
+        options["top_log_probs_BTK"] = torch.stack(of_policy, dim=-1).clamp(max=-0.5)[rows]
     return POLICY_LOSSES[name](
         log_probs_BT=log_probs_BT[rows],
         old_log_probs_BT=batch.old[rows],

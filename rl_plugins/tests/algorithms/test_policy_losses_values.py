@@ -17,6 +17,11 @@ from rl_plugins.tests.algorithms.policy_loss_cases import OPTIONS, loss_of
 
 WIDTHS = {"clip_low": 0.2, "clip_high": 0.3}
 YES, NO = {"selected_BT": torch.tensor([[True]])}, {"selected_BT": torch.tensor([[False]])}
+TOPS = {
+    "teacher_top_log_probs_BTK": torch.tensor([[[0.5, 0.25]]]).double().log(),
+    "top_log_probs_BTK": torch.tensor([[[0.25, 0.25]]]).double().log(),
+    "policy_weight": 0.5,
+}
 
 
 def sigmoid(x: float) -> float:
@@ -98,6 +103,9 @@ BY_HAND: list[tuple[str, dict[str, Any], float, float, float, float, float, dict
     ("kl_cov", {**YES, "coefficient": 0.4}, 0.5, 0.25, 2.0, -1 + 0.4 * log(2), -1 - 0.4, {"ppo_kl": log(2)}),
     ("kl_cov", YES, 0.5, 0.5, 2.0, -2.0, -2.0, {}),
     ("kl_cov", YES, 1e-12, 0.9, 0.0, 0.1 * log(0.9e12), 0.1, {"ppo_kl": -20}),
+    # Distillation beside half of PPO: the teacher is twice as sure of one of the two tokens.
+    ("forward_kl_top_k", TOPS, 0.5, 0.55, 2.0, 0.5 * log(2) - 1.1, -1.1, {"teacher_mass": 0.75, "student_mass": 0.5}),
+    ("forward_kl_top_k", {**TOPS, "loss_max_clamp": 0.1}, 0.5, 0.55, 2.0, 0.1 - 1.1, -1.1, {"ppo_kl": -log(1.1)}),
 ]
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.models import log_probs as module
-from rl_plugins.models.log_probs import response_log_probs, token_log_probs
+from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs, token_log_probs
 from rl_plugins.models.tiny import build_model
+from rl_plugins.tests.models.memory import LargestNewTensor
+from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples
 
 
 def plain(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -28,23 +29,28 @@ def random_logits(batch: int = 5, length: int = 7, vocabulary: int = 31) -> tupl
     return logits, torch.randint(vocabulary, (batch, length), generator=generator)
 
 
+@pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 @pytest.mark.parametrize("rows", [1, 2, 8, 34, 35, 100])
 def test_any_chunk_size_gives_the_plain_values_gradients_and_entropy(
-    monkeypatch: pytest.MonkeyPatch, rows: int, temperature: float
+    monkeypatch: pytest.MonkeyPatch, rows: int, temperature: float, entropy_gradient: bool
 ) -> None:
     logits, tokens = random_logits()
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * logits.shape[-1] + 3)
     logits.requires_grad_()
     weights = torch.rand(tokens.shape, dtype=torch.float64)
-    chunked = token_log_probs(logits, tokens, temperature)
-    (gradient,) = torch.autograd.grad((weights * chunked.log_probs_BT).sum(), logits)
+    chunked = token_log_probs(logits, tokens, temperature, sum_pi_squared=True, entropy_gradient=entropy_gradient)
+    assert chunked.sum_pi_squared_BT is not None and not chunked.sum_pi_squared_BT.requires_grad
+    share = 0.4 if entropy_gradient else 0.0
+    (gradient,) = torch.autograd.grad((weights * chunked.log_probs_BT + share * chunked.entropy_BT).sum(), logits)
     expected, entropy = plain(logits, tokens, temperature)
-    (expected_gradient,) = torch.autograd.grad((weights * expected).sum(), logits)
+    (expected_gradient,) = torch.autograd.grad((weights * expected + share * entropy).sum(), logits)
     torch.testing.assert_close(chunked.log_probs_BT, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(chunked.entropy_BT, entropy.detach(), rtol=1e-12, atol=1e-12)
-    assert not chunked.entropy_BT.requires_grad
+    torch.testing.assert_close(chunked.entropy_BT, entropy, rtol=1e-12, atol=1e-12, check_stride=False)
+    squares = (logits / temperature).softmax(dim=-1).square().sum(dim=-1)
+    torch.testing.assert_close(chunked.sum_pi_squared_BT, squares, rtol=1e-12, atol=1e-12)
+    assert chunked.entropy_BT.requires_grad == entropy_gradient
 
 
 def test_bfloat16_logits_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,22 +62,6 @@ def test_bfloat16_logits_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch
     expected, entropy = plain(low.double(), tokens, 0.7)
     torch.testing.assert_close(chunked.log_probs_BT.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(chunked.entropy_BT.double(), entropy, rtol=1e-5, atol=1e-5)
-
-
-class LargestNewTensor(TorchDispatchMode):
-    """Notes the most elements, per dtype, of any tensor with a memory of its own made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: dict[torch.dtype, int] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
-        results = function(*args, **(kwargs or {}))
-        for result in results if isinstance(results, tuple | list) else [results]:
-            if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
-                self.elements[result.dtype] = max(self.elements.get(result.dtype, 0), result.numel())
-        return results
 
 
 class Logits(torch.nn.Module):
@@ -105,37 +95,17 @@ def test_the_logits_are_never_copied_whole(monkeypatch: pytest.MonkeyPatch, dtyp
     assert all(elements <= rows * vocabulary for elements in backward.elements.values())
 
 
-def samples() -> list[tuple[list[int], list[int]]]:
-    lengths = [(5, 4), (1, 6), (9, 1), (3, 6), (2, 0)]
-    generator = torch.Generator().manual_seed(1)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(256, (count,), generator=generator).tolist()
-
-    return [(tokens(prompt), tokens(response)) for prompt, response in lengths]
+LENGTHS = [(5, 4), (1, 6), (9, 1), (3, 6), (2, 0)]
 
 
-def batch_of(pairs: list[tuple[list[int], list[int]]]) -> Experience:
-    prompts, responses = [p for p, _ in pairs], [r for _, r in pairs]
-    zeros = [[0.0] * len(response) for response in responses]
-    return Experience.from_samples(prompts, responses, zeros, list(range(len(pairs))), 0)
-
-
-def run(model: Any, batch: Experience, temperature: float) -> Any:
-    return response_log_probs(
-        model,
-        input_ids_BS=batch.input_ids,
-        attention_mask_BS=batch.attention_mask,
-        position_ids_BS=batch.position_ids,
-        response_width=batch.responses.shape[1],
-        temperature=temperature,
-    )
+def run(model: Any, batch: Experience, temperature: float) -> ResponseLogProbs:
+    return response_log_probs(model, **forward_arguments(batch), temperature=temperature)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_padded_and_unpadded_log_probs_agree_with_a_plain_forward(temperature: float) -> None:
     model = build_model(initializer_range=0.2).double().eval()
-    pairs = samples()
+    pairs = random_samples(*LENGTHS, vocabulary=256)
     padded = run(model, batch_of(pairs), temperature)
     assert padded.log_probs_BT.shape == (len(pairs), 6)
     assert padded.log_probs_BT.isfinite().all() and padded.entropy_BT.isfinite().all()
@@ -155,7 +125,7 @@ def test_padded_and_unpadded_log_probs_agree_with_a_plain_forward(temperature: f
 
 def test_padding_does_not_reach_the_gradient() -> None:
     model = build_model(initializer_range=0.2).double().train()
-    pairs = samples()
+    pairs = random_samples(*LENGTHS, vocabulary=256)
 
     def gradient(batches: list[Experience]) -> list[Tensor]:
         model.zero_grad()

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.stages.prime import PRIME, ProcessRewardConfig
 from rl_plugins.strategies.contract import exchange_objects, small_all_reduce
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
@@ -55,6 +57,9 @@ tokenizer: Any = build_tokenizer()
 def score(response: str) -> float | None:
     """The reward of a response; None where it fails."""
     return None if "!" in response else 0.1 * len(response) + 0.25
+
+
+PROCESS_REWARDS = ProcessRewardConfig(optimizer=OptimizerConfig(lr=0.01, gradient_clip=0.0), success_above=0.5)
 
 
 class CannedRollout:
@@ -207,17 +212,22 @@ def gradients(
     rank: int = 0,
     world_size: int = 1,
     reference: str | None = None,
+    process_reward_model: ProcessRewardConfig = PROCESS_REWARDS,
     **options: Any,
 ) -> tuple[list[list[Tensor]], dict[str, float]]:
-    """The gradients of each update of one RL step, the critic's after the policy's, and the step's metrics."""
+    """The gradients of each update of one RL step, those of other models after the policy's, and the step's metrics."""
     own = OwnPolicy()
-    of_critic: list[list[Tensor]] = []
+    of_others: list[list[Tensor]] = []
 
     def keep(optimizer: Any, *_: Any) -> None:
         if isinstance(optimizer, torch.optim.AdamW):
-            of_critic.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
+            of_others.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
 
-    stage = PolicyOptimization(
+    stage_class: Any = PolicyOptimization
+    if "process_rewards_BT" in algorithm.needs:
+        stage_class = PRIME
+        options["process_reward_model"] = replace(process_reward_model, path=other_model())
+    stage = stage_class(
         own,
         tokenizer=tokenizer,
         scorer=CannedScorer(),
@@ -241,7 +251,7 @@ def gradients(
     hook = register_optimizer_step_pre_hook(keep)
     trainer.fit(stage, loader([prompt_batch(PROMPTS[rank::world_size])]))
     hook.remove()
-    return own.recorder.gradients + of_critic, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return own.recorder.gradients + of_others, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def of_recipes() -> dict[str, Algorithm]:
@@ -262,6 +272,8 @@ CASES: dict[str, tuple[Algorithm, int]] = {
 
 def main(rank: int, world_size: int, rendezvous: str, output: str) -> None:
     torch.set_num_threads(1)
+    # Among several ranks, only the first would write the model.
+    other_model()
     torch.distributed.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
     results = {
         # Uneven micro-batches: the ranks' own budgets would give different numbers of them.

@@ -149,10 +149,13 @@ def test_one_and_two_ranks_give_the_same_gradients(tmp_path: Path) -> None:
     of_ranks = [torch.load(file) for file in files]
     for name, (algorithm, updates) in canned.CASES.items():
         expected, metrics = canned.gradients(algorithm, updates_per_step=updates)
-        assert len(expected) == updates * (2 if "values_BT" in algorithm.needs else 1)
+        assert len(expected) == updates * (2 if algorithm.needs & {"values_BT", "process_rewards_BT"} else 1)
         for results in of_ranks:
             actual, actual_metrics = results[name]
             for one, other in zip(actual, expected, strict=True):
                 assert_same(one, other, 1e-6)
-            for metric in ("train/loss", "train/reward", "train/entropy", "train/uniform_groups"):
+            names = ["train/loss", "train/reward", "train/entropy", "train/uniform_groups"]
+            if "process_rewards_BT" in algorithm.needs:
+                names += [f"train/process_reward_model/{name}" for name in ("loss", "accuracy", "return")]
+            for metric in names:
                 assert actual_metrics[metric] == pytest.approx(metrics[metric], rel=1e-6), (name, metric)

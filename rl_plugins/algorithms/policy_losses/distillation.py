@@ -1,0 +1,87 @@
+"""Distillation on whole distributions: of the teacher's, the k most likely tokens are looked at."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rl_plugins.algorithms.policy_losses.inputs import (
+    bounded_log_ratio,
+    check_not_negative,
+    check_positive,
+    zero_masked,
+)
+from rl_plugins.algorithms.policy_losses.ppo import ppo_clip
+
+
+def forward_kl_top_k(
+    *,
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    response_mask_BT: Tensor,
+    teacher_top_log_probs_BTK: Tensor,
+    top_log_probs_BTK: Tensor,
+    log_prob_min_clamp: float | None = None,
+    loss_max_clamp: float | None = None,
+    policy_weight: float = 0.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = 3.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Distillation: the forward KL from the teacher to the policy, over the teacher's k most likely tokens.
+
+    `sum over k of p_teacher (log p_teacher - log p)`, within [0, loss_max_clamp]. Neither side is normalised to the k
+    tokens, so that the sum can be negative: where the policy gives them more mass than the teacher, there is nothing
+    left to learn, and no gradient. `policy_weight` adds the clipped surrogate (`ppo_clip`) of the task's reward.
+
+    Args:
+        log_probs_BT: of the policy that is being updated, with gradient; for the surrogate.
+        old_log_probs_BT: of the policy that the ratio is taken against.
+        advantages_BT: advantage of each token; for the surrogate.
+        response_mask_BT: 1 on tokens to learn from; others may hold anything.
+        teacher_top_log_probs_BTK: the teacher's log-probs of the K tokens that it finds most likely at each position.
+        top_log_probs_BTK: the policy's log-probs of the same tokens, with gradient.
+        log_prob_min_clamp: lower log-probs, of either side, are taken for this one, in nats; None takes them as they
+            are.
+        loss_max_clamp: bound on the KL of a token, in nats; no gradient beyond. None for no bound.
+        policy_weight: weight of the surrogate; 0 learns from the teacher alone.
+        clip_low: of the surrogate.
+        clip_high: of the surrogate.
+        dual_clip: of the surrogate.
+
+    Returns:
+        Loss [B, T] and metrics `forward_kl` (before its bounds), `teacher_mass` and `student_mass` (probability of the
+        K tokens), `ppo_kl`, and with the surrogate its own [B, T].
+
+    Raises:
+        ValueError: a negative weight, or a bound on the wrong side of 0.
+
+    Source: https://arxiv.org/abs/2306.13649 (forward KL on samples of the student); the form over the top k from
+    https://github.com/volcengine/verl, `verl/trainer/distillation`.
+    """
+    check_not_negative(policy_weight=policy_weight)
+    if loss_max_clamp is not None:
+        check_positive(loss_max_clamp=loss_max_clamp)
+    if log_prob_min_clamp is not None and not log_prob_min_clamp < 0:
+        raise ValueError(f"log_prob_min_clamp={log_prob_min_clamp}: must be below 0, or None for no bound")
+    teacher_BTK, student_BTK = zero_masked(response_mask_BT.unsqueeze(-1), teacher_top_log_probs_BTK, top_log_probs_BTK)
+    masses = {"teacher_mass": teacher_BTK, "student_mass": student_BTK.detach()}
+    metrics = {name: tops_BTK.exp().sum(dim=-1) for name, tops_BTK in masses.items()}
+    if log_prob_min_clamp is not None:
+        teacher_BTK, student_BTK = teacher_BTK.clamp(min=log_prob_min_clamp), student_BTK.clamp(min=log_prob_min_clamp)
+    kl_BT = (teacher_BTK.exp() * (teacher_BTK - student_BTK)).sum(dim=-1)
+    metrics["forward_kl"] = kl_BT.detach()
+    loss_BT = kl_BT.clamp(min=0, max=loss_max_clamp)
+    if policy_weight == 0:
+        current_BT, old_BT = zero_masked(response_mask_BT, log_probs_BT.detach(), old_log_probs_BT)
+        return loss_BT, {**metrics, "ppo_kl": -bounded_log_ratio(current_BT, old_BT)}
+    surrogate_BT, of_surrogate = ppo_clip(
+        log_probs_BT=log_probs_BT,
+        old_log_probs_BT=old_log_probs_BT,
+        advantages_BT=advantages_BT,
+        response_mask_BT=response_mask_BT,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+    return loss_BT + policy_weight * surrogate_BT, {**metrics, **of_surrogate}

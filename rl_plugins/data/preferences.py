@@ -1,0 +1,318 @@
+"""Preferences: pairs of responses to one prompt of which one is better, or single responses that are good or bad.
+
+A row holds the texts under dotted keys, beside the columns of every prompt file. A response ends with the end of
+sequence, as the policy must end it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import numpy as np
+
+from rl_plugins.data.datamodule import StepDataModule
+from rl_plugins.data.parquet import Paths, PromptRows, Row, RowSource
+from rl_plugins.data.prompts import TokenizedPrompts, build_prompts
+from rl_plugins.data.tokenization import digest, within_limit
+from rl_plugins.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ValidateOn = Literal["prompts", "pairs"]
+
+
+class PairBatch:
+    """The pairs of one step on one rank; read only. (Not a dataclass, as `PromptBatch` is not.)
+
+    Attributes:
+        prompt_ids: token ids of each prompt.
+        chosen_ids: token ids of the better response to it.
+        rejected_ids: token ids of the worse one.
+        margins: by how much the first is better; 0 where the data does not say.
+        rows: number of each pair's row in the concatenated data set.
+    """
+
+    __slots__ = ("chosen_ids", "margins", "prompt_ids", "rejected_ids", "rows")
+
+    def __init__(
+        self,
+        prompt_ids: list[list[int]],
+        chosen_ids: list[list[int]],
+        rejected_ids: list[list[int]],
+        margins: list[float],
+        rows: list[int],
+    ) -> None:
+        """Set the fields."""
+        self.prompt_ids = prompt_ids
+        self.chosen_ids = chosen_ids
+        self.rejected_ids = rejected_ids
+        self.margins = margins
+        self.rows = rows
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        """Name the rows, not their content."""
+        return f"PairBatch(rows={self.rows})"
+
+
+class UnpairedBatch:
+    """The judged responses of one step on one rank; read only. (Not a dataclass, as `PromptBatch` is not.)
+
+    Attributes:
+        prompt_ids: token ids of each prompt.
+        response_ids: token ids of a response to it.
+        labels: whether the response is desirable.
+        rows: number of each row in the concatenated data set.
+    """
+
+    __slots__ = ("labels", "prompt_ids", "response_ids", "rows")
+
+    def __init__(
+        self, prompt_ids: list[list[int]], response_ids: list[list[int]], labels: list[bool], rows: list[int]
+    ) -> None:
+        """Set the fields."""
+        self.prompt_ids = prompt_ids
+        self.response_ids = response_ids
+        self.labels = labels
+        self.rows = rows
+
+    def __len__(self) -> int:
+        """Return the number of responses."""
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        """Name the rows, not their content."""
+        return f"UnpairedBatch(rows={self.rows})"
+
+
+@dataclass(frozen=True)
+class TokenizedPreferencePairs:
+    """Token ids and margins of the pairs to serve."""
+
+    prompt_ids: Sequence[list[int]]
+    chosen_ids: Sequence[list[int]]
+    rejected_ids: Sequence[list[int]]
+    margins: Sequence[float]
+    rows: Sequence[int]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of all token ids and margins."""
+        margins = np.asarray(self.margins, dtype=np.float64).view(np.int64).tolist()
+        return digest([*self.prompt_ids, *self.chosen_ids, *self.rejected_ids, margins])
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return len(self.rows)
+
+    def batch(self, indices: Sequence[int], epoch: int) -> PairBatch:
+        """Return the pairs at these indices."""
+        return PairBatch(
+            prompt_ids=[self.prompt_ids[index] for index in indices],
+            chosen_ids=[self.chosen_ids[index] for index in indices],
+            rejected_ids=[self.rejected_ids[index] for index in indices],
+            margins=[self.margins[index] for index in indices],
+            rows=[self.rows[index] for index in indices],
+        )
+
+
+@dataclass(frozen=True)
+class TokenizedUnpaired:
+    """Token ids and labels of the responses to serve."""
+
+    prompt_ids: Sequence[list[int]]
+    response_ids: Sequence[list[int]]
+    labels: Sequence[bool]
+    rows: Sequence[int]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of all token ids and labels."""
+        return digest([*self.prompt_ids, *self.response_ids, [int(label) for label in self.labels]])
+
+    def __len__(self) -> int:
+        """Return the number of responses."""
+        return len(self.rows)
+
+    def batch(self, indices: Sequence[int], epoch: int) -> UnpairedBatch:
+        """Return the responses at these indices."""
+        return UnpairedBatch(
+            prompt_ids=[self.prompt_ids[index] for index in indices],
+            response_ids=[self.response_ids[index] for index in indices],
+            labels=[self.labels[index] for index in indices],
+            rows=[self.rows[index] for index in indices],
+        )
+
+
+class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
+    """Serve a `PairBatch` for every step, or an `UnpairedBatch` if rows hold one response and a label."""
+
+    def __init__(
+        self,
+        train: Paths | RowSource | None,
+        validation: Paths | RowSource | None = None,
+        *,
+        chosen_key: str = "chosen",
+        rejected_key: str = "rejected",
+        margin_key: str | None = None,
+        response_key: str = "response",
+        label_key: str | None = None,
+        validate_on: ValidateOn = "prompts",
+        max_prompt_tokens: int = 1024,
+        max_response_tokens: int = 1024,
+        **options: Any,
+    ) -> None:
+        """Set the options; those that are not described here are `StepDataModule`'s.
+
+        Args:
+            train: rows for training.
+            validation: rows for validation.
+            chosen_key: where a row holds the text of the better response, such as `chosen` or `extra_info.chosen`.
+            rejected_key: where it holds that of the worse one.
+            margin_key: where it holds a number, by how much the first is better; None for margins of 0.
+            response_key: of unpaired data, where a row holds the text of its response.
+            label_key: of unpaired data, where it says true (desirable) or false; None for pairs.
+            validate_on: `prompts` serves validation rows as prompts to be answered (`PromptBatch`), and they need no
+                responses; `pairs` serves them as `PairBatch`es.
+            max_prompt_tokens: longest prompt, in tokens, chat template included.
+            max_response_tokens: longest response, in tokens, end-of-sequence included.
+            options: `tokenizer`, `prompts_per_step`, `eval_batch_size`, `overlong_prompts`, `seed`,
+                `chat_template_kwargs`.
+        """
+        super().__init__(train, validation, **options)
+        if validate_on not in ("prompts", "pairs"):
+            raise ConfigError(f"validate_on={validate_on!r}: choose 'prompts' or 'pairs'.")
+        if label_key is not None and (validate_on == "pairs" or margin_key is not None):
+            other = "validate_on=pairs" if validate_on == "pairs" else f"margin_key={margin_key!r}"
+            raise ConfigError(f"label_key={label_key!r} says that the data is unpaired, and {other} asks for pairs.")
+        self.chosen_key, self.rejected_key, self.margin_key = chosen_key, rejected_key, margin_key
+        self.response_key, self.label_key = response_key, label_key
+        self.validate_on = validate_on
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_response_tokens = max_response_tokens
+
+    def build(
+        self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str
+    ) -> TokenizedPreferencePairs | TokenizedUnpaired | TokenizedPrompts:
+        """Tokenise prompts and responses, each once, and apply the limits.
+
+        Raises:
+            ConfigError: a row lacks a text, a margin or a label, its two responses are the same, or the tokenizer has
+                no end-of-sequence token.
+        """
+        prompts = build_prompts(
+            rows,
+            tokenizer,
+            template_options=self.chat_template_kwargs,
+            max_prompt_tokens=self.max_prompt_tokens,
+            overlong=self.overlong_prompts,
+        )
+        if split == "validation" and self.validate_on == "prompts":
+            return prompts
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(f"The tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set one.")
+        if self.label_key is not None:
+            return self._unpaired(rows, tokenizer, prompts, self.label_key)
+        return self._pairs(rows, tokenizer, prompts)
+
+    def _pairs(
+        self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, prompts: TokenizedPrompts
+    ) -> TokenizedPreferencePairs:
+        chosen, rejected, margins = [], [], []
+        for number, row in enumerate(rows.rows):
+            where = rows.where(number)
+            chosen.append(_find_text(row, self.chosen_key, "chosen_key", where))
+            rejected.append(_find_text(row, self.rejected_key, "rejected_key", where))
+            margins.append(0.0 if self.margin_key is None else _find_number(row, self.margin_key, where))
+            if chosen[-1] == rejected[-1]:
+                raise ConfigError(
+                    f"{where}: chosen_key={self.chosen_key!r} and rejected_key={self.rejected_key!r} hold the same "
+                    f"text {chosen[-1][:40]!r}: remove the row."
+                )
+        chosen_ids, rejected_ids = _responses(chosen, tokenizer), _responses(rejected, tokenizer)
+        kept = self._kept(rows, prompts, [max(map(len, pair)) for pair in zip(chosen_ids, rejected_ids, strict=True)])
+        return TokenizedPreferencePairs(
+            [prompts.prompt_ids[i] for i in kept],
+            [chosen_ids[i] for i in kept],
+            [rejected_ids[i] for i in kept],
+            [margins[i] for i in kept],
+            kept,
+        )
+
+    def _unpaired(
+        self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, prompts: TokenizedPrompts, label_key: str
+    ) -> TokenizedUnpaired:
+        texts, labels = [], []
+        for number, row in enumerate(rows.rows):
+            where = rows.where(number)
+            texts.append(_find_text(row, self.response_key, "response_key", where))
+            labels.append(_find_label(row, label_key, where))
+        response_ids = _responses(texts, tokenizer)
+        kept = self._kept(rows, prompts, [len(ids) for ids in response_ids])
+        return TokenizedUnpaired(
+            [prompts.prompt_ids[i] for i in kept], [response_ids[i] for i in kept], [labels[i] for i in kept], kept
+        )
+
+    def _kept(self, rows: PromptRows, prompts: TokenizedPrompts, lengths: Sequence[int]) -> list[int]:
+        short = within_limit(
+            rows,
+            lengths,
+            option="max_response_tokens",
+            limit=self.max_response_tokens,
+            overlong=self.overlong_prompts,
+        )
+        kept = sorted(set(prompts.kept) & set(short))
+        if not kept:
+            raise ConfigError(
+                f"Every row is longer than max_prompt_tokens={self.max_prompt_tokens} or "
+                f"max_response_tokens={self.max_response_tokens}: raise them."
+            )
+        return kept
+
+
+def _responses(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return [[*ids, tokenizer.eos_token_id] for ids in encoded]
+
+
+def _find(row: Row, key: str, option: str, where: str) -> Any:
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            there = ", ".join(map(str, value)) if isinstance(value, Mapping) else "no further keys"
+            raise ConfigError(f"{where}: {option}={key!r} leads nowhere at {part!r}; there is {there}.")
+        value = value[part]
+    return value
+
+
+def _find_text(row: Row, key: str, option: str, where: str) -> str:
+    value = _find(row, key, option, where)
+    if not isinstance(value, str) or not value.strip():
+        _refuse(where, option, key, value, "a text")
+    return value
+
+
+def _find_number(row: Row, key: str, where: str) -> float:
+    value = _find(row, key, "margin_key", where)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        _refuse(where, "margin_key", key, value, "a finite number")
+    return float(value)
+
+
+def _find_label(row: Row, key: str, where: str) -> bool:
+    value = _find(row, key, "label_key", where)
+    if not isinstance(value, bool):
+        _refuse(where, "label_key", key, value, "true (desirable) or false")
+    return value
+
+
+def _refuse(where: str, option: str, key: str, value: Any, expected: str) -> NoReturn:
+    raise ConfigError(f"{where}: {option}={key!r} holds {value!r}, not {expected}.")

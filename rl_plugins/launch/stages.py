@@ -1,0 +1,220 @@
+"""The stages that a recipe can name: how each is built, and on what data. Imports what is heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hydra.utils import instantiate
+
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.data.datamodule import StepDataModule
+from rl_plugins.data.preferences import PreferenceDataModule
+from rl_plugins.data.process_rewards import ProcessRewardDataModule
+from rl_plugins.data.prompts import PromptDataModule
+from rl_plugins.data.sft import SFTDataModule
+from rl_plugins.launch.config import OptimizerOptions, RecipeConfig
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.collecting import RewardModelConfig
+from rl_plugins.stages.critic import CriticConfig
+from rl_plugins.stages.online_preference_optimization import OnlinePreferenceOptimization
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.stages.preference_optimization import PreferenceOptimization
+from rl_plugins.stages.prime import PRIME
+from rl_plugins.stages.reward_modeling import RewardModeling
+from rl_plugins.stages.sampling import Scorer, greedy
+from rl_plugins.stages.sft import SFT
+from rl_plugins.stages.stage import Stage
+
+
+def build_stage(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+    """The stage that `config.stage` names."""
+    return _STAGES[config.stage](config, tokenizer, scorer)
+
+
+def build_data(config: RecipeConfig, tokenizer: Any) -> StepDataModule[Any]:
+    """The data module of the stage."""
+    data = config.data
+    train = instantiate(data.dataset, _convert_="all") if data.dataset is not None else list(data.train_files)
+    return _DATA[config.stage](
+        config,
+        train,
+        {
+            "validation": list(data.val_files) or None,
+            "tokenizer": tokenizer,
+            "prompts_per_step": config.batch.prompts_per_step * _oversampling(config),
+            "eval_batch_size": data.eval_batch_size,
+            "overlong_prompts": data.overlong_prompts,
+            "seed": config.run.seed,
+            "max_prompt_tokens": data.max_prompt_tokens,
+        },
+    )
+
+
+def optimizer_config(options: OptimizerOptions) -> OptimizerConfig:
+    """The settings of an optimizer."""
+    return OptimizerConfig(**(vars(options) | {"betas": tuple(options.betas)}))
+
+
+# Stages ---------------------------------------------------------------------------------------------------------
+
+
+def _common(config: RecipeConfig, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "tokenizer": tokenizer,
+        "tokens_per_micro_batch": config.batch.tokens_per_micro_batch,
+        "optimizer": optimizer_config(config.optimizer),
+        "gradient_checkpointing": config.model.gradient_checkpointing,
+        "max_steps": config.run.steps,
+    }
+
+
+def _sampling(config: RecipeConfig, tokenizer: Any) -> SamplingConfig:
+    return SamplingConfig(
+        max_tokens=config.sampling.max_tokens,
+        num_samples=config.batch.samples_per_prompt,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        stop_token_ids=(tokenizer.eos_token_id,),
+        stop=tuple(config.sampling.stop),
+    )
+
+
+def _validating(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> dict[str, Any]:
+    """What stages need that validate by generation."""
+    return {
+        **_common(config, tokenizer),
+        "scorer": scorer,
+        "eval_sampling": greedy(_sampling(config, tokenizer)),
+        "seed": config.run.seed,
+    }
+
+
+def _sft(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+    return SFT(config.model.path, **_validating(config, tokenizer, scorer))
+
+
+def _policy_optimization_options(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> dict[str, Any]:
+    algorithm: Algorithm = instantiate(config.algorithm, _convert_="all")
+    model = config.reward_model
+    critic = config.critic
+    return {
+        **_validating(config, tokenizer, scorer),
+        "sampling": _sampling(config, tokenizer),
+        "algorithm": algorithm,
+        "reference": config.reference.path,
+        "teacher": config.teacher.path,
+        "critic": CriticConfig(critic.path, optimizer_config(critic.optimizer), critic.warmup_steps),
+        "reward_model": RewardModelConfig(model.path, model.weight, model.rule_weight) if model.path else None,
+        "updates_per_step": config.batch.updates_per_step,
+        "passes_per_step": config.batch.passes_per_step,
+    }
+
+
+def _policy_optimization(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+    return PolicyOptimization(config.model.path, **_policy_optimization_options(config, tokenizer, scorer))
+
+
+def _prime(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+    options = _policy_optimization_options(config, tokenizer, scorer)
+    process_reward_model = instantiate(config.process_reward_model, _convert_="all")
+    return PRIME(config.model.path, process_reward_model=process_reward_model, **options)
+
+
+def _reward_modeling(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+    return RewardModeling(
+        config.model.path,
+        loss=config.loss.name or "bradley_terry",
+        loss_options=config.loss.options,
+        **_common(config, tokenizer),
+    )
+
+
+def _preference_options(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> dict[str, Any]:
+    return {
+        **_validating(config, tokenizer, scorer),
+        "loss": config.loss.name or "dpo",
+        "loss_options": config.loss.options,
+        "reference": config.reference.path,
+    }
+
+
+def _preference_optimization(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+    return PreferenceOptimization(config.model.path, **_preference_options(config, tokenizer, scorer))
+
+
+def _online_preference_optimization(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+    return OnlinePreferenceOptimization(
+        config.model.path,
+        sampling=_sampling(config, tokenizer),
+        updates_per_step=config.batch.updates_per_step,
+        **_preference_options(config, tokenizer, scorer),
+    )
+
+
+_STAGES: dict[str, Callable[[RecipeConfig, Any, Scorer], Stage]] = {
+    "sft": _sft,
+    "policy_optimization": _policy_optimization,
+    "prime": _prime,
+    "reward_modeling": _reward_modeling,
+    "preference_optimization": _preference_optimization,
+    "online_preference_optimization": _online_preference_optimization,
+}
+
+# Data -----------------------------------------------------------------------------------------------------------
+
+
+def _oversampling(config: RecipeConfig) -> int:
+    node = config.algorithm if isinstance(config.algorithm, dict) else {}
+    group_filter = node.get("group_filter") or {}
+    return int(group_filter.get("oversampling", 1)) if config.stage in ("policy_optimization", "prime") else 1
+
+
+def _prompts(config: RecipeConfig, train: Any, options: dict[str, Any]) -> StepDataModule[Any]:
+    return PromptDataModule(train, **options)
+
+
+def _responses(config: RecipeConfig, train: Any, options: dict[str, Any]) -> StepDataModule[Any]:
+    return SFTDataModule(
+        train, response_key=config.data.response_key, max_response_tokens=config.sampling.max_tokens, **options
+    )
+
+
+def _pairs(config: RecipeConfig, train: Any, options: dict[str, Any]) -> StepDataModule[Any]:
+    data = config.data
+    return PreferenceDataModule(
+        train,
+        chosen_key=data.chosen_key,
+        rejected_key=data.rejected_key,
+        margin_key=data.margin_key,
+        label_key=data.label_key,
+        response_key=data.response_key,
+        validate_on="pairs" if config.stage == "reward_modeling" else "prompts",
+        max_response_tokens=config.sampling.max_tokens,
+        **options,
+    )
+
+
+def _labelled(config: RecipeConfig, train: Any, options: dict[str, Any]) -> StepDataModule[Any]:
+    """Pairs, or steps with labels, as the loss of the reward model asks for."""
+    if config.loss.name != "process_reward":
+        return _pairs(config, train, options)
+    return ProcessRewardDataModule(
+        train,
+        steps_key=config.data.steps_key,
+        labels_key=config.data.labels_key,
+        max_response_tokens=config.sampling.max_tokens,
+        **options,
+    )
+
+
+_DATA: dict[str, Callable[[RecipeConfig, Any, dict[str, Any]], StepDataModule[Any]]] = {
+    "sft": _responses,
+    "policy_optimization": _prompts,
+    "prime": _prompts,
+    "reward_modeling": _labelled,
+    "preference_optimization": _pairs,
+    "online_preference_optimization": _prompts,
+}

@@ -1,0 +1,138 @@
+"""A reward with weights of its own: a reward model that reads the prompt's messages and the response as text.
+
+It has its own tokenizer, so it may belong to another family than the policy; and it lives in the reward workers, away
+from training. (A reward model with the policy's tokens can also be an engine of the trainer: see the stage's
+`reward_model`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ModelReward:
+    """The score of a response's last token under a model with a scalar head; batched.
+
+    The model reads what it was trained on: the messages in the tokenizer's chat template, the response, and the end of
+    sequence, whether or not the response had come to its end.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        batch_size: int = 32,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Load the model and its tokenizer.
+
+        Args:
+            path: Hugging Face name or folder of a reward model, such as one that the recipe reward_model has trained.
+            device: where to run it; a CUDA device must be one that reward workers are given.
+            dtype: of the parameters, by its name in torch.
+            batch_size: most responses in one forward pass; those of similar length go together.
+            chat_template_kwargs: further variables for the chat template, such as `enable_thinking`.
+
+        Raises:
+            ConfigError: the folder is not a reward model's, an option is out of range, or there is no such device.
+        """
+        # Rewards that need no model must not wait for these.
+        import torch
+
+        from rl_plugins.data.tokenization import check_chat_template, load_tokenizer
+        from rl_plugins.models.loading import check_model_folder
+        from rl_plugins.models.scalar_head import load_scalar_head
+
+        if batch_size < 1:
+            raise ConfigError(f"ModelReward: batch_size={batch_size}: set it to 1 or more")
+        parameter_type = getattr(torch, dtype, None)
+        if not isinstance(parameter_type, torch.dtype):
+            raise ConfigError(f"ModelReward: dtype={dtype!r} is none of torch's: use float32 or bfloat16")
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(
+                f"ModelReward: device={device}, but this process has no GPU: use device=cpu, or a pool of workers with "
+                "gpus_per_worker above 0"
+            )
+        check_model_folder("ModelReward: path", path)
+        self.batch_size, self.chat_template_kwargs = batch_size, dict(chat_template_kwargs or {})
+        self.tokenizer: Any = load_tokenizer(path)
+        check_chat_template(self.tokenizer)
+        with _one_thread():
+            self.model = load_scalar_head(path, dtype=parameter_type, new_head=False).to(device).eval()
+
+    def __call__(self, solution_strs: Sequence[str], prompts: Sequence[Messages | None]) -> list[float]:
+        """Score a batch.
+
+        Raises:
+            ValueError: a sample has no prompt.
+        """
+        import torch
+
+        from rl_plugins.models.scalar_head import position_scores
+
+        sequences = self._sequences(solution_strs, prompts)
+        order = sorted(range(len(sequences)), key=lambda row: len(sequences[row]))
+        scores = [0.0] * len(sequences)
+        with torch.inference_mode(), _one_thread():
+            for start in range(0, len(order), self.batch_size):
+                rows = order[start : start + self.batch_size]
+                inputs, last_B = self._padded([sequences[row] for row in rows])
+                scores_BS = position_scores(self.model, **inputs)
+                for row, score in zip(rows, scores_BS.gather(-1, last_B[:, None]).squeeze(-1).tolist(), strict=True):
+                    scores[row] = score
+        return scores
+
+    def _sequences(self, solution_strs: Sequence[str], prompts: Sequence[Messages | None]) -> list[list[int]]:
+        if any(not prompt for prompt in prompts):
+            raise ValueError("ModelReward reads the prompt's messages, and a sample has none")
+        prompt_ids = self.tokenizer.apply_chat_template(
+            [list(prompt or ()) for prompt in prompts],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **self.chat_template_kwargs,
+        )
+        response_ids = self.tokenizer(list(solution_strs), add_special_tokens=False)["input_ids"]
+        end = [self.tokenizer.eos_token_id]
+        return [[*prompt, *response, *end] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
+
+    def _padded(self, sequences: Sequence[Sequence[int]]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The arguments of a forward pass, and where each sequence ends [B]."""
+        import torch
+
+        from rl_plugins.data.padding import pad_ragged
+
+        pad = self.tokenizer.pad_token_id
+        ids_BS, lengths_B = pad_ragged(sequences, value=pad, dtype=torch.int64, side="right")
+        last_B = lengths_B - 1
+        positions_S = torch.arange(ids_BS.shape[1])
+        inputs = {
+            "input_ids_BS": ids_BS,
+            "attention_mask_BS": positions_S < lengths_B[:, None],
+            "position_ids_BS": positions_S.minimum(last_B[:, None]),
+        }
+        return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}, last_B.to(self.model.device)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    # Reward workers share the processors; a scorer in the trainer's own process must leave it its threads.
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

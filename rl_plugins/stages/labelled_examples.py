@@ -1,0 +1,141 @@
+"""What a reward model learns from, ready for its forward passes: pairs of responses, or responses with labelled steps.
+
+Axes: `B` examples (a pair is one), `R` samples (a pair has two), `T` response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl_plugins.data.experience import Experience
+from rl_plugins.data.padding import pad_ragged
+from rl_plugins.data.preferences import PairBatch
+from rl_plugins.data.process_rewards import ProcessRewardBatch
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.scalar_head import last_token_scores
+
+
+class Pairs:
+    """Pairs of responses to one prompt; the two halves of a pair always come together."""
+
+    samples_per_example = 2
+    given = frozenset({"chosen_scores_B", "rejected_scores_B", "margins_B"})
+
+    def __init__(self, batch: PairBatch, pad_token_id: int) -> None:
+        """Pad the pairs."""
+        responses = [*batch.chosen_ids, *batch.rejected_ids]
+        self._count = len(batch.chosen_ids)
+        self._samples = _samples([*batch.prompt_ids, *batch.prompt_ids], responses, pad_token_id)
+        self._margins_B = torch.tensor(batch.margins, dtype=torch.float32)
+
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Of the longer response of each pair."""
+        responses_R = self._samples.response_lengths
+        longest_B = responses_R[: self._count].maximum(responses_R[self._count :])
+        return self._samples.prompt_lengths[: self._count], longest_B
+
+    @property
+    def tokens(self) -> Tensor:
+        """Of all samples together."""
+        return self._samples.sequence_lengths.sum()
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return self._count
+
+    def samples(self, indices_B: Tensor) -> Experience:
+        """The chosen responses, then the rejected ones."""
+        return self._samples[torch.cat([indices_B, indices_B + self._count])].trimmed()
+
+    def label_mask(self, indices_B: Tensor) -> Tensor:
+        """Every pair counts."""
+        return torch.ones(len(indices_B))
+
+    def loss_inputs(self, scores_RT: Tensor, indices_B: Tensor) -> dict[str, Tensor]:
+        """The scores of the responses as wholes, and the margins."""
+        lengths_R = self.samples(indices_B).response_lengths.to(scores_RT.device)
+        chosen_B, rejected_B = last_token_scores(scores_RT, lengths_R).chunk(2)
+        margins_B = self._margins_B[indices_B].to(scores_RT)
+        return {"chosen_scores_B": chosen_B, "rejected_scores_B": rejected_B, "margins_B": margins_B}
+
+
+class Steps:
+    """Responses with a label at the end of each step."""
+
+    samples_per_example = 1
+    given = frozenset({"scores_BT", "labels_BT", "label_mask_BT"})
+
+    def __init__(self, batch: ProcessRewardBatch, pad_token_id: int) -> None:
+        """Pad the responses and their labels."""
+        self._samples = _samples(batch.prompt_ids, batch.response_ids, pad_token_id)
+        self._labels_BT, _ = pad_ragged(batch.labels, value=float("nan"), dtype=torch.float32, side="right")
+
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Of prompts and responses."""
+        return self._samples.prompt_lengths, self._samples.response_lengths
+
+    @property
+    def tokens(self) -> Tensor:
+        """Of all samples together."""
+        return self._samples.sequence_lengths.sum()
+
+    def __len__(self) -> int:
+        """Return the number of responses."""
+        return len(self._samples)
+
+    def samples(self, indices_B: Tensor) -> Experience:
+        """One response each."""
+        return self._samples[indices_B].trimmed()
+
+    def label_mask(self, indices_B: Tensor) -> Tensor:
+        """Labelled tokens count."""
+        return (~self._labels(indices_B).isnan()).float()
+
+    def loss_inputs(self, scores_RT: Tensor, indices_B: Tensor) -> dict[str, Tensor]:
+        """The scores of the tokens, and their labels."""
+        return {
+            "scores_BT": scores_RT,
+            "labels_BT": self._labels(indices_B).to(scores_RT),
+            "label_mask_BT": self.label_mask(indices_B).to(scores_RT),
+        }
+
+    def _labels(self, indices_B: Tensor) -> Tensor:
+        return self._labels_BT[indices_B, : int(self._samples.response_lengths[indices_B].max())]
+
+
+def labelled_examples(batch: object, pad_token_id: int) -> Pairs | Steps:
+    """The examples of a batch.
+
+    Raises:
+        ConfigError: it holds neither pairs nor steps.
+    """
+    if isinstance(batch, PairBatch):
+        return Pairs(batch, pad_token_id)
+    if isinstance(batch, ProcessRewardBatch):
+        return Steps(batch, pad_token_id)
+    raise ConfigError(
+        f"a reward model learns from pairs or labelled steps, not from a {type(batch).__name__}: serve them with "
+        "PreferenceDataModule(..., validate_on='pairs') or ProcessRewardDataModule"
+    )
+
+
+def placeholder(pad_token_id: int) -> Experience:
+    """One sample of two tokens, for a forward pass that a rank makes only because others do."""
+    return _samples([[pad_token_id]], [[pad_token_id]], pad_token_id)
+
+
+def _samples(prompts: Sequence[list[int]], responses: Sequence[list[int]], pad_token_id: int) -> Experience:
+    return Experience.from_samples(
+        prompt_ids=prompts,
+        responses=responses,
+        rollout_log_probs=[[0.0] * len(response) for response in responses],
+        groups=list(range(len(responses))),
+        policy_version=0,
+        columns={},
+        pad_token_id=pad_token_id,
+    )

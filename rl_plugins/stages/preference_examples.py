@@ -1,0 +1,230 @@
+"""What preference optimization learns from: samples, and how they belong together to pairs or judged responses.
+
+Axes: `N` examples, `K` samples of an example (2 of a pair, the chosen one first; 1 of a judged response), `R` samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.data.experience import Experience
+from rl_plugins.data.preferences import PairBatch, UnpairedBatch
+from rl_plugins.stages.dealing import Table
+
+PAIR_INPUTS = frozenset({
+    "chosen_log_probs_N", "rejected_log_probs_N", "ref_chosen_log_probs_N", "ref_rejected_log_probs_N",
+    "chosen_lengths_N", "rejected_lengths_N", "margins_N",
+})  # fmt: skip
+JUDGED_INPUTS = frozenset({"log_probs_N", "ref_log_probs_N", "lengths_N", "desirable_N", "reference_point"})
+
+
+@dataclass(frozen=True)
+class PreferenceExamples:
+    """Pairs or judged responses of one rank.
+
+    Attributes:
+        samples: R samples; `groups` holds the numbers of their prompts' rows.
+        members_NK: int64, where the samples of each example are; K is 2 or 1.
+        margins_N: by how much the chosen response is better, of pairs.
+        desirable_N: bool, of judged responses.
+        counted_N: bool, False for examples that are there to make ranks run equally many micro-batches.
+        ref_log_probs_R: log-prob of each sample under the reference, where the loss asks for it.
+        reference_point: scalar, where the loss asks for it.
+    """
+
+    samples: Experience
+    members_NK: Tensor
+    margins_N: Tensor
+    desirable_N: Tensor
+    counted_N: Tensor
+    ref_log_probs_R: Tensor | None = None
+    reference_point: Tensor | None = None
+
+    @classmethod
+    def pairs(cls, samples: Experience, members_N2: Tensor, margins: Sequence[float]) -> PreferenceExamples:
+        """Pairs of samples."""
+        count = len(members_N2)
+        return cls(
+            samples,
+            members_N2,
+            torch.tensor(margins, dtype=torch.float32),
+            torch.ones(count, dtype=torch.bool),
+            torch.ones(count, dtype=torch.bool),
+        )
+
+    @classmethod
+    def judged(cls, samples: Experience, labels: Sequence[bool]) -> PreferenceExamples:
+        """Samples that are good or bad, each by itself."""
+        count = len(samples)
+        return cls(
+            samples,
+            torch.arange(count)[:, None],
+            torch.zeros(count),
+            torch.tensor(labels, dtype=torch.bool),
+            torch.ones(count, dtype=torch.bool),
+        )
+
+    def split(self) -> PreferenceExamples:
+        """The chosen responses of pairs as good ones, the rejected responses as bad ones."""
+        return replace(
+            self,
+            members_NK=self.members_NK.T.reshape(-1, 1),
+            margins_N=self.margins_N.repeat(2),
+            desirable_N=torch.arange(2).repeat_interleave(len(self)) == 0,
+            counted_N=self.counted_N.repeat(2),
+        )
+
+    def padded(self, count: int) -> PreferenceExamples:
+        """With examples that do not count, until there are `count`."""
+        missing = max(0, count - len(self))
+        shortest = int(self.samples.sequence_lengths.argmin())
+        filler_MK = torch.full((missing, self.members_NK.shape[1]), shortest)
+        return replace(
+            self,
+            members_NK=torch.cat([self.members_NK, filler_MK]),
+            margins_N=torch.cat([self.margins_N, torch.zeros(missing)]),
+            desirable_N=torch.cat([self.desirable_N, torch.ones(missing, dtype=torch.bool)]),
+            counted_N=torch.cat([self.counted_N, torch.zeros(missing, dtype=torch.bool)]),
+        )
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self.members_NK)
+
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Of the prompt, and of the longest response, of each example."""
+        lengths_NK = self.samples.response_lengths[self.members_NK]
+        return self.samples.prompt_lengths[self.members_NK[:, 0]], lengths_NK.amax(dim=1)
+
+    def members(self, indices_N: Tensor) -> Tensor:
+        """Where the samples of some examples are: all first ones, then all second ones."""
+        return self.members_NK[indices_N].T.flatten()
+
+    def loss_inputs(self, log_probs_R: Tensor, indices_N: Tensor) -> dict[str, Any]:
+        """What a loss may ask for, of some examples.
+
+        Args:
+            log_probs_R: of the samples at `members(indices_N)`, with gradient.
+            indices_N: the examples.
+        """
+        where = self.members(indices_N)
+        columns: dict[str, Tensor | None] = {
+            "log_probs": log_probs_R,
+            "ref_log_probs": None if self.ref_log_probs_R is None else self.ref_log_probs_R[where].to(log_probs_R),
+            "lengths": self.samples.response_mask[where].sum(dim=-1).to(log_probs_R),
+        }
+        if self.members_NK.shape[1] == 1:
+            desirable_N = self.desirable_N[indices_N].to(log_probs_R.device)
+            judged = {f"{name}_N": column for name, column in columns.items()}
+            return {**judged, "desirable_N": desirable_N, "reference_point": self.reference_point}
+        inputs: dict[str, Any] = {"margins_N": self.margins_N[indices_N].to(log_probs_R)}
+        for name, column in columns.items():
+            prefix, plain = ("ref_", name.removeprefix("ref_")) if name.startswith("ref_") else ("", name)
+            chosen, rejected = (None, None) if column is None else column.chunk(2)
+            inputs |= {f"{prefix}chosen_{plain}_N": chosen, f"{prefix}rejected_{plain}_N": rejected}
+        return inputs
+
+
+def preference_examples(batch: PairBatch | UnpairedBatch, pad_token_id: int) -> PreferenceExamples:
+    """The examples of a batch from the data module."""
+    if isinstance(batch, UnpairedBatch):
+        return PreferenceExamples.judged(
+            _samples(batch.prompt_ids, batch.response_ids, batch.rows, pad_token_id), batch.labels
+        )
+    samples = _samples(
+        [*batch.prompt_ids, *batch.prompt_ids],
+        [*batch.chosen_ids, *batch.rejected_ids],
+        [*batch.rows, *batch.rows],
+        pad_token_id,
+    )
+    return PreferenceExamples.pairs(samples, torch.arange(len(samples)).view(2, -1).T, batch.margins)
+
+
+def best_against_worst(experience: Experience, num_samples: int) -> PreferenceExamples:
+    """A pair of each group whose samples do not all score alike: the best and the worst, the first of each.
+
+    Samples that are not valid and empty responses are left out.
+
+    Args:
+        experience: scored samples, at least one, `num_samples` of each prompt one after the other.
+        num_samples: size of a group.
+    """
+    assert experience.scores is not None
+    there_B = experience.valid & experience.response_mask.bool().any(dim=-1)
+    scores_GS, there_GS = experience.scores.view(-1, num_samples), there_B.view(-1, num_samples)
+    best_G = scores_GS.masked_fill(~there_GS, -torch.inf).argmax(dim=1)
+    worst_G = scores_GS.masked_fill(~there_GS, torch.inf).argmin(dim=1)
+    members_G2 = torch.stack([best_G, worst_G], dim=1) + num_samples * torch.arange(len(scores_GS))[:, None]
+    differ_G = there_GS.any(dim=1) & (experience.scores[members_G2[:, 0]] > experience.scores[members_G2[:, 1]])
+    best_N, worst_N = members_G2[differ_G].unbind(dim=1)
+    margins_N = experience.scores[best_N] - experience.scores[worst_N]
+    # A rank without pairs keeps a sample, to run where others do.
+    samples = experience[torch.cat([best_N, worst_N])] if len(best_N) else experience[:1]
+    members_N2 = torch.arange(2 * len(best_N)).view(2, -1).T
+    return PreferenceExamples.pairs(samples, members_N2, margins_N.tolist())
+
+
+def mismatched(examples: PreferenceExamples, pad_token_id: int, table: Table) -> Experience | None:
+    """The prompts of judged responses, each with the response to another prompt of the global batch. Collective.
+
+    The good responses of all ranks in the order of their rows, then the bad ones: a prompt gets the response after its
+    own, and the last one the first. So it does not depend on the number of ranks which prompt gets which.
+
+    Returns:
+        As many samples as this rank has examples; None, on all ranks, if they have less than two prompts together.
+    """
+    samples, places = examples.samples, examples.members_NK[:, 0].tolist()
+    keys = [
+        (0 if desirable else 1, int(samples.groups[place]), table.rank, index)
+        for index, (place, desirable) in enumerate(zip(places, examples.desirable_N.tolist(), strict=True))
+    ]
+    mine = dict(zip(keys, (_response(samples, place) for place in places), strict=True))
+    everyones = {
+        key: response for theirs in table.exchange([mine] * table.world_size) for key, response in theirs.items()
+    }
+    if len({row for _, row, _, _ in everyones}) < 2:
+        return None
+    order = sorted(everyones)
+    after = dict(zip(order, [*order[1:], order[0]], strict=True))
+    responses = [everyones[after[key]] for key in keys]
+    return _samples(
+        [_prompt(samples, place) for place in places],
+        [ids for ids, _ in responses],
+        [int(samples.groups[place]) for place in places],
+        pad_token_id,
+        [mask for _, mask in responses],
+    )
+
+
+def _prompt(samples: Experience, place: int) -> list[int]:
+    ids: list[int] = samples.prompts[place, samples.prompts.shape[1] - int(samples.prompt_lengths[place]) :].tolist()
+    return ids
+
+
+def _response(samples: Experience, place: int) -> tuple[list[int], list[float]]:
+    length = int(samples.response_lengths[place])
+    return samples.responses[place, :length].tolist(), samples.response_mask[place, :length].tolist()
+
+
+def _samples(
+    prompts: Sequence[list[int]],
+    responses: Sequence[list[int]],
+    rows: Sequence[int],
+    pad_token_id: int,
+    masks: Sequence[list[float]] | None = None,
+) -> Experience:
+    return Experience.from_samples(
+        prompt_ids=prompts,
+        responses=responses,
+        rollout_log_probs=[[0.0] * len(response) for response in responses],
+        groups=rows,
+        policy_version=0,
+        pad_token_id=pad_token_id,
+        response_masks=masks,
+    )

@@ -1,0 +1,166 @@
+"""Reward modelling: a model with a scalar head learns which response is better, or which steps are right."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack, override
+
+from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
+from rl_plugins.algorithms.injection import call_with, required_inputs
+from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES, RewardModelLoss
+from rl_plugins.data.experience import Experience
+from rl_plugins.data.preferences import PairBatch
+from rl_plugins.data.process_rewards import ProcessRewardBatch
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.scalar_head import load_scalar_head, response_scores
+from rl_plugins.stages.labelled_examples import Pairs, Steps, labelled_examples, placeholder
+from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
+from rl_plugins.stages.micro_batches import micro_batch_indices, num_micro_batches, split_by_length
+from rl_plugins.stages.stage import Stage, StageOptions
+from rl_plugins.strategies.contract import REWARD_MODEL
+
+
+class RewardModeling(Stage):
+    """Minimises a loss of `REWARD_MODEL_LOSSES`, averaged over the pairs (or labelled tokens) of the global batch.
+
+    Which batches it takes follows from the loss: pairs (`PairBatch`) for one that asks for the scores of whole
+    responses, steps (`ProcessRewardBatch`) for one that asks for those of tokens.
+
+    Args:
+        model: see `Stage`; of a causal language model the body is taken, and the head is new. A model that is given as
+            such has the forward of a token classification model with one label.
+        loss: name or function.
+        loss_options: keyword arguments of the loss, such as `centering`.
+        tokens_per_micro_batch: padded tokens of one forward and backward pass on one rank; a pair is never split.
+        **stage: arguments of `Stage`.
+    """
+
+    trained = REWARD_MODEL
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        *,
+        loss: str | RewardModelLoss = "bradley_terry",
+        loss_options: Mapping[str, Any] | None = None,
+        tokens_per_micro_batch: int = 16_384,
+        **stage: Unpack[StageOptions],
+    ) -> None:
+        super().__init__(model, **stage)
+        self.loss_options = dict(loss_options or {})
+        self.loss = _loss_function(loss, self.loss_options)
+        self.tokens_per_micro_batch = tokens_per_micro_batch
+        self._validated: dict[str, list[Tensor]] = {}
+
+    @override
+    def load_model(self, path: str) -> nn.Module:
+        with self.sharded_init():
+            return load_scalar_head(path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing)
+
+    # The step ---------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, batch: PairBatch | ProcessRewardBatch, batch_idx: int) -> None:
+        start = time.perf_counter()
+        examples = self._examples(batch)
+        self._metrics = TokenMetrics()
+        with self._phase("update_reward_model"):
+            self.optimize(self._losses(examples))
+        metrics = self._metrics.averages(self._strategy.sum_over_ranks, self._strategy.max_over_ranks)
+        seconds = time.perf_counter() - start
+        tokens = float(self._strategy.sum_over_ranks(examples.tokens.double()))
+        self.end_step({**metrics, "time/step": seconds, "tokens_per_s": tokens / seconds})
+
+    def _examples(self, batch: PairBatch | ProcessRewardBatch) -> Pairs | Steps:
+        examples = labelled_examples(batch, self.tokenizer.pad_token_id)
+        missing = [name for name in required_inputs(self.loss, self.loss_options) if name not in examples.given]
+        if missing:
+            raise ConfigError(
+                f"the loss {self.loss.__name__} needs {missing[0]}, which a {type(batch).__name__} does not have: it "
+                f"gives {', '.join(sorted(examples.given))}. Choose the loss that fits the data"
+            )
+        return examples
+
+    def _losses(self, examples: Pairs | Steps) -> Iterator[tuple[Tensor, bool]]:
+        everything = torch.arange(len(examples))
+        total = self._strategy.sum_over_ranks(examples.label_mask(everything).sum().double())
+        counts = GlobalCounts(float(total), float(total), self.trainer.world_size)
+        micro_batches = micro_batch_indices(
+            *examples.lengths,
+            self.tokens_per_micro_batch // examples.samples_per_example,
+            self._strategy.max_over_ranks,
+        )
+        for position, indices in enumerate(micro_batches):
+            losses, metrics, mask = self._evaluate(examples, indices)
+            self._metrics.add({"loss": losses, **metrics}, mask)
+            yield aggregate(losses, mask, "token-mean", counts), position == len(micro_batches) - 1
+
+    def _evaluate(self, examples: Pairs | Steps, indices: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Losses and metrics of some examples, and which of them count: [B] of pairs, [B, T] of steps."""
+        scores_RT = self._scores(examples.samples(indices))
+        losses, metrics = call_with(self.loss, examples.loss_inputs(scores_RT, indices), self.loss_options)
+        return losses, metrics, examples.label_mask(indices).to(losses.device)
+
+    def _scores(self, samples: Experience) -> Tensor:
+        micro = samples.to(self.device)
+        return response_scores(
+            self._strategy.engine(REWARD_MODEL),
+            input_ids_BS=micro.input_ids,
+            attention_mask_BS=micro.attention_mask,
+            position_ids_BS=micro.position_ids,
+            response_width=micro.responses.shape[1],
+        )
+
+    # Validation -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._validated = {}
+
+    @override
+    def validation_step(self, batch: PairBatch | ProcessRewardBatch, batch_idx: int) -> None:
+        examples = self._examples(batch)
+        with self._phase("validate"):
+            for indices in self._validation_batches(examples):
+                if not len(indices):
+                    # Ranks meet in every forward pass, also those that have no more rows.
+                    self._scores(placeholder(self.tokenizer.pad_token_id))
+                    continue
+                losses, metrics, mask = self._evaluate(examples, indices)
+                for name, values in {"loss": losses, **metrics}.items():
+                    self._validated.setdefault(name, []).append(values[mask.bool()].double().cpu())
+
+    def _validation_batches(self, examples: Pairs | Steps) -> list[Tensor]:
+        """As many on every rank, though the ranks' rows may differ by one; some may be empty."""
+        prompts_B, responses_B = examples.lengths
+        budget = self.tokens_per_micro_batch // examples.samples_per_example
+        wanted = num_micro_batches(prompts_B, responses_B, budget) if len(examples) else 0
+        count = int(self._strategy.max_over_ranks(torch.tensor([wanted], dtype=torch.float64)).item())
+        return split_by_length(prompts_B + responses_B, count)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        # A rank without rows has no names, and its part in the sums is 0.
+        everyones = self._strategy.exchange([set(self._validated)] * self.trainer.world_size)
+        nothing = [torch.zeros(0, dtype=torch.float64)]
+        columns = {name: torch.cat(self._validated.get(name, nothing)) for name in sorted(set.union(*everyones))}
+        counted = {name: (values, torch.ones_like(values).bool()) for name, values in columns.items()}
+        metrics = mean_over_ranks(counted, self._strategy.sum_over_ranks)
+        self.track({f"val/{name}": value for name, value in {**metrics, **self._strategy.phases.drain()}.items()})
+
+
+def _loss_function(loss: str | RewardModelLoss, options: Mapping[str, Any]) -> RewardModelLoss:
+    if isinstance(loss, str) and loss not in REWARD_MODEL_LOSSES:
+        raise ConfigError(f"loss={loss!r} is unknown: use one of {', '.join(REWARD_MODEL_LOSSES)}")
+    function: Callable[..., Any] = REWARD_MODEL_LOSSES[loss] if isinstance(loss, str) else loss
+    try:
+        inspect.signature(function).bind_partial(**options)
+    except TypeError as error:
+        raise ConfigError(f"loss_options do not fit the loss {function.__name__}: {error}") from None
+    return function

@@ -1,0 +1,140 @@
+"""The forward KL to a teacher over its k most likely tokens: values, gradients, bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
+from rl_plugins.tests.algorithms.reference import distillation as reference
+from rl_plugins.tests.algorithms.reference.inputs import make_inputs, pick
+
+K = 3
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"loss_max_clamp": 0.4},
+    {"log_prob_min_clamp": -2.5},
+    {"log_prob_min_clamp": -1.5, "loss_max_clamp": 0.3},
+]
+forward_kl_top_k = POLICY_LOSSES["forward_kl_top_k"]
+
+
+def tops(seed: int) -> dict[str, NDArray[np.float64]]:
+    """Log-probs of K of 9 tokens: the teacher's largest; NaN where masked."""
+    rng = np.random.default_rng(seed)
+    mask_BT = make_inputs(seed)["loss_mask_BT"]
+    logits = 2 * rng.normal(size=(2, *mask_BT.shape, 9))
+    # Some positions where the student agrees more with the teacher's tokens than the teacher does.
+    logits[1, ::3] = 3 * logits[0, ::3]
+    log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    ids = np.argsort(-log_probs[0], axis=-1)[..., :K]
+    of_teacher, of_student = (np.take_along_axis(one, ids, axis=-1) for one in log_probs)
+    masked = mask_BT[..., None] == 0
+    return {
+        "teacher_top_log_probs_BTK": np.where(masked, np.nan, of_teacher),
+        "top_log_probs_BTK": np.where(masked, np.nan, of_student),
+        "response_mask_BT": mask_BT,
+    }
+
+
+def loss_of(given: dict[str, NDArray[np.float64]], top_BTK: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    others = pick(make_inputs(0), "log_probs_BT", "old_log_probs_BT", "advantages_BT")
+    inputs = {name: torch.from_numpy(array) for name, array in {**others, **given}.items()}
+    return forward_kl_top_k(**{**inputs, "top_log_probs_BTK": top_BTK}, **options)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("options", OPTIONS)
+def test_loss_and_gradient(options: dict[str, Any], seed: int) -> None:
+    given = tops(seed)
+    mask_BT = given["response_mask_BT"].astype(bool)
+    expected_BT = reference.forward_kl_top_k(**given, **options)
+    # Every branch is there: below 0, between, and beyond the bound.
+    assert (expected_BT[mask_BT] == 0).any() and (expected_BT[mask_BT] > 0).any()
+    assert (expected_BT[mask_BT] == options.get("loss_max_clamp", -1)).any() == ("loss_max_clamp" in options)
+    top_BTK = torch.from_numpy(given["top_log_probs_BTK"].copy()).requires_grad_()
+    loss_BT, _ = loss_of(given, top_BTK, **options)
+    np.testing.assert_allclose(loss_BT.detach().numpy(), expected_BT, rtol=1e-9, atol=1e-9)
+    (gradient_BTK,) = torch.autograd.grad(loss_BT.sum(), top_BTK)
+    step = 1e-6
+    for k in range(K):
+        shift = step * (np.arange(K) == k)
+        above, below = (
+            reference.forward_kl_top_k(
+                **{**given, "top_log_probs_BTK": given["top_log_probs_BTK"] + sign * shift}, **options
+            )
+            for sign in (1, -1)
+        )
+        slopes_BT = (above - below) / (2 * step)
+        np.testing.assert_allclose(gradient_BTK[..., k].numpy(), slopes_BT, rtol=1e-6, atol=1e-8)
+
+
+def test_with_all_tokens_it_is_the_kl_and_its_gradient_reaches_the_logits() -> None:
+    generator = torch.Generator().manual_seed(3)
+    teacher, student = torch.randn((2, 2, 4, 9), generator=generator, dtype=torch.float64).log_softmax(-1)
+    student.requires_grad_()
+    zeros = torch.zeros(2, 4)
+    loss, metrics = forward_kl_top_k(
+        log_probs_BT=zeros,
+        old_log_probs_BT=zeros,
+        advantages_BT=zeros,
+        response_mask_BT=torch.ones(2, 4),
+        teacher_top_log_probs_BTK=teacher,
+        top_log_probs_BTK=student,
+    )
+    expected = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=teacher), torch.distributions.Categorical(logits=student)
+    )
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(metrics["forward_kl"], expected.detach())
+    torch.testing.assert_close(metrics["teacher_mass"], torch.ones(2, 4).double())
+    (gradient,) = torch.autograd.grad(loss.sum(), student)
+    torch.testing.assert_close(gradient, -teacher.exp())
+
+
+def test_a_policy_that_is_the_teacher_has_nothing_to_learn() -> None:
+    given = tops(1)
+    of_teacher = torch.from_numpy(given["teacher_top_log_probs_BTK"])
+    loss, metrics = loss_of(given, of_teacher)
+    assert not loss.any() and not metrics["forward_kl"].any()
+    torch.testing.assert_close(metrics["student_mass"], metrics["teacher_mass"])
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.7])
+def test_the_surrogate_is_added_by_its_weight(weight: float) -> None:
+    given = tops(2)
+    others = {
+        name: torch.from_numpy(array)
+        for name, array in pick(make_inputs(0), "log_probs_BT", "old_log_probs_BT", "advantages_BT").items()
+    }
+    top_BTK = torch.from_numpy(given["top_log_probs_BTK"])
+    alone, alone_metrics = loss_of(given, top_BTK)
+    both, metrics = loss_of(given, top_BTK, policy_weight=weight, clip_high=0.28, dual_clip=None)
+    surrogate, _ = POLICY_LOSSES["ppo_clip"](
+        **others,
+        response_mask_BT=torch.from_numpy(given["response_mask_BT"]),
+        clip_high=0.28,
+        dual_clip=None,
+    )
+    torch.testing.assert_close(both, alone + weight * surrogate)
+    assert ("clip_fraction" in metrics) == (weight > 0) and "clip_fraction" not in alone_metrics
+    torch.testing.assert_close(metrics["ppo_kl"], alone_metrics["ppo_kl"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy_weight": -1.0}, r"policy_weight=-1\.0: must be 0 or more"),
+        ({"loss_max_clamp": 0.0}, r"loss_max_clamp=0\.0: must be above 0"),
+        ({"log_prob_min_clamp": 10.0}, r"log_prob_min_clamp=10\.0: must be below 0"),
+    ],
+)
+def test_bounds_on_the_wrong_side_are_refused(options: dict[str, float], message: str) -> None:
+    given = tops(0)
+    with pytest.raises(ValueError, match=message):
+        loss_of(given, torch.from_numpy(given["top_log_probs_BTK"]), **options)

@@ -1,0 +1,25 @@
+"""What memory an operation asks for, seen from torch's dispatcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LargestNewTensor(TorchDispatchMode):
+    """Notes the most elements, per dtype, of any tensor with a memory of its own made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        results = function(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple | list) else [results]:
+            if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
+                self.elements[result.dtype] = max(self.elements.get(result.dtype, 0), result.numel())
+        return results

@@ -1,0 +1,64 @@
+"""Tiny random models of several families, and micro-batches of samples of many lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from rl_plugins.data.experience import Experience
+
+VOCABULARY = 97
+
+Samples = list[tuple[list[int], list[int]]]
+
+
+def tiny(family: str, **options: Any) -> Any:
+    """A random float64 model in evaluation mode; `options` are its config's."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
+    config = getattr(transformers, f"{family}Config")(**sizes | options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
+
+
+def random_samples(*lengths: tuple[int, int], seed: int = 1, vocabulary: int = VOCABULARY) -> Samples:
+    """Prompts and responses of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(vocabulary, (count,), generator=generator).tolist()
+
+    return [(tokens(prompt), tokens(response)) for prompt, response in lengths]
+
+
+def batch_of(samples: Samples) -> Experience:
+    """The padded micro-batch."""
+    prompts, responses = [prompt for prompt, _ in samples], [response for _, response in samples]
+    zeros = [[0.0] * len(response) for response in responses]
+    return Experience.from_samples(prompts, responses, zeros, list(range(len(samples))), 0)
+
+
+def forward_arguments(batch: Experience) -> dict[str, Any]:
+    """What `response_log_probs` takes of a micro-batch."""
+    return {
+        "input_ids_BS": batch.input_ids,
+        "attention_mask_BS": batch.attention_mask,
+        "position_ids_BS": batch.position_ids,
+        "response_width": batch.responses.shape[1],
+    }

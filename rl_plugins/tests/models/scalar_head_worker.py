@@ -1,0 +1,58 @@
+"""One of two ranks of ZeRO-3 that loads scalar heads: `scalar_head_worker.py PRECISION POLICY FOLDER RANK`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from transformers.integrations import HfDeepSpeedConfig
+
+from rl_plugins.models.scalar_head import load_scalar_head
+
+
+def config_of(precision: str) -> dict[str, Any]:
+    low = {"bf16": {"enabled": True}} if precision == "bf16-true" else {}
+    return {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1, **low}
+
+
+def whole(model: Any, name: str) -> torch.Tensor:
+    parameter = model.get_parameter(name)
+    assert parameter.ds_tensor.numel() == -(-parameter.ds_numel // 2), f"{name} is not sharded"
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return torch.Tensor(parameter.detach().clone())
+
+
+def main(precision: str, policy: str, folder: Path) -> None:
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    keep_alive = HfDeepSpeedConfig(config_of(precision))
+    # What was left in memory must not be what the head is made of.
+    torch.manual_seed(torch.distributed.get_rank())
+    new = load_scalar_head(policy, dtype=dtype)
+    trained = load_scalar_head(str(folder / "trained"), dtype=dtype, new_head=False)
+    del keep_alive
+    plain = load_scalar_head(str(folder / "trained"), dtype=dtype)
+    for model in (new, trained):
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        for name, expected in plain.state_dict().items():
+            found = whole(model, name)
+            is_new = model is new and name.startswith("score.")
+            assert torch.equal(found, torch.zeros_like(expected) if is_new else expected), name
+    assert plain.get_parameter("score.weight").any()
+    engine = deepspeed.initialize(model=new, config=config_of(precision), dist_init_required=False)[0]
+    ids = torch.arange(6).reshape(1, 6)
+    assert not engine(input_ids=ids, use_cache=False).logits.any()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    rank = int(sys.argv[4])
+    os.environ["LOCAL_RANK"] = sys.argv[4]
+    store = f"file://{Path(sys.argv[3]) / 'rendezvous'}"
+    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    print("the checks are through")

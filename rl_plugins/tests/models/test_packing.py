@@ -1,0 +1,100 @@
+"""Packed samples against padded ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.models import log_probs as module
+from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
+from rl_plugins.models.packing import pack
+from rl_plugins.tests.models.samples import (
+    VOCABULARY,
+    batch_of,
+    forward_arguments,
+    random_samples,
+    tiny,
+)
+
+LENGTHS = [(5, 4), (1, 6), (7, 1), (1, 1), (3, 6), (2, 0)]
+
+
+def gradients(model: Any, result: ResponseLogProbs, mask: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    weights = torch.randn(2, int(mask.sum()), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    (weights[0] * result.log_probs_BT[mask] + weights[1] * result.entropy_BT[mask]).sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "dtype", "tolerance"),
+    [
+        ("Qwen2", "sdpa", torch.float64, 1e-10),
+        ("Llama", "sdpa", torch.float64, 1e-10),
+        ("Granite", "sdpa", torch.float64, 1e-10),
+        # Eager attention takes its softmax in float32, and Gemma 2 its norms.
+        ("Qwen2", "eager", torch.float32, 2e-4),
+        ("Llama", "eager", torch.float32, 2e-4),
+        ("Gemma2", "sdpa", torch.float64, 1e-4),
+    ],
+)
+@pytest.mark.parametrize("rows", [2, 1000])
+def test_packed_and_padded_agree(
+    monkeypatch: pytest.MonkeyPatch, rows: int, family: str, attention: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * VOCABULARY)
+    options = {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8} if family == "Gemma2" else {}
+    model = tiny(family, attn_implementation=attention, **options).to(dtype)
+    batch = batch_of(random_samples(*LENGTHS))
+    mask = batch.response_mask.bool()
+    seen = []
+    model.register_forward_pre_hook(lambda _, args, inputs: seen.append(inputs), with_kwargs=True)
+    padded, packed = (
+        response_log_probs(
+            model,
+            **forward_arguments(batch),
+            temperature=0.7,
+            sum_pi_squared=True,
+            entropy_gradient=True,
+            packed=packed,
+        )
+        for packed in (False, True)
+    )
+    assert seen[-1]["input_ids"].shape == (1, int(batch.attention_mask.sum()))
+    assert "attention_mask" not in seen[-1]
+    for one, other in zip(vars(padded).values(), vars(packed).values(), strict=True):
+        assert other.shape == batch.responses.shape and other.isfinite().all()
+        torch.testing.assert_close(one[mask], other[mask], rtol=tolerance, atol=tolerance)
+    for one, other in zip(gradients(model, padded, mask), gradients(model, packed, mask), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_pack_by_hand() -> None:
+    ids = torch.tensor([[0, 0, 5, 6, 7, 0], [1, 2, 3, 4, 8, 9]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
+    positions = torch.tensor([[0, 0, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]])
+    packed = pack(ids, mask, positions, response_width=2)
+    assert packed["input_ids"].tolist() == [[5, 6, 7, 1, 2, 3, 4, 8, 9]]
+    assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5]]
+    # 7 is predicted at 6; 8 and 9 at 4 and 8.
+    assert packed["logits_to_keep"].tolist() == [1, 6, 7]
+
+
+def test_a_model_whose_samples_see_each_other_is_refused() -> None:
+    """A state that runs through the row knows nothing of where a sample begins."""
+    model = tiny("RecurrentGemma", lru_width=32, attention_window_size=16, block_types=["recurrent", "attention"])
+    batch = batch_of(random_samples(*LENGTHS))
+    message = "RecurrentGemmaForCausalLM lets packed samples see each other"
+    with pytest.raises(ConfigError, match=rf"{message}.*set packed to false"):
+        response_log_probs(model, **forward_arguments(batch), packed=True)
+
+
+def test_one_sample_needs_no_boundary() -> None:
+    model, batch = tiny("Llama"), batch_of(random_samples((4, 5)))
+    padded = response_log_probs(model, **forward_arguments(batch))
+    packed = response_log_probs(model, **forward_arguments(batch), packed=True)
+    torch.testing.assert_close(packed.log_probs_BT, padded.log_probs_BT, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,88 @@
+"""One of two ranks of ZeRO-3 on CPU, run as a script by `test_log_probs_zero.py`: `zero_log_probs_worker.py RANK FILE`.
+
+Each rank has samples of its own; the sharded gradients, averaged over the ranks, are those of an unsharded model.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor, nn
+
+from rl_plugins.models import log_probs as module
+from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
+
+LENGTHS = [[(5, 4), (2, 6), (7, 1)], [(3, 2), (1, 0), (9, 7)]]
+ZERO = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "overlap_comm": False},
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def plain_gradients(model: nn.Module, entropy_weight: float) -> dict[str, Tensor]:
+    """From whole logits and autograd, averaged over the samples of both ranks."""
+    model = copy.deepcopy(model)
+    loss = torch.zeros(())
+    for rank in range(2):
+        for prompt, response in random_samples(*LENGTHS[rank], seed=rank):
+            logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0].float()
+            log_pi = (logits[len(prompt) - 1 : -1] / 0.7).log_softmax(dim=-1)
+            chosen = log_pi.gather(-1, torch.tensor(response, dtype=torch.int64)[:, None])
+            entropy = -(log_pi.exp() * log_pi).sum()
+            loss = loss + (chosen.sum() + entropy_weight * entropy) / 2
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def check(rank: int, model: nn.Module, *, head_is_last: bool = True, **options: Any) -> None:
+    entropy_weight = 0.3 if options.get("entropy_gradient") else 0.0
+    expected = plain_gradients(model, entropy_weight)
+    engine = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=copy.deepcopy(ZERO)
+    )[0]
+    batch = batch_of(random_samples(*LENGTHS[rank], seed=rank))
+    for _ in range(2):
+        with torch.no_grad():
+            before = module.response_log_probs(engine, **forward_arguments(batch), temperature=0.7, **options)
+        result = module.response_log_probs(engine, **forward_arguments(batch), temperature=0.7, **options)
+        mask = batch.response_mask.bool()
+        assert torch.equal(before.log_probs_BT[mask], result.log_probs_BT[mask])
+        head = engine.module.get_output_embeddings()
+        assert "forward" not in head.__dict__
+        assert module.last_linear_head(engine, {}) is (head if head_is_last else None)
+        loss = result.log_probs_BT[mask].sum() + entropy_weight * result.entropy_BT[mask].sum()
+        engine.backward(loss)
+        got = {name: safe_get_full_grad(parameter) for name, parameter in engine.module.named_parameters()}
+        assert got.keys() == expected.keys()
+        for name, gradient in got.items():
+            assert torch.allclose(gradient, expected[name], rtol=2e-4, atol=2e-4), name
+        engine.zero_grad()
+        engine.optimizer.zero_grad()
+    engine.destroy()
+
+
+def main(rank: int, file: str) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    deepspeed.init_distributed("gloo", verbose=False)
+    for rows in (3, 10**6):
+        module.CHUNK_ELEMENTS = rows * 97
+        for tied in (True, False):
+            for options in ({}, {"entropy_gradient": True}, {"packed": True}):
+                check(rank, tiny("Qwen2", tie_word_embeddings=tied).float(), **options)
+    # A model whose logits are capped after the head.
+    check(rank, tiny("Gemma2", query_pre_attn_scalar=8, final_logit_softcapping=2.0).float(), head_is_last=False)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), sys.argv[2])
+    print("the checks are through")

@@ -1,0 +1,117 @@
+"""A reward model as a reward: what it reads, batches of any size, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForTokenClassification
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.scalar_head import load_scalar_head
+from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
+from rl_plugins.rewards import InlineScorer, ScoringRequest
+from rl_plugins.rewards.model import ModelReward
+
+TARGET = "rl_plugins.rewards.model.ModelReward"
+RESPONSES = ["42", "", "a longer one than the others", "4", "it is 42", "x"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A reward model whose head is not 0."""
+    folder = tmp_path_factory.mktemp("reward_model")
+    policy = str(save_tiny_policy(folder / "policy", initializer_range=0.2))
+    model: Any = load_scalar_head(policy, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(2))
+    model.save_pretrained(folder / "trained")
+    build_tokenizer().save_pretrained(folder / "trained")
+    return str(folder / "trained")
+
+
+def request(response: str, question: str = "17+25") -> ScoringRequest:
+    prompt = [{"role": "system", "content": "add"}, {"role": "user", "content": question}]
+    return ScoringRequest("s", response, None, {}, prompt)
+
+
+def plain_score(path: str, text: str) -> float:
+    """The whole text through transformers' own class; the score at its end."""
+    model = AutoModelForTokenClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        return float(model(torch.tensor([build_tokenizer().encode(text)])).logits[0, -1, 0])
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+def test_it_scores_the_end_of_the_conversation_for_any_batch_size(path: str, batch_size: int) -> None:
+    scorer = InlineScorer({"_target_": TARGET, "path": path, "batch_size": batch_size})
+    requests = [request(response, "1" * (1 + row)) for row, response in enumerate(RESPONSES)]
+    scores = scorer.score(requests)
+    for row, (score, response) in enumerate(zip(scores, RESPONSES, strict=True)):
+        text = f"<|system|>add<|user|>{'1' * (1 + row)}<|assistant|>{response}<|end|>"
+        assert score.value == pytest.approx(plain_score(path, text), rel=1e-4, abs=1e-5)
+    assert len({score.value for score in scores}) == len(scores)
+
+
+def test_samples_of_similar_length_go_together(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = ModelReward(path, batch_size=2)
+    widths = []
+    padded = reward._padded
+
+    def counted(sequences: Any) -> Any:
+        inputs, last_B = padded(sequences)
+        widths.append([len(sequence) for sequence in sequences])
+        return inputs, last_B
+
+    monkeypatch.setattr(reward, "_padded", counted)
+    reward(["a", "a" * 40, "aa", "a" * 41], [request("").prompt] * 4)
+    assert [max(lengths) - min(lengths) for lengths in widths] == [1, 1]
+
+
+def test_the_callers_threads_and_gradients_are_left_alone(path: str) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        ModelReward(path)(["1"], [request("").prompt])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def test_a_sample_without_a_prompt_fails(path: str) -> None:
+    scorer = InlineScorer({"_target_": TARGET, "path": path}, max_failure_rate=1.0)
+    (score,) = scorer.score([ScoringRequest("s", "42", None, {})])
+    assert score.failure == "raised" and "reads the prompt's messages" in score.message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"dtype": "float33"}, "dtype='float33'"),
+        ({"device": "cuda:0"}, "device=cuda:0, but this process has no GPU"),
+        ({"path": "./nowhere"}, "ModelReward: path=./nowhere: no such folder"),
+    ],
+)
+def test_wrong_options_are_refused(
+    path: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        InlineScorer({"_target_": TARGET, "path": path, **options})
+
+
+def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:
+    policy = str(save_tiny_policy(tmp_path))
+    with pytest.raises(ConfigError, match="has no scalar head"):
+        InlineScorer({"_target_": TARGET, "path": policy})
+
+
+def test_the_module_is_imported_without_torch() -> None:
+    code = "import sys, rl_plugins.rewards.model, rl_plugins.rewards.mixing; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

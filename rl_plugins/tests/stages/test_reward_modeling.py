@@ -1,0 +1,211 @@
+"""The gradient of reward modelling: that of its definition, for any micro-batches and ranks; and that it learns."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rl_plugins.data.preferences import PairBatch
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.scalar_head import load_scalar_head
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.reward_modeling import RewardModeling
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.stages import canned, canned_labels
+
+# All at once, one example at a time, and splits between: in two, and in more.
+BUDGETS = [1, 60, 120, 10**6]
+
+
+def plain_scores(model: Any, prompt: list[int], response: list[int]) -> Tensor:
+    scores: Tensor = model(torch.tensor([prompt + response])).logits[0, len(prompt) :, 0]
+    return scores
+
+
+def plain_bradley_terry(model: Any) -> tuple[Tensor, dict[str, float]]:
+    """Pair by pair, nothing padded."""
+    batch = canned_labels.batch_of("bradley_terry")
+    losses, chosen_scores, rejected_scores = [], [], []
+    for prompt, chosen, rejected, margin in zip(
+        batch.prompt_ids, batch.chosen_ids, batch.rejected_ids, batch.margins, strict=True
+    ):
+        better, worse = plain_scores(model, prompt, chosen)[-1], plain_scores(model, prompt, rejected)[-1]
+        losses.append(-nn.functional.logsigmoid(better - worse - margin) + 0.1 * (better + worse) ** 2)
+        chosen_scores.append(float(better.detach()))
+        rejected_scores.append(float(worse.detach()))
+    differences = [a - b for a, b in zip(chosen_scores, rejected_scores, strict=True)]
+    return torch.stack(losses).mean(), {
+        "accuracy": statistics.mean(float(d > 0) for d in differences),
+        "margin": statistics.mean(differences),
+        "chosen_reward": statistics.mean(chosen_scores),
+        "rejected_reward": statistics.mean(rejected_scores),
+    }
+
+
+def plain_process_reward(model: Any) -> tuple[Tensor, dict[str, float]]:
+    """Label by label, nothing padded."""
+    batch = canned_labels.batch_of("process_reward")
+    losses, rewards, right = [], [], []
+    for prompt, response, labels in zip(batch.prompt_ids, batch.response_ids, batch.labels, strict=True):
+        for score, label in zip(plain_scores(model, prompt, response), labels, strict=True):
+            if label == label:
+                probability = score.sigmoid()
+                losses.append(-label * probability.log() - (1 - label) * (1 - probability).log())
+                rewards.append(float(probability.detach()))
+                right.append(float((rewards[-1] > 0.5) == (label > 0.5)))
+    assert len(losses) == 6
+    return torch.stack(losses).mean(), {"reward": statistics.mean(rewards), "accuracy": statistics.mean(right)}
+
+
+PLAIN = {"bradley_terry": plain_bradley_terry, "process_reward": plain_process_reward}
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert float((one - other).abs().max()) <= tolerance * float(other.abs().max()) + 1e-15
+
+
+def definition(case: str) -> tuple[list[Tensor], dict[str, float]]:
+    model = canned_labels.OwnRewardModel().model
+    loss, metrics = PLAIN[case](model)
+    gradient = torch.autograd.grad(loss, list(model.parameters()))
+    return list(gradient), {"loss": float(loss.detach()), **metrics}
+
+
+@pytest.mark.parametrize("case", list(PLAIN))
+def test_any_micro_batches_give_the_gradient_of_the_definition(case: str) -> None:
+    expected, plain_metrics = definition(case)
+    # A bias adds the same to both scores: only centring sees it.
+    assert all(gradient.abs().max() > 0 for gradient in expected)
+    seen = []
+    for budget in BUDGETS:
+        gradient, metrics = canned_labels.gradients(case, tokens_per_micro_batch=budget)
+        assert_same(gradient, expected, 1e-6)
+        for name, value in plain_metrics.items():
+            assert metrics[f"train/{name}"] == pytest.approx(value, rel=1e-6), name
+        seen.append(gradient)
+    for gradient in seen[1:]:
+        assert_same(gradient, seen[0], 1e-10)
+
+
+@pytest.mark.parametrize("case", list(PLAIN))
+@pytest.mark.parametrize("budget", [1, 10**6])
+def test_validation_averages_over_all_pairs_or_labels(case: str, budget: int) -> None:
+    _, expected = definition(case)
+    rows = canned_labels.batch_of(case).rows
+    metrics = canned_labels.validation(case, [rows], tokens_per_micro_batch=budget)
+    for name, value in expected.items():
+        assert metrics[f"val/{name}"] == pytest.approx(value, rel=1e-6), name
+    assert metrics["val/time/validate"] > 0
+
+
+def test_the_halves_of_a_pair_share_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    scores = RewardModeling._scores
+
+    def counted(self: RewardModeling, samples: Any) -> Tensor:
+        sizes.append(samples.input_ids.shape)
+        return scores(self, samples)
+
+    monkeypatch.setattr(RewardModeling, "_scores", counted)
+    canned_labels.gradients("bradley_terry", tokens_per_micro_batch=120)
+    assert len(sizes) > 2 and all(rows % 2 == 0 and rows * width <= 120 for rows, width in sizes)
+    assert sum(rows for rows, _ in sizes) == 2 * len(canned_labels.PAIRS)
+
+
+def test_one_and_two_ranks_give_the_same_gradients_and_validation(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[3])
+    files = [tmp_path / f"rank{rank}.pt" for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, canned_labels.__file__, str(rank), str(tmp_path / "rendezvous"), str(files[rank])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": root},
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    of_ranks = [torch.load(file) for file in files]
+    for case in PLAIN:
+        expected, metrics = canned_labels.gradients(case)
+        validated = canned_labels.validation(case, [canned_labels.UNEVEN[0]])
+        for results in of_ranks:
+            (actual, actual_metrics), actual_validated = results[case]
+            assert_same(actual, expected, 1e-6)
+            for name in ("loss", "accuracy"):
+                assert actual_metrics[f"train/{name}"] == pytest.approx(metrics[f"train/{name}"], rel=1e-6)
+                assert actual_validated[f"val/{name}"] == pytest.approx(validated[f"val/{name}"], rel=1e-6)
+
+
+def sums(count: int, seed: int) -> PairBatch:
+    """Right sums of two digits against wrong ones."""
+    generator = random.Random(seed)
+    prompts, chosen, rejected = [], [], []
+    for _ in range(count):
+        left, right = generator.randrange(5), generator.randrange(5)
+        wrong = (left + right + generator.randrange(1, 9)) % 10
+        prompts.append(canned.tokenizer.encode(f"{left}+{right}="))
+        chosen.append([*canned.tokenizer.encode(str(left + right)), canned.tokenizer.eos_token_id])
+        rejected.append([*canned.tokenizer.encode(str(wrong)), canned.tokenizer.eos_token_id])
+    return PairBatch(
+        prompt_ids=prompts, chosen_ids=chosen, rejected_ids=rejected, margins=[0.0] * count, rows=list(range(count))
+    )
+
+
+def test_it_learns_which_sums_are_right_and_its_export_can_be_loaded(tmp_path: Path) -> None:
+    path = str(save_tiny_policy(tmp_path / "policy"))
+    stage = RewardModeling(path, optimizer=OptimizerConfig(lr=2e-3))
+    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy())
+    held_out = canned.loader([sums(200, seed=-1)])
+    trainer.validate(stage, held_out, verbose=False)
+    before = canned_labels.metrics_of(trainer)
+    # A new head scores 0: every pair is a tie.
+    assert before["val/accuracy"] == before["val/margin"] == 0
+    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy())
+    trainer.fit(stage, canned.loader([sums(64, seed) for seed in range(60)]))
+    trainer.validate(stage, held_out, verbose=False)
+    after = canned_labels.metrics_of(trainer)
+    assert after["val/accuracy"] > 0.8, after
+    assert after["val/margin"] > 0.5 and after["val/chosen_reward"] > after["val/rejected_reward"]
+    stage.export(tmp_path / "exported")
+    exported = load_scalar_head(str(tmp_path / "exported"), dtype=torch.float32, new_head=False)
+    weights = stage.reward_model.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in exported.state_dict().items())
+
+
+def test_a_loss_that_does_not_fit_the_data_is_refused() -> None:
+    stage = canned_labels.stage_of(canned_labels.OwnRewardModel(), "process_reward")
+    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(), precision="64-true")
+    message = (
+        "process_reward_loss needs scores_BT, which a PairBatch does not have: it gives chosen_scores_B, margins_B"
+    )
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(stage, canned.loader([canned_labels.batch_of("bradley_terry")]))
+
+
+def test_wrong_losses_and_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match="loss='hinge' is unknown: use one of bradley_terry, process_reward"):
+        canned_labels.stage_of(nn.Linear(1, 1), "bradley_terry", loss="hinge")
+    with pytest.raises(ConfigError, match=r"loss_options do not fit the loss bradley_terry: .*'centring'"):
+        canned_labels.stage_of(nn.Linear(1, 1), "bradley_terry", loss_options={"centring": 0.1})
+
+
+def test_prompts_without_labels_are_refused() -> None:
+    stage = canned_labels.stage_of(canned_labels.OwnRewardModel(), "bradley_terry")
+    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(), precision="64-true")
+    with pytest.raises(ConfigError, match=r"not from a PromptBatch: serve them with .*validate_on='pairs'"):
+        trainer.validate(stage, canned.loader([canned.prompt_batch(canned.PROMPTS)]), verbose=False)
