@@ -29,7 +29,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "reinforce_plus_plus": [],
     # The settings of the response length: the longest answer and its end are three tokens.
     "dapo": ["algorithm.shaping.overlong.factor=0.1"],
-    "online_dpo": ["stage=online_preference_optimization", "algorithm=grpo"],
+    "online_dpo": ["stage=online_preference_optimization", "+loss.options.beta=0.1"],
 }
 
 Curve = dict[int, float]

@@ -37,14 +37,23 @@ class MLflowTracking(Logger):
         run_name: name of the run.
         run_id_file: holds the id of the run once it exists.
         config_file: the resolved configuration, logged as an artifact.
+        parent_run: id of the run that this one belongs to.
     """
 
     def __init__(
-        self, *, uri: str, experiment: str, run_name: str, run_id_file: Path, config_file: Path | None = None
+        self,
+        *,
+        uri: str,
+        experiment: str,
+        run_name: str,
+        run_id_file: Path,
+        config_file: Path | None = None,
+        parent_run: str | None = None,
     ) -> None:
         super().__init__()
         self._uri, self._experiment, self._run_name = uri, experiment, run_name
         self._run_id_file, self._config_file = run_id_file, config_file
+        self._tags = {} if parent_run is None else {"mlflow.parentRunId": parent_run}
         self._queue: queue.Queue[Callable[[MLFlowLogger], None] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
@@ -106,13 +115,10 @@ class MLflowTracking(Logger):
         self._thread = None
 
     def _send(self) -> None:
-        # A server that is away answers in seconds, not after MLflow's two minutes of retries.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        quiet_mlflow()
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
         logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)
         mlflow: MLFlowLogger | None = None
         while (call := self._queue.get()) is not None:
@@ -135,6 +141,7 @@ class MLflowTracking(Logger):
             self._experiment,
             run_name=self._run_name,
             tracking_uri=self._uri,
+            tags=self._tags,
             run_id=run_id,
             artifact_location=artifact_location(self._uri),
         )
@@ -144,6 +151,17 @@ class MLflowTracking(Logger):
             if self._config_file is not None and self._config_file.is_file():
                 mlflow.experiment.log_artifact(mlflow.run_id, str(self._config_file))
         return mlflow
+
+
+def quiet_mlflow() -> None:
+    """Before MLflow is imported: no chatter, and a server that is away answers in seconds.
+
+    Its own patience is two minutes of retries.
+    """
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def artifact_location(uri: str) -> str | None:

@@ -38,6 +38,10 @@ class RunFolder:
         """The policy as a Hugging Face folder."""
         return self.path / "policy"
 
+    def exported(self) -> Path | None:
+        """The model that the run has exported, if it is through."""
+        return next((path for path in (self.export, self.path / "reward_model") if path.is_dir()), None)
+
     @property
     def tracking_run(self) -> Path:
         """Holds the id of the MLflow run."""

@@ -39,6 +39,7 @@ def build_trainer(
                 run_name=config.run.name,
                 run_id_file=folder.tracking_run,
                 config_file=folder.config,
+                parent_run=config.tracking.parent_run,
             )
         )
     callbacks: list[Callback] = [
@@ -103,7 +104,7 @@ def fit(
     config: RecipeConfig,
     folder: RunFolder,
     strategy: Any,
-    scorer: Scorer,
+    scorer: Scorer | None,
     checkpoint: str | None,
     *,
     in_ray: bool,

@@ -323,12 +323,14 @@ class TrackingConfig:
         uri: of the tracking store; null is an SQLite file in `run.output_dir`.
         experiment: MLflow experiment.
         samples: rows of the table of samples that each validation logs.
+        parent_run: id of the MLflow run that this one belongs to; null for none.
     """
 
     enabled: bool = True
     uri: str | None = None
     experiment: str = "rl_plugins"
     samples: int = 32
+    parent_run: str | None = None
 
 
 @dataclass

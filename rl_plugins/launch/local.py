@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.launch.values import generates
 from rl_plugins.run_folder import RunFolder
 
 
@@ -21,12 +22,14 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
     device = "cuda" if config.placement.device == "cuda" else "cpu"
-    rollout = TransformersRollout(config.model.path, dtype=dtype_of(config), device=device)
-    scorer = InlineScorer(
-        config.reward.functions,
-        deadline_s=config.reward.deadline_s,
-        max_failure_rate=config.reward.max_failure_rate,
-    )
+    rollout, scorer = None, None
+    if generates(config):
+        rollout = TransformersRollout(config.model.path, dtype=dtype_of(config), device=device)
+        scorer = InlineScorer(
+            config.reward.functions,
+            deadline_s=config.reward.deadline_s,
+            max_failure_rate=config.reward.max_failure_rate,
+        )
     strategy = SingleDeviceRolloutStrategy(device, rollout=rollout)
     fit(
         config, folder, strategy, scorer, checkpoint,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.launch.config import RecipeConfig, rollout_dtype
 from rl_plugins.launch.resources import check_resources, local_gpus
+from rl_plugins.launch.values import generates
 from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     if not ray.is_initialized():
         start_ray(config, environment)
     check_resources(config, device, ray.cluster_resources(), "the cluster")
-    rollout = vllm_rollout(config, device) if config.rollout.engine == "vllm" else None
+    rollout = vllm_rollout(config, device) if config.rollout.engine == "vllm" and generates(config) else None
     if rollout is not None:
         rollout.start()
     from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, ScalingConfig
@@ -78,8 +79,13 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
             callbacks=[StopOnConfigError()],  # type: ignore[list-item]
         ),
     )
-    with config_errors_unwrapped():
-        trainer.fit()
+    try:
+        with config_errors_unwrapped():
+            trainer.fit()
+    finally:
+        if rollout is not None:
+            # Another run may follow in this process.
+            rollout.stop()
 
 
 def train_worker(arguments: dict[str, Any]) -> None:
@@ -99,15 +105,16 @@ def train_worker(arguments: dict[str, Any]) -> None:
     config, device = parse_config(arguments["config"]), arguments["device"]
     if device == "cpu":
         torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
-    scorer = RewardPool(
-        config.reward.functions,
-        num_workers=config.reward.num_workers,
-        deadline_s=config.reward.deadline_s,
-        max_failure_rate=config.reward.max_failure_rate,
-    )
-    rollout: RolloutEngine = arguments["rollout"] or TransformersRollout(
-        config.model.path, dtype=dtype_of(config), device=device
-    )
+    scorer: RewardPool | None = None
+    rollout: RolloutEngine | None = arguments["rollout"]
+    if generates(config):
+        scorer = RewardPool(
+            config.reward.functions,
+            num_workers=config.reward.num_workers,
+            deadline_s=config.reward.deadline_s,
+            max_failure_rate=config.reward.max_failure_rate,
+        )
+        rollout = rollout or TransformersRollout(config.model.path, dtype=dtype_of(config), device=device)
     strategy = RayZeroStrategy(
         stage=config.strategy.zero_stage,
         rollout=rollout,

@@ -28,7 +28,7 @@ from rl_plugins.stages.sft import SFT
 from rl_plugins.stages.stage import Stage
 
 
-def build_stage(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+def build_stage(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> Stage:
     """The stage that `config.stage` names."""
     return _STAGES[config.stage](config, tokenizer, scorer)
 
@@ -82,7 +82,7 @@ def _sampling(config: RecipeConfig, tokenizer: Any) -> SamplingConfig:
     )
 
 
-def _validating(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> dict[str, Any]:
+def _validating(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> dict[str, Any]:
     """What stages need that validate by generation."""
     return {
         **_common(config, tokenizer),
@@ -92,11 +92,11 @@ def _validating(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> dict[st
     }
 
 
-def _sft(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+def _sft(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> Stage:
     return SFT(config.model.path, **_validating(config, tokenizer, scorer))
 
 
-def _policy_optimization_options(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> dict[str, Any]:
+def _policy_optimization_options(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> dict[str, Any]:
     algorithm: Algorithm = instantiate(config.algorithm, _convert_="all")
     model = config.reward_model
     critic = config.critic
@@ -113,17 +113,17 @@ def _policy_optimization_options(config: RecipeConfig, tokenizer: Any, scorer: S
     }
 
 
-def _policy_optimization(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+def _policy_optimization(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> Stage:
     return PolicyOptimization(config.model.path, **_policy_optimization_options(config, tokenizer, scorer))
 
 
-def _prime(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+def _prime(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> Stage:
     options = _policy_optimization_options(config, tokenizer, scorer)
     process_reward_model = instantiate(config.process_reward_model, _convert_="all")
     return PRIME(config.model.path, process_reward_model=process_reward_model, **options)
 
 
-def _reward_modeling(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+def _reward_modeling(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> Stage:
     return RewardModeling(
         config.model.path,
         loss=config.loss.name or "bradley_terry",
@@ -132,7 +132,7 @@ def _reward_modeling(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> St
     )
 
 
-def _preference_options(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> dict[str, Any]:
+def _preference_options(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> dict[str, Any]:
     return {
         **_validating(config, tokenizer, scorer),
         "loss": config.loss.name or "dpo",
@@ -141,11 +141,11 @@ def _preference_options(config: RecipeConfig, tokenizer: Any, scorer: Scorer) ->
     }
 
 
-def _preference_optimization(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+def _preference_optimization(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> Stage:
     return PreferenceOptimization(config.model.path, **_preference_options(config, tokenizer, scorer))
 
 
-def _online_preference_optimization(config: RecipeConfig, tokenizer: Any, scorer: Scorer) -> Stage:
+def _online_preference_optimization(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> Stage:
     return OnlinePreferenceOptimization(
         config.model.path,
         sampling=_sampling(config, tokenizer),
@@ -154,7 +154,7 @@ def _online_preference_optimization(config: RecipeConfig, tokenizer: Any, scorer
     )
 
 
-_STAGES: dict[str, Callable[[RecipeConfig, Any, Scorer], Stage]] = {
+_STAGES: dict[str, Callable[[RecipeConfig, Any, Scorer | None], Stage]] = {
     "sft": _sft,
     "policy_optimization": _policy_optimization,
     "prime": _prime,

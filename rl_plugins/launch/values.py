@@ -13,6 +13,12 @@ SAMPLING_STAGES = ("policy_optimization", "prime", "online_preference_optimizati
 """Stages that train on samples of their own."""
 STAGES = ("sft", "reward_modeling", "preference_optimization", *SAMPLING_STAGES)
 
+
+def generates(config: RecipeConfig) -> bool:
+    """Whether the stage samples from its model, to train on it or to validate; a reward model says nothing."""
+    return config.stage != "reward_modeling"
+
+
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": STAGES,
     "launcher": ("ray", "local"),

@@ -3,7 +3,7 @@
 In backward the logits of a chunk are computed again, and the gradients of the hidden states and of the head's weight
 are added up in place. What is kept from forward is the normaliser and the entropy of every token.
 
-Axes: `N` tokens, `H` hidden, `V` vocabulary, `K` columns (see `token_distributions`).
+Axes: `N` tokens, `H` hidden, `V` vocabulary, `J` and `K`: see `token_distributions`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def chunked_head_columns(
     bias_V: Tensor | None,
     tokens_N: Tensor,
     columns: Columns,
+    further_NJ: Tensor | None = None,
     *,
     rows: int,
 ) -> Tensor:
@@ -39,7 +40,7 @@ def chunked_head_columns(
         hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
         bias_V = None if bias_V is None else bias_V.to(dtype)
     with torch.autocast(device, enabled=False):
-        result_NK: Tensor = _ChunkedHead.apply(hidden_NH, weight_VH, bias_V, tokens_N, columns, rows)
+        result_NK: Tensor = _ChunkedHead.apply(hidden_NH, weight_VH, bias_V, tokens_N, further_NJ, columns, rows)
     return result_NK
 
 
@@ -51,11 +52,13 @@ class _ChunkedHead(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         tokens_N: Tensor,
+        further_NJ: Tensor | None,
         columns: Columns,
         rows: int,
     ) -> Tensor:
         dtype = accumulation_dtype(hidden_NH.dtype)
-        result_NK = hidden_NH.new_empty((len(hidden_NH), 3 if columns.sum_pi_squared else 2), dtype=dtype)
+        width = columns.own + (0 if further_NJ is None else further_NJ.shape[1])
+        result_NK = hidden_NH.new_empty((len(hidden_NH), width), dtype=dtype)
         normaliser_N = hidden_NH.new_empty(len(hidden_NH), dtype=dtype)
         for chunk in _chunks(len(hidden_NH), rows):
             scaled_NV = _scaled_logits(hidden_NH[chunk], weight_VH, bias_V, columns.temperature)
@@ -66,14 +69,21 @@ class _ChunkedHead(torch.autograd.Function):
             result_NK[chunk, 1] = -torch.linalg.vecdot(pi_NV, log_pi_NV)
             if columns.sum_pi_squared:
                 result_NK[chunk, 2] = torch.linalg.vecdot(pi_NV, pi_NV)
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_N, normaliser_N, result_NK[:, 1].clone())
+            if columns.top_k:
+                tops_NK, ids_NK = log_pi_NV.topk(columns.top_k, dim=-1)
+                result_NK[chunk, columns.own - 2 * columns.top_k : columns.own] = torch.cat([tops_NK, ids_NK], dim=-1)
+            if further_NJ is not None:
+                result_NK[chunk, columns.own :] = log_pi_NV.gather(-1, further_NJ[chunk])
+        # The tokens whose log-probs have a gradient.
+        tokens_NJ = tokens_N[:, None] if further_NJ is None else torch.cat([tokens_N[:, None], further_NJ], dim=-1)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_NJ, normaliser_N, result_NK[:, 1].clone())
         ctx.columns, ctx.rows = columns, rows
         return result_NK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_NK: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, tokens_N, normaliser_N, entropy_N = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, tokens_NJ, normaliser_N, entropy_N = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype = normaliser_N.dtype
         hidden_gradient_NH = torch.empty_like(hidden_NH) if needs_hidden else None
@@ -83,10 +93,10 @@ class _ChunkedHead(torch.autograd.Function):
             scaled_NV = _scaled_logits(hidden_NH[chunk], weight_VH, bias_V, ctx.columns.temperature)
             gradient_NV = _logits_gradient(
                 scaled_NV.sub_(normaliser_N[chunk, None]),
-                tokens_N[chunk],
+                tokens_NJ[chunk],
                 entropy_N[chunk],
                 gradient_NK[chunk] / ctx.columns.temperature,
-                entropy_gradient=ctx.columns.entropy_gradient,
+                ctx.columns,
             )
             if bias_gradient_V is not None:
                 bias_gradient_V += gradient_NV.sum(dim=0)
@@ -106,6 +116,7 @@ class _ChunkedHead(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -119,17 +130,18 @@ def _scaled_logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, 
 
 
 def _logits_gradient(
-    log_pi_NV: Tensor, tokens_N: Tensor, entropy_N: Tensor, gradient_NK: Tensor, *, entropy_gradient: bool
+    log_pi_NV: Tensor, tokens_NJ: Tensor, entropy_N: Tensor, gradient_NK: Tensor, columns: Columns
 ) -> Tensor:
     """Gradient of the scaled logits, from that of the columns; takes the memory of `log_pi_NV`.
 
     d log pi(token) / dz_v = [v is token] - pi_v, and dH / dz_v = -pi_v (log pi_v + H).
     """
-    log_prob_gradient_N = gradient_NK[:, 0, None]
-    if entropy_gradient:
+    gradient_NJ = torch.cat([gradient_NK[:, :1], gradient_NK[:, columns.own :]], dim=-1)
+    log_prob_gradient_N = gradient_NJ.sum(dim=-1, keepdim=True)
+    if columns.entropy_gradient:
         pi_NV = log_pi_NV.exp()
         factor_NV = log_pi_NV.add_(entropy_N[:, None]).mul_(gradient_NK[:, 1, None]).add_(log_prob_gradient_N)
         gradient_NV = pi_NV.mul_(factor_NV).neg_()
     else:
         gradient_NV = log_pi_NV.exp_().mul_(-log_prob_gradient_N)
-    return gradient_NV.scatter_add_(-1, tokens_N[:, None], log_prob_gradient_N)
+    return gradient_NV.scatter_add_(-1, tokens_NJ, gradient_NJ)

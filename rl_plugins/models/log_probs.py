@@ -5,7 +5,8 @@ the head by chunks (`chunked_head`). Models that do something to their logits af
 logits of the response, which are turned to float32 by chunks.
 
 Axes: `B` samples, `S` prompt and response (prompts padded on the left, responses on the right), `T` response tokens,
-`N` real response tokens of all samples, `H` hidden, `V` vocabulary, `K` columns (see `token_distributions`).
+`N` real response tokens of all samples, `H` hidden, `V` vocabulary, `J` and `K`: see `token_distributions`; in results
+and arguments of `response_log_probs`, `K` is tokens at the place of one.
 """
 
 from __future__ import annotations
@@ -37,11 +38,17 @@ class ResponseLogProbs:
         entropy_BT: entropy in nats; without gradient unless asked for.
         sum_pi_squared_BT: sum over the vocabulary of the squared probabilities, without gradient; None unless asked
             for.
+        top_ids_BTK: the most likely tokens, the likeliest first, int64; None unless asked for.
+        top_log_probs_BTK: their log-probs, without gradient.
+        log_probs_BTK: log-probs of the tokens that were given, with gradient; None where none were.
     """
 
     log_probs_BT: Tensor
     entropy_BT: Tensor
     sum_pi_squared_BT: Tensor | None = None
+    top_ids_BTK: Tensor | None = None
+    top_log_probs_BTK: Tensor | None = None
+    log_probs_BTK: Tensor | None = None
 
 
 def token_log_probs(
@@ -72,6 +79,8 @@ def response_log_probs(
     temperature: float = 1.0,
     sum_pi_squared: bool = False,
     entropy_gradient: bool = False,
+    top_k: int = 0,
+    tokens_BTK: Tensor | None = None,
     packed: bool = False,
 ) -> ResponseLogProbs:
     """One forward pass; log-probs of the last `response_width` tokens of every row, [B, T].
@@ -88,16 +97,19 @@ def response_log_probs(
         temperature: the logits are divided by it.
         sum_pi_squared: give `sum_pi_squared_BT`, too.
         entropy_gradient: `entropy_BT` has a gradient.
+        top_k: give so many of the most likely tokens, too, at most the vocabulary: `top_ids_BTK`, `top_log_probs_BTK`.
+        tokens_BTK: give the log-probs of these tokens, too: `log_probs_BTK`.
         packed: the real tokens of all samples go through the model as one row without padding. With eager and SDPA
             attention the mask of that row is as large as the square of its length.
 
     Raises:
         ConfigError: `packed`, and the model lets the samples of a row see each other.
     """
-    columns = Columns(temperature, sum_pi_squared, entropy_gradient)
+    columns = Columns(temperature, sum_pi_squared, entropy_gradient, top_k)
     prompt_width = input_ids_BS.shape[1] - response_width
     where = attention_mask_BS[:, prompt_width:].nonzero(as_tuple=True)
     tokens_N = input_ids_BS[:, prompt_width:][where]
+    further_NJ = None if tokens_BTK is None else tokens_BTK[where]
     inputs: dict[str, Any] = {
         "input_ids": input_ids_BS,
         "attention_mask": attention_mask_BS,
@@ -117,18 +129,21 @@ def response_log_probs(
 
         def columns_of_hidden(hidden: Tensor) -> Tensor:
             hidden_NH = hidden[0] if packed else hidden[:, :-1][where]
-            return _columns_of_hidden(head, forward, hidden_NH, tokens_N, columns)[None]
+            return _columns_of_hidden(head, forward, hidden_NH, tokens_N, columns, further_NJ)[None]
 
         # The result goes out as the head's output, so that hooks on it see to the weight in backward.
         with replaced_forward(head, columns_of_hidden):
             columns_NK = run().logits[0]
     elif packed:
-        columns_NK = _columns_of_logits(run().logits[0], tokens_N, columns)
+        columns_NK = _columns_of_logits(run().logits[0], tokens_N, columns, further_NJ)
     else:
         # Choosing among the positions would copy the logits: the last one and padding get any token.
         next_tokens_BT = input_ids_BS.roll(-1, dims=1)[:, -(response_width + 1) :]
         logits_BTV = run().logits
-        all_NK = _columns_of_logits(logits_BTV.reshape(-1, logits_BTV.shape[-1]), next_tokens_BT.reshape(-1), columns)
+        logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
+        if tokens_BTK is not None:
+            further_NJ = nn.functional.pad(tokens_BTK, (0, 0, 0, 1)).flatten(0, 1)
+        all_NK = _columns_of_logits(logits_NV, next_tokens_BT.reshape(-1), columns, further_NJ)
         return _by_name(all_NK.view(*next_tokens_BT.shape, -1)[:, :-1], columns)
     columns_BTK = columns_NK.new_zeros(len(input_ids_BS), response_width, columns_NK.shape[-1])
     columns_BTK[where] = columns_NK
@@ -136,30 +151,50 @@ def response_log_probs(
 
 
 def _columns_of_hidden(
-    head: nn.Linear, forward: Callable[[Tensor], Tensor], hidden_NH: Tensor, tokens_N: Tensor, columns: Columns
+    head: nn.Linear,
+    forward: Callable[[Tensor], Tensor],
+    hidden_NH: Tensor,
+    tokens_N: Tensor,
+    columns: Columns,
+    further_NJ: Tensor | None,
 ) -> Tensor:
     if hidden_NH.shape[0] * head.out_features <= CHUNK_ELEMENTS:
-        return distribution_columns(forward(hidden_NH), tokens_N, columns)
+        return distribution_columns(forward(hidden_NH), tokens_N, columns, further_NJ)
     rows = max(1, CHUNK_ELEMENTS // head.out_features)
-    return chunked_head_columns(hidden_NH, head.weight, head.bias, tokens_N, columns, rows=rows)
+    return chunked_head_columns(hidden_NH, head.weight, head.bias, tokens_N, columns, further_NJ, rows=rows)
 
 
-def _columns_of_logits(logits_NV: Tensor, tokens_N: Tensor, columns: Columns) -> Tensor:
+def _columns_of_logits(
+    logits_NV: Tensor, tokens_N: Tensor, columns: Columns, further_NJ: Tensor | None = None
+) -> Tensor:
     rows = max(1, CHUNK_ELEMENTS // logits_NV.shape[-1])
     if len(logits_NV) <= rows:
-        return distribution_columns(logits_NV, tokens_N, columns)
+        return distribution_columns(logits_NV, tokens_N, columns, further_NJ)
+    chunks = [slice(start, start + rows) for start in range(0, len(logits_NV), rows)]
     return torch.cat(
         [
-            checkpoint(distribution_columns, logits, tokens, columns, use_reentrant=False)
-            for logits, tokens in zip(logits_NV.split(rows), tokens_N.split(rows), strict=True)
+            checkpoint(
+                distribution_columns,
+                logits_NV[chunk],
+                tokens_N[chunk],
+                columns,
+                None if further_NJ is None else further_NJ[chunk],
+                use_reentrant=False,
+            )
+            for chunk in chunks
         ]
     )
 
 
 def _by_name(columns_BTK: Tensor, columns: Columns) -> ResponseLogProbs:
-    log_probs_BT, entropy_BT, *squares = columns_BTK.unbind(dim=-1)
+    entropy_BT = columns_BTK[..., 1]
+    own, further_BTK = columns_BTK[..., : columns.own].detach(), columns_BTK[..., columns.own :]
+    tops, ids = own[..., own.shape[-1] - 2 * columns.top_k :].tensor_split(2, dim=-1)
     return ResponseLogProbs(
-        log_probs_BT,
+        columns_BTK[..., 0],
         entropy_BT if columns.entropy_gradient else entropy_BT.detach(),
-        squares[0].detach() if squares else None,
+        own[..., 2] if columns.sum_pi_squared else None,
+        ids.long() if columns.top_k else None,
+        tops if columns.top_k else None,
+        further_BTK if further_BTK.shape[-1] else None,
     )

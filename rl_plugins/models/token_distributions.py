@@ -1,6 +1,8 @@
 """What is known of the distribution that a token was drawn from: `softmax(logits / temperature)` over the vocabulary.
 
-Axes: `N` tokens, `V` vocabulary, `K` columns: the token's log-prob, the entropy and, on request, the sum of squares.
+Axes: `N` tokens, `V` vocabulary, `J` further tokens at the place of one, `K` columns: the token's log-prob, the entropy
+and, on request, the sum of squares, the log-probs and the ids of the most likely tokens, and the log-probs of further
+tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +21,19 @@ class Columns:
         temperature: the logits are divided by it.
         sum_pi_squared: sum over the vocabulary of the squared probabilities, too.
         entropy_gradient: the entropy has a gradient.
+        top_k: so many of the most likely tokens, the likeliest first, too: their log-probs, then their ids (as floating
+            point numbers, which are exact up to a vocabulary of 2^24).
     """
 
     temperature: float = 1.0
     sum_pi_squared: bool = False
     entropy_gradient: bool = False
+    top_k: int = 0
+
+    @property
+    def own(self) -> int:
+        """How many columns there are without those of further tokens."""
+        return 2 + self.sum_pi_squared + 2 * self.top_k
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -31,11 +41,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def distribution_columns(logits_NV: Tensor, tokens_N: Tensor, columns: Columns) -> Tensor:
+def distribution_columns(
+    logits_NV: Tensor, tokens_N: Tensor, columns: Columns, further_NJ: Tensor | None = None
+) -> Tensor:
     """The columns [N, K] in float32 (float64 of float64), by plain operations that autograd knows.
 
-    The log-probs have a gradient; the entropy `lse(z) - sum softmax(z) z` has one if asked for; the sum of squares
-    `exp(lse(2z) - 2 lse(z))` has none.
+    The log-probs of the token and of further ones have a gradient; the entropy `lse(z) - sum softmax(z) z` has one if
+    asked for; the sum of squares `exp(lse(2z) - 2 lse(z))` and the most likely tokens have none.
     """
     # Autocast would take the dot products in 16 bits.
     with torch.autocast(logits_NV.device.type, enabled=False):
@@ -48,4 +60,10 @@ def distribution_columns(logits_NV: Tensor, tokens_N: Tensor, columns: Columns) 
         results = [log_probs_N, entropy_N]
         if columns.sum_pi_squared:
             results.append(torch.linalg.vecdot(pi_NV.detach(), pi_NV.detach()))
-        return torch.stack(results, dim=-1)
+        parts = [torch.stack(results, dim=-1)]
+        if columns.top_k:
+            tops_NK, ids_NK = scaled_NV.detach().topk(columns.top_k, dim=-1)
+            parts += [tops_NK - normaliser_N.detach()[:, None], ids_NK.to(tops_NK.dtype)]
+        if further_NJ is not None:
+            parts.append(scaled_NV.gather(-1, further_NJ) - normaliser_N[:, None])
+        return torch.cat(parts, dim=-1)

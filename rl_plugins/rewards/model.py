@@ -69,7 +69,8 @@ class ModelReward:
         self.tokenizer: Any = load_tokenizer(path)
         check_chat_template(self.tokenizer)
         with _one_thread():
-            self.model = load_scalar_head(path, dtype=parameter_type, new_head=False).to(device).eval()
+            model: Any = load_scalar_head(path, dtype=parameter_type, new_head=False)
+            self.model = model.to(device).eval()
 
     def __call__(self, solution_strs: Sequence[str], prompts: Sequence[Messages | None]) -> list[float]:
         """Score a batch.

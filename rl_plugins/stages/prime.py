@@ -40,7 +40,7 @@ from rl_plugins.stages.policy_optimization import PolicyOptimization
 PROCESS_REWARD_MODEL = "process_reward_model"
 PROCESS_REFERENCE = "process_reference"
 _TOLD_APART = 1e-4
-"""A return that predicts success. A model that is still its reference predicts none: its returns are rounding errors."""
+"""Larger returns predict success. Those of a model that is still its reference are rounding errors and predict none."""
 
 
 @dataclass(frozen=True)

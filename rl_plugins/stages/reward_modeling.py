@@ -126,7 +126,8 @@ class RewardModeling(Stage):
     @override
     def validation_step(self, batch: PairBatch | ProcessRewardBatch, batch_idx: int) -> None:
         examples = self._examples(batch)
-        with self._phase("validate"):
+        # Parameters that a sharded engine gathers in inference mode could not be trained afterwards.
+        with self._phase("validate"), torch.inference_mode(False), torch.no_grad():
             for indices in self._validation_batches(examples):
                 if not len(indices):
                     # Ranks meet in every forward pass, also those that have no more rows.

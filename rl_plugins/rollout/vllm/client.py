@@ -101,6 +101,14 @@ class VLLMRollout:
         self._send = None
         self._actor = None
 
+    def stop(self) -> None:
+        """End the actor."""
+        import ray
+
+        if self._actor is not None:
+            ray.kill(self._actor, no_restart=True)
+        self.close()
+
     def _on_rank_zero(self, method: str, *arguments: Any) -> None:
         if self._rank == 0:
             self._call(method, *arguments, timeout_s=self.config.update_timeout_s, phase=method)

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.preferences import PreferenceDataModule
 from rl_plugins.data.prepare.__main__ import main
 from rl_plugins.data.prepare.addition import addition_rows
 from rl_plugins.data.prepare.competition_math import last_boxed
@@ -49,6 +50,28 @@ def test_the_command_writes_files_and_names_the_next(tmp_path, capsys):
     assert f"{output / 'train.parquet'}: 30 rows" in printed
     assert f"data.train_files=[{output / 'train.parquet'}]" in printed
     assert sorted(path.name for path in output.iterdir()) == ["test.parquet", "train.parquet"]
+
+
+def test_the_command_writes_pairs_too(tmp_path, tokenizer):
+    output = tmp_path / "add"
+    sizes = ["--below", "12", "--num-train", "80", "--num-test", "5", "--num-dev", "20"]
+    assert main(["addition", "--output", str(output), *sizes, "--pairs"]) == 0
+    assert main(["addition", "--output", str(tmp_path / "plain"), *sizes]) == 0
+    for name in ("train", "test", "dev"):
+        # The files that are there without pairs are the same with them.
+        assert pq.read_table(output / f"{name}.parquet").equals(pq.read_table(tmp_path / "plain" / f"{name}.parquet"))
+    assert not list((tmp_path / "plain").glob("*_pairs.parquet"))
+    for name, size in {"train": 80, "dev": 20}.items():
+        rows = load_rows(output / f"{name}_pairs.parquet").rows
+        assert [row["prompt"] for row in rows] == [row["prompt"] for row in load_rows(output / f"{name}.parquet").rows]
+        assert len(rows) == size and len({row["margin"] for row in rows}) > 1
+        for row in rows:
+            right, wrong = int(row["reward_model"]["ground_truth"]), int(row["rejected"])
+            assert int(row["chosen"]) == right and wrong >= 0 and row["margin"] == abs(right - wrong) > 0
+    options = {"tokenizer": tokenizer, "prompts_per_step": 80, "margin_key": "margin"}
+    data = PreferenceDataModule(str(output / "train_pairs.parquet"), **options)
+    data.setup("fit")
+    assert len(data.sources["train"]) == 80
 
 
 @pytest.mark.parametrize(("answer", "number"), [("so\n#### 42", "42"), ("#### -1,234.5", "-1234.5"), ("#### 7.", "7")])

@@ -9,6 +9,7 @@ import pytest
 
 from rl_plugins.data.process_rewards import ProcessRewardBatch, ProcessRewardDataModule
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import build_tokenizer
 
 STEPS = ["7+5=12", "write 2", "so 42"]
 
@@ -101,7 +102,8 @@ def test_a_missing_key_is_named_with_its_file(row, write_rows, tokenizer):
         only_batch(str(path), tokenizer)
 
 
-def test_a_tokenizer_without_an_end_is_refused(steps_row, tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "eos_token", None)
+def test_a_tokenizer_without_an_end_is_refused(steps_row):
+    endless = build_tokenizer()
+    endless.eos_token = None
     with pytest.raises(ConfigError, match="has no end-of-sequence token"):
-        only_batch([steps_row(0)], tokenizer)
+        only_batch([steps_row(0)], endless)

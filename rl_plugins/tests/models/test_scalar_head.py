@@ -133,7 +133,7 @@ def test_scores_and_values_stand_where_they_should(policy: str) -> None:
         hidden = model.model(torch.tensor([prompt + response])).last_hidden_state[0]
         plain = hidden @ model.score.weight[0] + model.score.bias
         start, length = len(prompt), len(response)
-        close = {"rtol": 1e-9, "atol": 1e-9}
+        close: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
         torch.testing.assert_close(scores_BT[row, :length], plain[start:], **close)
         torch.testing.assert_close(values_BT[row, :length], plain[start - 1 : -1], **close)
         torch.testing.assert_close(scores_BT[row, length:], plain[-1].expand(6 - length), **close)
@@ -142,7 +142,7 @@ def test_scores_and_values_stand_where_they_should(policy: str) -> None:
 
 def test_only_empty_responses_have_the_scores_of_their_prompts(policy: str) -> None:
     model = with_random_head(policy)
-    empty = [(prompt, []) for prompt, _ in SAMPLES]
+    empty: list[tuple[list[int], list[int]]] = [(prompt, []) for prompt, _ in SAMPLES]
     inputs = inputs_of(empty)
     assert inputs["response_width"] == 0
     assert response_values(model, **inputs).shape == (4, 0)

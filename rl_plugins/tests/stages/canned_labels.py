@@ -1,11 +1,13 @@
 """One step of reward modelling on fixed pairs or steps, with an optimizer that keeps the gradients it is given.
 
-Run as a script, it is one of two ranks: `canned_labels.py RANK RENDEZVOUS_FILE OUTPUT_FILE`.
+Run as a script, it is one of two ranks, `canned_labels.py RANK RENDEZVOUS_FILE OUTPUT_FILE`, or a process with ZeRO-3,
+`canned_labels.py zero MODEL FOLDER`.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.reward_modeling import RewardModeling
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.stages import canned
 
 tokenizer: Any = canned.tokenizer
@@ -33,7 +36,7 @@ PAIRS = [
     ("2+2+2", "six", "seven of them", 0.5),
 ]
 # Prompt, and its steps with their labels.
-STEPS = [
+STEPS: list[tuple[str, list[tuple[str, float | None]]]] = [
     ("1+1", [("one and one", 1.0), ("is 2", 1.0)]),
     ("12+30", [("42.", 0.0)]),
     ("4+4", [("four", None), ("and four", 0.75), ("is seven", 0.0)]),
@@ -50,9 +53,9 @@ class OwnRewardModel(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model: Any = load_scalar_head(canned.other_model(), dtype=torch.float64)
-        generator = torch.Generator().manual_seed(7)
-        torch.nn.init.normal_(self.model.score.weight, std=0.3, generator=generator)
+        model: Any = load_scalar_head(canned.other_model(), dtype=torch.float64)
+        torch.nn.init.normal_(model.score.weight, std=0.3, generator=torch.Generator().manual_seed(7))
+        self.model = model
 
     @override
     def configure_optimizers(self) -> canned.Recorder:
@@ -146,5 +149,30 @@ def main(rank: int, rendezvous: str, output: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+def run(strategy: Any, path: str, folder: Path) -> dict[str, float]:
+    """Two steps, then validation; the metrics, and an export in `folder`."""
+
+    class Exporting(RewardModeling):
+        @override
+        def on_train_end(self) -> None:
+            self.export(folder)
+
+    batch = pair_batch(list(range(len(PAIRS))))
+    stage = Exporting(path, optimizer=OptimizerConfig(lr=1e-3), tokens_per_micro_batch=100)
+    trainer = canned.quiet_trainer(strategy, precision="32-true", accelerator="cpu", devices=1, val_check_interval=1)
+    trainer.fit(stage, canned.loader([batch] * 2), canned.loader([batch]))
+    metrics = metrics_of(trainer)
+    return {name: metrics[name] for name in ("train/loss", "train/margin", "val/loss", "val/margin", "val/accuracy")}
+
+
+def main_zero(path: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    metrics = run(ZeroStrategy(stage=3, timeout_s=60), path, Path(folder))
+    torch.save(metrics, f"{folder}.pt")
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    if sys.argv[1] == "zero":
+        main_zero(sys.argv[2], sys.argv[3])
+    else:
+        main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

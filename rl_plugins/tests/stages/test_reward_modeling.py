@@ -114,6 +114,7 @@ def test_the_halves_of_a_pair_share_a_micro_batch(monkeypatch: pytest.MonkeyPatc
     scores = RewardModeling._scores
 
     def counted(self: RewardModeling, samples: Any) -> Tensor:
+        assert not torch.is_inference_mode_enabled()
         sizes.append(samples.input_ids.shape)
         return scores(self, samples)
 
@@ -121,6 +122,9 @@ def test_the_halves_of_a_pair_share_a_micro_batch(monkeypatch: pytest.MonkeyPatc
     canned_labels.gradients("bradley_terry", tokens_per_micro_batch=120)
     assert len(sizes) > 2 and all(rows % 2 == 0 and rows * width <= 120 for rows, width in sizes)
     assert sum(rows for rows, _ in sizes) == 2 * len(canned_labels.PAIRS)
+    sizes.clear()
+    canned_labels.validation("bradley_terry", [[0, 1, 2]], tokens_per_micro_batch=1)
+    assert [rows for rows, _ in sizes] == [2, 2, 2]
 
 
 def test_one_and_two_ranks_give_the_same_gradients_and_validation(tmp_path: Path) -> None:
@@ -183,8 +187,30 @@ def test_it_learns_which_sums_are_right_and_its_export_can_be_loaded(tmp_path: P
     assert after["val/margin"] > 0.5 and after["val/chosen_reward"] > after["val/rejected_reward"]
     stage.export(tmp_path / "exported")
     exported = load_scalar_head(str(tmp_path / "exported"), dtype=torch.float32, new_head=False)
-    weights = stage.reward_model.state_dict()
+    trained: Any = stage.reward_model
+    weights = trained.state_dict()
     assert all(torch.equal(weight, weights[name]) for name, weight in exported.state_dict().items())
+
+
+@pytest.mark.slow
+def test_zero_3_gives_the_weights_and_metrics_of_one_device(tmp_path: Path) -> None:
+    path = str(save_tiny_policy(tmp_path / "policy"))
+    root = str(Path(__file__).parents[3])
+    result = subprocess.run(
+        [sys.executable, canned_labels.__file__, "zero", path, str(tmp_path / "zero")],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": root},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    expected = canned_labels.run(SingleDeviceRolloutStrategy(), path, tmp_path / "plain")
+    assert torch.load(tmp_path / "zero.pt") == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert expected["val/margin"] > 0
+    weights = [load_scalar_head(str(tmp_path / name), dtype=torch.float32).state_dict() for name in ("zero", "plain")]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name], rtol=1e-4, atol=1e-5)
 
 
 def test_a_loss_that_does_not_fit_the_data_is_refused() -> None:

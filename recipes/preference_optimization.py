@@ -1,0 +1,9 @@
+"""Preference optimization on given pairs (DPO and its kin).
+
+`python -m rl_plugins.recipes.preference_optimization model.path=... data.train_files=[...]`
+"""
+
+from rl_plugins.launch.command_line import recipe_main
+
+if __name__ == "__main__":
+    recipe_main("preference_optimization")

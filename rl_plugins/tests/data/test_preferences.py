@@ -1,0 +1,182 @@
+"""Pairs and judged responses: what is served, what is dropped, and what is refused by file, row and field."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from rl_plugins.data.preferences import PairBatch, PreferenceDataModule, UnpairedBatch
+from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import build_tokenizer
+
+
+@pytest.fixture
+def pair_row(row):
+    def make(number: int, **changes: Any) -> dict[str, Any]:
+        return row(number, **{"chosen": f"it is {number + 1}", "rejected": str(number), "margin": 0.5, **changes})
+
+    return make
+
+
+@pytest.fixture
+def judged_row(row):
+    def make(number: int, **changes: Any) -> dict[str, Any]:
+        return row(number, **{"response": f"it is {number}", "good": number % 2 == 0, **changes})
+
+    return make
+
+
+def train_batches(source: Any, tokenizer: Any, prompts_per_step: int = 1, **options: Any) -> list[Any]:
+    data = PreferenceDataModule(source, tokenizer=tokenizer, prompts_per_step=prompts_per_step, **options)
+    data.setup("fit")
+    return list(data.train_dataloader())
+
+
+def texts(tokenizer: Any, ragged: list[list[int]]) -> list[str]:
+    return [tokenizer.decode(ids) for ids in ragged]
+
+
+def test_pairs_are_tokenised_and_end(pair_row, write_rows, tokenizer):
+    path = write_rows([pair_row(number) for number in range(3)])
+    (batch,) = train_batches(str(path), tokenizer, 3)
+    assert isinstance(batch, PairBatch) and len(batch) == 3 and sorted(batch.rows) == [0, 1, 2]
+    assert texts(tokenizer, batch.prompt_ids) == [f"<|user|>{row}+1=<|assistant|>" for row in batch.rows]
+    assert texts(tokenizer, batch.chosen_ids) == [f"it is {row + 1}<|end|>" for row in batch.rows]
+    assert texts(tokenizer, batch.rejected_ids) == [f"{row}<|end|>" for row in batch.rows]
+    assert batch.margins == [0.0] * 3
+
+
+def test_keys_lead_into_columns_and_margins_are_numbers(row, tokenizer):
+    source = [row(0, extra_info={"a": "good", "b": "bad", "by": 2})]
+    keys = {"chosen_key": "extra_info.a", "rejected_key": "extra_info.b", "margin_key": "extra_info.by"}
+    (batch,) = train_batches(source, tokenizer, **keys)
+    assert texts(tokenizer, batch.chosen_ids + batch.rejected_ids) == ["good<|end|>", "bad<|end|>"]
+    assert batch.margins == [2.0] and isinstance(batch.margins[0], float)
+
+
+def test_a_label_key_makes_it_unpaired(judged_row, write_rows, tokenizer):
+    path = write_rows([judged_row(number) for number in range(3)])
+    (batch,) = train_batches(str(path), tokenizer, 3, label_key="good")
+    assert isinstance(batch, UnpairedBatch) and len(batch) == 3
+    assert batch.labels == [row % 2 == 0 for row in batch.rows]
+    assert texts(tokenizer, batch.response_ids) == [f"it is {row}<|end|>" for row in batch.rows]
+    assert texts(tokenizer, batch.prompt_ids) == [f"<|user|>{row}+1=<|assistant|>" for row in batch.rows]
+
+
+@pytest.mark.parametrize("too_long", ["prompt", "chosen", "rejected"])
+def test_long_rows_are_dropped_or_refused_and_rows_keep_their_numbers(pair_row, tokenizer, too_long):
+    text = "9" * 50
+    change = [{"role": "user", "content": text}] if too_long == "prompt" else text
+    rows = [pair_row(0, **{too_long: change}), pair_row(1)]
+    limits = {"max_prompt_tokens": 20, "max_response_tokens": 20}
+    (batch,) = train_batches(rows, tokenizer, **limits)
+    assert batch.rows == [1]
+    option = "max_prompt_tokens" if too_long == "prompt" else "max_response_tokens"
+    with pytest.raises(ConfigError, match=rf"list, row 0: 5\d tokens, more than {option}=20"):
+        train_batches(rows, tokenizer, overlong_prompts="error", **limits)
+
+
+def test_at_least_one_row_is_left(pair_row, tokenizer):
+    rows = [pair_row(0, prompt=[{"role": "user", "content": "9" * 50}]), pair_row(1, chosen="2" * 50)]
+    with pytest.raises(ConfigError, match="Every row is longer than max_prompt_tokens=20 or max_response_tokens=20"):
+        train_batches(rows, tokenizer, max_prompt_tokens=20, max_response_tokens=20)
+
+
+def test_long_unpaired_responses_are_dropped(judged_row, tokenizer):
+    rows = [judged_row(0, response="2" * 50), judged_row(1)]
+    (batch,) = train_batches(rows, tokenizer, label_key="good", max_response_tokens=20)
+    assert batch.rows == [1] and batch.labels == [False]
+
+
+def validation_batch(rows: Any, tokenizer: Any, **options: Any) -> Any:
+    data = PreferenceDataModule(None, rows, tokenizer=tokenizer, prompts_per_step=1, **options)
+    data.setup("validate")
+    (batch,) = data.val_dataloader()
+    return batch
+
+
+def test_validation_serves_prompts_or_pairs(row, pair_row, tokenizer):
+    # Prompts that are to be answered need no responses.
+    batch = validation_batch([row(0), row(1)], tokenizer)
+    assert isinstance(batch, PromptBatch) and batch.rows == [0, 1]
+    batch = validation_batch([pair_row(0), pair_row(1)], tokenizer, validate_on="pairs")
+    assert isinstance(batch, PairBatch) and batch.rows == [0, 1]
+    with pytest.raises(ConfigError, match="list, row 0: chosen_key='chosen' leads nowhere"):
+        validation_batch([row(0)], tokenizer, validate_on="pairs")
+
+
+def test_other_texts_margins_labels_or_orders_are_other_data(pair_row, judged_row, tokenizer):
+    def fingerprint(rows: Any, **options: Any) -> str:
+        data = PreferenceDataModule(rows, tokenizer=tokenizer, prompts_per_step=1, **options)
+        data.setup("fit")
+        return data.sources["train"].fingerprint
+
+    def of_pairs(*rows: Any) -> str:
+        return fingerprint(list(rows), margin_key="margin")
+
+    def of_judged(*rows: Any) -> str:
+        return fingerprint(list(rows), label_key="good")
+
+    assert of_pairs(pair_row(0), pair_row(1)) == of_pairs(pair_row(0), pair_row(1))
+    others = [pair_row(0, margin=0.25), pair_row(0, chosen="1"), pair_row(0, rejected="x"), pair_row(2)]
+    assert len({of_pairs(other, pair_row(1)) for other in [pair_row(0), *others]}) == 5
+    assert of_pairs(pair_row(0), pair_row(1)) != of_pairs(pair_row(1), pair_row(0))
+    others = [judged_row(0, good=False), judged_row(0, response="x"), judged_row(2)]
+    assert len({of_judged(other, judged_row(1)) for other in [judged_row(0), *others]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chosen": None}, "chosen_key='chosen' holds None, not a text"),
+        ({"chosen": " "}, "chosen_key='chosen' holds ' ', not a text"),
+        ({"rejected": 7}, "rejected_key='rejected' holds 7, not a text"),
+        ({"rejected": "it is 2"}, "chosen_key='chosen' and rejected_key='rejected' hold the same text 'it is 2'"),
+        ({"margin": math.nan}, "margin_key='margin' holds nan, not a finite number"),
+        ({"margin": True}, "margin_key='margin' holds True, not a finite number"),
+        ({"margin": "1"}, "margin_key='margin' holds '1', not a finite number"),
+    ],
+)
+def test_a_bad_pair_is_named(pair_row, tokenizer, changes, message):
+    with pytest.raises(ConfigError, match=f"list, row 1: {message}"):
+        train_batches([pair_row(0), pair_row(1, **changes)], tokenizer, margin_key="margin")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"response": ""}, "response_key='response' holds '', not a text"),
+        ({"good": 1}, r"label_key='good' holds 1, not true \(desirable\) or false"),
+        ({"good": None}, "label_key='good' holds None"),
+    ],
+)
+def test_a_bad_judged_row_is_named(judged_row, tokenizer, changes, message):
+    with pytest.raises(ConfigError, match=f"list, row 1: {message}"):
+        train_batches([judged_row(0), judged_row(1, **changes)], tokenizer, label_key="good")
+
+
+def test_a_missing_key_is_named_with_its_file(pair_row, write_rows, tokenizer):
+    path = write_rows([pair_row(0)])
+    message = rf"{path}, row 0: rejected_key='extra_info.worse' leads nowhere at 'worse'; there is split, index, answer"
+    with pytest.raises(ConfigError, match=message):
+        train_batches(str(path), tokenizer, rejected_key="extra_info.worse")
+
+
+def test_options_that_contradict_each_other_are_refused(tokenizer):
+    options = {"tokenizer": tokenizer, "prompts_per_step": 1}
+    with pytest.raises(ConfigError, match="validate_on='both': choose"):
+        PreferenceDataModule(None, validate_on="both", **options)
+    with pytest.raises(ConfigError, match="label_key='good' says that the data is unpaired, and validate_on=pairs"):
+        PreferenceDataModule(None, validate_on="pairs", label_key="good", **options)
+    with pytest.raises(ConfigError, match=r"label_key='good' says .* margin_key='margin' asks for pairs"):
+        PreferenceDataModule(None, margin_key="margin", label_key="good", **options)
+
+
+def test_a_tokenizer_without_an_end_is_refused(pair_row):
+    endless = build_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ConfigError, match="has no end-of-sequence token"):
+        train_batches([pair_row(0)], endless)

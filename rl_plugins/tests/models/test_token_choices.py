@@ -1,0 +1,113 @@
+"""The most likely tokens, and log-probs of several tokens at the place of one, against those of whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_plugins.models import log_probs as module
+from rl_plugins.models.chunked_head import chunked_head_columns
+from rl_plugins.models.log_probs import response_log_probs
+from rl_plugins.models.output_head import last_linear_head
+from rl_plugins.models.token_distributions import Columns, distribution_columns
+from rl_plugins.tests.models.memory import LargestNewTensor
+from rl_plugins.tests.models.samples import VOCABULARY, batch_of, forward_arguments, random_samples, tiny
+
+LENGTHS = [(5, 4), (2, 6), (7, 1), (3, 0)]
+K = 3
+
+
+def whole_log_probs(model: Any, samples: Any) -> Tensor:
+    """Log-probs [N, V] at the places of the response tokens, from the logits of all positions; temperature 0.7."""
+    parts = []
+    for prompt, response in samples:
+        logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
+        parts.append((logits[len(prompt) - 1 : len(prompt) - 1 + len(response)] / 0.7).log_softmax(dim=-1))
+    return torch.cat(parts)
+
+
+def of_response(samples: Any, tokens_NK: Tensor) -> Tensor:
+    """[N, K] at the places of the response tokens, padded to [B, T, K]."""
+    lengths = [len(response) for _, response in samples]
+    rows = [torch.nn.functional.pad(row, (0, 0, 0, max(lengths) - len(row))) for row in tokens_NK.split(lengths)]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("family", "packed", "head_is_last"),
+    [("Qwen2", False, True), ("Qwen2", True, True), ("Gemma2", False, False)],
+)
+def test_values_and_gradients_are_those_of_whole_logits(
+    monkeypatch: pytest.MonkeyPatch, family: str, packed: bool, head_is_last: bool, rows: int
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * VOCABULARY)
+    model, samples = tiny(family), random_samples(*LENGTHS)
+    batch = batch_of(samples)
+    mask = batch.response_mask.bool()
+    arguments = {**forward_arguments(batch), "temperature": 0.7, "packed": packed}
+    expected = whole_log_probs(model, samples)
+    top_log_probs, top_ids = expected.topk(K, dim=-1)
+    tops = response_log_probs(model, **arguments, top_k=K, sum_pi_squared=True)
+    assert tops.top_ids_BTK is not None and tops.top_log_probs_BTK is not None and tops.log_probs_BTK is None
+    assert torch.equal(tops.top_ids_BTK[mask], top_ids)
+    torch.testing.assert_close(tops.top_log_probs_BTK[mask], top_log_probs.detach(), rtol=1e-6, atol=1e-6)
+    assert not tops.top_log_probs_BTK.requires_grad and tops.log_probs_BT.requires_grad
+
+    # The same token twice, the sampled one among them, and tokens that are anything.
+    given = torch.randint(VOCABULARY, (len(top_ids), 4), generator=torch.Generator().manual_seed(7))
+    given[:, 1], given[::2, 2] = given[:, 0], batch.responses[mask][::2]
+    result = response_log_probs(model, **arguments, tokens_BTK=of_response(samples, given), entropy_gradient=True)
+    assert result.log_probs_BTK is not None and result.top_ids_BTK is None and result.sum_pi_squared_BT is None
+    got, wanted = result.log_probs_BTK[mask], expected.gather(-1, given)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    weights = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    sampled = expected.gather(-1, batch.responses[mask][:, None])[:, 0]
+    entropy = -(expected.exp() * expected).sum(dim=-1)
+    parameters = list(model.parameters())
+    losses = [
+        (weights * got).sum() + (result.log_probs_BT[mask] - 0.3 * result.entropy_BT[mask]).sum(),
+        (weights * wanted).sum() + (sampled - 0.3 * entropy).sum(),
+    ]
+    mine, theirs = (torch.autograd.grad(loss, parameters) for loss in losses)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+    assert (last_linear_head(model, {}) is not None) == head_is_last
+
+
+def test_a_chunked_head_has_the_gradients_of_plain_operations_to_the_last_digit() -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((7, 5), (11, 5), (11,))
+    )
+    tokens, further = torch.randint(11, (7,), generator=generator), torch.randint(11, (7, 4), generator=generator)
+    columns = Columns(0.6, sum_pi_squared=True, entropy_gradient=True, top_k=2)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    expected = distribution_columns(logits, tokens, columns, further)
+    assert expected.shape == (7, 2 + 1 + 2 * 2 + 4)
+    weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    for rows in (1, 3, 7):
+        got = chunked_head_columns(hidden, weight, bias, tokens, columns, further, rows=rows)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+        mine, theirs = (
+            torch.autograd.grad((weights * one).sum(), [hidden, weight, bias], retain_graph=True)
+            for one in (got, expected)
+        )
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+def test_no_tensor_has_the_size_of_the_logits() -> None:
+    length, width, vocabulary, rows = 64, 8, 128, 16
+    hidden, weight = torch.randn(length, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
+    tokens, further = torch.randint(vocabulary, (length,)), torch.randint(vocabulary, (length, 4))
+    with LargestNewTensor() as forward:
+        result = chunked_head_columns(hidden, weight, None, tokens, Columns(top_k=4), further, rows=rows)
+    with LargestNewTensor() as backward:
+        result.sum().backward()
+    for noted in (forward, backward):
+        assert max(noted.elements.values()) <= rows * vocabulary < length * vocabulary

@@ -1,0 +1,149 @@
+"""One step of preference optimization on fixed pairs, judged responses or samples, with the recording optimizer.
+
+Run as a script, it is one of two ranks: `canned_preferences.py RANK RENDEZVOUS_FILE OUTPUT_FILE`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.data.preferences import PairBatch, UnpairedBatch
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.online_preference_optimization import OnlinePreferenceOptimization
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.preference_optimization import PreferenceOptimization
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.stages import canned
+
+tokenizer: Any = canned.tokenizer
+
+# Prompt, chosen, rejected, margin.
+PAIRS = [
+    ("1+1", "2", "twenty-two", 0.0),
+    ("12+30", "42.", "4", 1.5),
+    ("4+4", "it is eight", "9", 0.25),
+    ("100+1", "101", "it is a hundred and two", 0.0),
+    ("7", "x", "y", 3.0),
+    ("2+2+2", "six", "seven of them", 0.5),
+]
+# Prompt, response, label.
+JUDGED = [
+    ("1+1", "2", True),
+    ("12+30", "4 or so", False),
+    ("4+4", "it is eight", True),
+    ("100+1", "102", False),
+    ("7", "x", False),
+    ("2+2+2", "seven of them", False),
+]
+# Loss, its options, and whether the data is pairs.
+CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "dpo": ("dpo", {"beta": 0.7, "label_smoothing": 0.1}, True),
+    "rpo by length": ("rpo", {"beta": 2.0, "nll_weight": 0.5, "length_normalized": True}, True),
+    "ipo": ("ipo", {"beta": 0.5}, True),
+    "orpo": ("orpo", {"odds_weight": 0.5}, True),
+    "simpo": ("simpo", {}, True),
+    "kto on pairs": ("kto", {"beta": 0.3, "desirable_weight": 1.3}, True),
+    "kto": ("kto", {"beta": 0.3, "undesirable_weight": 0.7}, False),
+}
+EVERYTHING = list(range(len(PAIRS)))
+
+
+def ids(text: str) -> list[int]:
+    encoded: list[int] = tokenizer.encode(text)
+    return encoded
+
+
+def response(text: str) -> list[int]:
+    return [*ids(text), tokenizer.eos_token_id]
+
+
+def batch_of(pairs: bool, rows: list[int]) -> PairBatch | UnpairedBatch:
+    if pairs:
+        chosen, rejected = ([response(PAIRS[row][place]) for row in rows] for place in (1, 2))
+        return PairBatch([ids(PAIRS[row][0]) for row in rows], chosen, rejected, [PAIRS[row][3] for row in rows], rows)
+    prompts, responses = [ids(JUDGED[row][0]) for row in rows], [response(JUDGED[row][1]) for row in rows]
+    return UnpairedBatch(prompts, responses, [JUDGED[row][2] for row in rows], rows)
+
+
+def strategy_of(rank: int, world_size: int, **options: Any) -> Any:
+    if world_size == 1:
+        return SingleDeviceRolloutStrategy(**options)
+    return canned.AllReduceStrategy(rank, world_size, **options)
+
+
+def stage_of(model: Any, stage_class: Any = PreferenceOptimization, **options: Any) -> Any:
+    """A stage on a model, with the settings of all these tests."""
+    sampling = SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE)
+    name = "eval_sampling" if stage_class is PreferenceOptimization else "sampling"
+    arguments = {
+        "tokenizer": tokenizer,
+        "scorer": canned.CannedScorer(),
+        "reference": canned.other_model(),
+        "optimizer": OptimizerConfig(gradient_clip=0.0),
+        name: sampling,
+        **options,
+    }
+    return stage_class(model, **arguments)
+
+
+def fit(stage: Any, batches: list[Any], rank: int, world_size: int) -> dict[str, float]:
+    strategy = strategy_of(rank, world_size, rollout=canned.CannedRollout())
+    trainer = canned.quiet_trainer(strategy, precision="64-true")
+    trainer.fit(stage, canned.loader(batches))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def gradients(
+    case: str, *, tokens_per_micro_batch: int = 10**6, rank: int = 0, world_size: int = 1
+) -> tuple[list[list[Tensor]], dict[str, float]]:
+    """The gradient of one step on given responses, and its metrics."""
+    loss, loss_options, pairs = CASES[case]
+    own = canned.OwnPolicy()
+    options = {"loss": loss, "loss_options": loss_options, "tokens_per_micro_batch": tokens_per_micro_batch}
+    # Rows are dealt to ranks in turn.
+    metrics = fit(stage_of(own, **options), [batch_of(pairs, EVERYTHING[rank::world_size])], rank, world_size)
+    return own.recorder.gradients, metrics
+
+
+def online_gradients(
+    prompts: list[str], *, rank: int = 0, world_size: int = 1, **options: Any
+) -> tuple[list[list[Tensor]], dict[str, float]]:
+    """The gradients of one step on samples, and its metrics."""
+    own = canned.OwnPolicy()
+    stage = stage_of(own, OnlinePreferenceOptimization, **options)
+    metrics = fit(stage, [canned.prompt_batch(prompts[rank::world_size])], rank, world_size)
+    # The clock counts steps that teach nothing, too.
+    return own.recorder.gradients, {**metrics, "step": stage.step}
+
+
+# Prompts and options: all prompts, also in two updates; one rank of two without a pair; no pair at all.
+ONLINE: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "all": (canned.PROMPTS, {"loss_options": {"beta": 0.7}}),
+    "two updates": (canned.PROMPTS, {"loss_options": {"beta": 0.7}, "updates_per_step": 2}),
+    "one rank": (["100+1", "4+4"], {"loss_options": {"beta": 0.7}}),
+    "kto": (canned.PROMPTS, {"loss": "kto", "loss_options": {"beta": 0.7}}),
+    "kto, one rank": (["100+1", "4+4", "1+1", "4+4"], {"loss": "kto"}),
+    "none": (["4+4", "4+4"], {}),
+}
+
+
+def main(rank: int, rendezvous: str, output: str) -> None:
+    torch.set_num_threads(1)
+    # In a process group transformers writes on rank 0 alone; each rank has a folder of its own.
+    canned.other_model()
+    torch.distributed.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=2)
+    # Uneven micro-batches: the ranks' own budgets would give different numbers of them.
+    options: dict[str, Any] = {"tokens_per_micro_batch": 45, "rank": rank, "world_size": 2}
+    results: dict[str, Any] = {case: gradients(case, **options) for case in CASES}
+    for case, (prompts, of_case) in ONLINE.items():
+        results[f"online {case}"] = online_gradients(prompts, **options, **of_case)
+    torch.save(results, output)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
