@@ -28,7 +28,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "rloo": [],
     "reinforce_plus_plus": [],
     # The settings of the response length: the longest answer and its end are three tokens.
-    "dapo": ["algorithm.shaping.overlong.factor=0.1"],
+    "dapo": ["algorithm.shaping.overlong.factor=0.1", "run.steps=100"],
     "online_dpo": ["stage=online_preference_optimization", "+loss.options.beta=0.1"],
 }
 

@@ -121,14 +121,17 @@ class CollectingStage(SamplingStage):
             check_same_tokens(self.tokenizer, str(self._teacher_path), "teacher")
             self.teacher = self.load_model(str(self._teacher_path))
         if self._critic_path is not None and self.critic is None:
-            self.critic = self._load_scalar_head(self._critic_path)
+            self.critic = self._load_scalar_head(self._critic_path, new_head=True)
         if self._reward_model is not None and self.reward_model is None:
             check_same_tokens(self.tokenizer, self._reward_model.path, "reward model")
-            self.reward_model = self._load_scalar_head(self._reward_model.path)
+            # A language model would be given a head that says 0 of everything.
+            self.reward_model = self._load_scalar_head(self._reward_model.path, new_head=False)
 
-    def _load_scalar_head(self, path: str) -> nn.Module:
+    def _load_scalar_head(self, path: str, *, new_head: bool) -> nn.Module:
         with self.sharded_init():
-            return load_scalar_head(path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing)
+            return load_scalar_head(
+                path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing, new_head=new_head
+            )
 
     @override
     def engine_modules(self) -> dict[str, nn.Module]:

@@ -1,0 +1,164 @@
+"""Every policy loss with every aggregation and rollout correction: splitting a batch does not change its gradient.
+
+The gradient with respect to the log-probs of a mini-batch is the same in 1, 2 and 4 micro-batches, on 1 and 2 ranks,
+and with more or less padding (which may hold anything), though each part is computed without a look at the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, local_counts
+from rl_plugins.algorithms.algorithm import Algorithm, EntropyConfig, KLConfig, LossModifiers
+from rl_plugins.algorithms.injection import required_inputs
+from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
+from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
+from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, RolloutCorrection
+
+SAMPLES, TOKENS = 8, 6
+# Those that are functions of the log-probs of sampled tokens.
+LOSSES = [name for name, function in POLICY_LOSSES.items() if "top_log_probs_BTK" not in required_inputs(function, {})]
+LOSS_OPTIONS: dict[str, dict[str, Any]] = {"dro": {"beta": 0.3}, "clip_cov": {"clip_low": 0.2}}
+# Shares that choose some of so few tokens.
+SELECTION_OPTIONS = {"clip_cov": {"share": 0.2, "low": 0.0, "high": 5.0}, "kl_cov": {"share": 0.2}}
+OWN_COLUMNS = ("log_probs_BT", "old_log_probs_BT", "rollout_log_probs_BT", "ref_log_probs_BT", "advantages_BT",
+               "response_mask_BT", "entropy_BT", "rollout_weights_BT", "loss_mask_BT", "selected_BT")  # fmt: skip
+
+
+def mini_batch(seed: int = 0) -> dict[str, Tensor]:
+    """Samples of different lengths, one empty, with observations in the middle."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(SAMPLES, TOKENS, generator=generator, dtype=torch.float64)
+
+    lengths = torch.tensor([6, 3, 0, 5, 1, 6, 4, 2])
+    mask_BT = (torch.arange(TOKENS) < lengths[:, None]).double()
+    mask_BT[0, 2] = mask_BT[5, 1:3] = 0
+    old_BT = -normal(1.0).abs() - 0.1
+    # Half of the samples pass even the narrowest rejection.
+    near_B1 = torch.tensor([1e-4, 1.0] * (SAMPLES // 2), dtype=torch.float64)[:, None]
+    return {
+        "log_probs_BT": old_BT + near_B1 * normal(0.3),
+        "old_log_probs_BT": old_BT,
+        "rollout_log_probs_BT": old_BT + near_B1 * normal(0.3),
+        "ref_log_probs_BT": old_BT + normal(0.3),
+        "advantages_BT": normal(1.0)[:, :1].expand(SAMPLES, TOKENS).clone(),
+        "entropy_BT": normal(1.0).abs(),
+        "response_mask_BT": mask_BT,
+        "scores_B": torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=torch.float64),
+    }
+
+
+def prepared(algorithm: Algorithm, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the stage computes once for the whole mini-batch."""
+    correction, batch = algorithm.rollout_correction, dict(batch)
+    if correction.bypass:
+        batch["old_log_probs_BT"] = batch["rollout_log_probs_BT"]
+    elif correction != RolloutCorrection():
+        kept_BT, weights_BT = correction.correct(
+            log_probs_BT=batch["old_log_probs_BT"],
+            rollout_log_probs_BT=batch["rollout_log_probs_BT"],
+            response_mask_BT=batch["response_mask_BT"],
+        )
+        batch["response_mask_BT"] = kept_BT
+        if weights_BT is not None:
+            batch["rollout_weights_BT"] = weights_BT
+    if algorithm.modifiers.top_entropy is not None:
+        batch["loss_mask_BT"] = top_entropy_mask(
+            entropy_BT=batch["entropy_BT"],
+            response_mask_BT=batch["response_mask_BT"],
+            share=algorithm.modifiers.top_entropy,
+        )
+    inputs = {**batch, "log_probs_BT": batch["old_log_probs_BT"], "ids_B": torch.arange(SAMPLES)}
+    selected_BT = algorithm.select(
+        inputs, seed=1, sum_over_ranks=lambda values: values, gather_over_ranks=lambda values: values
+    )
+    return batch if selected_BT is None else {**batch, "selected_BT": selected_BT}
+
+
+def gradient(algorithm: Algorithm, batch: dict[str, Tensor], ranks: Sequence[Sequence[Tensor]], padding: int) -> Tensor:
+    """d loss / d log-probs, [B, T], from the micro-batches (indices of samples) of each rank."""
+    counts, positive = (
+        GlobalCounts(*local_counts(mask_BT).tolist(), ranks=len(ranks))
+        for mask_BT in (
+            batch["response_mask_BT"],
+            batch["response_mask_BT"] * algorithm.is_positive(batch["scores_B"])[:, None],
+        )
+    )
+    total_BT = torch.zeros(SAMPLES, TOKENS, dtype=torch.float64)
+    for micro_batches in ranks:
+        for indices in micro_batches:
+            micro = {name: value[indices] for name, value in batch.items()}
+            for name in OWN_COLUMNS & micro.keys():
+                filler = 0 if name == "response_mask_BT" else torch.nan if micro[name].is_floating_point() else 1
+                extra = torch.full((len(indices), padding), filler, dtype=micro[name].dtype)
+                micro[name] = torch.cat([micro[name], extra], dim=1)
+            for name in ("rollout_weights_BT", "loss_mask_BT"):
+                if name in micro:
+                    # As the stage makes them: 0 where there is nothing.
+                    micro[name] = micro[name].nan_to_num()
+            leaf_BT = micro["log_probs_BT"].detach().requires_grad_()
+            loss, _ = algorithm.loss(
+                {**micro, "log_probs_BT": leaf_BT},
+                kl_coefficient=0.1,
+                entropy_coefficient=0.01,
+                counts=counts,
+                positive_counts=positive,
+            )
+            (grad_BT,) = torch.autograd.grad(loss, leaf_BT)
+            assert (grad_BT[:, TOKENS:] == 0).all()
+            # Engines average the gradients of ranks.
+            total_BT[indices] += grad_BT[:, :TOKENS] / len(ranks)
+    return total_BT
+
+
+def assert_split_does_not_matter(algorithm: Algorithm) -> None:
+    batch = prepared(algorithm, mini_batch())
+    everything = torch.arange(SAMPLES)
+    whole = gradient(algorithm, batch, [[everything]], padding=0)
+    assert whole.isfinite().all() and whole.abs().max() > 0
+    shuffled = everything[torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3))]
+    in_turn = [everything[0::2], everything[1::2]]
+    for ranks, padding in (
+        ([everything.chunk(2)], 0),
+        ([shuffled.chunk(4)], 3),
+        ([[part] for part in in_turn], 1),
+        ([in_turn[0].chunk(1), in_turn[1].chunk(4)], 2),
+    ):
+        torch.testing.assert_close(gradient(algorithm, batch, ranks, padding), whole, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("policy_loss", LOSSES)
+def test_losses_with_all_corrections(policy_loss: str, aggregation: str) -> None:
+    for correction in ROLLOUT_CORRECTIONS:
+        assert_split_does_not_matter(algorithm_of(policy_loss, aggregation, correction=correction))
+
+
+@pytest.mark.parametrize("policy_loss", LOSSES)
+def test_losses_with_all_that_can_be_combined_with_them(policy_loss: str) -> None:
+    modifiers = LossModifiers(off_policy_mask=0.1, top_entropy=0.5, positive_nll=0.2)
+    for options in (
+        {"modifiers": modifiers},
+        {"entropy": EntropyConfig(0.01)},
+        {"kl": KLConfig(0.1, estimator="k2")},
+        {"kl": KLConfig(0.1), "modifiers": modifiers, "correction": "bypass_token_tis"},
+    ):
+        assert_split_does_not_matter(algorithm_of(policy_loss, "seq-mean-token-mean", **options))
+
+
+def algorithm_of(policy_loss: str, aggregation: str, **options: Any) -> Algorithm:
+    return Algorithm(
+        policy_loss=policy_loss,
+        policy_loss_options=LOSS_OPTIONS.get(policy_loss, {}),
+        selection_options=SELECTION_OPTIONS.get(policy_loss, {}),
+        aggregation=aggregation,
+        scale_factor=9.0,
+        **options,
+    )

@@ -1,0 +1,261 @@
+"""What the stage computes because a function or an option asks for it, and how the update uses it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_plugins.algorithms.algorithm import Algorithm, EntropyConfig, KLConfig, LossModifiers
+from rl_plugins.algorithms.group_filter import GroupFilter
+from rl_plugins.algorithms.reward_shaping import OverlongPenalty, RewardShaping
+from rl_plugins.algorithms.rollout_correction import RolloutCorrection
+from rl_plugins.callbacks.reference_update import ReferenceUpdate
+from rl_plugins.data.experience import Experience
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.scalar_head import load_scalar_head
+from rl_plugins.models.tiny import build_model
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.collecting import RewardModelConfig
+from rl_plugins.stages.critic import CriticConfig, explained_variance
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.stages import canned
+
+
+class Keeping(PolicyOptimization):
+    """Keeps the experience of every step, and the metrics."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.collected: list[Experience] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def update(self, experience: Experience) -> dict[str, float]:
+        self.collected.append(experience)
+        return super().update(experience)
+
+    def track(self, metrics: Any) -> None:
+        self.metrics.append(dict(metrics))
+
+
+def train(
+    algorithm: Algorithm, steps: int = 1, prompts: list[str] | None = None, callbacks: Any = (), **options: Any
+) -> Keeping:
+    stage = Keeping(
+        build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2),
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3),
+        algorithm=algorithm,
+        **{"reference": canned.other_model(), "optimizer": OptimizerConfig(lr=0.01), **options},
+    )
+    strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+    trainer = canned.quiet_trainer(strategy, callbacks=list(callbacks))
+    trainer.fit(stage, canned.loader([canned.prompt_batch(prompts or canned.PROMPTS)] * steps))
+    return stage
+
+
+def filled(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value
+
+
+# Dynamic sampling -----------------------------------------------------------------------------------------------
+
+
+def test_groups_that_teach_nothing_are_replaced_from_the_next_prompts() -> None:
+    stage = train(Algorithm(group_filter=GroupFilter()))
+    (experience,) = stage.collected
+    # 4+4 is left out; the fourth group comes from the second draw.
+    asked = [message[0]["content"] for message in experience.columns["prompt"][::3]]
+    assert asked == ["1+1", "12+30", "100+1", "1+1"]
+    assert experience.groups.unique().numel() == 4
+    assert stage.metrics[0]["train/generation_batches"] == 2
+    # What is said of the samples is said of all of them.
+    assert stage.metrics[0]["train/uniform_groups"] == pytest.approx(3 / 11)
+
+
+def test_a_step_that_never_gets_its_groups_is_an_error_that_says_why() -> None:
+    with pytest.raises(ConfigError, match=r"3 batches of 2 prompts gave 0 groups .* the step needs 2"):
+        train(Algorithm(group_filter=GroupFilter(max_batches=3)), prompts=["4+4", "4+4"])
+
+
+def test_oversampling_trains_on_a_share_of_the_prompts() -> None:
+    stage = train(Algorithm(group_filter=GroupFilter(oversampling=2)))
+    assert len(stage.collected[0]) == 2 * 3 and "train/generation_batches" not in stage.metrics[0]
+
+
+def test_a_metric_that_the_reward_does_not_return_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"group_filter\.metric names 'luck', and the reward returns correct, format"):
+        train(Algorithm(group_filter=GroupFilter(metric="luck")))
+
+
+# Rewards --------------------------------------------------------------------------------------------------------
+
+
+def test_shaping_changes_what_is_learned_and_not_what_is_reported() -> None:
+    shaping = RewardShaping(overlong=OverlongPenalty(max_tokens=10, buffer_tokens=5, factor=2.0))
+    plain, shaped = train(Algorithm()), train(Algorithm(shaping=shaping))
+    lengths_B = shaped.collected[0].response_lengths
+    penalty_B = -2 * ((lengths_B - 5).clamp(0, 5) / 5)
+    torch.testing.assert_close(filled(shaped.collected[0].scores), filled(plain.collected[0].scores) + penalty_B)
+    assert shaped.metrics[0]["train/reward"] == plain.metrics[0]["train/reward"]
+
+
+def test_the_greedy_response_is_the_baseline_of_remax() -> None:
+    (experience,) = train(Algorithm(advantage="remax")).collected
+    firsts = [canned.score(canned.RESPONSES[prompt][0]) for prompt in canned.PROMPTS]
+    torch.testing.assert_close(filled(experience.baseline_scores)[::3], torch.tensor(firsts))
+
+
+def test_a_reward_model_is_added_to_the_rules(tmp_path: Path) -> None:
+    model: Any = load_scalar_head(canned.other_model(), dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(tmp_path)
+    canned.tokenizer.save_pretrained(tmp_path)
+
+    def scores(weight: float, rule_weight: float) -> Tensor:
+        config = RewardModelConfig(str(tmp_path), weight, rule_weight)
+        return filled(train(Algorithm(), reward_model=config).collected[0].scores)
+
+    rules, of_model = filled(train(Algorithm()).collected[0].scores), scores(1.0, 0.0)
+    # One number for each response, read at its last token, whatever stands around it.
+    prompt, response = canned.tokenizer.encode("12+30"), canned.tokenizer.encode("42.")
+    alone = model.eval()(torch.tensor([prompt + response])).logits[0, -1, 0]
+    torch.testing.assert_close(of_model[3], alone.detach())
+    assert of_model.unique().numel() == len(of_model)
+    torch.testing.assert_close(scores(3.0, 0.5), 3 * of_model + 0.5 * rules)
+
+
+def test_a_language_model_is_no_reward_model() -> None:
+    with pytest.raises(ConfigError, match="has no scalar head"):
+        train(Algorithm(), reward_model=RewardModelConfig(canned.other_model()))
+
+
+def test_components_are_those_that_the_algorithm_names() -> None:
+    algorithm = Algorithm(advantage="gdpo", reward_components=["format", "correct"])
+    (experience,) = train(algorithm).collected
+    components_BK = filled(experience.component_scores)
+    assert components_BK.shape == (12, 2) and set(components_BK[:, 0].tolist()) == {0.0, 1.0}
+    torch.testing.assert_close(components_BK[:, 1], filled(experience.scores))
+
+
+# The gap between sampler and trainer ----------------------------------------------------------------------------
+
+
+def test_decoupled_correction_weighs_and_rejects_before_advantages() -> None:
+    stage = train(Algorithm(correction="token_tis"))
+    (experience,) = stage.collected
+    weights_BT, mask_BT = filled(experience.rollout_weights), experience.response_mask.bool()
+    gap_BT = filled(experience.old_log_probs) - experience.rollout_log_probs
+    torch.testing.assert_close(weights_BT[mask_BT], gap_BT.exp().clamp(max=2.0)[mask_BT])
+    assert {"train/rollout/ess", "train/rollout/chi2_token", "train/rollout/k3"} <= stage.metrics[0].keys()
+    assert stage.metrics[0]["train/rollout/rejected"] == 0
+    # The canned sampler said -1 of every token, which is far from what the policy says: all is rejected.
+    rejecting = train(Algorithm(correction="geo_rs"))
+    assert rejecting.metrics[0]["train/rollout/rejected"] == 1 and not rejecting.collected[0].response_mask.any()
+
+
+def test_bypass_takes_the_samplers_log_probs_for_the_old_ones() -> None:
+    (experience,) = train(Algorithm(correction=RolloutCorrection(bypass=True))).collected
+    assert torch.equal(filled(experience.old_log_probs), experience.rollout_log_probs)
+
+
+# The critic -----------------------------------------------------------------------------------------------------
+
+
+def test_the_critic_has_an_optimizer_of_its_own_and_the_policy_waits_for_it() -> None:
+    critic = CriticConfig(canned.other_model(), OptimizerConfig(lr=0.5, warmup_steps=1), warmup_steps=2)
+    stage = train(Algorithm(advantage="gae"), steps=3, critic=critic, optimizer=OptimizerConfig(lr=0.1, warmup_steps=1))
+    assert [row["train/critic/lr"] for row in stage.metrics] == [0.25, 0.5, 0.5]
+    # The policy's schedule waits with the policy.
+    assert [row.get("train/lr") for row in stage.metrics] == [None, None, 0.05]
+    assert ["train/loss" in row for row in stage.metrics] == [False, False, True]
+    assert all(row["train/critic/gradient_norm"] > 0 for row in stage.metrics)
+    # A new critic says 0 of everything, so what is left unexplained is all of it.
+    assert not filled(stage.collected[0].values).any() and filled(stage.collected[1].values).any()
+    assert stage.metrics[0]["train/critic/explained_variance"] == pytest.approx(0, abs=1e-6)
+
+
+def test_explained_variance() -> None:
+    returns, mask = torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[1, 1, 0]])
+
+    def of(values: list[float]) -> float:
+        return explained_variance(torch.tensor([values]), returns, mask, lambda sums: sums)
+
+    assert of([1.0, 2.0, 0.0]) == pytest.approx(1)
+    assert of([7.0, 7.0, 0.0]) == pytest.approx(0)
+    assert of([2.0, 1.0, 0.0]) == pytest.approx(-3)
+    same = explained_variance(torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2), lambda sums: sums)
+    assert same != same
+
+
+def test_a_critic_without_a_model_to_start_from_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs values_BT: name the model that the critic starts from"):
+        train(Algorithm(advantage="gae"))
+
+
+# Entropy, modifiers, reference ----------------------------------------------------------------------------------
+
+
+def test_the_entropy_bonus_raises_entropy_and_its_weight_follows_the_target() -> None:
+    bonus = Algorithm(advantage_options={"scale": "none"}, entropy=EntropyConfig(0.5, target=100.0, rate=0.1))
+    with_bonus, without = train(bonus, steps=4), train(replace(bonus, entropy=EntropyConfig()), steps=4)
+    assert with_bonus.metrics[-1]["train/entropy"] > without.metrics[-1]["train/entropy"]
+    assert with_bonus.entropy_controller.coefficient == pytest.approx(0.9)
+    checkpoint: dict[str, Any] = {}
+    with_bonus.on_save_checkpoint(checkpoint)
+    resumed = Keeping(
+        build_model(), tokenizer=canned.tokenizer, scorer=canned.CannedScorer(), sampling=with_bonus.sampling,
+        algorithm=bonus,
+    )  # fmt: skip
+    resumed.on_load_checkpoint(checkpoint)
+    assert resumed.entropy_controller.coefficient == with_bonus.entropy_controller.coefficient
+
+
+def test_only_the_tokens_with_the_highest_entropy_learn() -> None:
+    algorithm = Algorithm(modifiers=LossModifiers(top_entropy=0.25))
+    stage = train(algorithm)
+    (experience,) = stage.collected
+    stage.choose_tokens(experience)
+    chosen_BT, mask_BT = filled(experience.loss_mask).bool(), experience.response_mask.bool()
+    entropy_BT = filled(experience.entropy)
+    assert 0.2 <= chosen_BT.sum() / mask_BT.sum() <= 0.35 and not (chosen_BT & ~mask_BT).any()
+    assert entropy_BT[chosen_BT].min() >= entropy_BT[mask_BT & ~chosen_BT].max()
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(0.0, 1.0), (0.75, 0.25)])
+def test_the_reference_follows_the_policy(keep: float, expected: float) -> None:
+    algorithm = Algorithm(kl=KLConfig(0.1))
+    still = train(algorithm, steps=2)
+    moving = train(algorithm, steps=2, callbacks=[ReferenceUpdate(every=2, keep=keep)])
+    for policy, start, moved in zip(
+        moving.policy.parameters(), still.reference.parameters(), moving.reference.parameters(), strict=True
+    ):
+        torch.testing.assert_close(moved, start + expected * (policy - start))
+
+
+def test_a_reference_that_nobody_asks_for_cannot_follow() -> None:
+    with pytest.raises(ConfigError, match="nothing asks for a reference"):
+        train(Algorithm(), callbacks=[ReferenceUpdate()])
+    for wrong, message in (({"every": 0}, "update_every=0"), ({"keep": 1.0}, r"keep=1\.0")):
+        with pytest.raises(ConfigError, match=message):
+            ReferenceUpdate(**wrong)  # type: ignore[arg-type]
+
+
+def test_models_with_other_tokens_are_refused(tmp_path: Path) -> None:
+    from rl_plugins.models.tiny import build_tokenizer
+
+    folder = tmp_path / "other"
+    build_model().save_pretrained(folder)
+    tokenizer: Any = build_tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"the reward model .* has another vocabulary than the policy's"):
+        train(Algorithm(), reward_model=RewardModelConfig(str(folder)))
