@@ -30,15 +30,38 @@ class Inspect(PolicyOptimization):
     def on_train_end(self) -> None:
         strategy = self.trainer.strategy
         assert isinstance(strategy, ZeroStrategy)
-        assert set(strategy._engines) == {"policy", "reference"}
-        assert set(strategy._trained_engines()) == {"policy"}
+        assert set(strategy._engines) == {"policy", "critic", "reference"}
+        assert set(strategy._trained_engines()) == {"policy", "critic"}
         assert not any(parameter.requires_grad for parameter in self.reference.parameters())
         self.weights = weights_of(strategy, "policy")
         reference = weights_of(strategy, "reference")
         assert reference.keys() == self.weights.keys()
         assert not torch.equal(reference["model.norm.weight"], self.weights["model.norm.weight"])
+        self.check_blended(strategy)
         self.check_shards(strategy)
         self.check_checkpoint(strategy)
+
+    def check_blended(self, strategy: ZeroStrategy) -> None:
+        """The reference moves towards the policy, is run as what it has become, and comes back with a checkpoint."""
+        before = weights_of(strategy, "reference")
+        tokens = torch.arange(6)[None]
+        strategy.engine("reference")(input_ids=tokens)  # Small parameters stay gathered after a pass.
+        strategy.blend_weights("policy", "reference", keep=0.25)
+        moved = weights_of(strategy, "reference")
+        for name, weight in moved.items():
+            torch.testing.assert_close(weight, 0.25 * before[name] + 0.75 * self.weights[name])
+        logits = strategy.engine("reference")(input_ids=tokens).logits
+        strategy.blend_weights("policy", "reference", keep=0.0)
+        assert torch.equal(weights_of(strategy, "reference")["model.norm.weight"], self.weights["model.norm.weight"])
+        copied = strategy.engine("reference")(input_ids=tokens).logits
+        torch.testing.assert_close(copied, strategy.engine("policy")(input_ids=tokens).logits)
+        assert not torch.equal(logits, copied)
+        self.trainer.save_checkpoint(self.folder / "moved")
+        weights = [getattr(parameter, "ds_tensor", parameter).data for parameter in self.reference.parameters()]
+        for tensor in weights:
+            tensor.zero_()
+        strategy.load_checkpoint(self.folder / "moved")
+        torch.testing.assert_close(strategy.engine("reference")(input_ids=tokens).logits, copied)
 
     def check_shards(self, strategy: ZeroStrategy) -> None:
         metadata = {meta.name: meta for meta in strategy.weight_source().metadata()}
@@ -99,7 +122,7 @@ def train(stage: int, folder: Path) -> None:
         tokenizer=canned.tokenizer,
         scorer=canned.CannedScorer(),
         sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
-        algorithm=Algorithm(kl=KLConfig(0.1)),
+        algorithm=Algorithm(advantage="gae", kl=KLConfig(0.1)),
         optimizer=OptimizerConfig(lr=0.01, gradient_clip=0.5),
         tokens_per_micro_batch=50,
     )
