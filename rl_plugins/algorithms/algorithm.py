@@ -119,7 +119,9 @@ _COMPUTED_FOR_ADVANTAGES = frozenset({
 _GIVEN_TO_LOSSES = frozenset({
     "log_probs_BT", "old_log_probs_BT", "rollout_log_probs_BT", "advantages_BT", "response_mask_BT", "entropy_BT",
 })  # fmt: skip
-_COMPUTED_FOR_LOSSES = frozenset({"ref_log_probs_BT", "teacher_log_probs_BT", "selected_BT"})
+_COMPUTED_FOR_LOSSES = frozenset({
+    "ref_log_probs_BT", "teacher_log_probs_BT", "teacher_top_log_probs_BTK", "top_log_probs_BTK", "selected_BT",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ class Algorithm:
         group_filter: dynamic sampling; None trains on every group.
         resampling: draw the samples to train on by their rewards; None takes each once.
         reward_components: the numbers returned beside the score that make `component_rewards_BK`.
+        teacher_top_k: how many tokens of the teacher's make `teacher_top_log_probs_BTK`, for losses that take it.
         value_clip: how far a value may move in one update before the critic's loss ignores it; None for no clipping.
     """
 
@@ -161,6 +164,7 @@ class Algorithm:
     group_filter: GroupFilter | None = None
     resampling: Resampling | None = None
     reward_components: Sequence[str] = ()
+    teacher_top_k: int = 32
     value_clip: float | None = 0.5
 
     def __post_init__(self) -> None:
@@ -182,6 +186,8 @@ class Algorithm:
         for option in ("advantage", "policy_loss"):
             if not isinstance(getattr(self, option), str) and not callable(getattr(self, option)):
                 raise ConfigError(f"algorithm.{option}={getattr(self, option)!r}: must be a name or a function")
+        if self.teacher_top_k < 1:
+            raise ConfigError(f"algorithm.teacher_top_k={self.teacher_top_k}: must be at least 1")
         if self.aggregation == "seq-mean-token-sum-norm" and self.scale_factor is None:
             raise ConfigError("algorithm.aggregation=seq-mean-token-sum-norm needs algorithm.scale_factor")
         _check_inputs("advantage", self._advantage_inputs, _ALWAYS_THERE | _COMPUTED_FOR_ADVANTAGES)

@@ -24,8 +24,9 @@ from rl_plugins.data.merging import merge
 from rl_plugins.data.padding import fit_width, pad_ragged
 
 COMPUTED_FIELDS = (
-    "token_level_rewards", "old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy", "sum_pi_squared", "values",
-    "process_rewards", "rollout_weights", "advantages", "returns", "loss_mask", "selected",
+    "token_level_rewards", "old_log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_ids",
+    "teacher_top_log_probs", "entropy", "sum_pi_squared", "values", "process_rewards",
+    "rollout_weights", "advantages", "returns", "loss_mask", "selected",
 )  # fmt: skip
 TOKEN_FIELDS = ("responses", "response_mask", "rollout_log_probs", *COMPUTED_FIELDS)
 SAMPLE_FIELDS = (
@@ -60,6 +61,8 @@ class Experience(TensorClass, shadow=True):
         old_log_probs: float32 [B, T], log-probs under the policy at the start of the update.
         ref_log_probs: float32 [B, T], log-probs under the reference model.
         teacher_log_probs: float32 [B, T], log-probs under a teacher.
+        teacher_top_ids: int64 [B, T, K], the tokens that the teacher finds most likely, the likeliest first.
+        teacher_top_log_probs: float32 [B, T, K], their log-probs under the teacher.
         entropy: float32 [B, T], entropy in nats of the policy's distribution at the start of the update.
         sum_pi_squared: float32 [B, T], sum of the squared probabilities of that distribution.
         values: float32 [B, T], the critic's value before each token.
@@ -89,6 +92,8 @@ class Experience(TensorClass, shadow=True):
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     teacher_log_probs: Tensor | None = None
+    teacher_top_ids: Tensor | None = None
+    teacher_top_log_probs: Tensor | None = None
     entropy: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     values: Tensor | None = None  # type: ignore[assignment]

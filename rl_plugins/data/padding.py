@@ -35,8 +35,9 @@ def pad_ragged(
 
 
 def fit_width(tensor: Tensor, width: int, side: Side) -> Tensor:
-    """Return `tensor` [B, W] with `width` columns, zeros added or columns dropped on the padded side."""
+    """Return `tensor` [B, W, ...] with `width` columns, zeros added or columns dropped on the padded side."""
     change = width - tensor.shape[1]
     if change == 0:
         return tensor
-    return torch.nn.functional.pad(tensor, (change, 0) if side == "left" else (0, change))
+    other_axes = (0, 0) * (tensor.ndim - 2)
+    return torch.nn.functional.pad(tensor, (*other_axes, change, 0) if side == "left" else (*other_axes, 0, change))

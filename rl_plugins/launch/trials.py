@@ -157,6 +157,8 @@ def check_algorithm(node: Any) -> None:
     inputs = {f"{name}_BT": zeros_BT for name in per_token} | {
         "scores_B": torch.tensor([0.0, 1.0, 0.0, 1.0]),
         "baseline_rewards_B": torch.zeros(4),
+        "teacher_top_log_probs_BTK": torch.full((4, 2, 2), -1.0),
+        "top_log_probs_BTK": torch.full((4, 2, 2), -1.0),
         "component_rewards_BK": torch.rand(4, len(algorithm.reward_components)),
         "response_mask_BT": ones_BT,
         "response_lengths_B": torch.full((4,), 2),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,8 @@ class CollectingStage(SamplingStage):
         **sampling_stage: arguments of `SamplingStage`.
     """
 
+    gives_process_rewards: ClassVar[bool] = False
+
     def __init__(
         self,
         policy: str | nn.Module,
@@ -93,6 +95,8 @@ class CollectingStage(SamplingStage):
         self.critic: Any = None
         self.reward_model: Any = None
         needs = self.algorithm.needs
+        if "process_rewards_BT" in needs and not self.gives_process_rewards:
+            raise ConfigError("the algorithm needs process_rewards_BT, which the stage PRIME computes: use stage=prime")
         own_path = policy if isinstance(policy, str) else None
         self._reference_path, self._teacher_path, self._reward_model = reference or own_path, teacher, reward_model
         self.critic_config = (critic or CriticConfig()) if "values_BT" in needs else None
@@ -104,6 +108,7 @@ class CollectingStage(SamplingStage):
         for wanted, path, what in (
             ("ref_log_probs_BT", self._reference_path, "reference model with reference=..."),
             ("teacher_log_probs_BT", self._teacher_path, "teacher with teacher=..."),
+            ("teacher_top_log_probs_BTK", self._teacher_path, "teacher with teacher=..."),
             ("values_BT", self._critic_path, "model that the critic starts from with critic=CriticConfig(path=...)"),
         ):
             if wanted in needs and path is None:
@@ -117,7 +122,7 @@ class CollectingStage(SamplingStage):
         needs = self.algorithm.needs
         if "ref_log_probs_BT" in needs and self.reference is None:
             self.reference = self.load_model(str(self._reference_path))
-        if "teacher_log_probs_BT" in needs and self.teacher is None:
+        if needs & {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"} and self.teacher is None:
             check_same_tokens(self.tokenizer, str(self._teacher_path), "teacher")
             self.teacher = self.load_model(str(self._teacher_path))
         if self._critic_path is not None and self.critic is None:
@@ -205,7 +210,7 @@ class CollectingStage(SamplingStage):
 
     def _reward_model_scores(self, experience: Experience) -> Tensor:
         scores_BT = self._per_token(
-            experience, lambda micro: {"scores": response_scores(self._strategy.engine(REWARD_MODEL), **_inputs(micro))}
+            experience, lambda micro: {"scores": response_scores(self._strategy.engine(REWARD_MODEL), **forward_inputs(micro))}
         )["scores"]
         return last_token_scores(scores_BT, experience.response_lengths)
 
@@ -283,6 +288,9 @@ class CollectingStage(SamplingStage):
                 with self._phase(column):
                     log_probs = self._per_token(experience, partial(self._log_probs, name))
                 setattr(experience, column, log_probs["log_probs"])
+                if "top_ids" in log_probs:
+                    experience.teacher_top_ids = log_probs["top_ids"]
+                    experience.teacher_top_log_probs = log_probs["top_log_probs"]
 
     def compute_values(self, experience: Experience) -> None:
         """Fill `values` where there is a critic."""
@@ -327,34 +335,44 @@ class CollectingStage(SamplingStage):
 
     @torch.no_grad()
     def _per_token(self, experience: Experience, run: Callable[[Experience], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """What `run` gives for each micro-batch, [B, T] for the whole experience, without gradient."""
+        """What `run` gives for each micro-batch, [B, T, ...] for the whole experience, without gradient."""
         dtype = torch.promote_types(self.model_dtype, torch.float32)
         columns: dict[str, Tensor] = {}
         for indices in self._micro_batches(experience):
             for name, values in run(experience[indices].trimmed().to(self.device)).items():
-                column = columns.setdefault(name, torch.zeros_like(experience.rollout_log_probs, dtype=dtype))
+                kind = dtype if values.is_floating_point() else values.dtype
+                shape = (*experience.rollout_log_probs.shape, *values.shape[2:])
+                column = columns.setdefault(name, torch.zeros(shape, dtype=kind))
                 column[indices, : values.shape[1]] = values.to(column)
         return columns
 
     def _run(
         self, name: str, batch: Experience, *, squares: bool = False, entropy_gradient: bool = False
     ) -> ResponseLogProbs:
+        wants_tops = name == TEACHER and "teacher_top_log_probs_BTK" in self.algorithm.needs
         return response_log_probs(
             self._strategy.engine(name),
-            **_inputs(batch),
+            **forward_inputs(batch),
             temperature=self.sampling.temperature or 1.0,
             sum_pi_squared=squares,
             entropy_gradient=entropy_gradient,
+            top_k=self.algorithm.teacher_top_k if wants_tops else 0,
+            # The teacher's most likely tokens, where the policy learns from them.
+            tokens_BTK=batch.teacher_top_ids if name == POLICY else None,
         )
 
     def _log_probs(self, name: str, batch: Experience, *, squares: bool = False) -> dict[str, Tensor]:
         result = self._run(name, batch, squares=squares)
         columns = {"log_probs": result.log_probs_BT, "entropy": result.entropy_BT}
-        squares_BT = result.sum_pi_squared_BT
-        return columns if squares_BT is None else {**columns, "sum_pi_squared": squares_BT}
+        others = {
+            "sum_pi_squared": result.sum_pi_squared_BT,
+            "top_ids": result.top_ids_BTK,
+            "top_log_probs": result.top_log_probs_BTK,
+        }
+        return {**columns, **{column: values for column, values in others.items() if values is not None}}
 
     def _values(self, batch: Experience) -> Tensor:
-        return response_values(self._strategy.engine(CRITIC), **_inputs(batch))
+        return response_values(self._strategy.engine(CRITIC), **forward_inputs(batch))
 
     # What collecting and updating share -------------------------------------------------------------------------
 
@@ -382,7 +400,7 @@ def filled(field: Tensor | None) -> Tensor:
     return field
 
 
-def _inputs(batch: Experience) -> dict[str, Any]:
+def forward_inputs(batch: Experience) -> dict[str, Any]:
     """The arguments of a forward pass."""
     return {
         "input_ids_BS": batch.input_ids,
@@ -406,6 +424,7 @@ def named_tensors(batch: Experience) -> dict[str, Tensor | None]:
         "old_log_probs_BT": batch.old_log_probs,
         "ref_log_probs_BT": batch.ref_log_probs,
         "teacher_log_probs_BT": batch.teacher_log_probs,
+        "teacher_top_log_probs_BTK": batch.teacher_top_log_probs,
         "entropy_BT": batch.entropy,
         "sum_pi_squared_BT": batch.sum_pi_squared,
         "values_BT": batch.values,

@@ -108,6 +108,7 @@ class PolicyOptimization(CollectingStage):
                 "log_probs_BT": current.log_probs_BT,
                 "old_log_probs_BT": old_BT,
                 "entropy_BT": current.entropy_BT,
+                "top_log_probs_BTK": current.log_probs_BTK,
             }
             loss, values = self.algorithm.loss(
                 tensors,

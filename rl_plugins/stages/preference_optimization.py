@@ -177,6 +177,8 @@ class PreferenceOptimization(SamplingStage):
             losses_N, values = call_with(self.loss, examples.loss_inputs(log_probs_R, indices), self.loss_options)
             counted_N = examples.counted_N[indices].to(losses_N.device)
             metrics.add({"loss": losses_N}, counted_N)
+            if examples.reference_point is not None:
+                metrics.add({"reference_point": examples.reference_point.to(losses_N).expand_as(losses_N)}, counted_N)
             if not self.takes_pairs and "reward" in values:
                 # Those of good and bad responses are told apart, as those of pairs are.
                 reward_N, desirable_N = values.pop("reward"), examples.desirable_N[indices].to(losses_N.device)

@@ -32,6 +32,8 @@ CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "remax": ("remax", {}, ("baseline_rewards_B",)),
     "gae": ("gae", {"gamma": 0.99, "lam": 0.95}, ("values_BT",)),
     "prime": ("prime", {}, ("process_rewards_BT",)),
+    "reverse_kl": ("reverse_kl", {"bound": 0.5}, ("old_log_probs_BT", "teacher_log_probs_BT")),
+    "reverse_kl, reward": ("reverse_kl", {"reward_weight": 0.3}, ("old_log_probs_BT", "teacher_log_probs_BT")),
     "optimal_token_baseline": ("optimal_token_baseline", {}, ("old_log_probs_BT", "sum_pi_squared_BT")),
     "optimal_token_baseline, tail": (
         "optimal_token_baseline",
@@ -74,6 +76,7 @@ def make_inputs(case: str, seed: int) -> Inputs:
         "values_BT": batch.ref,
         "process_rewards_BT": batch.ref,
         "old_log_probs_BT": batch.log_probs,
+        "teacher_log_probs_BT": batch.old,
         "sum_pi_squared_BT": probs.square() + (1 - probs).square() * batch.advantages.sigmoid(),
         "rollout_weights_BT": (0.3 * batch.advantages).exp(),
     }

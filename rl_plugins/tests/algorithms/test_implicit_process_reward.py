@@ -56,7 +56,7 @@ def outcomes(seed: int, *, soft: bool = False) -> Inputs:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("options", [{}, {"outcome_coefficient": 0.5, "process_coefficient": 2.0}])
-def test_advantages(options: dict[str, float], seed: int) -> None:
+def test_advantages(options: dict[str, Any], seed: int) -> None:
     inputs: dict[str, Any] = {
         **pick(make_inputs(seed), "token_level_rewards_BT", "response_mask_BT", "groups_B", "valid_B"),
         "process_rewards_BT": np.random.default_rng(seed).normal(size=make_inputs(seed)["values_BT"].shape),
@@ -131,7 +131,7 @@ def test_process_rewards(options: dict[str, Any], with_outcomes: bool, seed: int
 def test_with_an_outcome_the_sum_of_all_is_the_outcome() -> None:
     mask, zeros = torch.ones(1, 4), torch.zeros(1, 4)
     log_probs = torch.tensor([[1.0, -2.0, 0.5, 7.0]])
-    given = {"log_probs_BT": log_probs, "reference_log_probs_BT": zeros, "response_mask_BT": mask}
+    given: dict[str, Any] = {"log_probs_BT": log_probs, "reference_log_probs_BT": zeros, "response_mask_BT": mask}
     whole = process_rewards(**given, outcomes_B=torch.ones(1), granularity="whole", beta=0.1)
     torch.testing.assert_close(whole, torch.tensor([[0.0, 0.0, 0.0, 1.0]]))
     # Spread entirely, each token but the last has what is left of the outcome after the tokens before it.
@@ -193,7 +193,7 @@ def test_normalized_on_two_ranks_one_of_which_has_nothing_is_normalized_on_one()
 def test_cross_entropy_and_its_gradient(soft: bool, seed: int) -> None:
     inputs, outcomes_B = two_models(seed, garbage=True), outcomes(seed, soft=soft)["outcomes_B"]
     mask_BT = inputs["response_mask_BT"]
-    expected_B = reference.process_returns(**inputs, beta=0.3)  # type: ignore[arg-type]
+    expected_B = reference.process_returns(**inputs, beta=0.3)
     given = tensors(inputs)
     log_probs_BT = given["log_probs_BT"].requires_grad_()
     returns_B = process_returns(**given, beta=0.3)
@@ -214,7 +214,7 @@ def test_preference_and_its_gradient(best_of_n: str | None, soft: bool, seed: in
     given = outcomes(seed, soft=soft)
     valid_B = given["valid_B"]
     returns_B = np.random.default_rng(seed).normal(size=len(valid_B))
-    expected_B = reference.outcome_preference(returns_B=returns_B, best_of_n=best_of_n, **given)  # type: ignore[arg-type]
+    expected_B = reference.outcome_preference(returns_B=returns_B, best_of_n=best_of_n, **given)
     # What an invalid sample holds is nobody's business.
     dirty = {**given, "outcomes_B": np.where(valid_B, given["outcomes_B"], np.nan)}
     mine_B = torch.from_numpy(np.where(valid_B, returns_B, np.nan)).requires_grad_()

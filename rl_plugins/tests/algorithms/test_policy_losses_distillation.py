@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
@@ -24,7 +23,7 @@ OPTIONS: list[dict[str, Any]] = [
 forward_kl_top_k = POLICY_LOSSES["forward_kl_top_k"]
 
 
-def tops(seed: int) -> dict[str, NDArray[np.float64]]:
+def tops(seed: int) -> dict[str, Any]:
     """Log-probs of K of 9 tokens: the teacher's largest; NaN where masked."""
     rng = np.random.default_rng(seed)
     mask_BT = make_inputs(seed)["loss_mask_BT"]
@@ -42,7 +41,7 @@ def tops(seed: int) -> dict[str, NDArray[np.float64]]:
     }
 
 
-def loss_of(given: dict[str, NDArray[np.float64]], top_BTK: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_of(given: dict[str, Any], top_BTK: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
     others = pick(make_inputs(0), "log_probs_BT", "old_log_probs_BT", "advantages_BT")
     inputs = {name: torch.from_numpy(array) for name, array in {**others, **given}.items()}
     return forward_kl_top_k(**{**inputs, "top_log_probs_BTK": top_BTK}, **options)

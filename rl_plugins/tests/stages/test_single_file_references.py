@@ -96,12 +96,13 @@ def run_stage(name: str, policy: Any, overrides: list[str], critic: str | None =
         passes_per_step=PASSES,
         max_steps=STEPS,
     )
-    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()), precision="64-true")
+    strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+    trainer = canned.quiet_trainer(strategy, precision="64-true")
     trainer.fit(stage, canned.loader([canned.prompt_batch(canned.PROMPTS)] * STEPS))
     run.critic = stage.critic
     for engine in ("policy", "critic") if critic else ("policy",):
-        norm = stage.trainer.strategy.gradient_norm(engine)
-        assert norm > GRADIENT_CLIP, "the gradient clip must be reached"
+        norm = strategy.gradient_norm(engine)
+        assert norm is not None and norm > GRADIENT_CLIP, "the gradient clip must be reached"
     return run
 
 

@@ -180,6 +180,34 @@ def remax(
     return advantages_BT, returns_BT
 
 
+def reverse_kl(
+    *,
+    token_level_rewards_BT: Floats,
+    response_mask_BT: Mask,
+    groups_B: Ints,
+    valid_B: Bools,
+    old_log_probs_BT: Floats,
+    teacher_log_probs_BT: Floats,
+    coefficient: float = 1.0,
+    bound: float | None = 10.0,
+    reward_weight: float = 0.0,
+) -> Pair:
+    mask_BT = only_valid(response_mask_BT, valid_B)
+    of_task_BT, _ = grpo(
+        token_level_rewards_BT=token_level_rewards_BT,
+        response_mask_BT=response_mask_BT,
+        groups_B=groups_B,
+        valid_B=valid_B,
+    )
+    advantages_BT = np.zeros(mask_BT.shape)
+    for i, t in positions(mask_BT):
+        nats = old_log_probs_BT[i, t] - teacher_log_probs_BT[i, t]
+        if bound is not None:
+            nats = min(max(nats, -bound), bound)
+        advantages_BT[i, t] = reward_weight * of_task_BT[i, t] - coefficient * nats
+    return advantages_BT, advantages_BT
+
+
 def gae(
     *,
     token_level_rewards_BT: Floats,

@@ -69,8 +69,9 @@ def process_rewards(
     granularity: str = "token",
 ) -> Floats:
     rewards_BT = np.zeros(response_mask_BT.shape)
-    for i in range(len(rewards_BT)):
-        sampled = [t for t in range(rewards_BT.shape[1]) if response_mask_BT[i, t]]
+    samples, width = response_mask_BT.shape
+    for i in range(samples):
+        sampled = [t for t in range(width) if response_mask_BT[i, t]]
         if not sampled:
             continue
         scaled = [beta * (log_probs_BT[i, t] - reference_log_probs_BT[i, t]) for t in sampled]
