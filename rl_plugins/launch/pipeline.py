@@ -130,8 +130,8 @@ def stage_configs(composed: Any) -> dict[str, RecipeConfig]:
         own = {"run": {**run, "name": name}, "tracking": tracking}
 
         def compose(stage: Any = stage, own: Mapping[str, Any] = own) -> RecipeConfig:
-            recipe = compose_config(stage.recipe, list(stage.choices))
-            OmegaConf.set_struct(recipe, False)
+            # As plain values: the schema speaks when all is put together.
+            recipe = OmegaConf.create(OmegaConf.to_container(compose_config(stage.recipe, list(stage.choices))))
             return parse_config(OmegaConf.merge(recipe, pipeline.common, stage.options, own))
 
         configs[name] = _with_name(name, compose)

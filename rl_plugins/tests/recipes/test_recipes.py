@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from rl_plugins.errors import ConfigError
 from rl_plugins.launch.batch import check_batch
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.config import parse_config
 from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
+from rl_plugins.launch.pipeline import register_schema, stage_configs
 from rl_plugins.launch.trials import check_algorithm
-from rl_plugins.launch.values import check_values
+from rl_plugins.launch.values import check_values, generates
 from rl_plugins.rewards.routing import Router
 
-RECIPES = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
+PIPELINES = ["sft_rm_ppo"]
+RECIPES = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml") if path.stem not in PIPELINES)
 FILES = sorted(CONFIG_FOLDER.rglob("*.yaml"), key=str)
 LONGEST = 60
 
 
 def test_the_recipes_are_there():
     assert {"grpo", "sft", "quickstart_grpo", "quickstart_sft", "gsm8k_grpo"} <= set(RECIPES)
+    modules = {path.stem for path in CONFIG_FOLDER.parent.glob("*.py")} - {"__init__", "quickstart"}
+    assert modules <= {*RECIPES, *PIPELINES}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -28,9 +34,43 @@ def test_a_recipe_can_run(name):
     config = parse_config(compose_config(name, ["model.path=some/model"]))
     check_values(config)
     check_batch(config)
-    if config.stage == "policy_optimization":
+    if config.stage in ("policy_optimization", "prime"):
         check_algorithm(config.algorithm)
-    assert Router(config.reward.functions).scorers
+    if generates(config):
+        assert Router(config.reward.functions).scorers
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_can_run(name):
+    register_schema()
+    files = [f"data.{split}=[{split}.parquet]" for split in ("sft", "pairs", "prompts")]
+    configs = stage_configs(compose_config(name, ["model=some/model", "++common.sampling.max_tokens=9", *files]))
+    assert list(configs) == ["sft", "reward_model", "ppo"]
+    for stage, config in configs.items():
+        check_values(config)
+        check_batch(config)
+        assert (config.run.name, config.sampling.max_tokens) == (stage, 9)
+    # Each starts from what those before it make.
+    folder = Path(configs["sft"].run.output_dir)
+    assert configs["sft"].model.path == "some/model" and folder.name == "sft_rm_ppo"
+    assert Path(configs["ppo"].model.path).absolute() == folder / "sft" / "policy"
+    assert configs["ppo"].critic.path == configs["ppo"].reward_model.path
+    assert Path(str(configs["ppo"].critic.path)).absolute() == folder / "reward_model" / "reward_model"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("++stages.ppo.options.optimizer.rate=1", r"stage ppo: .*rate"),
+        ("++stages.ppo.recipe=pppo", "stage ppo: .*pppo"),
+        ("++stages.sft.options.run.steps=many", "stage sft: .*steps"),
+    ],
+)
+def test_a_pipeline_names_the_stage_at_fault(override, message):
+    register_schema()
+    files = [f"data.{split}=[{split}.parquet]" for split in ("sft", "pairs", "prompts")]
+    with pytest.raises(ConfigError, match=message):
+        stage_configs(compose_config("sft_rm_ppo", ["model=some/model", *files, override]))
 
 
 def choices(group: str) -> list[str]:

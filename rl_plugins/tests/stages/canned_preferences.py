@@ -81,7 +81,7 @@ def strategy_of(rank: int, world_size: int, **options: Any) -> Any:
 def stage_of(model: Any, stage_class: Any = PreferenceOptimization, **options: Any) -> Any:
     """A stage on a model, with the settings of all these tests."""
     sampling = SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE)
-    name = "eval_sampling" if stage_class is PreferenceOptimization else "sampling"
+    name = "sampling" if issubclass(stage_class, OnlinePreferenceOptimization) else "eval_sampling"
     arguments = {
         "tokenizer": tokenizer,
         "scorer": canned.CannedScorer(),

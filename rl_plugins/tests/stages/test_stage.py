@@ -194,7 +194,7 @@ def test_a_lightning_module_without_a_model_is_refused() -> None:
 
 
 def test_a_kl_without_a_reference_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.kl\.coefficient is not 0: name the reference model"):
+    with pytest.raises(ConfigError, match="the algorithm needs ref_log_probs_BT: name the reference model"):
         policy_optimization(build_model(), algorithm=Algorithm(kl=KLConfig(0.1)))
 
 
