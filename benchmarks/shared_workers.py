@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rl_plugins.launch.config import RecipeConfig, parse_config
 from rl_plugins.launch.preflight import preflight
+from rl_plugins.launch.values import generates
 from rl_plugins.run_folder import RunFolder
 
 
@@ -60,8 +62,12 @@ def _train_all(arguments: dict[str, Any]) -> None:
         config = parse_config(values)
         folder = RunFolder(Path(config.run.output_dir) / config.run.name)
         folder.path.mkdir(parents=True, exist_ok=True)
-        strategy = RayZeroStrategy(stage=config.strategy.zero_stage, rollout=arguments["rollout"], timeout_s=300)
-        with RewardPool(config.reward.functions, num_workers=1, deadline_s=config.reward.deadline_s) as scorer:
+        samples = generates(config)
+        rollout = arguments["rollout"] if samples else None
+        strategy = RayZeroStrategy(stage=config.strategy.zero_stage, rollout=rollout, timeout_s=300)
+        functions, deadline_s = config.reward.functions, config.reward.deadline_s
+        pool = RewardPool(functions, num_workers=1, deadline_s=deadline_s) if samples else nullcontext()
+        with pool as scorer:
             fit(
                 config, folder, strategy, scorer, None,
                 in_ray=False, redraw_s=60, accelerator="cpu", devices="auto", plugins=[RayLightningEnvironment()],

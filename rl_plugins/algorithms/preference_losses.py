@@ -37,6 +37,9 @@ def dpo(
 
     `z` is the log-ratio of policy to reference of the chosen response minus that of the rejected one.
 
+    When: pairs of a better and a worse response exist; the usual first choice. Where many pairs are the wrong way
+    round, `label_smoothing` makes it conservative DPO (cDPO).
+
     Args:
         chosen_log_probs_N: of the better response under the policy, with gradient.
         rejected_log_probs_N: of the worse one.
@@ -86,6 +89,8 @@ def ipo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The difference of the log-ratios shall be a constant, not ever larger: `(z - 1 / (2 beta))^2`.
 
+    When: DPO overfits, as it does where pairs are few or every preference is the same each time it is asked.
+
     Args:
         chosen_log_probs_N: of the better response under the policy, with gradient.
         rejected_log_probs_N: of the worse one.
@@ -125,6 +130,8 @@ def rpo(
     length_normalized: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """DPO that also learns to say the better response: `dpo - nll_weight * log pi(chosen) / its length`.
+
+    When: under DPO the better responses become less likely, too, as in reasoning.
 
     Args:
         chosen_log_probs_N: of the better response under the policy, with gradient.
@@ -176,6 +183,8 @@ def orpo(
     `o = log odds(chosen) - log odds(rejected)`, with `odds = p / (1 - p)` and `p` the geometric mean of the
     probabilities of the tokens. No reference model.
 
+    When: the model is not fine-tuned yet, or there is no memory for a reference model.
+
     Args:
         chosen_log_probs_N: of the better response under the policy, with gradient.
         rejected_log_probs_N: of the worse one.
@@ -217,6 +226,8 @@ def simpo(
 
     `l` is the log-prob of a response divided by its length. No reference model.
 
+    When: responses grow longer under DPO, or there is no memory for a reference model; both options need tuning.
+
     Args:
         chosen_log_probs_N: of the better response under the policy, with gradient.
         rejected_log_probs_N: of the worse one.
@@ -256,6 +267,8 @@ def kto(
 
     With the log-ratio `r` of policy to reference and the reference point `z0`: `w_d (1 - sigmoid(beta (r - z0)))` of
     a desirable response, `w_u (1 - sigmoid(beta (z0 - r)))` of an undesirable one.
+
+    When: responses are judged one by one, as good or bad, and not in pairs.
 
     Args:
         log_probs_N: of each response under the policy, with gradient.

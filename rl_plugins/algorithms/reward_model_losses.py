@@ -28,6 +28,8 @@ def bradley_terry(
 
     Only differences of scores are learnt; `centering (r_chosen + r_rejected)^2` is added to hold their mean at 0.
 
+    When: pairs of a better and a worse response exist, and no rule can score a response.
+
     Args:
         chosen_scores_B: score of the better response of each pair, with gradient.
         rejected_scores_B: score of the other.
@@ -62,6 +64,8 @@ def process_reward_loss(
     *, scores_BT: Tensor, labels_BT: Tensor, label_mask_BT: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Each step is right or wrong: binary cross entropy of `sigmoid(score)` at the token that ends it.
+
+    When: the steps of responses have labels, and it matters where a response goes wrong.
 
     Args:
         scores_BT: score at each response token, with gradient.

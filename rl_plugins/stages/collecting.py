@@ -209,10 +209,12 @@ class CollectingStage(SamplingStage):
             experience.set_column("filtered_by", _detail(scores, metric, "algorithm.group_filter.metric"))
 
     def _reward_model_scores(self, experience: Experience) -> Tensor:
-        scores_BT = self._per_token(
-            experience, lambda micro: {"scores": response_scores(self._strategy.engine(REWARD_MODEL), **forward_inputs(micro))}
-        )["scores"]
-        return last_token_scores(scores_BT, experience.response_lengths)
+        engine = self._strategy.engine(REWARD_MODEL)
+
+        def scores(micro: Experience) -> dict[str, Tensor]:
+            return {"scores": response_scores(engine, **forward_inputs(micro))}
+
+        return last_token_scores(self._per_token(experience, scores)["scores"], experience.response_lengths)
 
     def informative_groups(self, prompts: PromptBatch) -> Experience:
         """Sample batch after batch of prompts until enough groups teach something (dynamic sampling).

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, local_counts
+from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts
 from rl_plugins.algorithms.algorithm import Algorithm, EntropyConfig, KLConfig, LossModifiers
 from rl_plugins.algorithms.injection import required_inputs
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
@@ -85,7 +85,7 @@ def prepared(algorithm: Algorithm, batch: dict[str, Tensor]) -> dict[str, Tensor
 def gradient(algorithm: Algorithm, batch: dict[str, Tensor], ranks: Sequence[Sequence[Tensor]], padding: int) -> Tensor:
     """d loss / d log-probs, [B, T], from the micro-batches (indices of samples) of each rank."""
     counts, positive = (
-        GlobalCounts(*local_counts(mask_BT).tolist(), ranks=len(ranks))
+        GlobalCounts(float(mask_BT.sum()), float(mask_BT.any(dim=-1).sum()), len(ranks))
         for mask_BT in (
             batch["response_mask_BT"],
             batch["response_mask_BT"] * algorithm.is_positive(batch["scores_B"])[:, None],

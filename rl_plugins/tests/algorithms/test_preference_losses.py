@@ -65,7 +65,7 @@ def pairs(seed: int, count: int = 30) -> dict[str, Tensor]:
     return inputs
 
 
-def judged(seed: int, count: int = 30) -> dict[str, Tensor]:
+def judged(seed: int, count: int = 30) -> dict[str, Any]:
     """Good and bad responses on both sides of the reference point."""
     generator = torch.Generator().manual_seed(seed)
     log_probs, ref_log_probs = -20 * torch.rand(2, count, generator=generator, dtype=torch.float64)
@@ -162,7 +162,7 @@ def test_dpo_by_hand() -> None:
 
 
 def test_the_others_by_hand() -> None:
-    ratios = {
+    ratios: dict[str, Any] = {
         "chosen_log_probs_N": one(-3.0),
         "ref_chosen_log_probs_N": one(-5.0),
         "rejected_log_probs_N": one(-4.0),
@@ -174,7 +174,7 @@ def test_the_others_by_hand() -> None:
     assert float(loss_N - plain) == pytest.approx(2 * 3 / 6)
     assert float(metrics["nll"]) == pytest.approx(0.5)
     # Probabilities per token of 1/2 and 1/3: odds of 1 and 1/2.
-    free = {
+    free: dict[str, Any] = {
         "chosen_log_probs_N": one(4 * math.log(1 / 2)),
         "rejected_log_probs_N": one(5 * math.log(1 / 3)),
         "chosen_lengths_N": one(4.0),
@@ -205,7 +205,7 @@ def test_ties_are_wrong() -> None:
 
 
 def test_the_reference_point_has_no_gradient() -> None:
-    inputs = judged(0)
+    inputs: dict[str, Any] = judged(0)
     inputs["reference_point"].requires_grad_()
     inputs["log_probs_N"].requires_grad_()
     kto(**inputs)[0].sum().backward()

@@ -66,10 +66,12 @@ def response(text: str) -> list[int]:
 
 def batch_of(pairs: bool, rows: list[int]) -> PairBatch | UnpairedBatch:
     if pairs:
-        chosen, rejected = ([response(PAIRS[row][place]) for row in rows] for place in (1, 2))
-        return PairBatch([ids(PAIRS[row][0]) for row in rows], chosen, rejected, [PAIRS[row][3] for row in rows], rows)
-    prompts, responses = [ids(JUDGED[row][0]) for row in rows], [response(JUDGED[row][1]) for row in rows]
-    return UnpairedBatch(prompts, responses, [JUDGED[row][2] for row in rows], rows)
+        prompts, chosen, rejected, margins = zip(*(PAIRS[row] for row in rows), strict=True)
+        return PairBatch(
+            list(map(ids, prompts)), list(map(response, chosen)), list(map(response, rejected)), list(margins), rows
+        )
+    prompts, responses, labels = zip(*(JUDGED[row] for row in rows), strict=True)
+    return UnpairedBatch(list(map(ids, prompts)), list(map(response, responses)), list(labels), rows)
 
 
 def strategy_of(rank: int, world_size: int, **options: Any) -> Any:

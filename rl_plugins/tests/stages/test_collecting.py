@@ -246,7 +246,7 @@ def test_a_reference_that_nobody_asks_for_cannot_follow() -> None:
         train(Algorithm(), callbacks=[ReferenceUpdate()])
     for wrong, message in (({"every": 0}, "update_every=0"), ({"keep": 1.0}, r"keep=1\.0")):
         with pytest.raises(ConfigError, match=message):
-            ReferenceUpdate(**wrong)  # type: ignore[arg-type]
+            ReferenceUpdate(**wrong)
 
 
 def test_models_with_other_tokens_are_refused(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_invalid_and_empty_samples_and_uniform_groups_make_no_pair() -> None:
 
 @pytest.mark.parametrize("budget", [1, 70, 10**6])
 def test_the_gradient_is_that_of_the_best_against_the_worst(budget: int) -> None:
-    options = {"loss_options": {"beta": 0.7}, "tokens_per_micro_batch": budget}
+    options: dict[str, Any] = {"loss_options": {"beta": 0.7}, "tokens_per_micro_batch": budget}
     (gradient,), metrics = canned_preferences.online_gradients(canned.PROMPTS, **options)
     model = canned.OwnPolicy(canned_preferences.SEED).model
     reference = load_causal_lm(canned.other_model(), dtype=torch.float64)

@@ -41,7 +41,7 @@ def train(case: str, rank: int, world_size: int, strategy: Any, **options: Any) 
     base, stage_options, steps = CASES[case]
     weights: dict[str, Tensor] = {}
 
-    class Inspect(base):  # type: ignore[misc]
+    class Inspect(base):  # type: ignore[misc,valid-type]
         def on_train_end(self) -> None:
             weights.update({name: tensor.clone() for name, tensor in self._strategy.weight_source()})
 

@@ -1,0 +1,72 @@
+"""Google docstrings, cut into their sections and made Markdown."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Docstring:
+    """A docstring by section; a section that it does not have is empty."""
+
+    summary: str = ""
+    description: str = ""
+    when: str = ""
+    arguments: dict[str, str] = field(default_factory=dict)
+    returns: str = ""
+    raises: dict[str, str] = field(default_factory=dict)
+    source: str = ""
+
+
+def parse(documented: object) -> Docstring:
+    """The sections of an object's docstring."""
+    return parse_text(inspect.getdoc(documented) or "")
+
+
+def parse_text(text: str) -> Docstring:
+    """The sections of a docstring without its indentation."""
+    parsed = Docstring()
+    texts: dict[str, list[str]] = {"": []}
+    section = ""
+    for line in text.splitlines():
+        heading = re.match(r"(When|Args|Attributes|Returns|Raises|Source):(.*)", line)
+        if heading:
+            section = heading[1]
+            texts[section] = [heading[2].strip()] if heading[2] else []
+        else:
+            texts[section].append(line)
+    parsed.description = _as_markdown("\n".join(texts[""]).strip())
+    parsed.summary = " ".join(parsed.description.split("\n\n")[0].split())
+    parsed.when = _as_markdown(_one_line(texts.get("When", [])))
+    parsed.arguments = _named(texts.get("Args", []) + texts.get("Attributes", []))
+    parsed.returns = _as_markdown(_one_line(texts.get("Returns", [])))
+    parsed.raises = _named(texts.get("Raises", []))
+    parsed.source = _one_line(texts.get("Source", []))
+    return parsed
+
+
+def _one_line(lines: Iterable[str]) -> str:
+    return " ".join(" ".join(lines).split())
+
+
+def _named(lines: Iterable[str]) -> dict[str, str]:
+    """`name: text` with deeper continuation lines."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in lines:
+        start = re.match(r" {4}(\w+): (.*)", line)
+        if start:
+            name = start[1]
+            found[name] = start[2]
+        elif line.strip():
+            found[name] += " " + line.strip()
+    return {name: _as_markdown(text) for name, text in found.items()}
+
+
+def _as_markdown(text: str) -> str:
+    """A docstring outside of code spans may use characters that Markdown takes for HTML."""
+    spans = re.split(r"(`[^`]*`)", text)
+    return "".join(span if span.startswith("`") else span.replace("<", "\\<") for span in spans)
