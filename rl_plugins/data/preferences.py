@@ -7,13 +7,14 @@ sequence, as the policy must end it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from rl_plugins.data.columns import find, find_text, refuse
 from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.parquet import Paths, PromptRows, Row, RowSource
 from rl_plugins.data.prompts import TokenizedPrompts, build_prompts
@@ -229,8 +230,8 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         chosen, rejected, margins = [], [], []
         for number, row in enumerate(rows.rows):
             where = rows.where(number)
-            chosen.append(_find_text(row, self.chosen_key, "chosen_key", where))
-            rejected.append(_find_text(row, self.rejected_key, "rejected_key", where))
+            chosen.append(find_text(row, self.chosen_key, "chosen_key", where))
+            rejected.append(find_text(row, self.rejected_key, "rejected_key", where))
             margins.append(0.0 if self.margin_key is None else _find_number(row, self.margin_key, where))
             if chosen[-1] == rejected[-1]:
                 raise ConfigError(
@@ -253,7 +254,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         texts, labels = [], []
         for number, row in enumerate(rows.rows):
             where = rows.where(number)
-            texts.append(_find_text(row, self.response_key, "response_key", where))
+            texts.append(find_text(row, self.response_key, "response_key", where))
             labels.append(_find_label(row, label_key, where))
         response_ids = _responses(texts, tokenizer)
         kept = self._kept(rows, prompts, [len(ids) for ids in response_ids])
@@ -283,36 +284,15 @@ def _responses(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list
     return [[*ids, tokenizer.eos_token_id] for ids in encoded]
 
 
-def _find(row: Row, key: str, option: str, where: str) -> Any:
-    value: Any = row
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            there = ", ".join(map(str, value)) if isinstance(value, Mapping) else "no further keys"
-            raise ConfigError(f"{where}: {option}={key!r} leads nowhere at {part!r}; there is {there}.")
-        value = value[part]
-    return value
-
-
-def _find_text(row: Row, key: str, option: str, where: str) -> str:
-    value = _find(row, key, option, where)
-    if not isinstance(value, str) or not value.strip():
-        _refuse(where, option, key, value, "a text")
-    return value
-
-
 def _find_number(row: Row, key: str, where: str) -> float:
-    value = _find(row, key, "margin_key", where)
+    value = find(row, key, "margin_key", where)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        _refuse(where, "margin_key", key, value, "a finite number")
+        refuse(where, "margin_key", key, value, "a finite number")
     return float(value)
 
 
 def _find_label(row: Row, key: str, where: str) -> bool:
-    value = _find(row, key, "label_key", where)
+    value = find(row, key, "label_key", where)
     if not isinstance(value, bool):
-        _refuse(where, "label_key", key, value, "true (desirable) or false")
+        refuse(where, "label_key", key, value, "true (desirable) or false")
     return value
-
-
-def _refuse(where: str, option: str, key: str, value: Any, expected: str) -> NoReturn:
-    raise ConfigError(f"{where}: {option}={key!r} holds {value!r}, not {expected}.")

@@ -7,11 +7,12 @@ with the separator, the last one with the end of sequence; its label stands on t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.data.columns import find, refuse
 from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.parquet import Paths, PromptRows, Row, RowSource
 from rl_plugins.data.prompts import build_prompts
@@ -186,12 +187,7 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
 
 
 def _find_list(row: Row, key: str, option: str, where: str) -> list[Any]:
-    value: Any = row
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            there = ", ".join(map(str, value)) if isinstance(value, Mapping) else "no further keys"
-            raise ConfigError(f"{where}: {option}={key!r} leads nowhere at {part!r}; there is {there}.")
-        value = value[part]
+    value = find(row, key, option, where)
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise ConfigError(f"{where}: {option}={key!r} holds {value!r}, not a list with an entry for every step.")
+        refuse(where, option, key, value, "a list with an entry for every step")
     return list(value)

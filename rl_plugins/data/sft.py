@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.data.columns import find_text
 from rl_plugins.data.datamodule import StepDataModule
-from rl_plugins.data.parquet import Paths, PromptRows, Row, RowSource
+from rl_plugins.data.parquet import Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import TokenizedPrompts, build_prompts
 from rl_plugins.data.tokenization import digest, within_limit
 from rl_plugins.errors import ConfigError
@@ -93,27 +94,13 @@ class SFTDataModule(StepDataModule[SFTBatch]):
             return prompts
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"The tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set one.")
-        responses = [find_text(row, self.response_key, rows.where(number)) for number, row in enumerate(rows.rows)]
+        responses = [
+            find_text(row, self.response_key, "response_key", rows.where(number))
+            for number, row in enumerate(rows.rows)
+        ]
         encoded = tokenizer(responses, add_special_tokens=False)["input_ids"]
         response_ids = [[*ids, tokenizer.eos_token_id] for ids in encoded]
         lengths = [len(ids) for ids in response_ids]
         short = within_limit(rows, lengths, option="max_response_tokens", limit=self.max_response_tokens, **limits)
         kept = sorted(set(prompts.kept) & set(short))
         return TokenizedPairs([prompts.prompt_ids[i] for i in kept], [response_ids[i] for i in kept])
-
-
-def find_text(row: Row, key: str, where: str) -> str:
-    """Return the text under a dotted key.
-
-    Raises:
-        ConfigError: the key leads nowhere, or to something that is not a text; names the row.
-    """
-    value: Any = row
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            there = ", ".join(map(str, value)) if isinstance(value, Mapping) else "no further keys"
-            raise ConfigError(f"{where}: response_key={key!r} leads nowhere at {part!r}; there is {there}.")
-        value = value[part]
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{where}: response_key={key!r} holds {value!r}, not a text to learn.")
-    return value

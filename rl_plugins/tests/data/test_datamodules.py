@@ -125,7 +125,7 @@ def test_sft_validates_on_prompts_alone(row, tokenizer):
     [
         ("extra_info.solution", "list, row 0: .* leads nowhere at 'solution'; there is split, index, answer"),
         ("data_source.x", "leads nowhere at 'x'; there is no further keys"),
-        ("extra_info.index", "holds 0, not a text to learn"),
+        ("extra_info.index", "holds 0, not a text"),
     ],
 )
 def test_sft_names_the_row_without_a_response(row, tokenizer, key, message):

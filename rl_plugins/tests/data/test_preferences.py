@@ -51,7 +51,7 @@ def test_pairs_are_tokenised_and_end(pair_row, write_rows, tokenizer):
 
 def test_keys_lead_into_columns_and_margins_are_numbers(row, tokenizer):
     source = [row(0, extra_info={"a": "good", "b": "bad", "by": 2})]
-    keys = {"chosen_key": "extra_info.a", "rejected_key": "extra_info.b", "margin_key": "extra_info.by"}
+    keys: dict[str, Any] = {"chosen_key": "extra_info.a", "rejected_key": "extra_info.b", "margin_key": "extra_info.by"}
     (batch,) = train_batches(source, tokenizer, **keys)
     assert texts(tokenizer, batch.chosen_ids + batch.rejected_ids) == ["good<|end|>", "bad<|end|>"]
     assert batch.margins == [2.0] and isinstance(batch.margins[0], float)
@@ -166,9 +166,10 @@ def test_a_missing_key_is_named_with_its_file(pair_row, write_rows, tokenizer):
 
 
 def test_options_that_contradict_each_other_are_refused(tokenizer):
-    options = {"tokenizer": tokenizer, "prompts_per_step": 1}
+    options: dict[str, Any] = {"tokenizer": tokenizer, "prompts_per_step": 1}
+    unknown: Any = "both"
     with pytest.raises(ConfigError, match="validate_on='both': choose"):
-        PreferenceDataModule(None, validate_on="both", **options)
+        PreferenceDataModule(None, validate_on=unknown, **options)
     with pytest.raises(ConfigError, match="label_key='good' says that the data is unpaired, and validate_on=pairs"):
         PreferenceDataModule(None, validate_on="pairs", label_key="good", **options)
     with pytest.raises(ConfigError, match=r"label_key='good' says .* margin_key='margin' asks for pairs"):
