@@ -19,7 +19,7 @@ from rl_plugins.launch.command_line import compose_config, run_recipe
 from rl_plugins.launch.config import RecipeConfig, parse_config
 from rl_plugins.recipes.quickstart import NUM_DEV, NUM_TEST, NUM_TRAIN
 
-STEPS, SAMPLES_PER_STEP = 150, 512
+STEPS, SAMPLES_PER_STEP = 75, 512
 BUDGET = STEPS * SAMPLES_PER_STEP
 # What differs from the quickstart's GRPO.
 ALGORITHMS: dict[str, list[str]] = {
@@ -28,7 +28,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "rloo": [],
     "reinforce_plus_plus": [],
     # The settings of the response length: the longest answer and its end are three tokens.
-    "dapo": ["algorithm.shaping.overlong.factor=0.1", "run.steps=100"],
+    "dapo": ["algorithm.shaping.overlong.factor=0.1", "run.steps=50"],
     "online_dpo": ["stage=online_preference_optimization", "+loss.options.beta=0.1"],
 }
 

@@ -141,7 +141,7 @@ def rpo(
         chosen_lengths_N: tokens of the better response.
         rejected_lengths_N: tokens of the worse one; needed if `length_normalized`.
         beta: see `dpo`.
-        nll_weight: of the negative log-likelihood per token; the paper weighs DPO instead, by its inverse.
+        nll_weight: of the negative log-likelihood per token; the paper's alpha.
         label_smoothing: see `dpo`.
         length_normalized: see `dpo`; the likelihood is divided by the length in any case.
 
@@ -226,7 +226,8 @@ def simpo(
 
     `l` is the log-prob of a response divided by its length. No reference model.
 
-    When: responses grow longer under DPO, or there is no memory for a reference model; both options need tuning.
+    When: responses grow longer under DPO, or there is no memory for a reference model; `beta` and `gamma` need
+    tuning.
 
     Args:
         chosen_log_probs_N: of the better response under the policy, with gradient.

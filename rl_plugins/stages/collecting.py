@@ -154,7 +154,7 @@ class CollectingStage(SamplingStage):
 
     def collect(self, prompts: PromptBatch) -> Experience:
         """Sample, score, and compute all that the update needs, on this rank's prompts."""
-        self._draws = 0
+        self._draws, self._sampled = 0, SampleMetrics()
         gather = self.rollout if self.algorithm.group_filter is None else self.informative_groups
         experience = gather(prompts)
         if self.algorithm.resampling is not None:

@@ -112,7 +112,7 @@ class SampleMetrics:
         self._size += torch.stack([torch.tensor(len(scores)), experience.sequence_lengths.sum()])
 
     def averages(self, prefix: str, sum_over_ranks: Reduce, seconds: float) -> dict[str, float]:
-        """`<prefix>/<name>` over all ranks, and the throughput; then empty. Collective."""
+        """`<prefix>/<name>` over all ranks, and the throughput. Collective."""
         columns = {
             name: tuple(torch.cat([batch[name][part] for batch in self._batches]) for part in range(2))
             for name in self._batches[0]
@@ -123,6 +123,4 @@ class SampleMetrics:
         if len(self._batches) > 1:
             metrics["generation_batches"] = float(len(self._batches))
         throughput = {"time/step": seconds, "samples_per_s": samples / seconds, "tokens_per_s": tokens / seconds}
-        averages = {**{f"{prefix}/{name}": value for name, value in {**metrics, **self.numbers}.items()}, **throughput}
-        self.__init__()  # type: ignore[misc]
-        return averages
+        return {**{f"{prefix}/{name}": value for name, value in {**metrics, **self.numbers}.items()}, **throughput}

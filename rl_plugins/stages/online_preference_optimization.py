@@ -71,6 +71,7 @@ class OnlinePreferenceOptimization(PreferenceOptimization):
                 "change updates_per_step or prompts_per_step"
             )
         experience = self.sample(prompts, self.sampling, self._seeds(prompts))
+        self._sampled = SampleMetrics()
         self._sampled.add(experience, self.score(experience))
         # Ranks hold prompts in turn, so an update is the same set of prompts for any number of ranks.
         chunks = torch.arange(len(experience)).chunk(self.updates_per_step)

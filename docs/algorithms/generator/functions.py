@@ -13,10 +13,9 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
-from generator.docstrings import Docstring, parse
-from generator.markdown import AXES, COUNTS, FOLDER, axes_of, page, sentence, settings, table
-
 import rl_plugins.algorithms
+from generator.docstrings import Docstring, parse
+from generator.markdown import AXES, COUNTS, FOLDER, axes_of, page, sentence, table
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, aggregate
 
 
@@ -58,15 +57,15 @@ def aggregation(mode: str) -> str:
     return f"`{found[1]}`"
 
 
-def table_of_names(name: str, module: ModuleType, known: Mapping[str, Any], anchors: str = "") -> str:
-    """A table of functions or settings by name; `anchors` is the page that describes them, the same one if empty."""
+def table_of_names(name: str, module: ModuleType, known: Mapping[str, Any]) -> str:
+    """A table of functions or settings by name."""
     rows = []
     for key, value in known.items():
         if callable(value) and not value.__module__.startswith("rl_plugins."):
             continue  # of another package, which not everybody has installed
         if callable(value):
             is_global = "<locals>" not in value.__qualname__
-            shown = f"[`{value.__name__}`]({anchors}#{value.__name__.lower()})" if is_global else ""
+            shown = f"[`{value.__name__}`](#{value.__name__.lower()})" if is_global else ""
             rows.append((f"`{key}`", shown, parse(value).summary))
         else:
             rows.append((f"`{key}`", f"`{_changed(value)}`", ""))
@@ -92,8 +91,8 @@ def _changed(value: Any) -> str:
     """A dataclass by what differs from its defaults."""
     if not is_dataclass(value):
         return repr(value)
-    changed = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != f.default}
-    return f"{type(value).__name__}({settings(changed)})"
+    changed = [f"{f.name}={getattr(value, f.name)!r}" for f in fields(value) if getattr(value, f.name) != f.default]
+    return f"{type(value).__name__}({', '.join(changed)})"
 
 
 def _module_section(module: ModuleType, documented: list[Any]) -> str:
@@ -150,7 +149,9 @@ def _type_of(name: str, annotation: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    return value.__name__ if inspect.isfunction(value) else repr(value)
+    if inspect.isfunction(value):
+        return "..." if value.__name__ == "<lambda>" else value.__name__
+    return repr(value)
 
 
 def _signature(function: Callable[..., Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,3 @@ def defaults_of(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
         is_option = parameter.default is not parameter.empty and not callable(parameter.default)
         if is_option and not axes_of(parameter.name):
             yield parameter.name, parameter.default
-
-
-def settings(values: Mapping[str, Any]) -> str:
-    """`name=value, ...`."""
-    return ", ".join(f"{name}={value!r}" for name, value in values.items())

@@ -178,7 +178,11 @@ def test_one_and_two_ranks_give_the_same_gradients(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
     of_ranks = [torch.load(file) for file in files]
     one_rank = {case: canned_preferences.gradients(case) for case in canned_preferences.ON_TWO_RANKS}
