@@ -8,13 +8,13 @@ decides.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from rl_plugins.data.parquet import Paths, PromptRows, RowSource, load_rows
+from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowSource, load_rows
 from rl_plugins.data.sampler import BatchSource, EvalLoader, StepLoader
 from rl_plugins.data.tokenization import Overlong, check_chat_template, load_tokenizer
 from rl_plugins.errors import ConfigError
@@ -70,6 +70,10 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         self._train_loader: StepLoader[Batch] | None = None
         self._state_to_load: Mapping[str, Any] | None = None
 
+    def columns(self, split: str) -> Sequence[str]:
+        """The columns that the rows of `train` or `validation` must have."""
+        return COLUMNS
+
     @abstractmethod
     def build(self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str) -> BatchSource[Any]:
         """Tokenise the rows of `train` or `validation` and drop those that are too long, as `overlong_prompts` says."""
@@ -84,7 +88,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             source = self.files[split]
             if source is None or split in self.sources:
                 continue
-            rows = load_rows(source)
+            rows = load_rows(source, self.columns(split))
             if isinstance(self.tokenizer, str):
                 self.tokenizer = load_tokenizer(self.tokenizer)
             check_chat_template(self.tokenizer)

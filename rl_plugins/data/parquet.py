@@ -20,6 +20,8 @@ import pyarrow.parquet as pq
 from rl_plugins.errors import ConfigError
 
 COLUMNS = ("prompt", "data_source", "ability", "reward_model", "extra_info")
+UNSCORED_COLUMNS = tuple(name for name in COLUMNS if name != "reward_model")
+"""Of rows whose responses are given, and so need no reward."""
 
 Row = Mapping[str, Any]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -53,30 +55,30 @@ class PromptRows:
         return f"{name}, row {number - first}"
 
 
-def load_rows(source: Paths | RowSource) -> PromptRows:
-    """Read one parquet file, several, or a data set, and check every row.
+def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS) -> PromptRows:
+    """Read one parquet file, several, or a data set, and check every row for the columns.
 
     Raises:
         ConfigError: a file or a column is missing, or a row is malformed; names the file, the row and the
             column.
     """
     if isinstance(source, str | os.PathLike):
-        return _read_files([source])
+        return _read_files([source], columns)
     if len(source) == 0:
         raise ConfigError("There are no prompts: name at least one parquet file, or a data set with rows.")
     entries: list[Any] = [source[number] for number in range(len(source))]
     if all(isinstance(entry, str | os.PathLike) for entry in entries):
-        return _read_files(entries)
+        return _read_files(entries, columns)
     name = type(source).__name__
-    rows = [_checked(row, f"{name}, row {number}") for number, row in enumerate(entries)]
+    rows = [_checked(row, f"{name}, row {number}", columns) for number, row in enumerate(entries)]
     return PromptRows(rows, [(name, 0)])
 
 
-def check_row(row: Any, where: str) -> None:
+def check_row(row: Any, where: str, columns: Sequence[str] = COLUMNS) -> None:
     """Raise a ConfigError that names `where` and the column unless the row is well formed."""
     if not isinstance(row, Mapping):
-        raise ConfigError(f"{where}: expected a mapping with the columns {', '.join(COLUMNS)}, got {_kind(row)}.")
-    missing = [name for name in COLUMNS if name not in row]
+        raise ConfigError(f"{where}: expected a mapping with the columns {', '.join(columns)}, got {_kind(row)}.")
+    missing = [name for name in columns if name not in row]
     if missing:
         raise ConfigError(f"{where}: column {missing[0]!r} is missing; the row has {', '.join(map(str, row))}.")
     _check_prompt(row["prompt"], where)
@@ -84,9 +86,9 @@ def check_row(row: Any, where: str) -> None:
         if not isinstance(row[name], str):
             raise ConfigError(f"{where}, column {name!r}: expected a string, got {_kind(row[name])}.")
     for name in ("reward_model", "extra_info"):
-        if not isinstance(row[name], Mapping):
+        if name in columns and not isinstance(row[name], Mapping):
             raise ConfigError(f"{where}, column {name!r}: expected a mapping, got {_kind(row[name])}.")
-    if "ground_truth" not in row["reward_model"]:
+    if "reward_model" in columns and "ground_truth" not in row["reward_model"]:
         raise ConfigError(f"{where}, column 'reward_model': it has no 'ground_truth'.")
 
 
@@ -102,16 +104,16 @@ def _check_prompt(prompt: Any, where: str) -> None:
         raise ConfigError(f"{where}: the prompt is empty; remove the row or give it a message with text.")
 
 
-def _read_files(paths: Sequence[str | os.PathLike[str]]) -> PromptRows:
+def _read_files(paths: Sequence[str | os.PathLike[str]], columns: Sequence[str]) -> PromptRows:
     rows: list[Row] = []
     origins = []
     for path in map(Path, paths):
         origins.append((str(path), len(rows)))
-        rows += _read_file(path)
+        rows += _read_file(path, columns)
     return PromptRows(rows, origins)
 
 
-def _read_file(path: Path) -> list[Row]:
+def _read_file(path: Path, columns: Sequence[str]) -> list[Row]:
     if not path.is_file():
         found = "it is a folder: name the parquet files in it" if path.is_dir() else "there is no such file"
         raise ConfigError(
@@ -122,16 +124,16 @@ def _read_file(path: Path) -> list[Row]:
         table = pq.ParquetFile(path).read()
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]}).") from error
-    missing = [name for name in COLUMNS if name not in table.column_names]
+    missing = [name for name in columns if name not in table.column_names]
     if missing:
         raise ConfigError(f"{path}: column {missing[0]!r} is missing; the file has {', '.join(table.column_names)}.")
     if table.num_rows == 0:
         raise ConfigError(f"{path}: the file has no rows.")
-    return [_checked(row, f"{path}, row {number}") for number, row in enumerate(table.to_pylist())]
+    return [_checked(row, f"{path}, row {number}", columns) for number, row in enumerate(table.to_pylist())]
 
 
-def _checked(row: Any, where: str) -> Row:
-    check_row(row, where)
+def _checked(row: Any, where: str, columns: Sequence[str]) -> Row:
+    check_row(row, where, columns)
     return row
 
 

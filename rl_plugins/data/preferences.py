@@ -16,7 +16,7 @@ import numpy as np
 
 from rl_plugins.data.columns import find, find_text, refuse
 from rl_plugins.data.datamodule import StepDataModule
-from rl_plugins.data.parquet import Paths, PromptRows, Row, RowSource
+from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows, Row, RowSource
 from rl_plugins.data.prompts import TokenizedPrompts, build_prompts
 from rl_plugins.data.tokenization import digest, within_limit
 from rl_plugins.errors import ConfigError
@@ -199,6 +199,10 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         self.validate_on = validate_on
         self.max_prompt_tokens = max_prompt_tokens
         self.max_response_tokens = max_response_tokens
+
+    def columns(self, split: str) -> Sequence[str]:
+        """Responses that are given need no reward; those that validation generates do."""
+        return COLUMNS if split == "validation" and self.validate_on == "prompts" else UNSCORED_COLUMNS
 
     def build(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.data.columns import find, refuse
 from rl_plugins.data.datamodule import StepDataModule
-from rl_plugins.data.parquet import Paths, PromptRows, Row, RowSource
+from rl_plugins.data.parquet import UNSCORED_COLUMNS, Paths, PromptRows, Row, RowSource
 from rl_plugins.data.prompts import build_prompts
 from rl_plugins.data.tokenization import digest, within_limit
 from rl_plugins.errors import ConfigError
@@ -118,6 +118,10 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         self.step_separator = step_separator
         self.max_prompt_tokens = max_prompt_tokens
         self.max_response_tokens = max_response_tokens
+
+    def columns(self, split: str) -> Sequence[str]:
+        """The labels stand for a reward."""
+        return UNSCORED_COLUMNS
 
     def build(self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str) -> TokenizedSteps:
         """Tokenise prompts and steps, each once, and apply the limits.

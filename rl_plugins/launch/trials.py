@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.config import RecipeConfig
-from rl_plugins.launch.values import SAMPLING_STAGES
+from rl_plugins.launch.values import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, generates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,21 +26,23 @@ def check_prompts(config: RecipeConfig) -> None:
         ConfigError: a file or row is malformed, there are too few rows, a data source has no reward or its reward
             fails, or prompts are too long.
     """
-    from rl_plugins.data.parquet import load_rows
+    from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, load_rows
 
     data, needed = config.data, config.batch.prompts_per_step
     if data.dataset is None and not data.train_files:
         raise ConfigError("data.train_files is empty: name one or more parquet files")
-    train = load_rows(data.train_files if data.dataset is None else instantiate_node("data.dataset", data.dataset))
+    source = data.train_files if data.dataset is None else instantiate_node("data.dataset", data.dataset)
+    train = load_rows(source, UNSCORED_COLUMNS if config.stage in GIVEN_RESPONSE_STAGES else COLUMNS)
     if len(train.rows) < needed:
         raise ConfigError(
             f"the training data has {len(train.rows)} rows, fewer than batch.prompts_per_step={needed}: "
             "lower it or add data"
         )
-    validation = load_rows(data.val_files) if data.val_files else None
+    val_columns = COLUMNS if generates(config) else UNSCORED_COLUMNS
+    validation = load_rows(data.val_files, val_columns) if data.val_files else None
     # Rows whose responses are generated, and so scored.
     scored = [*train.rows] if config.stage in SAMPLING_STAGES else []
-    scored += validation.rows if validation and config.stage != "reward_modeling" else []
+    scored += validation.rows if validation and generates(config) else []
     _check_rewards(config, scored)
     if (Path(config.model.path) / "tokenizer.json").is_file():
         for rows in filter(None, (train, validation)):

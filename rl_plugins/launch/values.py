@@ -11,7 +11,9 @@ from rl_plugins.launch.config import RecipeConfig
 
 SAMPLING_STAGES = ("policy_optimization", "prime", "online_preference_optimization")
 """Stages that train on samples of their own."""
-STAGES = ("sft", "reward_modeling", "preference_optimization", *SAMPLING_STAGES)
+GIVEN_RESPONSE_STAGES = ("reward_modeling", "preference_optimization")
+"""Stages whose training rows hold preferences or labels in place of a reward."""
+STAGES = ("sft", *GIVEN_RESPONSE_STAGES, *SAMPLING_STAGES)
 
 
 def generates(config: RecipeConfig) -> bool:

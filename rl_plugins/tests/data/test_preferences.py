@@ -181,3 +181,14 @@ def test_a_tokenizer_without_an_end_is_refused(pair_row):
     endless.eos_token = None
     with pytest.raises(ConfigError, match="has no end-of-sequence token"):
         train_batches([pair_row(0)], endless)
+
+
+def test_pairs_need_no_reward_and_prompts_to_answer_do(pair_row, write_rows, tokenizer):
+    rows = [{name: value for name, value in pair_row(number).items() if name != "reward_model"} for number in range(2)]
+    path = str(write_rows(rows))
+    assert len(train_batches(path, tokenizer)) == 2
+    pairs = PreferenceDataModule(path, path, tokenizer=tokenizer, prompts_per_step=1, validate_on="pairs")
+    pairs.setup("fit")
+    answered = PreferenceDataModule(path, path, tokenizer=tokenizer, prompts_per_step=1)
+    with pytest.raises(ConfigError, match="column 'reward_model' is missing"):
+        answered.setup("fit")

@@ -129,7 +129,7 @@ def test_every_command_line_is_accepted(root, texts):
     seen = 0
     for text in texts.values():
         for line in re.findall(r"```bash\npython -m (.*?)\n```", text, re.DOTALL):
-            module, *overrides = shlex.split(line)
+            module, *overrides = shlex.split(line.replace("\\\n", " "))
             recipe = module.removeprefix("rl_plugins.recipes.")
             assert (root / "recipes" / f"{recipe}.py").is_file()
             config = parse_config(compose_config(recipe, overrides))
@@ -170,7 +170,7 @@ def test_the_common_options_are_those_of_the_classes(texts):
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "prime", "pf_ppo", "dpo", "simpo", "bradley_terry"])
 def test_options_with_two_signs_are_accepted_and_others_need_none(texts, name):
-    command = re.search(r"python -m rl_plugins\.recipes\.(\w+) (.*) model\.path", texts[f"{name}.md"])
+    command = re.search(r"python -m rl_plugins\.recipes\.(\w+) (.*)model\.path", texts[f"{name}.md"])
     assert command is not None
     chosen = ["model.path=none", *shlex.split(command[2])]
     options = re.findall(r"^\| `((?:\+\+)?[a-z_]+\.[\w.]+)` \|", texts[f"{name}.md"], re.MULTILINE)
