@@ -66,6 +66,7 @@ def test_advantages_agree_with_loops(estimator: str, placement: Any) -> None:
 
 def test_empty_responses_take_part_in_the_group_and_nothing_else() -> None:
     algorithm = Algorithm(advantage_options={"scale": "none"})
+
     def of(mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         inputs = {
             "groups_B": torch.tensor([0, 0]),
