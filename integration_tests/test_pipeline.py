@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from mlflow import MlflowClient
+from safetensors.torch import load_file
 
 from rl_plugins.callbacks.metrics_file import read_metrics
 from rl_plugins.data.prepare.addition import addition_rows, preference_rows
 from rl_plugins.data.prepare.writing import write_splits
+from rl_plugins.launch.export import export_checkpoint
 
 STAGES = ("sft", "reward_model", "ppo")
 
@@ -51,6 +54,13 @@ def test_three_stages_under_one_run_and_on_with_them(folder: Path, workplace: Pa
     pipeline = folder / "sft_rm_ppo"
     for stage, exported in zip(STAGES, ("policy", "reward_model", "policy"), strict=True):
         assert (pipeline / stage / exported / "model.safetensors").is_file()
+    # A checkpoint of the reward model is exported as the run itself does it.
+    (checkpoint,) = (pipeline / "reward_model").glob("checkpoint_*")
+    export_checkpoint(checkpoint, folder / "exported")
+    exported, own = (
+        load_file(path / "model.safetensors") for path in (folder / "exported", pipeline / "reward_model/reward_model")
+    )
+    assert exported.keys() == own.keys() and all(torch.equal(exported[name], own[name]) for name in own)
     ppo = read_metrics(pipeline / "ppo" / "metrics.jsonl")
     # The policy waits for the critic in the first step. Rules only validate: a trained reward is not 0 or 1.
     assert list(ppo["train/critic/loss"]) == [1, 2] and list(ppo["train/loss"]) == [2]

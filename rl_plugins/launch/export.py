@@ -1,5 +1,7 @@
 """`python -m rl_plugins.launch.export CHECKPOINT OUT`: any checkpoint of a run as a Hugging Face folder.
 
+Of most runs that is the policy, of one that trains a reward model the reward model.
+
 It needs neither a cluster nor as many processes as trained: the shards of every ZeRO stage and world size are put
 together in this process. A run writes its last policy by itself (`policy/`); this is for the checkpoints before it.
 """
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def export_checkpoint(checkpoint: Path, out: Path, model: str | None = None) -> None:
-    """Write the policy of a checkpoint as a Hugging Face folder, in the dtype that the run itself exports.
+    """Write the trained model of a checkpoint as a Hugging Face folder, in the dtype that the run itself exports.
 
     Args:
         checkpoint: `checkpoint_00000050` of a run.
@@ -37,21 +39,24 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str | None = None) -> 
     state = checkpoint / "state"
     if not state.exists():
         raise ConfigError(f"{checkpoint} is not a checkpoint of a run: it has no {state.name}")
-    path, precision = _model_of(checkpoint, model)
+    path, precision, trained = _model_of(checkpoint, model)
 
     from rl_plugins.data.tokenization import load_tokenizer
     from rl_plugins.launch.quiet import quiet_libraries
     from rl_plugins.models.export import write_policy
 
     quiet_libraries()
-    policy = _architecture(path, precision)
-    weights = _fit(_sharded(state) if state.is_dir() else _single(state), policy, f"{path} ({state})")
+    policy = _architecture(path, precision, trained)
+    weights = _sharded(state, trained) if state.is_dir() else _single(state, trained)
+    weights = _fit(weights, policy, f"{path} ({state})")
     write_policy(policy, weights, load_tokenizer(path), out)
 
 
-def _model_of(checkpoint: Path, model: str | None) -> tuple[str, str]:
-    """Where the architecture and the tokenizer are, and the precision of the run."""
+def _model_of(checkpoint: Path, model: str | None) -> tuple[str, str, str]:
+    """Where the architecture and the tokenizer are, the precision of the run, and the engine that it trained."""
     from omegaconf import OmegaConf
+
+    from rl_plugins.strategies.contract import POLICY, REWARD_MODEL
 
     file = RunFolder(checkpoint.absolute().parent).config
     config: Any = OmegaConf.load(file) if file.is_file() else OmegaConf.create()
@@ -61,47 +66,50 @@ def _model_of(checkpoint: Path, model: str | None) -> tuple[str, str]:
     if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
         named = "--model" if model else str(file)
         raise ConfigError(f"{named} names {path}, which is not there: name a folder of the architecture with --model")
-    return path, OmegaConf.select(config, "model.precision") or "32-true"
+    trained = REWARD_MODEL if OmegaConf.select(config, "stage") == "reward_modeling" else POLICY
+    return path, OmegaConf.select(config, "model.precision") or "32-true", trained
 
 
-def _architecture(path: str, precision: str) -> PreTrainedModel:
+def _architecture(path: str, precision: str, trained: str) -> PreTrainedModel:
     """The model without its weights, in the dtype of the export."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 
+    from rl_plugins.models.scalar_head import scalar_head_config
+    from rl_plugins.strategies.contract import POLICY
+
+    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
+    model: PreTrainedModel
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(path),
-            dtype=torch.float32 if precision == "32-true" else torch.bfloat16,
-        )
+        if trained != POLICY:
+            return AutoModelForTokenClassification.from_config(scalar_head_config(path), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
     # A file that a model need not have.
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
 
 
-def _sharded(state: Path) -> dict[str, Tensor]:
+def _sharded(state: Path, trained: str) -> dict[str, Tensor]:
     # Imports DeepSpeed, which would look for a device.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    from rl_plugins.strategies.contract import POLICY
-
-    folder = state / POLICY
+    folder = state / trained
     if not (folder / "latest").is_file():
-        raise ConfigError(f"{state} holds no shards of engine {POLICY!r}")
+        raise ConfigError(f"{state} holds no shards of engine {trained!r}")
     # It prints what it finds, shard by shard.
     with redirect_stdout(None), open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
         weights: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder))
     return weights
 
 
-def _single(state: Path) -> dict[str, Tensor]:
+def _single(state: Path, trained: str) -> dict[str, Tensor]:
     import torch
 
     # Loop and callback states are plain Python objects; the file was written by this program.
     checkpoint = torch.load(state, map_location="cpu", weights_only=False, mmap=True)
-    prefix = "policy."
+    prefix = f"{trained}."
     weights = checkpoint.get("state_dict", {})
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 

@@ -45,7 +45,7 @@ def load_scalar_head(
     model: PreTrainedModel
     with _without_load_report():
         model, loaded = AutoModelForTokenClassification.from_pretrained(
-            path, config=_one_label(path), dtype=dtype, output_loading_info=True
+            path, config=scalar_head_config(path), dtype=dtype, output_loading_info=True
         )
     head = {name: p for name, p in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     missing = {name: head.get(name) for name in loaded["missing_keys"]}
@@ -57,7 +57,7 @@ def load_scalar_head(
     if is_new and not new_head:
         raise ConfigError(
             f"{path} has no scalar head ({', '.join(sorted(head))}), so all its scores would be 0: name a reward "
-            "model, such as one that the recipe reward_model has trained"
+            "model, such as one that the recipe reward_modeling has trained"
         )
     if is_new and (unused := sorted(name for name in loaded["unexpected_keys"] if _is_a_head(name))):
         raise ConfigError(f"{path}: its head {unused[0]} does not fit {type(model).__name__}, which wants {min(head)}")
@@ -67,7 +67,12 @@ def load_scalar_head(
     return model.train()
 
 
-def _one_label(path: str) -> PreTrainedConfig:
+def scalar_head_config(path: str) -> PreTrainedConfig:
+    """The configuration of a model with a scalar head, from that of a causal language model or of such a model.
+
+    Raises:
+        ConfigError: several labels, or an architecture without token classification.
+    """
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
 
     config = AutoConfig.from_pretrained(path)
