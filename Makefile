@@ -55,7 +55,7 @@ typecheck: $(INSTALLED)  ## mypy on the whole package
 	$(PY) -m mypy
 
 unit: $(INSTALLED)  ## unit tests
-	$(PY) -m pytest -m unit --timeout 120
+	$(PY) -m pytest -m unit --timeout 300
 
 integration: $(INSTALLED)  ## integration tests over Ray, DeepSpeed, vLLM and MLflow
 	$(PY) -m pytest -m "integration and not slow and not gpu" --timeout 600
