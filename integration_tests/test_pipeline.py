@@ -57,10 +57,10 @@ def test_three_stages_under_one_run_and_on_with_them(folder: Path, workplace: Pa
     # A checkpoint of the reward model is exported as the run itself does it.
     (checkpoint,) = (pipeline / "reward_model").glob("checkpoint_*")
     export_checkpoint(checkpoint, folder / "exported")
-    exported, own = (
+    weights, own = (
         load_file(path / "model.safetensors") for path in (folder / "exported", pipeline / "reward_model/reward_model")
     )
-    assert exported.keys() == own.keys() and all(torch.equal(exported[name], own[name]) for name in own)
+    assert weights.keys() == own.keys() and all(torch.equal(weights[name], own[name]) for name in own)
     ppo = read_metrics(pipeline / "ppo" / "metrics.jsonl")
     # The policy waits for the critic in the first step. Rules only validate: a trained reward is not 0 or 1.
     assert list(ppo["train/critic/loss"]) == [1, 2] and list(ppo["train/loss"]) == [2]
