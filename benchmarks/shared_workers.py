@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,22 +58,18 @@ def _train_all(arguments: dict[str, Any]) -> None:
     from rl_plugins.strategies.ray_zero import RayZeroStrategy
 
     torch.set_num_threads(1)
-    # Reward workers take seconds to start: runs with the same rewards share them.
-    pools: dict[str, RewardPool] = {}
     for values in arguments["configs"]:
         config = parse_config(values)
         folder = RunFolder(Path(config.run.output_dir) / config.run.name)
         folder.path.mkdir(parents=True, exist_ok=True)
-        scorer, rollout = None, None
-        if generates(config):
-            functions, rollout = config.reward.functions, arguments["rollout"]
-            scorer = pools.get(repr(functions)) or RewardPool(functions, num_workers=1, deadline_s=30)
-            pools[repr(functions)] = scorer
+        samples = generates(config)
+        rollout = arguments["rollout"] if samples else None
         strategy = RayZeroStrategy(stage=config.strategy.zero_stage, rollout=rollout, timeout_s=300)
-        fit(
-            config, folder, strategy, scorer, None,
-            in_ray=False, redraw_s=60, accelerator="cpu", devices="auto", plugins=[RayLightningEnvironment()],
-        )  # fmt: skip
+        functions, deadline_s = config.reward.functions, config.reward.deadline_s
+        pool = RewardPool(functions, num_workers=1, deadline_s=deadline_s) if samples else nullcontext()
+        with pool as scorer:
+            fit(
+                config, folder, strategy, scorer, None,
+                in_ray=False, redraw_s=60, accelerator="cpu", devices="auto", plugins=[RayLightningEnvironment()],
+            )  # fmt: skip
         (folder.path / "done").touch()
-    for pool in pools.values():
-        pool.close()
