@@ -10,6 +10,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -114,7 +115,7 @@ def main() -> None:
         if "top_log_probs_BTK" in required_inputs(algorithm.policy_loss_function, algorithm.policy_loss_options):
             continue
         inputs = experience(algorithm)
-        taken_s = seconds(lambda algorithm=algorithm, inputs=inputs: one_step(algorithm, inputs))  # type: ignore[misc]
+        taken_s = seconds(partial(one_step, algorithm, inputs))
         mark = "" if taken_s < LIMIT * step_s else f"  above {LIMIT:.0%}"
         print(f"  {name:30}{1000 * taken_s:8.2f} ms{taken_s / step_s:8.1%}{mark}")
 

@@ -235,7 +235,7 @@ class Algorithm:
             needs.add("ref_log_probs_BT")
             if self.kl.placement == "reward":
                 needs.add("old_log_probs_BT")
-        if self.rollout_correction != RolloutCorrection() and not self.rollout_correction.bypass:
+        if self.rollout_correction.decoupled:
             needs.add("old_log_probs_BT")
         if self.modifiers.top_entropy is not None:
             needs.add("entropy_BT")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_plugins.algorithms.masked import group_numbers
+
 
 @dataclass(frozen=True)
 class OverlongPenalty:
@@ -137,10 +139,10 @@ def length_penalty(
         raise ValueError(f"factor={factor}: must be at least 0; a negative one would reward length")
     dtype = torch.promote_types(response_lengths_B.dtype, torch.get_default_dtype())
     lengths_B = response_lengths_B.to(dtype)
-    unique_groups, group_of_B = torch.unique(groups_B, return_inverse=True)
+    group_of_B, num_groups = group_numbers(groups_B)
 
     def extreme_B(reduce: str, missing: float) -> Tensor:
-        of_group_G = lengths_B.new_full(unique_groups.shape, missing)
+        of_group_G = lengths_B.new_full((num_groups,), missing)
         of_group_G.scatter_reduce_(0, group_of_B, lengths_B.masked_fill(~valid_B, missing), reduce)
         return of_group_G[group_of_B]
 

@@ -360,6 +360,11 @@ class RolloutCorrection:
                 "depend on how a batch is split: switch one of them off"
             )
 
+    @property
+    def decoupled(self) -> bool:
+        """Whether weights or rejection are computed once per batch, from the old log-probs."""
+        return not self.bypass and (self.level is not None or bool(self.rules))
+
     def correct(
         self,
         *,

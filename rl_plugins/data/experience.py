@@ -172,6 +172,27 @@ class Experience(TensorClass, shadow=True):
             batch_size=[count],
         )
 
+    @classmethod
+    def from_responses(
+        cls,
+        prompt_ids: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        pad_token_id: int,
+        *,
+        groups: Sequence[int] | None = None,
+        response_masks: Sequence[Sequence[float]] | None = None,
+    ) -> Self:
+        """Responses that are given, not sampled, in the form of samples; each is a group of its own by default."""
+        return cls.from_samples(
+            prompt_ids=prompt_ids,
+            responses=responses,
+            rollout_log_probs=[[0.0] * len(response) for response in responses],
+            groups=range(len(responses)) if groups is None else groups,
+            policy_version=0,
+            pad_token_id=pad_token_id,
+            response_masks=response_masks,
+        )
+
     @property
     def input_ids(self) -> Tensor:
         """Prompt and response tokens, int64 [B, P+T]."""

@@ -83,14 +83,15 @@ def run_pipeline(composed: Any) -> Path:
         ConfigError: something in the configuration of a stage is wrong; a wrong option is found before the first stage.
     """
     configs = stage_configs(composed)
-    folder = Path(next(iter(configs.values())).run.output_dir)
+    first = next(iter(configs.values()))
+    folder = Path(first.run.output_dir)
     if folder.is_dir() and any(folder.iterdir()) and not composed.resume:
         raise ConfigError(f"the pipeline {folder} exists: continue it with resume=true, or give another name")
     for name, config in configs.items():
         for check in (check_values, check_batch):
             _with_name(name, partial(check, config))
     folder.mkdir(parents=True, exist_ok=True)
-    parent = ParentRun(composed.tracking_uri or f"sqlite:///{folder}/mlflow.db", composed.experiment, composed.name)
+    parent = ParentRun(str(first.tracking.uri), first.tracking.experiment, composed.name)
     parent.open(folder / "mlflow_run_id")
     for position, (name, config) in enumerate(configs.items(), start=1):
         run = RunFolder(folder / name)

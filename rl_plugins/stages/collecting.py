@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.algorithms.rollout_correction import RolloutCorrection, diagnostics
+from rl_plugins.algorithms.rollout_correction import diagnostics
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.tokenization import check_same_tokens
@@ -158,9 +158,8 @@ class CollectingStage(SamplingStage):
         gather = self.rollout if self.algorithm.group_filter is None else self.informative_groups
         experience = gather(prompts)
         if self.algorithm.resampling is not None:
-            seed = self.seed * 1_000_003 + self.step
             experience = resample_over_ranks(
-                experience, self.algorithm.resampling, self.sampling.num_samples, seed, self._table
+                experience, self.algorithm.resampling, self.sampling.num_samples, self._step_seed, self._table
             )
         self.shape_rewards(experience)
         self.compute_log_probs(experience)
@@ -303,7 +302,7 @@ class CollectingStage(SamplingStage):
     def correct_for_rollout(self, experience: Experience) -> None:
         """Importance weights and rejection for the gap between the policy that sampled and the one that is trained."""
         correction = self.algorithm.rollout_correction
-        if correction.bypass or correction == RolloutCorrection():
+        if not correction.decoupled:
             return
         policies: dict[str, Tensor] = {
             "log_probs_BT": filled(experience.old_log_probs),
@@ -377,6 +376,11 @@ class CollectingStage(SamplingStage):
         return response_values(self._strategy.engine(CRITIC), **forward_inputs(batch))
 
     # What collecting and updating share -------------------------------------------------------------------------
+
+    @property
+    def _step_seed(self) -> int:
+        """Of what is chosen at random in a step, the same on every rank."""
+        return self.seed * 1_000_003 + self.step
 
     @property
     def _updates(self) -> int:

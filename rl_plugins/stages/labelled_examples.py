@@ -5,8 +5,6 @@ Axes: `B` examples (a pair is one), `R` samples (a pair has two), `T` response t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -28,7 +26,7 @@ class Pairs:
         """Pad the pairs."""
         responses = [*batch.chosen_ids, *batch.rejected_ids]
         self._count = len(batch.chosen_ids)
-        self._samples = _samples([*batch.prompt_ids, *batch.prompt_ids], responses, pad_token_id)
+        self._samples = Experience.from_responses([*batch.prompt_ids, *batch.prompt_ids], responses, pad_token_id)
         self._margins_B = torch.tensor(batch.margins, dtype=torch.float32)
 
     @property
@@ -49,7 +47,10 @@ class Pairs:
 
     def samples(self, indices_B: Tensor) -> Experience:
         """The chosen responses, then the rejected ones."""
-        return self._samples[torch.cat([indices_B, indices_B + self._count])].trimmed()
+        return self._samples[self._both(indices_B)].trimmed()
+
+    def _both(self, indices_B: Tensor) -> Tensor:
+        return torch.cat([indices_B, indices_B + self._count])
 
     def label_mask(self, indices_B: Tensor) -> Tensor:
         """Every pair counts."""
@@ -57,7 +58,7 @@ class Pairs:
 
     def loss_inputs(self, scores_RT: Tensor, indices_B: Tensor) -> dict[str, Tensor]:
         """The scores of the responses as wholes, and the margins."""
-        lengths_R = self.samples(indices_B).response_lengths.to(scores_RT.device)
+        lengths_R = self._samples.response_lengths[self._both(indices_B)].to(scores_RT.device)
         chosen_B, rejected_B = last_token_scores(scores_RT, lengths_R).chunk(2)
         margins_B = self._margins_B[indices_B].to(scores_RT)
         return {"chosen_scores_B": chosen_B, "rejected_scores_B": rejected_B, "margins_B": margins_B}
@@ -71,7 +72,7 @@ class Steps:
 
     def __init__(self, batch: ProcessRewardBatch, pad_token_id: int) -> None:
         """Pad the responses and their labels."""
-        self._samples = _samples(batch.prompt_ids, batch.response_ids, pad_token_id)
+        self._samples = Experience.from_responses(batch.prompt_ids, batch.response_ids, pad_token_id)
         self._labels_BT, _ = pad_ragged(batch.labels, value=float("nan"), dtype=torch.float32, side="right")
 
     @property
@@ -126,16 +127,4 @@ def labelled_examples(batch: object, pad_token_id: int) -> Pairs | Steps:
 
 def placeholder(pad_token_id: int) -> Experience:
     """One sample of two tokens, for a forward pass that a rank makes only because others do."""
-    return _samples([[pad_token_id]], [[pad_token_id]], pad_token_id)
-
-
-def _samples(prompts: Sequence[list[int]], responses: Sequence[list[int]], pad_token_id: int) -> Experience:
-    return Experience.from_samples(
-        prompt_ids=prompts,
-        responses=responses,
-        rollout_log_probs=[[0.0] * len(response) for response in responses],
-        groups=list(range(len(responses))),
-        policy_version=0,
-        columns={},
-        pad_token_id=pad_token_id,
-    )
+    return Experience.from_responses([[pad_token_id]], [[pad_token_id]], pad_token_id)

@@ -113,11 +113,11 @@ class SampleMetrics:
 
     def averages(self, prefix: str, sum_over_ranks: Reduce, seconds: float) -> dict[str, float]:
         """`<prefix>/<name>` over all ranks, and the throughput. Collective."""
-        columns = {
-            name: tuple(torch.cat([batch[name][part] for batch in self._batches]) for part in range(2))
-            for name in self._batches[0]
-        }
-        metrics = mean_over_ranks(columns, sum_over_ranks)  # type: ignore[arg-type]
+        columns = {}
+        for name in self._batches[0]:
+            values, counted = zip(*(batch[name] for batch in self._batches), strict=True)
+            columns[name] = (torch.cat(values), torch.cat(counted))
+        metrics = mean_over_ranks(columns, sum_over_ranks)
         *failed, samples, tokens = sum_over_ranks(torch.cat([self._failed, self._size])).tolist()
         metrics |= {f"reward_{kind}": count for kind, count in zip(_FAILURES, failed, strict=True)}
         if len(self._batches) > 1:

@@ -81,7 +81,7 @@ class PolicyOptimization(CollectingStage):
         ids_B = mini_batch.groups * num_samples + torch.arange(len(mini_batch)) % num_samples
         mini_batch.selected = self.algorithm.select(
             {**named_tensors(mini_batch), "log_probs_BT": mini_batch.old_log_probs, "ids_B": ids_B},
-            seed=self.seed * 1_000_003 + self.step,
+            seed=self._step_seed,
             sum_over_ranks=self._strategy.sum_over_ranks,
             gather_over_ranks=self._gather,
         )
@@ -117,9 +117,8 @@ class PolicyOptimization(CollectingStage):
                 counts=counts,
                 positive_counts=positive_counts,
             )
-            gap = (current.log_probs_BT.detach() - micro.rollout_log_probs).abs()
-            if self._updates > 1:
-                gap = (old_BT - micro.rollout_log_probs).abs()
+            before_BT = old_BT if self._updates > 1 else current.log_probs_BT.detach()
+            gap = (before_BT - micro.rollout_log_probs).abs()
             metrics.add_each({**values, "entropy": current.entropy_BT}, micro.response_mask)
             metrics.add({"rollout_gap": gap}, micro.response_mask, maximum=True)
             # DeepSpeed averages gradients over ranks, so the loss of a rank is scaled up by their number.

@@ -134,14 +134,13 @@ class PreferenceExamples:
 def preference_examples(batch: PairBatch | UnpairedBatch, pad_token_id: int) -> PreferenceExamples:
     """The examples of a batch from the data module."""
     if isinstance(batch, UnpairedBatch):
-        return PreferenceExamples.judged(
-            _samples(batch.prompt_ids, batch.response_ids, batch.rows, pad_token_id), batch.labels
-        )
-    samples = _samples(
+        samples = Experience.from_responses(batch.prompt_ids, batch.response_ids, pad_token_id, groups=batch.rows)
+        return PreferenceExamples.judged(samples, batch.labels)
+    samples = Experience.from_responses(
         [*batch.prompt_ids, *batch.prompt_ids],
         [*batch.chosen_ids, *batch.rejected_ids],
-        [*batch.rows, *batch.rows],
         pad_token_id,
+        groups=[*batch.rows, *batch.rows],
     )
     return PreferenceExamples.pairs(samples, torch.arange(len(samples)).view(2, -1).T, batch.margins)
 
@@ -193,12 +192,12 @@ def mismatched(examples: PreferenceExamples, pad_token_id: int, table: Table) ->
     order = sorted(everyones)
     after = dict(zip(order, [*order[1:], order[0]], strict=True))
     responses = [everyones[after[key]] for key in keys]
-    return _samples(
+    return Experience.from_responses(
         [_prompt(samples, place) for place in places],
         [ids for ids, _ in responses],
-        [int(samples.groups[place]) for place in places],
         pad_token_id,
-        [mask for _, mask in responses],
+        groups=[int(samples.groups[place]) for place in places],
+        response_masks=[mask for _, mask in responses],
     )
 
 
@@ -210,21 +209,3 @@ def _prompt(samples: Experience, place: int) -> list[int]:
 def _response(samples: Experience, place: int) -> tuple[list[int], list[float]]:
     length = int(samples.response_lengths[place])
     return samples.responses[place, :length].tolist(), samples.response_mask[place, :length].tolist()
-
-
-def _samples(
-    prompts: Sequence[list[int]],
-    responses: Sequence[list[int]],
-    rows: Sequence[int],
-    pad_token_id: int,
-    masks: Sequence[list[float]] | None = None,
-) -> Experience:
-    return Experience.from_samples(
-        prompt_ids=prompts,
-        responses=responses,
-        rollout_log_probs=[[0.0] * len(response) for response in responses],
-        groups=rows,
-        policy_version=0,
-        pad_token_id=pad_token_id,
-        response_masks=masks,
-    )

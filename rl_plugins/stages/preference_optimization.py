@@ -6,9 +6,8 @@ update over micro-batches that never split a pair, averaged over the examples of
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
-from rl_plugins.algorithms.injection import call_with, required_inputs
+from rl_plugins.algorithms.injection import call_with, named_function, required_inputs
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, kto_reference_point
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
@@ -28,7 +27,7 @@ from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.dealing import Table
 from rl_plugins.stages.labelled_examples import placeholder
 from rl_plugins.stages.metrics import TokenMetrics
-from rl_plugins.stages.micro_batches import num_micro_batches, split_by_length
+from rl_plugins.stages.micro_batches import common_number, micro_batch_indices, split_by_length
 from rl_plugins.stages.preference_examples import (
     JUDGED_INPUTS,
     PAIR_INPUTS,
@@ -68,7 +67,7 @@ class PreferenceOptimization(SamplingStage):
     ) -> None:
         super().__init__(policy, eval_sampling=eval_sampling, **sampling_stage)
         self.loss_options = dict(loss_options or {})
-        self.loss = _loss_function(loss, self.loss_options)
+        self.loss = named_function(PREFERENCE_LOSSES, loss, self.loss_options)
         needs = set(required_inputs(self.loss, self.loss_options))
         self.takes_pairs = needs <= PAIR_INPUTS
         if not self.takes_pairs and not needs <= JUDGED_INPUTS:
@@ -169,7 +168,7 @@ class PreferenceOptimization(SamplingStage):
     ) -> Iterator[tuple[Tensor, bool]]:
         counts = GlobalCounts(count, count, self.trainer.world_size)
         budget = self.tokens_per_micro_batch // examples.members_NK.shape[1]
-        micro_batches = self._num_micro_batches(*examples.lengths, budget)
+        micro_batches = common_number(*examples.lengths, budget, self._strategy.max_over_ranks)
         examples = examples.padded(micro_batches)
         prompts_N, responses_N = examples.lengths
         for position, indices in enumerate(split_by_length(prompts_N + responses_N, micro_batches)):
@@ -192,10 +191,9 @@ class PreferenceOptimization(SamplingStage):
     @torch.no_grad()
     def _frozen_log_probs(self, name: str, samples: Experience) -> Tensor:
         """Log-prob of each response, [R], without gradient. Collective."""
-        prompts_R, responses_R = samples.prompt_lengths, samples.response_lengths
-        count = self._num_micro_batches(prompts_R, responses_R, self.tokens_per_micro_batch)
+        lengths = samples.prompt_lengths, samples.response_lengths
         log_probs_R = torch.zeros(len(samples), dtype=torch.promote_types(self.model_dtype, torch.float32))
-        for indices in split_by_length(prompts_R + responses_R, count):
+        for indices in micro_batch_indices(*lengths, self.tokens_per_micro_batch, self._strategy.max_over_ranks):
             # Ranks meet in every forward pass, also those that have no more samples.
             there = len(indices) > 0
             micro = samples[indices] if there else placeholder(self.tokenizer.pad_token_id)
@@ -203,11 +201,6 @@ class PreferenceOptimization(SamplingStage):
             if there:
                 log_probs_R[indices] = sums_R.to(log_probs_R)
         return log_probs_R
-
-    def _num_micro_batches(self, prompt_lengths: Tensor, response_lengths: Tensor, budget: int) -> int:
-        """The same on every rank, though one may have less samples than that, or none. Collective."""
-        wanted = num_micro_batches(prompt_lengths, response_lengths, budget) if len(prompt_lengths) else 0
-        return int(self._strategy.max_over_ranks(torch.tensor([wanted], dtype=torch.float64)).item())
 
     def _log_probs(self, name: str, samples: Experience) -> Tensor:
         """Log-prob of each response: the sum over its tokens, [R]."""
@@ -220,14 +213,3 @@ class PreferenceOptimization(SamplingStage):
             response_width=micro.responses.shape[1],
         ).log_probs_BT
         return torch.where(micro.response_mask.bool(), log_probs_BT, 0).sum(dim=-1)
-
-
-def _loss_function(loss: str | PreferenceLoss, options: Mapping[str, Any]) -> PreferenceLoss:
-    if isinstance(loss, str) and loss not in PREFERENCE_LOSSES:
-        raise ConfigError(f"loss={loss!r} is unknown: use one of {', '.join(PREFERENCE_LOSSES)}")
-    function: Callable[..., Any] = PREFERENCE_LOSSES[loss] if isinstance(loss, str) else loss
-    try:
-        inspect.signature(function).bind_partial(**options)
-    except TypeError as error:
-        raise ConfigError(f"loss_options do not fit the loss {function.__name__}: {error}") from None
-    return function

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
-from rl_plugins.algorithms.injection import call_with, required_inputs
+from rl_plugins.algorithms.injection import call_with, named_function, required_inputs
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES, RewardModelLoss
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.preferences import PairBatch
@@ -21,7 +20,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import load_scalar_head, response_scores
 from rl_plugins.stages.labelled_examples import Pairs, Steps, labelled_examples, placeholder
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
-from rl_plugins.stages.micro_batches import micro_batch_indices, num_micro_batches, split_by_length
+from rl_plugins.stages.micro_batches import micro_batch_indices
 from rl_plugins.stages.stage import Stage, StageOptions
 from rl_plugins.strategies.contract import REWARD_MODEL
 
@@ -54,7 +53,7 @@ class RewardModeling(Stage):
     ) -> None:
         super().__init__(model, **stage)
         self.loss_options = dict(loss_options or {})
-        self.loss = _loss_function(loss, self.loss_options)
+        self.loss = named_function(REWARD_MODEL_LOSSES, loss, self.loss_options)
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self._validated: dict[str, list[Tensor]] = {}
 
@@ -139,11 +138,8 @@ class RewardModeling(Stage):
 
     def _validation_batches(self, examples: Pairs | Steps) -> list[Tensor]:
         """As many on every rank, though the ranks' rows may differ by one; some may be empty."""
-        prompts_B, responses_B = examples.lengths
         budget = self.tokens_per_micro_batch // examples.samples_per_example
-        wanted = num_micro_batches(prompts_B, responses_B, budget) if len(examples) else 0
-        count = int(self._strategy.max_over_ranks(torch.tensor([wanted], dtype=torch.float64)).item())
-        return split_by_length(prompts_B + responses_B, count)
+        return micro_batch_indices(*examples.lengths, budget, self._strategy.max_over_ranks)
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -154,14 +150,3 @@ class RewardModeling(Stage):
         counted = {name: (values, torch.ones_like(values).bool()) for name, values in columns.items()}
         metrics = mean_over_ranks(counted, self._strategy.sum_over_ranks)
         self.track({f"val/{name}": value for name, value in {**metrics, **self._strategy.phases.drain()}.items()})
-
-
-def _loss_function(loss: str | RewardModelLoss, options: Mapping[str, Any]) -> RewardModelLoss:
-    if isinstance(loss, str) and loss not in REWARD_MODEL_LOSSES:
-        raise ConfigError(f"loss={loss!r} is unknown: use one of {', '.join(REWARD_MODEL_LOSSES)}")
-    function: Callable[..., Any] = REWARD_MODEL_LOSSES[loss] if isinstance(loss, str) else loss
-    try:
-        inspect.signature(function).bind_partial(**options)
-    except TypeError as error:
-        raise ConfigError(f"loss_options do not fit the loss {function.__name__}: {error}") from None
-    return function

@@ -42,7 +42,7 @@ class SFT(SamplingStage):
     @override
     def training_step(self, batch: dict[str, list[list[int]]], batch_idx: int) -> None:
         start = time.perf_counter()
-        examples = self._examples(batch)
+        examples = Experience.from_responses(batch["prompt_ids"], batch["response_ids"], self.tokenizer.pad_token_id)
         with self._phase("update_policy"):
             self._loss = torch.zeros(())
             self.optimize(self._losses(examples))
@@ -50,18 +50,6 @@ class SFT(SamplingStage):
         seconds = time.perf_counter() - start
         tokens = float(self._strategy.sum_over_ranks(examples.sequence_lengths.sum().double()))
         self.end_step({"train/loss": loss, "time/step": seconds, "tokens_per_s": tokens / seconds})
-
-    def _examples(self, batch: dict[str, list[list[int]]]) -> Experience:
-        responses = batch["response_ids"]
-        return Experience.from_samples(
-            prompt_ids=batch["prompt_ids"],
-            responses=responses,
-            rollout_log_probs=[[0.0] * len(response) for response in responses],
-            groups=list(range(len(responses))),
-            policy_version=0,
-            columns={},
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
 
     def _losses(self, examples: Experience) -> Iterator[tuple[Tensor, bool]]:
         totals = self._strategy.sum_over_ranks(local_counts(examples.response_mask))

@@ -133,10 +133,13 @@ class Stage(LightningModule):
         models = self.engine_modules()
         source = self._source[0]
         brings_own = isinstance(source, LightningModule) and is_overridden("configure_optimizers", source)
+        own = source if isinstance(source, LightningModule) and brings_own else None
         configured = []
         for name, config in self.optimizer_configs().items():
-            own = brings_own and name == self.trained
-            one = only_one(source.configure_optimizers(), source) if own else config.adamw(models[name].parameters())  # type: ignore[operator,union-attr]
+            if own is not None and name == self.trained:
+                one = only_one(own.configure_optimizers(), own)
+            else:
+                one = config.adamw(models[name].parameters())
             self._engine_of_optimizer[id(one["optimizer"])] = name
             configured.append(one)
         return configured

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.policy_losses.inputs import MAX_LOG_RATIO
+from rl_plugins.algorithms.policy_losses.inputs import bounded_log_ratio, zero_masked
 
 
 def ppo_clip(
@@ -40,9 +40,10 @@ def ppo_clip(
     """
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip={dual_clip}: must be above 1, or None for no bound")
-    valid_BT = response_mask_BT.bool()
-    log_ratio_BT = torch.where(valid_BT, log_probs_BT - old_log_probs_BT, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    advantages_BT = torch.where(valid_BT, advantages_BT, 0)
+    log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
+        response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
+    )
+    log_ratio_BT = bounded_log_ratio(log_probs_BT, old_log_probs_BT)
     ratio_BT = log_ratio_BT.exp()
     unclipped_BT = -advantages_BT * ratio_BT
     clipped_BT = -advantages_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high)

@@ -142,7 +142,10 @@ class VLLMActor:
 
     async def update_weights(self, update_info: Any) -> None:
         """Take in one chunk."""
+        # vLLM ends an update that fails, so there is nothing left to finish.
+        self._updating = False
         self._llm.update_weights({"update_info": update_info})
+        self._updating = True
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Complete; cached prefixes belong to the old weights and go."""
