@@ -1,9 +1,7 @@
-"""One of two ranks of ZeRO-3 that loads scalar heads: `scalar_head_worker.py PRECISION POLICY FOLDER RANK`."""
+"""One of two ranks of ZeRO-3 that loads scalar heads."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,13 @@ def whole(model: Any, name: str) -> torch.Tensor:
         return torch.Tensor(parameter.detach().clone())
 
 
-def main(precision: str, policy: str, folder: Path) -> None:
+def check_rank(rank: int, precision: str, policy: str, folder: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     keep_alive = HfDeepSpeedConfig(config_of(precision))
     # What was left in memory must not be what the head is made of.
-    torch.manual_seed(torch.distributed.get_rank())
+    torch.manual_seed(rank)
     new = load_scalar_head(policy, dtype=dtype)
     trained = load_scalar_head(str(folder / "trained"), dtype=dtype, new_head=False)
     del keep_alive
@@ -45,14 +45,3 @@ def main(precision: str, policy: str, folder: Path) -> None:
     engine = deepspeed.initialize(model=new, config=config_of(precision), dist_init_required=False)[0]
     ids = torch.arange(6).reshape(1, 6)
     assert not engine(input_ids=ids, use_cache=False).logits.any()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    rank = int(sys.argv[4])
-    os.environ["LOCAL_RANK"] = sys.argv[4]
-    store = f"file://{Path(sys.argv[3]) / 'rendezvous'}"
-    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2)
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
-    print("the checks are through")

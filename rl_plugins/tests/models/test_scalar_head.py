@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +31,7 @@ from rl_plugins.models.scalar_head import (
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.rollout.weights import ModuleWeightSource
 from rl_plugins.tests.models import scalar_head_worker
+from rl_plugins.tests.ranks import run_ranks
 
 SAMPLES = [([5, 6, 7, 8, 9], [1, 2, 3, 4]), ([50], [11, 12, 13, 14, 15, 16]), ([60, 61, 62], []), ([70, 71], [72])]
 
@@ -213,26 +211,9 @@ def test_missing_weights_of_the_body_are_refused(policy: str, tmp_path: Path) ->
         load_scalar_head(str(tmp_path), dtype=torch.float32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_sharded_heads_are_new_or_trained_as_whole_ones_are(policy: str, tmp_path: Path, precision: str) -> None:
     model = with_random_head(policy, torch.float32)
     save_policy(model, ModuleWeightSource(model), build_tokenizer(), tmp_path / "trained", is_writer=True)
-    root = str(Path(__file__).parents[3])
-    command = [sys.executable, scalar_head_worker.__file__, precision, policy, str(tmp_path)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": root}
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank)],
-            env=environment,
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    for output in outputs:
-        assert "the checks are through" in output and "MISSING" not in output
+    for _, printed in run_ranks(scalar_head_worker.check_rank, precision, policy, tmp_path):
+        assert "MISSING" not in printed

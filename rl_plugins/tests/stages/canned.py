@@ -1,13 +1,9 @@
-"""One RL step without sampling: fixed responses and scores, and an optimizer that keeps the gradients it is given.
-
-Run as a script, it is one of several ranks: `canned.py RANK WORLD_SIZE RENDEZVOUS_FILE OUTPUT_FILE`.
-"""
+"""One RL step without sampling: fixed responses and scores, and an optimizer that keeps the gradients it is given."""
 
 from __future__ import annotations
 
 import atexit
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -270,21 +266,13 @@ CASES: dict[str, tuple[Algorithm, int]] = {
 }
 
 
-def main(rank: int, world_size: int, rendezvous: str, output: str) -> None:
-    torch.set_num_threads(1)
+def rank_results(rank: int) -> dict[str, Any]:
+    """`gradients` of every case, as one of two ranks."""
     # Among several ranks, only the first would write the model.
     other_model()
-    torch.distributed.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
-    results = {
-        # Uneven micro-batches: the ranks' own budgets would give different numbers of them.
-        name: gradients(
-            algorithm, tokens_per_micro_batch=45, updates_per_step=updates, rank=rank, world_size=world_size
-        )
+    torch.distributed.init_process_group("gloo")
+    # Uneven micro-batches: the ranks' own budgets would give different numbers of them.
+    return {
+        name: gradients(algorithm, tokens_per_micro_batch=45, updates_per_step=updates, rank=rank, world_size=2)
         for name, (algorithm, updates) in CASES.items()
     }
-    torch.save(results, output)
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,12 +1,7 @@
-"""One step of reward modelling on fixed pairs or steps, with an optimizer that keeps the gradients it is given.
-
-Run as a script, it is one of two ranks, `canned_labels.py RANK RENDEZVOUS_FILE OUTPUT_FILE`, or a process with ZeRO-3,
-`canned_labels.py zero MODEL FOLDER`.
-"""
+"""One step of reward modelling on fixed pairs or steps, with an optimizer that keeps the gradients it is given."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +127,12 @@ def validation(case: str, shares: list[list[int]], rank: int = 0, **options: Any
 UNEVEN = [[0, 1, 2], []]
 
 
-def main(rank: int, rendezvous: str, output: str) -> None:
-    torch.set_num_threads(1)
+def rank_results(rank: int) -> dict[str, Any]:
+    """`gradients` and `validation` of every case, as one of two ranks."""
     # In a process group transformers writes on rank 0 alone; each rank has a folder of its own.
     canned.other_model()
-    torch.distributed.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=2)
-    results = {
+    torch.distributed.init_process_group("gloo")
+    return {
         case: (
             # Uneven micro-batches: the ranks' own budgets would give different numbers of them.
             gradients(case, tokens_per_micro_batch=60, rank=rank, world_size=2),
@@ -145,8 +140,6 @@ def main(rank: int, rendezvous: str, output: str) -> None:
         )
         for case in CASES
     }
-    torch.save(results, output)
-    torch.distributed.destroy_process_group()
 
 
 def run(strategy: Any, path: str, folder: Path) -> dict[str, float]:
@@ -165,14 +158,6 @@ def run(strategy: Any, path: str, folder: Path) -> dict[str, float]:
     return {name: metrics[name] for name in ("train/loss", "train/margin", "val/loss", "val/margin", "val/accuracy")}
 
 
-def main_zero(path: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    metrics = run(ZeroStrategy(stage=3, timeout_s=60), path, Path(folder))
-    torch.save(metrics, f"{folder}.pt")
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "zero":
-        main_zero(sys.argv[2], sys.argv[3])
-    else:
-        main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+def run_zero(_: int, path: str, folder: Path) -> dict[str, float]:
+    """`run` under ZeRO-3."""
+    return run(ZeroStrategy(stage=3, timeout_s=60), path, folder)

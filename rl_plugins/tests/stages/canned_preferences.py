@@ -1,11 +1,7 @@
-"""One step of preference optimization on fixed pairs, judged responses or samples, with the recording optimizer.
-
-Run as a script, it is one of two ranks: `canned_preferences.py RANK RENDEZVOUS_FILE OUTPUT_FILE`.
-"""
+"""One step of preference optimization on fixed pairs, judged responses or samples, with the recording optimizer."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -136,19 +132,14 @@ ONLINE: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-def main(rank: int, rendezvous: str, output: str) -> None:
-    torch.set_num_threads(1)
+def rank_results(rank: int) -> dict[str, Any]:
+    """The gradients of every case, as one of two ranks."""
     # In a process group transformers writes on rank 0 alone; each rank has a folder of its own.
     canned.other_model()
-    torch.distributed.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo")
     # Uneven micro-batches: the ranks' own budgets would give different numbers of them.
     options: dict[str, Any] = {"tokens_per_micro_batch": 45, "rank": rank, "world_size": 2}
     results: dict[str, Any] = {case: gradients(case, **options) for case in ON_TWO_RANKS}
     for case, (prompts, of_case) in ONLINE.items():
         results[f"online {case}"] = online_gradients(prompts, **options, **of_case)
-    torch.save(results, output)
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    return results

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from torch import Tensor
 from rl_plugins.algorithms.aggregation import AGGREGATIONS
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.models.tiny import build_model, save_tiny_policy
+from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
 
 BUDGETS = [1, 40, 70, 10**6]
@@ -131,26 +129,12 @@ def test_metrics_of_the_step() -> None:
     assert metrics["train/ppo_kl"] == metrics["train/clip_fraction"] == metrics["train/truncated"] == 0
 
 
-def test_one_and_two_ranks_give_the_same_gradients(tmp_path: Path) -> None:
-    files = [tmp_path / f"rank{rank}.pt" for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, canned.__file__, str(rank), "2", str(tmp_path / "rendezvous"), str(files[rank])],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=Path(__file__).parents[3],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    of_ranks = [torch.load(file) for file in files]
+def test_one_and_two_ranks_give_the_same_gradients() -> None:
+    of_ranks = run_ranks(canned.rank_results)
     for name, (algorithm, updates) in canned.CASES.items():
         expected, metrics = canned.gradients(algorithm, updates_per_step=updates)
         assert len(expected) == updates * (2 if algorithm.needs & {"values_BT", "process_rewards_BT"} else 1)
-        for results in of_ranks:
+        for results, _ in of_ranks:
             actual, actual_metrics = results[name]
             for one, other in zip(actual, expected, strict=True):
                 assert_same(one, other, 1e-6)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.preference_optimization import PreferenceOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned, canned_preferences
 
 # All at once, one example at a time, and splits between.
@@ -164,32 +162,13 @@ def test_ones_own_loss_gets_what_it_names() -> None:
     assert sorted(seen["margins"]) == [0.25, 1.5] and metrics["train/margins"] == pytest.approx(0.875)
 
 
-def test_one_and_two_ranks_give_the_same_gradients(tmp_path: Path) -> None:
-    root = str(Path(__file__).parents[3])
-    files = [tmp_path / f"rank{rank}.pt" for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, canned_preferences.__file__, str(rank), str(tmp_path / "rendezvous"), str(files[rank])],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": root},
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    of_ranks = [torch.load(file) for file in files]
+def test_one_and_two_ranks_give_the_same_gradients() -> None:
+    of_ranks = run_ranks(canned_preferences.rank_results)
     one_rank = {case: canned_preferences.gradients(case) for case in canned_preferences.ON_TWO_RANKS}
     for case, (prompts, options) in canned_preferences.ONLINE.items():
         one_rank[f"online {case}"] = canned_preferences.online_gradients(prompts, **options)
     for case, (expected, metrics) in one_rank.items():
-        for results in of_ranks:
+        for results, _ in of_ranks:
             actual, actual_metrics = results[case]
             assert len(actual) == len(expected)
             for one, other in zip(actual, expected, strict=True):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.reward_modeling import RewardModeling
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned, canned_labels
 
 # All at once, one example at a time, and splits between: in two, and in more.
@@ -127,27 +125,12 @@ def test_the_halves_of_a_pair_share_a_micro_batch(monkeypatch: pytest.MonkeyPatc
     assert [rows for rows, _ in sizes] == [2, 2, 2]
 
 
-def test_one_and_two_ranks_give_the_same_gradients_and_validation(tmp_path: Path) -> None:
-    root = str(Path(__file__).parents[3])
-    files = [tmp_path / f"rank{rank}.pt" for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, canned_labels.__file__, str(rank), str(tmp_path / "rendezvous"), str(files[rank])],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": root},
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    of_ranks = [torch.load(file) for file in files]
+def test_one_and_two_ranks_give_the_same_gradients_and_validation() -> None:
+    of_ranks = run_ranks(canned_labels.rank_results)
     for case in PLAIN:
         expected, metrics = canned_labels.gradients(case)
         validated = canned_labels.validation(case, [canned_labels.UNEVEN[0]])
-        for results in of_ranks:
+        for results, _ in of_ranks:
             (actual, actual_metrics), actual_validated = results[case]
             assert_same(actual, expected, 1e-6)
             for name in ("loss", "accuracy"):
@@ -192,21 +175,11 @@ def test_it_learns_which_sums_are_right_and_its_export_can_be_loaded(tmp_path: P
     assert all(torch.equal(weight, weights[name]) for name, weight in exported.state_dict().items())
 
 
-@pytest.mark.slow
 def test_zero_3_gives_the_weights_and_metrics_of_one_device(tmp_path: Path) -> None:
     path = str(save_tiny_policy(tmp_path / "policy"))
-    root = str(Path(__file__).parents[3])
-    result = subprocess.run(
-        [sys.executable, canned_labels.__file__, "zero", path, str(tmp_path / "zero")],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": root},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    ((metrics, _),) = run_ranks(canned_labels.run_zero, path, tmp_path / "zero", world_size=1)
     expected = canned_labels.run(SingleDeviceRolloutStrategy(), path, tmp_path / "plain")
-    assert torch.load(tmp_path / "zero.pt") == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert expected["val/margin"] > 0
     weights = [load_scalar_head(str(tmp_path / name), dtype=torch.float32).state_dict() for name in ("zero", "plain")]
     for name, weight in weights[0].items():

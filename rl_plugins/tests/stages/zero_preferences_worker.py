@@ -1,9 +1,7 @@
-"""One of two ranks of ZeRO-3 on CPU, run as a script: `zero_preferences_worker.py OUTPUT_FILE`, by the environment."""
+"""One of two ranks of ZeRO-3 on CPU."""
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 import torch
@@ -61,16 +59,11 @@ def in_one_process(case: str) -> dict[str, Tensor]:
     return train(case, 0, 1, SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()))
 
 
-def main(rank: int, output: str) -> None:
-    torch.set_num_threads(1)
+def rank_weights(rank: int) -> dict[str, dict[str, Tensor]]:
     # In a process group transformers writes on rank 0 alone; each rank has a folder of its own.
     canned.other_model()
     results = {}
     for case in CASES:
         strategy = ZeroStrategy(stage=3, rollout=canned.CannedRollout(), timeout_s=120)
         results[case] = train(case, rank, 2, strategy, devices=1, num_nodes=2)
-    torch.save(results, output)
-
-
-if __name__ == "__main__":
-    main(int(os.environ["NODE_RANK"]), sys.argv[1])
+    return results

@@ -1,8 +1,7 @@
-"""One rank of ZeRO on CPU, with its checks; run as a script by `test_zero.py`: `zero_worker.py STAGE FOLDER`."""
+"""One rank of ZeRO on CPU, with its checks."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ def optimizer_state(strategy: ZeroStrategy) -> list[list[float]]:
     return [tensor.flatten().tolist() for tensor in optimizer_tensors(strategy)]
 
 
-def train(stage: int, folder: Path) -> None:
+def train(_: int, stage: int, folder: Path) -> None:
     policy = str(save_tiny_policy(folder / "policy"))
     rollout = canned.CannedRollout()
 
@@ -134,9 +133,3 @@ def train(stage: int, folder: Path) -> None:
     calls = [call for call in rollout.calls if call.split()[0] in ("connect", "update_weights", "close")]
     once = ["connect 0/1", "update_weights 0", "close"]
     assert calls == [*once, *once[:2], "update_weights 1", "close"]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    train(int(sys.argv[1]), Path(sys.argv[2]))
-    print("the checks are through")
