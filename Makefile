@@ -19,7 +19,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format typecheck unit integration slow gpu lock clean
+.PHONY: help install quickstart test lint format typecheck unit integration gpu lock clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,10 +58,7 @@ unit: $(INSTALLED)  ## unit tests
 	$(PY) -m pytest -m unit --timeout 300
 
 integration: $(INSTALLED)  ## integration tests over Ray, DeepSpeed, vLLM and MLflow
-	$(PY) -m pytest -m "integration and not slow and not gpu" --timeout 600
-
-slow: $(INSTALLED)  ## the tests that take minutes
-	$(PY) -m pytest -m "slow and not gpu" --timeout 3600
+	$(PY) -m pytest -m "integration and not gpu" --timeout 600
 
 gpu:  ## the tests that need a GPU, in the environment of the `python` in use (install: pip install -e '.[gpu,dev]')
 	python -c "import torch; assert torch.cuda.is_available(), 'no CUDA device is visible'"

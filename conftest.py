@@ -14,5 +14,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(INTEGRATION_TESTS):
             item.add_marker("integration")
-        elif not any(item.get_closest_marker(tier) for tier in ("integration", "gpu", "slow")):
+        elif not any(item.get_closest_marker(tier) for tier in ("integration", "gpu")):
             item.add_marker("unit")

@@ -55,7 +55,6 @@ def test_a_wrong_option_of_the_last_stage_is_found_before_the_first(folder: Path
     assert not (folder / "sft_rm_ppo").exists()
 
 
-@pytest.mark.slow
 def test_three_stages_under_one_run_and_on_with_them(folder: Path, workplace: Path) -> None:
     result = run(folder, workplace)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]

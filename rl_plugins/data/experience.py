@@ -204,6 +204,11 @@ class Experience(TensorClass, shadow=True):
         return self.prompt_lengths + self.response_lengths
 
     @property
+    def truncated(self) -> Tensor:
+        """Whose response was cut off at the length limit, bool [B]; from the column `finish_reason`."""
+        return torch.tensor([reason == "length" for reason in self.columns["finish_reason"]], dtype=torch.bool)
+
+    @property
     def position_ids(self) -> Tensor:
         """Position of each token in its sample, int64 [B, P+T]; 0 before it, its last one after it."""
         last = (self.sequence_lengths - 1).clamp(min=0)

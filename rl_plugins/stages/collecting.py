@@ -228,7 +228,10 @@ class CollectingStage(SamplingStage):
         while True:
             experience = self.rollout(prompts)
             kept_B = group_filter.informative(
-                scores_B=self._filtered_by(experience), groups_B=experience.groups, valid_B=experience.valid
+                scores_B=self._filtered_by(experience),
+                groups_B=experience.groups,
+                valid_B=experience.valid,
+                truncated_B=experience.truncated,
             )
             groups = buffer.add(experience, kept_B, self._draws)
             if len(groups) >= wanted:

@@ -99,11 +99,10 @@ class SampleMetrics:
         assert experience.scores is not None
         rewards_B, valid_B, everything_B = experience.scores.double(), experience.valid, torch.ones(len(scores)).bool()
         groups = group_statistics(rewards_B, experience.groups, valid_B)
-        truncated = torch.tensor([reason == "length" for reason in experience.columns["finish_reason"]])
         self._batches.append({
             "reward": (rewards_B, valid_B),
             "response_length": (experience.response_lengths.double(), everything_B),
-            "truncated": (truncated.double(), everything_B),
+            "truncated": (experience.truncated.double(), everything_B),
             # Groups whose samples all scored alike teach nothing.
             "uniform_groups": ((groups.std_B == 0).double(), valid_B),
         })  # fmt: skip

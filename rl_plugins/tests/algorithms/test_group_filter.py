@@ -13,11 +13,15 @@ from rl_plugins.errors import ConfigError
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 5])
 SCORES = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, torch.nan, 1.0, 0.7, torch.nan, torch.nan])
 VALID = ~SCORES.isnan()
+TRUNCATED = torch.zeros(len(GROUPS), dtype=torch.bool)
+TRUNCATED[[1, 6]] = True
 
 
 def kept(group_filter: GroupFilter, order: Tensor | None = None) -> set[int]:
     order = torch.arange(len(GROUPS)) if order is None else order
-    kept_B = group_filter.informative(scores_B=SCORES[order], groups_B=GROUPS[order], valid_B=VALID[order])
+    kept_B = group_filter.informative(
+        scores_B=SCORES[order], groups_B=GROUPS[order], valid_B=VALID[order], truncated_B=TRUNCATED[order]
+    )
     groups = GROUPS[order]
     for group in groups.unique():
         # A group stays or goes as a whole.
@@ -34,6 +38,10 @@ def test_bounds_on_the_mean() -> None:
     assert kept(GroupFilter(low=0.6)) == {0, 4}
     assert kept(GroupFilter(high=0.6)) == {3}
     assert kept(GroupFilter(low=0.5, high=0.5)) == {3}
+
+
+def test_groups_with_a_truncated_response() -> None:
+    assert kept(GroupFilter(drop_truncated=True)) == {3, 4}
 
 
 @pytest.mark.parametrize(
