@@ -108,7 +108,14 @@ class VLLMConfig:
             "worker_extension_cls": "rl_plugins.rollout.vllm.plugin.WorkerExtension",
         }
         if self.device == "cpu":
-            return {**arguments, "quantization": "plain_weights", "enforce_eager": True}
+            return {
+                **arguments,
+                "quantization": "plain_weights",
+                "enforce_eager": True,
+                # A prompt in one piece: between pieces vLLM sets back the generators of seeded requests, which
+                # those of a CPU do not know.
+                "enable_chunked_prefill": False,
+            }
         return {
             **arguments,
             "enforce_eager": self.enforce_eager,
