@@ -23,9 +23,12 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, gradient_checkpointing: boo
     """
     from transformers import AutoModelForCausalLM
 
+    from rl_plugins.models.packed_attention import use_packed_attention
+
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    use_packed_attention(model)
     return model.train()
 
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_plugins.models.chunked_head import chunked_head_columns
 from rl_plugins.models.output_head import last_linear_head, replaced_forward
-from rl_plugins.models.packing import check_keeps_apart, pack
+from rl_plugins.models.packing import pack, predicting_places
 from rl_plugins.models.token_distributions import Columns, distribution_columns
 
 CHUNK_ELEMENTS = 2**24
@@ -99,8 +99,8 @@ def response_log_probs(
         entropy_gradient: `entropy_BT` has a gradient.
         top_k: give so many of the most likely tokens, too, at most the vocabulary: `top_ids_BTK`, `top_log_probs_BTK`.
         tokens_BTK: give the log-probs of these tokens, too: `log_probs_BTK`.
-        packed: the real tokens of all samples go through the model as one row without padding. With eager and SDPA
-            attention the mask of that row is as large as the square of its length.
+        packed: the real tokens of all samples go through the model as one row without padding. With attention that is
+            not `packed_sdpa`, the mask of that row may be as large as the square of its length.
 
     Raises:
         ConfigError: `packed`, and the model lets the samples of a row see each other.
@@ -117,8 +117,10 @@ def response_log_probs(
     }
     head = last_linear_head(model, inputs)
     if packed:
-        check_keeps_apart(model, input_ids_BS.device)
-        inputs = pack(input_ids_BS, attention_mask_BS, position_ids_BS, response_width)
+        inputs = pack(
+            model, input_ids_BS=input_ids_BS, attention_mask_BS=attention_mask_BS, position_ids_BS=position_ids_BS
+        )
+        inputs["logits_to_keep"] = predicting_places(attention_mask_BS, response_width)
     else:
         # The last position predicts nothing, but `logits_to_keep` cannot leave it out.
         inputs["logits_to_keep"] = response_width + 1

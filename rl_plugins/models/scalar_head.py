@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.packed_attention import use_packed_attention
+from rl_plugins.models.packing import pack
+from rl_plugins.models.token_distributions import accumulation_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -64,6 +67,7 @@ def load_scalar_head(
     _zero([parameter for parameter in missing.values() if parameter is not None])
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    use_packed_attention(model)
     return model.train()
 
 
@@ -128,47 +132,57 @@ def _zero(parameters: list[torch.nn.Parameter]) -> None:
 
 
 def position_scores(
-    model: Callable[..., Any], *, input_ids_BS: Tensor, attention_mask_BS: Tensor, position_ids_BS: Tensor
-) -> Tensor:
-    """One forward pass; the number at every position [B, S], in float32 at least. Padding has finite numbers."""
-    output = model(
-        input_ids=input_ids_BS, attention_mask=attention_mask_BS, position_ids=position_ids_BS, use_cache=False
-    )
-    scores_BS: Tensor = output.logits.squeeze(-1)
-    return scores_BS.to(torch.promote_types(scores_BS.dtype, torch.float32))
-
-
-def response_values(
     model: Callable[..., Any],
     *,
     input_ids_BS: Tensor,
     attention_mask_BS: Tensor,
     position_ids_BS: Tensor,
-    response_width: int,
+    packed: bool = False,
 ) -> Tensor:
-    """The number at the position before each response token [B, T]: the value of the state it was sampled in."""
-    scores_BS = position_scores(
-        model, input_ids_BS=input_ids_BS, attention_mask_BS=attention_mask_BS, position_ids_BS=position_ids_BS
-    )
-    return scores_BS[:, -(response_width + 1) : -1]
+    """One forward pass; the number at every position [B, S], in float32 at least. Padding has finite numbers.
+
+    With `packed`, the real tokens of all samples go through the model as one row: see `packing`.
+    """
+    if not packed:
+        output = model(
+            input_ids=input_ids_BS, attention_mask=attention_mask_BS, position_ids=position_ids_BS, use_cache=False
+        )
+        padded_BS: Tensor = output.logits.squeeze(-1)
+        return padded_BS.to(accumulation_dtype(padded_BS.dtype))
+    row = pack(model, input_ids_BS=input_ids_BS, attention_mask_BS=attention_mask_BS, position_ids_BS=position_ids_BS)
+    scores_M: Tensor = model(**row, use_cache=False).logits[0].squeeze(-1)
+    scores_M = scores_M.to(accumulation_dtype(scores_M.dtype))
+    scores_BS = scores_M.new_zeros(attention_mask_BS.shape)
+    scores_BS[attention_mask_BS.bool()] = scores_M
+    return scores_BS
+
+
+def response_values(model: Callable[..., Any], *, response_width: int, **forward: Any) -> Tensor:
+    """The number at the position before each response token [B, T]: the value of the state it was sampled in.
+
+    Args:
+        model: see `position_scores`.
+        response_width: T.
+        **forward: further arguments of `position_scores`.
+    """
+    return position_scores(model, **forward)[:, -(response_width + 1) : -1]
 
 
 def response_scores(
-    model: Callable[..., Any],
-    *,
-    input_ids_BS: Tensor,
-    attention_mask_BS: Tensor,
-    position_ids_BS: Tensor,
-    response_width: int,
+    model: Callable[..., Any], *, attention_mask_BS: Tensor, response_width: int, **forward: Any
 ) -> Tensor:
     """The number at each response token itself [B, T].
 
     At padding it is that of the sample's last token, which for an empty response is the prompt's. So that this has a
     place, there is one column even if every response is empty.
+
+    Args:
+        model: see `position_scores`.
+        attention_mask_BS: 1 at real tokens.
+        response_width: T.
+        **forward: further arguments of `position_scores`.
     """
-    scores_BS = position_scores(
-        model, input_ids_BS=input_ids_BS, attention_mask_BS=attention_mask_BS, position_ids_BS=position_ids_BS
-    )
+    scores_BS = position_scores(model, attention_mask_BS=attention_mask_BS, **forward)
     prompt_width = scores_BS.shape[1] - response_width
     response_lengths_B = attention_mask_BS[:, prompt_width:].sum(dim=-1)
     nth_T = torch.arange(1, max(response_width, 1) + 1, device=scores_BS.device)

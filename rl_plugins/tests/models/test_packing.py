@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_plugins.errors import ConfigError
 from rl_plugins.models import log_probs as module
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
-from rl_plugins.models.packing import pack
+from rl_plugins.models.packing import pack, predicting_places
 from rl_plugins.tests.models.samples import (
     VOCABULARY,
     batch_of,
@@ -34,6 +34,11 @@ def gradients(model: Any, result: ResponseLogProbs, mask: Tensor) -> list[Tensor
     ("family", "attention", "dtype", "tolerance"),
     [
         ("Qwen2", "sdpa", torch.float64, 1e-10),
+        ("Qwen2", "packed_sdpa", torch.float64, 1e-10),
+        ("Llama", "packed_sdpa", torch.float64, 1e-10),
+        ("Granite", "packed_sdpa", torch.float64, 1e-10),
+        ("Mistral", "packed_sdpa", torch.float64, 1e-10),
+        ("Gemma2", "packed_sdpa", torch.float64, 1e-4),
         ("Llama", "sdpa", torch.float64, 1e-10),
         ("Granite", "sdpa", torch.float64, 1e-10),
         # Eager attention takes its softmax in float32, and Gemma 2 its norms.
@@ -78,11 +83,11 @@ def test_pack_by_hand() -> None:
     ids = torch.tensor([[0, 0, 5, 6, 7, 0], [1, 2, 3, 4, 8, 9]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
     positions = torch.tensor([[0, 0, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]])
-    packed = pack(ids, mask, positions, response_width=2)
+    packed = pack(tiny("Llama"), input_ids_BS=ids, attention_mask_BS=mask, position_ids_BS=positions)
     assert packed["input_ids"].tolist() == [[5, 6, 7, 1, 2, 3, 4, 8, 9]]
     assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5]]
     # 7 is predicted at 6; 8 and 9 at 4 and 8.
-    assert packed["logits_to_keep"].tolist() == [1, 6, 7]
+    assert predicting_places(mask, response_width=2).tolist() == [1, 6, 7]
 
 
 def test_a_model_whose_samples_see_each_other_is_refused() -> None:
@@ -90,7 +95,7 @@ def test_a_model_whose_samples_see_each_other_is_refused() -> None:
     model = tiny("RecurrentGemma", lru_width=32, attention_window_size=16, block_types=["recurrent", "attention"])
     batch = batch_of(random_samples(*LENGTHS))
     message = "RecurrentGemmaForCausalLM lets packed samples see each other"
-    with pytest.raises(ConfigError, match=rf"{message}.*set packed to false"):
+    with pytest.raises(ConfigError, match=rf"{message}.*set batch.packing=false"):
         response_log_probs(model, **forward_arguments(batch), packed=True)
 
 

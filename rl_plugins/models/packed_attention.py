@@ -1,0 +1,149 @@
+"""Attention over a row of samples that do not see each other, without a mask and without padding.
+
+Registered with transformers under the name `packed_sdpa`. A model that uses it takes, beside a row, where its samples
+begin (`cu_seq_lens_q`, as flash attention does), and each runs through `scaled_dot_product_attention` by itself, samples
+of one length that stand side by side together. Without these it is transformers' own `sdpa`.
+
+Axes: `M` tokens of the row, `D` width of a head, `N` samples of one length `L`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rl_plugins.errors import ConfigError
+
+PACKED_SDPA = "packed_sdpa"
+
+# Kinds of layers whose mask is known without being told: causal, or causal within a window.
+_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def use_packed_attention(model: nn.Module) -> None:
+    """Let a model of transformers run rows by `packed_sdpa`, if it runs by `sdpa`; others keep what they have."""
+    if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
+        return
+    plain = model.config.get_text_config() is model.config
+    layers = set(getattr(model.config, "layer_types", None) or _LAYERS)
+    # transformers' own test of whether a family goes through its attention interface; asking for it there would warn.
+    if plain and layers <= _LAYERS and model._can_set_attn_implementation():
+        model.set_attn_implementation(PACKED_SDPA)
+
+
+def has_packed_attention(model: Callable[..., Any]) -> bool:
+    """Whether a model, or the one in an engine, runs by `packed_sdpa`."""
+    config = getattr(getattr(model, "module", model), "config", None)
+    return getattr(config, "_attn_implementation", None) == PACKED_SDPA
+
+
+def boundaries(lengths_B: Tensor) -> dict[str, Any]:
+    """The arguments that tell a model where the samples of a row begin, from how many tokens each has."""
+    # Attention cuts by them on the host, in every layer.
+    starts = nn.functional.pad(lengths_B.cpu().cumsum(dim=0, dtype=torch.int32), (1, 0))
+    longest = int(lengths_B.max())
+    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+
+
+def packed_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' models call it: heads [1, heads, M, D] in, [1, M, heads, D] out.
+
+    Raises:
+        ConfigError: a row, and a bias that depends on the distance between its tokens.
+    """
+    if attention_mask is None and cu_seq_lens_q is None and _may_be_a_row(query, key, position_ids):
+        cu_seq_lens_q = _starts(position_ids)
+    if cu_seq_lens_q is None:
+        others |= {"position_ids": position_ids, "position_bias": position_bias, "sliding_window": sliding_window}
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+    if position_bias is not None:
+        raise ConfigError(f"{type(module).__name__} adds a bias to its attention: set batch.packing=false")
+    runs = [(length, len(list(same))) for length, same in groupby(cu_seq_lens_q.diff().tolist())]
+    tokens = [length * count for length, count in runs]
+    parts = zip(*(heads.transpose(1, 2)[0].split(tokens) for heads in (query, key, value)), strict=True)
+    outputs = []
+    for (length, count), qkv in zip(runs, parts, strict=True):
+        heads_NHLD = (part.view(count, length, *part.shape[1:]).transpose(1, 2) for part in qkv)
+        mask = _window_mask(length, sliding_window, query.device)
+        output, _ = sdpa_attention_forward(module, *heads_NHLD, mask, dropout=dropout, scaling=scaling)
+        outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs)[None], None
+
+
+def packed_sdpa_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    **others: Any,
+) -> Tensor | None:
+    """None for a row that holds several samples, whose mask would be M x M; otherwise transformers' `sdpa_mask`."""
+    # What transformers asks for when the positions of a row without padding start again.
+    is_row = attention_mask is None and batch_size == 1 and q_length == kv_length
+    if is_row and not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap):
+        return None
+    return sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        use_vmap=use_vmap,
+        **others,
+    )
+
+
+def _may_be_a_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> bool:
+    """Whether it could be one that someone gave with its positions alone, as transformers takes it."""
+    is_whole = query.shape[0] == 1 and query.shape[2] == key.shape[2]
+    return is_whole and position_ids is not None and position_ids.ndim == 2
+
+
+def _starts(position_ids: Tensor | None) -> Tensor | None:
+    assert position_ids is not None
+    positions_M = position_ids[0]
+    begins_M = positions_M.diff(prepend=positions_M[:1]) != 1
+    if int(begins_M.sum()) == 1:
+        return None
+    return nn.functional.pad(begins_M.nonzero().flatten(), (0, 1), value=len(positions_M))
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Which tokens of a sample see which [1, 1, L, L]; None if it is all up to themselves."""
+    if window is None or length <= window:
+        return None
+    places_L = torch.arange(length, device=device)
+    distance_LL = places_L[:, None] - places_L[None, :]
+    return ((distance_LL >= 0) & (distance_LL < window))[None, None]
+
+
+AttentionInterface.register(PACKED_SDPA, packed_sdpa)
+AttentionMaskInterface.register(PACKED_SDPA, packed_sdpa_mask)
