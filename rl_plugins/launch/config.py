@@ -96,7 +96,10 @@ class BatchConfig:
     Attributes:
         prompts_per_step: prompts of one step, over all workers.
         samples_per_prompt: responses to each prompt.
-        tokens_per_micro_batch: padded tokens of one forward and backward pass on one worker.
+        tokens_per_micro_batch: tokens of one forward and backward pass on one worker: real ones with `packing`, padded
+            ones without.
+        packing: the samples of a micro-batch go through the models as one row without padding; false for a model that
+            lets samples in a row see each other.
         updates_per_step: optimizer steps of one pass over the samples of a step.
         passes_per_step: passes over the samples of a step.
     """
@@ -104,6 +107,7 @@ class BatchConfig:
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
     tokens_per_micro_batch: int = 16384
+    packing: bool = True
     updates_per_step: int = 1
     passes_per_step: int = 1
 

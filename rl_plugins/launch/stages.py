@@ -64,6 +64,7 @@ def _common(config: RecipeConfig, tokenizer: Any) -> dict[str, Any]:
     return {
         "tokenizer": tokenizer,
         "tokens_per_micro_batch": config.batch.tokens_per_micro_batch,
+        "packing": config.batch.packing,
         "optimizer": optimizer_config(config.optimizer),
         "gradient_checkpointing": config.model.gradient_checkpointing,
         "max_steps": config.run.steps,

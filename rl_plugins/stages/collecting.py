@@ -28,7 +28,7 @@ from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.dealing import GroupBuffer, Table, resample_over_ranks
 from rl_plugins.stages.metrics import SampleMetrics
-from rl_plugins.stages.micro_batches import micro_batch_indices
+from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.sampling import SamplingOptions, SamplingStage, greedy
 from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER
@@ -63,7 +63,6 @@ class CollectingStage(SamplingStage):
         reward_model: adds its score to that of the scorer.
         updates_per_step: optimizer steps per pass over the samples; the prompts of a step are dealt over them.
         passes_per_step: passes over the samples of a step.
-        tokens_per_micro_batch: padded tokens of one forward and backward pass on one rank.
         **sampling_stage: arguments of `SamplingStage`.
     """
 
@@ -82,14 +81,12 @@ class CollectingStage(SamplingStage):
         reward_model: RewardModelConfig | None = None,
         updates_per_step: int = 1,
         passes_per_step: int = 1,
-        tokens_per_micro_batch: int = 16_384,
         **sampling_stage: Unpack[SamplingOptions],
     ) -> None:
         super().__init__(policy, eval_sampling=eval_sampling or greedy(sampling), **sampling_stage)
         self.algorithm = algorithm or Algorithm()
         self.sampling = self.ending(sampling)
         self.updates_per_step, self.passes_per_step = updates_per_step, passes_per_step
-        self.tokens_per_micro_batch = tokens_per_micro_batch
         self.reference: Any = None
         self.teacher: Any = None
         self.critic: Any = None
@@ -211,7 +208,7 @@ class CollectingStage(SamplingStage):
         engine = self._strategy.engine(REWARD_MODEL)
 
         def scores(micro: Experience) -> dict[str, Tensor]:
-            return {"scores": response_scores(engine, **forward_inputs(micro))}
+            return {"scores": response_scores(engine, **self.forward_inputs(micro))}
 
         return last_token_scores(self._per_token(experience, scores)["scores"], experience.response_lengths)
 
@@ -356,7 +353,7 @@ class CollectingStage(SamplingStage):
         wants_tops = name == TEACHER and "teacher_top_log_probs_BTK" in self.algorithm.needs
         return response_log_probs(
             self._strategy.engine(name),
-            **forward_inputs(batch),
+            **self.forward_inputs(batch),
             temperature=self.sampling.temperature or 1.0,
             sum_pi_squared=squares,
             entropy_gradient=entropy_gradient,
@@ -376,7 +373,7 @@ class CollectingStage(SamplingStage):
         return {**columns, **{column: values for column, values in others.items() if values is not None}}
 
     def _values(self, batch: Experience) -> Tensor:
-        return response_values(self._strategy.engine(CRITIC), **forward_inputs(batch))
+        return response_values(self._strategy.engine(CRITIC), **self.forward_inputs(batch))
 
     # What collecting and updating share -------------------------------------------------------------------------
 
@@ -395,28 +392,13 @@ class CollectingStage(SamplingStage):
         return self._updates == 1 and not self.algorithm.rollout_correction.bypass
 
     def _micro_batches(self, experience: Experience) -> list[Tensor]:
-        return micro_batch_indices(
-            experience.prompt_lengths,
-            experience.response_lengths,
-            self.tokens_per_micro_batch,
-            self._strategy.max_over_ranks,
-        )
+        return self.cutter.indices(Lengths.of(experience))
 
 
 def filled(field: Tensor | None) -> Tensor:
     """A field of the experience that an earlier part of the step has computed."""
     assert field is not None, "the parts of the step ran out of order"
     return field
-
-
-def forward_inputs(batch: Experience) -> dict[str, Any]:
-    """The arguments of a forward pass."""
-    return {
-        "input_ids_BS": batch.input_ids,
-        "attention_mask_BS": batch.attention_mask,
-        "position_ids_BS": batch.position_ids,
-        "response_width": batch.responses.shape[1],
-    }
 
 
 def named_tensors(batch: Experience) -> dict[str, Tensor | None]:

@@ -14,12 +14,12 @@ from rl_plugins.data.preferences import PairBatch
 from rl_plugins.data.process_rewards import ProcessRewardBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import last_token_scores
+from rl_plugins.stages.micro_batches import Lengths
 
 
 class Pairs:
     """Pairs of responses to one prompt; the two halves of a pair always come together."""
 
-    samples_per_example = 2
     given = frozenset({"chosen_scores_B", "rejected_scores_B", "margins_B"})
 
     def __init__(self, batch: PairBatch, pad_token_id: int) -> None:
@@ -30,11 +30,12 @@ class Pairs:
         self._margins_B = torch.tensor(batch.margins, dtype=torch.float32)
 
     @property
-    def lengths(self) -> tuple[Tensor, Tensor]:
-        """Of the longer response of each pair."""
-        responses_R = self._samples.response_lengths
-        longest_B = responses_R[: self._count].maximum(responses_R[self._count :])
-        return self._samples.prompt_lengths[: self._count], longest_B
+    def lengths(self) -> Lengths:
+        """How long each pair is."""
+        responses_2B = self._samples.response_lengths.view(2, -1)
+        tokens_2B = self._samples.sequence_lengths.view(2, -1)
+        prompts_B = self._samples.prompt_lengths[: self._count]
+        return Lengths(prompts_B, responses_2B.amax(dim=0), tokens_2B.sum(dim=0), samples_per_example=2)
 
     @property
     def tokens(self) -> Tensor:
@@ -67,7 +68,6 @@ class Pairs:
 class Steps:
     """Responses with a label at the end of each step."""
 
-    samples_per_example = 1
     given = frozenset({"scores_BT", "labels_BT", "label_mask_BT"})
 
     def __init__(self, batch: ProcessRewardBatch, pad_token_id: int) -> None:
@@ -76,9 +76,9 @@ class Steps:
         self._labels_BT, _ = pad_ragged(batch.labels, value=float("nan"), dtype=torch.float32, side="right")
 
     @property
-    def lengths(self) -> tuple[Tensor, Tensor]:
-        """Of prompts and responses."""
-        return self._samples.prompt_lengths, self._samples.response_lengths
+    def lengths(self) -> Lengths:
+        """How long each response is."""
+        return Lengths.of(self._samples)
 
     @property
     def tokens(self) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
 from rl_plugins.stages.dealing import Table
+from rl_plugins.stages.micro_batches import Lengths
 
 PAIR_INPUTS = frozenset({
     "chosen_log_probs_N", "rejected_log_probs_N", "ref_chosen_log_probs_N", "ref_rejected_log_probs_N",
@@ -97,10 +98,14 @@ class PreferenceExamples:
         return len(self.members_NK)
 
     @property
-    def lengths(self) -> tuple[Tensor, Tensor]:
-        """Of the prompt, and of the longest response, of each example."""
-        lengths_NK = self.samples.response_lengths[self.members_NK]
-        return self.samples.prompt_lengths[self.members_NK[:, 0]], lengths_NK.amax(dim=1)
+    def lengths(self) -> Lengths:
+        """How long each example is."""
+        return Lengths(
+            self.samples.prompt_lengths[self.members_NK[:, 0]],
+            self.samples.response_lengths[self.members_NK].amax(dim=1),
+            self.samples.sequence_lengths[self.members_NK].sum(dim=1),
+            samples_per_example=self.members_NK.shape[1],
+        )
 
     def members(self, indices_N: Tensor) -> Tensor:
         """Where the samples of some examples are: all first ones, then all second ones."""

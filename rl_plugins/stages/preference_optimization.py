@@ -27,7 +27,7 @@ from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.dealing import Table
 from rl_plugins.stages.labelled_examples import placeholder
 from rl_plugins.stages.metrics import TokenMetrics
-from rl_plugins.stages.micro_batches import common_number, micro_batch_indices, split_by_length
+from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.preference_examples import (
     JUDGED_INPUTS,
     PAIR_INPUTS,
@@ -50,7 +50,6 @@ class PreferenceOptimization(SamplingStage):
         loss: name in `PREFERENCE_LOSSES`, or a function like those.
         loss_options: keyword arguments of the loss, such as `beta`.
         reference: name or folder of the reference model, for losses that ask for one; the policy's own by default.
-        tokens_per_micro_batch: padded tokens of one forward and backward pass on one rank; a pair is never split.
         **sampling_stage: arguments of `SamplingStage`.
     """
 
@@ -62,7 +61,6 @@ class PreferenceOptimization(SamplingStage):
         loss: str | PreferenceLoss = "dpo",
         loss_options: Mapping[str, Any] | None = None,
         reference: str | None = None,
-        tokens_per_micro_batch: int = 16_384,
         **sampling_stage: Unpack[SamplingOptions],
     ) -> None:
         super().__init__(policy, eval_sampling=eval_sampling, **sampling_stage)
@@ -84,7 +82,6 @@ class PreferenceOptimization(SamplingStage):
             raise ConfigError(
                 f"the loss {self.loss.__name__} needs log-probs under a reference: name the model with reference=..."
             )
-        self.tokens_per_micro_batch = tokens_per_micro_batch
 
     # Models -----------------------------------------------------------------------------------------------------
 
@@ -167,11 +164,10 @@ class PreferenceOptimization(SamplingStage):
         self, examples: PreferenceExamples, count: float, metrics: TokenMetrics
     ) -> Iterator[tuple[Tensor, bool]]:
         counts = GlobalCounts(count, count, self.trainer.world_size)
-        budget = self.tokens_per_micro_batch // examples.members_NK.shape[1]
-        micro_batches = common_number(*examples.lengths, budget, self._strategy.max_over_ranks)
+        cutter = self.cutter
+        micro_batches = cutter.common_number(examples.lengths)
         examples = examples.padded(micro_batches)
-        prompts_N, responses_N = examples.lengths
-        for position, indices in enumerate(split_by_length(prompts_N + responses_N, micro_batches)):
+        for position, indices in enumerate(cutter.split(examples.lengths, micro_batches)):
             log_probs_R = self._log_probs(POLICY, examples.samples[examples.members(indices)])
             losses_N, values = call_with(self.loss, examples.loss_inputs(log_probs_R, indices), self.loss_options)
             counted_N = examples.counted_N[indices].to(losses_N.device)
@@ -191,9 +187,8 @@ class PreferenceOptimization(SamplingStage):
     @torch.no_grad()
     def _frozen_log_probs(self, name: str, samples: Experience) -> Tensor:
         """Log-prob of each response, [R], without gradient. Collective."""
-        lengths = samples.prompt_lengths, samples.response_lengths
         log_probs_R = torch.zeros(len(samples), dtype=torch.promote_types(self.model_dtype, torch.float32))
-        for indices in micro_batch_indices(*lengths, self.tokens_per_micro_batch, self._strategy.max_over_ranks):
+        for indices in self.cutter.indices(Lengths.of(samples)):
             # Ranks meet in every forward pass, also those that have no more samples.
             there = len(indices) > 0
             micro = samples[indices] if there else placeholder(self.tokenizer.pad_token_id)
@@ -205,11 +200,5 @@ class PreferenceOptimization(SamplingStage):
     def _log_probs(self, name: str, samples: Experience) -> Tensor:
         """Log-prob of each response: the sum over its tokens, [R]."""
         micro = samples.trimmed().to(self.device)
-        log_probs_BT = response_log_probs(
-            self._strategy.engine(name),
-            input_ids_BS=micro.input_ids,
-            attention_mask_BS=micro.attention_mask,
-            position_ids_BS=micro.position_ids,
-            response_width=micro.responses.shape[1],
-        ).log_probs_BT
+        log_probs_BT = response_log_probs(self._strategy.engine(name), **self.forward_inputs(micro)).log_probs_BT
         return torch.where(micro.response_mask.bool(), log_probs_BT, 0).sum(dim=-1)

@@ -32,7 +32,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.stages.collecting import filled, forward_inputs
+from rl_plugins.stages.collecting import filled
 from rl_plugins.stages.metrics import mean_over_ranks
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
@@ -220,7 +220,7 @@ class PRIME(PolicyOptimization):
 
     def _judgement(self, engine: str, batch: Experience) -> Tensor:
         # At temperature 1: how the policy samples is nothing to a model that judges.
-        return response_log_probs(self._strategy.engine(engine), **forward_inputs(batch)).log_probs_BT
+        return response_log_probs(self._strategy.engine(engine), **self.forward_inputs(batch)).log_probs_BT
 
     # The process reward model learns ----------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import load_scalar_head, response_scores
 from rl_plugins.stages.labelled_examples import Pairs, Steps, labelled_examples, placeholder
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
-from rl_plugins.stages.micro_batches import micro_batch_indices
 from rl_plugins.stages.stage import Stage, StageOptions
 from rl_plugins.strategies.contract import REWARD_MODEL
 
@@ -36,7 +35,6 @@ class RewardModeling(Stage):
             such has the forward of a token classification model with one label.
         loss: name or function.
         loss_options: keyword arguments of the loss, such as `centering`.
-        tokens_per_micro_batch: padded tokens of one forward and backward pass on one rank; a pair is never split.
         **stage: arguments of `Stage`.
     """
 
@@ -48,13 +46,11 @@ class RewardModeling(Stage):
         *,
         loss: str | RewardModelLoss = "bradley_terry",
         loss_options: Mapping[str, Any] | None = None,
-        tokens_per_micro_batch: int = 16_384,
         **stage: Unpack[StageOptions],
     ) -> None:
         super().__init__(model, **stage)
         self.loss_options = dict(loss_options or {})
         self.loss = named_function(REWARD_MODEL_LOSSES, loss, self.loss_options)
-        self.tokens_per_micro_batch = tokens_per_micro_batch
         self._validated: dict[str, list[Tensor]] = {}
 
     @override
@@ -90,11 +86,7 @@ class RewardModeling(Stage):
         everything = torch.arange(len(examples))
         total = self._strategy.sum_over_ranks(examples.label_mask(everything).sum().double())
         counts = GlobalCounts(float(total), float(total), self.trainer.world_size)
-        micro_batches = micro_batch_indices(
-            *examples.lengths,
-            self.tokens_per_micro_batch // examples.samples_per_example,
-            self._strategy.max_over_ranks,
-        )
+        micro_batches = self.cutter.indices(examples.lengths)
         for position, indices in enumerate(micro_batches):
             losses, metrics, mask = self._evaluate(examples, indices)
             self._metrics.add({"loss": losses, **metrics}, mask)
@@ -107,14 +99,8 @@ class RewardModeling(Stage):
         return losses, metrics, examples.label_mask(indices).to(losses.device)
 
     def _scores(self, samples: Experience) -> Tensor:
-        micro = samples.to(self.device)
-        return response_scores(
-            self._strategy.engine(REWARD_MODEL),
-            input_ids_BS=micro.input_ids,
-            attention_mask_BS=micro.attention_mask,
-            position_ids_BS=micro.position_ids,
-            response_width=micro.responses.shape[1],
-        )
+        inputs = self.forward_inputs(samples.to(self.device))
+        return response_scores(self._strategy.engine(REWARD_MODEL), **inputs)
 
     # Validation -------------------------------------------------------------------------------------------------
 
@@ -127,7 +113,8 @@ class RewardModeling(Stage):
         examples = self._examples(batch)
         # Parameters that a sharded engine gathers in inference mode could not be trained afterwards.
         with self._phase("validate"), torch.inference_mode(False), torch.no_grad():
-            for indices in self._validation_batches(examples):
+            # As many on every rank, though the ranks' rows may differ by one; some may be empty.
+            for indices in self.cutter.indices(examples.lengths):
                 if not len(indices):
                     # Ranks meet in every forward pass, also those that have no more rows.
                     self._scores(placeholder(self.tokenizer.pad_token_id))
@@ -135,11 +122,6 @@ class RewardModeling(Stage):
                 losses, metrics, mask = self._evaluate(examples, indices)
                 for name, values in {"loss": losses, **metrics}.items():
                     self._validated.setdefault(name, []).append(values[mask.bool()].double().cpu())
-
-    def _validation_batches(self, examples: Pairs | Steps) -> list[Tensor]:
-        """As many on every rank, though the ranks' rows may differ by one; some may be empty."""
-        budget = self.tokens_per_micro_batch // examples.samples_per_example
-        return micro_batch_indices(*examples.lengths, budget, self._strategy.max_over_ranks)
 
     @override
     def on_validation_epoch_end(self) -> None:

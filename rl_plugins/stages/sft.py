@@ -13,7 +13,7 @@ from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate, local_cou
 from rl_plugins.data.experience import Experience
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.micro_batches import micro_batch_indices
+from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.sampling import SamplingOptions, SamplingStage
 from rl_plugins.strategies.contract import POLICY
 
@@ -24,7 +24,6 @@ class SFT(SamplingStage):
     Args:
         policy: see `Stage`.
         eval_sampling: see `SamplingStage`.
-        tokens_per_micro_batch: padded tokens of one forward and backward pass on one rank.
         **sampling_stage: arguments of `SamplingStage`.
     """
 
@@ -33,11 +32,9 @@ class SFT(SamplingStage):
         policy: str | nn.Module,
         *,
         eval_sampling: SamplingConfig,
-        tokens_per_micro_batch: int = 16_384,
         **sampling_stage: Unpack[SamplingOptions],
     ) -> None:
         super().__init__(policy, eval_sampling=eval_sampling, **sampling_stage)
-        self.tokens_per_micro_batch = tokens_per_micro_batch
 
     @override
     def training_step(self, batch: dict[str, list[list[int]]], batch_idx: int) -> None:
@@ -54,21 +51,11 @@ class SFT(SamplingStage):
     def _losses(self, examples: Experience) -> Iterator[tuple[Tensor, bool]]:
         totals = self._strategy.sum_over_ranks(local_counts(examples.response_mask))
         counts = GlobalCounts(float(totals[0]), float(totals[1]), self.trainer.world_size)
-        micro_batches = micro_batch_indices(
-            examples.prompt_lengths,
-            examples.response_lengths,
-            self.tokens_per_micro_batch,
-            self._strategy.max_over_ranks,
-        )
+        micro_batches = self.cutter.indices(Lengths.of(examples))
         for position, indices in enumerate(micro_batches):
             micro = examples[indices].trimmed().to(self.device)
-            log_probs_BT = response_log_probs(
-                self._strategy.engine(POLICY),
-                input_ids_BS=micro.input_ids,
-                attention_mask_BS=micro.attention_mask,
-                position_ids_BS=micro.position_ids,
-                response_width=micro.responses.shape[1],
-            ).log_probs_BT
+            engine = self._strategy.engine(POLICY)
+            log_probs_BT = response_log_probs(engine, **self.forward_inputs(micro)).log_probs_BT
             loss = aggregate(-log_probs_BT, micro.response_mask, "token-mean", counts)
             self._loss = self._loss + loss.detach().cpu() / self.trainer.world_size
             yield loss, position == len(micro_batches) - 1

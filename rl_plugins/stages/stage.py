@@ -17,10 +17,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from typing_extensions import override
 
+from rl_plugins.data.experience import Experience
 from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.export import save_policy
 from rl_plugins.models.loading import load_causal_lm
+from rl_plugins.models.packed_attention import use_packed_attention
+from rl_plugins.stages.micro_batches import Cutter
 from rl_plugins.stages.optimizer import OptimizerConfig, only_one
 from rl_plugins.strategies.contract import POLICY
 
@@ -36,6 +39,8 @@ class StageOptions(TypedDict, total=False):
     optimizer: OptimizerConfig | None
     gradient_checkpointing: bool
     max_steps: int
+    tokens_per_micro_batch: int
+    packing: bool
 
 
 class Stage(LightningModule):
@@ -49,6 +54,11 @@ class Stage(LightningModule):
         optimizer: for models that do not bring their own.
         gradient_checkpointing: recompute activations (models loaded by name).
         max_steps: steps of the clock after which training stops; 0 for no bound.
+        tokens_per_micro_batch: tokens of one forward and backward pass on one rank: real ones with `packing`, padded
+            ones without. What belongs together, such as a pair, is never split.
+        packing: the samples of a micro-batch go through the models as one row without padding. A model of transformers
+            that attends by `sdpa` is set to `packed_sdpa` (see `rl_plugins.models.packed_attention`), also one that is
+            given as such; a model that lets packed samples see each other is refused.
     """
 
     trained: ClassVar[str] = POLICY
@@ -62,12 +72,15 @@ class Stage(LightningModule):
         optimizer: OptimizerConfig | None = None,
         gradient_checkpointing: bool = False,
         max_steps: int = 0,
+        tokens_per_micro_batch: int = 16_384,
+        packing: bool = True,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.tokenizer = tokenizer or _own_tokenizer(model)
         self.optimizer_config = optimizer or OptimizerConfig()
         self.max_steps = max_steps
+        self.tokens_per_micro_batch, self.packing = tokens_per_micro_batch, packing
         self.step = 0
         setattr(self, self.trained, None)
         # In a list, so that nn.Module does not register it: its parameters are those of the trained model.
@@ -98,6 +111,8 @@ class Stage(LightningModule):
             raise ConfigError(
                 f"{type(source).__name__} has no `.model` that is an nn.Module: there is no model to train"
             )
+        if self.packing:
+            use_packed_attention(model)
         return model
 
     def load_model(self, path: str) -> nn.Module:
@@ -145,6 +160,21 @@ class Stage(LightningModule):
         return configured
 
     # The step ---------------------------------------------------------------------------------------------------
+
+    @property
+    def cutter(self) -> Cutter:
+        """How the stage cuts what a rank holds into micro-batches."""
+        return Cutter(self.tokens_per_micro_batch, self.packing, self._strategy.max_over_ranks)
+
+    def forward_inputs(self, samples: Experience) -> dict[str, Any]:
+        """The arguments of a forward pass over the responses of samples."""
+        return {
+            "input_ids_BS": samples.input_ids,
+            "attention_mask_BS": samples.attention_mask,
+            "position_ids_BS": samples.position_ids,
+            "response_width": samples.responses.shape[1],
+            "packed": self.packing,
+        }
 
     def optimize(self, losses: Iterable[tuple[Tensor, bool]], engine: str | None = None) -> None:
         """Accumulate the gradients of `(loss, is the last)` and take one optimizer step of an engine.
