@@ -1,8 +1,8 @@
 """Attention over a row of samples that do not see each other, without a mask and without padding.
 
 Registered with transformers under the name `packed_sdpa`. A model that uses it takes, beside a row, where its samples
-begin (`cu_seq_lens_q`, as flash attention does), and each runs through `scaled_dot_product_attention` by itself, samples
-of one length that stand side by side together. Without these it is transformers' own `sdpa`.
+begin (`cu_seq_lens_q`, as flash attention does), and each runs through `scaled_dot_product_attention` by itself; those
+of one length that stand side by side run together. Without these it is transformers' own `sdpa`.
 
 Axes: `M` tokens of the row, `D` width of a head, `N` samples of one length `L`.
 """

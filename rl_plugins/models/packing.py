@@ -1,11 +1,11 @@
 """The samples of a micro-batch as one row without padding; where one ends, the positions start again at 0.
 
 transformers takes such a row, given without an attention mask, as several sequences that do not see each other; a model
-that runs by `packed_attention` needs no mask as large as the square of the row for that. A model that lets them see each
+that attends by `packed_sdpa` needs no mask as large as the square of the row for that. A model that lets them see each
 other (one with a state that runs through the row, or with a mask of its own) is refused.
 
 Axes: `B` samples, `S` prompt and response with padding, `T` response tokens with padding, `M` all real tokens, `N` real
-response tokens, `K` what a model gives for a token.
+response tokens.
 """
 
 from __future__ import annotations

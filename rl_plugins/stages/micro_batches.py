@@ -72,6 +72,8 @@ class Cutter:
 
     def _packed_number(self, lengths: Lengths) -> int:
         tokens_B, budget = lengths.tokens_B, self.tokens_per_micro_batch
+        if not len(tokens_B):
+            return 0
         count = min(len(tokens_B), math.ceil(int(tokens_B.sum()) / budget))
         while any(len(part) > 1 and int(tokens_B[part].sum()) > budget for part in balanced(tokens_B, count)):
             count += 1
@@ -94,8 +96,9 @@ def balanced(tokens_B: Tensor, count: int) -> list[Tensor]:
     """Indices of `count` parts of about equally many tokens, the largest part first.
 
     The longest example goes first, each to the part with the fewest tokens (LPT, Graham 1969: the largest part is at
-    most 4/3 of the best possible). More parts never make the largest larger, so a budget that some number of parts
-    keeps is kept by any larger number. Inside a part, examples are sorted by length.
+    most 4/3 of the best possible); where cutting the sorted examples does better, as it may with a handful of them,
+    that is taken. With more parts the largest of LPT is never larger, so a budget that some number of parts keeps is
+    kept by any larger number. Inside a part, examples are sorted by length.
     """
     tokens = tokens_B.tolist()
     longest_first = sorted(range(len(tokens)), key=lambda index: (-tokens[index], index))
@@ -105,5 +108,10 @@ def balanced(tokens_B: Tensor, count: int) -> list[Tensor]:
         total, part = heapq.heappop(smallest_first)
         parts[part].append(index)
         heapq.heappush(smallest_first, (total + tokens[index], part))
-    parts.sort(key=lambda part: -sum(tokens[index] for index in part))
-    return [torch.tensor(part, dtype=torch.int64) for part in parts]
+    cut = [part.flip(0).tolist() for part in torch.tensor(longest_first[::-1]).tensor_split(count)]
+
+    def size(part: list[int]) -> int:
+        return sum(tokens[index] for index in part)
+
+    chosen = min(parts, cut, key=lambda candidate: max(map(size, candidate)))
+    return [torch.tensor(part, dtype=torch.int64) for part in sorted(chosen, key=size, reverse=True)]
