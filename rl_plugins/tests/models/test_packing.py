@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models import log_probs as module
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
 from rl_plugins.models.packing import pack, predicting_places
+from rl_plugins.models.scalar_head import response_values
 from rl_plugins.tests.models.samples import (
     VOCABULARY,
     batch_of,
@@ -21,6 +23,11 @@ from rl_plugins.tests.models.samples import (
 )
 
 LENGTHS = [(5, 4), (1, 6), (7, 1), (1, 1), (3, 6), (2, 0)]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Gemma2": {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8, "sliding_window": 3},
+    "Mistral": {"sliding_window": 3},
+}
 
 
 def gradients(model: Any, result: ResponseLogProbs, mask: Tensor) -> list[Tensor]:
@@ -37,6 +44,7 @@ def gradients(model: Any, result: ResponseLogProbs, mask: Tensor) -> list[Tensor
         ("Qwen2", "packed_sdpa", torch.float64, 1e-10),
         ("Llama", "packed_sdpa", torch.float64, 1e-10),
         ("Granite", "packed_sdpa", torch.float64, 1e-10),
+        # A window of three tokens, in all layers and in one of two.
         ("Mistral", "packed_sdpa", torch.float64, 1e-10),
         ("Gemma2", "packed_sdpa", torch.float64, 1e-4),
         ("Llama", "sdpa", torch.float64, 1e-10),
@@ -52,8 +60,7 @@ def test_packed_and_padded_agree(
     monkeypatch: pytest.MonkeyPatch, rows: int, family: str, attention: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * VOCABULARY)
-    options = {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8} if family == "Gemma2" else {}
-    model = tiny(family, attn_implementation=attention, **options).to(dtype)
+    model = tiny(family, attn_implementation=attention, **OPTIONS.get(family, {})).to(dtype)
     batch = batch_of(random_samples(*LENGTHS))
     mask = batch.response_mask.bool()
     seen = []
@@ -104,3 +111,24 @@ def test_one_sample_needs_no_boundary() -> None:
     padded = response_log_probs(model, **forward_arguments(batch))
     packed = response_log_probs(model, **forward_arguments(batch), packed=True)
     torch.testing.assert_close(packed.log_probs_BT, padded.log_probs_BT, rtol=1e-10, atol=1e-10)
+
+
+class RunningMean(nn.Module):
+    """A causal model of one's own whose state knows nothing of boundaries, under a head that says 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 4)
+        self.score = nn.Linear(4, 1)
+        nn.init.zeros_(self.score.weight)
+        nn.init.zeros_(self.score.bias)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool) -> Any:
+        return SimpleNamespace(logits=self.score(self.embedding(input_ids).cumsum(dim=1)))
+
+
+def test_a_new_critic_whose_samples_see_each_other_is_refused() -> None:
+    """All its outputs are alike, and what goes into its head is not."""
+    batch = batch_of(random_samples(*LENGTHS))
+    with pytest.raises(ConfigError, match=r"RunningMean lets packed samples see each other.*batch\.packing=false"):
+        response_values(RunningMean(), **forward_arguments(batch), packed=True)

@@ -15,6 +15,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from rl_plugins.models import log_probs as module
+from rl_plugins.models.packed_attention import has_packed_attention, use_packed_attention
 from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
 
 LENGTHS = [[(5, 4), (2, 6), (7, 1)], [(3, 2), (1, 0), (9, 7)]]
@@ -43,6 +44,9 @@ def plain_gradients(model: nn.Module, entropy_weight: float) -> dict[str, Tensor
 def check(rank: int, model: nn.Module, *, head_is_last: bool = True, **options: Any) -> None:
     entropy_weight = 0.3 if options.get("entropy_gradient") else 0.0
     expected = plain_gradients(model, entropy_weight)
+    if options.get("packed"):
+        use_packed_attention(model)
+        assert has_packed_attention(model)
     engine = deepspeed.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=copy.deepcopy(ZERO)
     )[0]

@@ -93,4 +93,4 @@ def test_with_packing_a_long_sample_meets_short_ones() -> None:
     assert [part.tolist() for part in parts] == [[0, 3], [2, 1]]
     # Few samples of which the longest come in a pair: sorted, they cut evenly.
     parts = balanced(torch.tensor([3, 3, 2, 2, 2]), 2)
-    assert [part.tolist() for part in parts] == [[4, 3, 2], [1, 0]]
+    assert [part.tolist() for part in parts] == [[2, 3, 4], [0, 1]]

@@ -1,0 +1,125 @@
+"""Attention over rows: no mask, nothing padded, and for everything else what transformers' sdpa does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from rl_plugins.models import packed_attention as module
+from rl_plugins.models.loading import load_causal_lm
+from rl_plugins.models.log_probs import response_log_probs
+from rl_plugins.models.packed_attention import has_packed_attention, use_packed_attention
+from rl_plugins.models.scalar_head import load_scalar_head, response_scores, response_values
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
+
+# Two are of one length.
+LENGTHS = [(5, 4), (1, 6), (7, 1), (1, 1), (3, 4), (2, 0)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], Any]]:
+    """Shapes of the queries, and the masks, of what goes to transformers' attention."""
+    seen: list[tuple[tuple[int, ...], Any]] = []
+    inner = module.sdpa_attention_forward
+
+    def recording(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        seen.append((tuple(query.shape), mask))
+        return inner(layer, query, key, value, mask, **options)
+
+    monkeypatch.setattr(module, "sdpa_attention_forward", recording)
+    return seen
+
+
+def packed(family: str = "Qwen2", **options: Any) -> Any:
+    model = tiny(family, attn_implementation="sdpa", **options)
+    use_packed_attention(model)
+    assert has_packed_attention(model)
+    return model
+
+
+def test_a_row_is_cut_into_its_samples_and_needs_no_mask(calls: list[Any]) -> None:
+    batch = batch_of(sorted(random_samples(*LENGTHS), key=lambda sample: len(sample[0]) + len(sample[1])))
+    response_log_probs(packed(num_hidden_layers=1), **forward_arguments(batch), packed=True)
+    row = [(shape, mask) for shape, mask in calls if mask is None][-5:]
+    # [samples, heads, tokens, width]: of 2, 2, 7, 7, 8 and 9 tokens.
+    assert [shape for shape, _ in row[-4:]] == [(2, 4, 2, 8), (2, 4, 7, 8), (1, 4, 8, 8), (1, 4, 9, 8)]
+
+
+def test_padded_batches_and_single_sequences_run_as_they_do_by_sdpa() -> None:
+    plain, own = tiny("Qwen2", attn_implementation="sdpa"), packed()
+    batch = batch_of(random_samples(*LENGTHS))
+    one, other = (response_log_probs(model, **forward_arguments(batch)).log_probs_BT for model in (plain, own))
+    assert torch.equal(one, other)
+    ids = torch.arange(9)[None]
+    assert torch.equal(plain(ids).logits, own(ids).logits)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(plain.generate(ids, **options), own.generate(ids, **options))
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Mistral"])
+def test_a_row_given_by_its_positions_alone_is_cut_too(family: str) -> None:
+    """As anyone may give it to a model of transformers."""
+    options = {"sliding_window": 3} if family == "Mistral" else {}
+    own = packed(family, **options)
+    ids = torch.randint(97, (1, 10), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]])
+    together = own(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+    apart = [own(input_ids=part, use_cache=False).logits[0] for part in ids.split([4, 3, 3], dim=1)]
+    torch.testing.assert_close(together, torch.cat(apart), rtol=1e-10, atol=1e-10)
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    batch = batch_of(random_samples(*LENGTHS))
+    mask = batch.response_mask.bool()
+    found = []
+    for checkpointing, is_packed in ((False, False), (True, True)):
+        model = packed().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        log_probs_BT = response_log_probs(model, **forward_arguments(batch), packed=is_packed).log_probs_BT
+        log_probs_BT[mask].square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_only_what_attends_by_sdpa_is_changed() -> None:
+    for model in (
+        tiny("Qwen2", attn_implementation="eager"),
+        # Attention within chunks is not told to the attention of a layer.
+        tiny("Qwen2", layer_types=["chunked_attention", "full_attention"]),
+        torch.nn.Linear(2, 2),
+    ):
+        use_packed_attention(model)
+        assert not has_packed_attention(model)
+
+
+def test_models_that_are_loaded_have_it_and_do_not_tell_the_disk(tmp_path: Path) -> None:
+    path = str(save_tiny_policy(tmp_path / "policy", hidden_size=32, intermediate_size=48))
+    for model in (load_causal_lm(path, dtype=torch.float32), load_scalar_head(path, dtype=torch.float32)):
+        assert has_packed_attention(model)
+    model.save_pretrained(tmp_path / "saved")
+    assert "packed_sdpa" not in json.dumps(AutoConfig.from_pretrained(tmp_path / "saved").to_dict())
+
+
+def test_packed_scores_and_values_are_the_padded_ones(tmp_path: Path) -> None:
+    path = str(save_tiny_policy(tmp_path, hidden_size=32, intermediate_size=48, initializer_range=0.2))
+    model: Any = load_scalar_head(path, dtype=torch.float64)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
+    batch = batch_of(random_samples(*LENGTHS))
+    for function, mask in ((response_values, batch.response_mask.bool()), (response_scores, ...)):
+        found = []
+        for is_packed in (False, True):
+            model.zero_grad()
+            numbers = function(model, **forward_arguments(batch), packed=is_packed)[mask]
+            numbers.square().sum().backward()
+            found.append([numbers, *(parameter.grad for parameter in model.parameters())])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
