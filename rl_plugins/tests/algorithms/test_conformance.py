@@ -1,7 +1,8 @@
 """Every policy loss with every aggregation and rollout correction: splitting a batch does not change its gradient.
 
 The gradient with respect to the log-probs of a mini-batch is the same in 1, 2 and 4 micro-batches, on 1 and 2 ranks,
-and with more or less padding (which may hold anything), though each part is computed without a look at the others.
+and with more or less padding (which may hold anything), though each part is computed without a look at the others. The
+gradient of a model is the same if its samples go through it as a row in place of a padded batch.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from rl_plugins.algorithms.injection import required_inputs
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
 from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
 from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, RolloutCorrection
+from rl_plugins.data.experience import Experience
+from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
+from rl_plugins.models.packed_attention import use_packed_attention
+from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
 
-SAMPLES, TOKENS = 8, 6
+LENGTHS = [6, 3, 0, 5, 1, 6, 4, 2]
+SAMPLES, TOKENS = len(LENGTHS), max(LENGTHS)
 # Those that are functions of the log-probs of sampled tokens.
 LOSSES = [name for name, function in POLICY_LOSSES.items() if "top_log_probs_BTK" not in required_inputs(function, {})]
 LOSS_OPTIONS: dict[str, dict[str, Any]] = {"dro": {"beta": 0.3}, "clip_cov": {"clip_low": 0.2}}
@@ -37,8 +43,7 @@ def mini_batch(seed: int = 0) -> dict[str, Tensor]:
     def normal(scale: float) -> Tensor:
         return scale * torch.randn(SAMPLES, TOKENS, generator=generator, dtype=torch.float64)
 
-    lengths = torch.tensor([6, 3, 0, 5, 1, 6, 4, 2])
-    mask_BT = (torch.arange(TOKENS) < lengths[:, None]).double()
+    mask_BT = (torch.arange(TOKENS) < torch.tensor(LENGTHS)[:, None]).double()
     mask_BT[0, 2] = mask_BT[5, 1:3] = 0
     old_BT = -normal(1.0).abs() - 0.1
     # Half of the samples pass even the narrowest rejection.
@@ -151,6 +156,46 @@ def test_losses_with_all_that_can_be_combined_with_them(policy_loss: str) -> Non
         {"kl": KLConfig(0.1), "modifiers": modifiers, "correction": "bypass_token_tis"},
     ):
         assert_split_does_not_matter(algorithm_of(policy_loss, "seq-mean-token-mean", **options))
+
+
+@pytest.mark.parametrize("policy_loss", LOSSES)
+def test_losses_of_a_model_packed_and_padded(policy_loss: str) -> None:
+    """Through all that samples may see of each other in a model: attention, positions, the output head."""
+    algorithm = algorithm_of(policy_loss, "seq-mean-token-mean", entropy=EntropyConfig(0.01))
+    padded, packed = (model_gradient(algorithm, packed=packed) for packed in (False, True))
+    assert any(gradient.abs().max() > 0 for gradient in padded)
+    for one, other in zip(padded, packed, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
+
+
+def model_gradient(algorithm: Algorithm, *, packed: bool) -> list[Tensor]:
+    """Of the parameters, from two micro-batches as the stage makes them."""
+    model = tiny("Qwen2", num_hidden_layers=1, initializer_range=0.1, attn_implementation="sdpa")
+    use_packed_attention(model)
+    prompts = [3, 1, 4, 2, 5, 1, 2, 3]
+    samples = batch_of(random_samples(*zip(prompts, LENGTHS, strict=True)))
+
+    def forward(experience: Experience) -> ResponseLogProbs:
+        return response_log_probs(model, **forward_arguments(experience), entropy_gradient=True, packed=packed)
+
+    batch = mini_batch()
+    with torch.no_grad():
+        gap_BT = batch["old_log_probs_BT"] - batch["log_probs_BT"]
+        batch["old_log_probs_BT"] = forward(samples).log_probs_BT + gap_BT
+    batch = prepared(algorithm, batch)
+    mask_BT = batch["response_mask_BT"]
+    counts = GlobalCounts(float(mask_BT.sum()), float(mask_BT.any(dim=-1).sum()), 1)
+    for indices in (torch.tensor([0, 2, 4, 6]), torch.tensor([7, 1, 5, 3])):
+        current = forward(samples[indices])
+        micro = {name: value[indices] for name, value in batch.items()}
+        loss, _ = algorithm.loss(
+            {**micro, "log_probs_BT": current.log_probs_BT, "entropy_BT": current.entropy_BT},
+            kl_coefficient=0.0,
+            entropy_coefficient=0.01,
+            counts=counts,
+        )
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
 
 
 def algorithm_of(policy_loss: str, aggregation: str, **options: Any) -> Algorithm:

@@ -103,11 +103,11 @@ def metrics_of(trainer: Any) -> dict[str, float]:
 
 
 def gradients(
-    case: str, *, tokens_per_micro_batch: int = 10**6, rank: int = 0, world_size: int = 1
+    case: str, *, tokens_per_micro_batch: int = 10**6, packing: bool = True, rank: int = 0, world_size: int = 1
 ) -> tuple[list[Tensor], dict[str, float]]:
     """The gradient of one step, and its metrics."""
     own = OwnRewardModel()
-    stage = stage_of(own, case, tokens_per_micro_batch=tokens_per_micro_batch)
+    stage = stage_of(own, case, tokens_per_micro_batch=tokens_per_micro_batch, packing=packing)
     trainer = canned.quiet_trainer(strategy_of(rank, world_size), precision="64-true")
     # Rows are dealt to ranks in turn.
     rows = batch_of(case).rows[rank::world_size]

@@ -99,12 +99,13 @@ def fit(stage: Any, batches: list[Any], rank: int, world_size: int) -> dict[str,
 
 
 def gradients(
-    case: str, *, tokens_per_micro_batch: int = 10**6, rank: int = 0, world_size: int = 1
+    case: str, *, tokens_per_micro_batch: int = 10**6, packing: bool = True, rank: int = 0, world_size: int = 1
 ) -> tuple[list[list[Tensor]], dict[str, float]]:
     """The gradient of one step on given responses, and its metrics."""
     loss, loss_options, pairs = CASES[case]
     own = canned.OwnPolicy(SEED)
-    options = {"loss": loss, "loss_options": loss_options, "tokens_per_micro_batch": tokens_per_micro_batch}
+    options = {"tokens_per_micro_batch": tokens_per_micro_batch, "packing": packing}
+    options |= {"loss": loss, "loss_options": loss_options}
     # Rows are dealt to ranks in turn.
     metrics = fit(stage_of(own, **options), [batch_of(pairs, EVERYTHING[rank::world_size])], rank, world_size)
     return own.recorder.gradients, metrics

@@ -114,28 +114,31 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float) 
 @pytest.mark.parametrize("case", list(canned_preferences.CASES))
 def test_any_micro_batches_give_the_gradient_of_the_definition(case: str) -> None:
     expected, plain_metrics = definition(case)
-    for budget in BUDGETS:
-        (gradient,), metrics = canned_preferences.gradients(case, tokens_per_micro_batch=budget)
+    for budget, packing in ((BUDGETS[0], False), *((budget, True) for budget in BUDGETS)):
+        (gradient,), metrics = canned_preferences.gradients(case, tokens_per_micro_batch=budget, packing=packing)
         assert_same(gradient, expected, 1e-9)
         for name, value in plain_metrics.items():
             assert metrics[f"train/{name}"] == pytest.approx(value, rel=1e-6, abs=1e-9), name
     assert {"train/accuracy", "train/margin", "train/chosen_reward", "train/rejected_reward"} <= metrics.keys()
 
 
-def test_the_halves_of_a_pair_share_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = []
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_halves_of_a_pair_share_a_micro_batch(monkeypatch: pytest.MonkeyPatch, packing: bool) -> None:
+    sizes = []
     log_probs = PreferenceOptimization._log_probs
 
     def counted(self: PreferenceOptimization, name: str, samples: Any) -> Tensor:
         if torch.is_grad_enabled():
-            shapes.append(samples.trimmed().input_ids.shape)
+            mask = samples.trimmed().attention_mask
+            sizes.append((len(mask), int(mask.sum()) if packing else mask.numel()))
             assert samples.groups[: len(samples) // 2].equal(samples.groups[len(samples) // 2 :])
         return log_probs(self, name, samples)
 
     monkeypatch.setattr(PreferenceOptimization, "_log_probs", counted)
-    canned_preferences.gradients("dpo", tokens_per_micro_batch=120)
-    assert len(shapes) > 2 and all(rows % 2 == 0 and rows * width <= 120 for rows, width in shapes)
-    assert sum(rows for rows, _ in shapes) == 2 * len(canned_preferences.PAIRS)
+    canned_preferences.gradients("dpo", tokens_per_micro_batch=120, packing=packing)
+    # Without padding more of them fit.
+    assert len(sizes) >= (2 if packing else 3) and all(rows % 2 == 0 and tokens <= 120 for rows, tokens in sizes)
+    assert sum(rows for rows, _ in sizes) == 2 * len(canned_preferences.PAIRS)
 
 
 def test_a_reference_is_loaded_only_where_the_loss_asks_for_one() -> None:

@@ -86,8 +86,8 @@ def test_any_micro_batches_give_the_gradient_of_the_definition(case: str) -> Non
     # A bias adds the same to both scores: only centring sees it.
     assert all(gradient.abs().max() > 0 for gradient in expected)
     seen = []
-    for budget in BUDGETS:
-        gradient, metrics = canned_labels.gradients(case, tokens_per_micro_batch=budget)
+    for budget, packing in ((BUDGETS[0], False), *((budget, True) for budget in BUDGETS)):
+        gradient, metrics = canned_labels.gradients(case, tokens_per_micro_batch=budget, packing=packing)
         assert_same(gradient, expected, 1e-6)
         for name, value in plain_metrics.items():
             assert metrics[f"train/{name}"] == pytest.approx(value, rel=1e-6), name
@@ -107,21 +107,24 @@ def test_validation_averages_over_all_pairs_or_labels(case: str, budget: int) ->
     assert metrics["val/time/validate"] > 0
 
 
-def test_the_halves_of_a_pair_share_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_halves_of_a_pair_share_a_micro_batch(monkeypatch: pytest.MonkeyPatch, packing: bool) -> None:
     sizes = []
     scores = RewardModeling._scores
 
     def counted(self: RewardModeling, samples: Any) -> Tensor:
         assert not torch.is_inference_mode_enabled()
-        sizes.append(samples.input_ids.shape)
+        mask = samples.attention_mask
+        sizes.append((len(mask), int(mask.sum()) if packing else mask.numel()))
         return scores(self, samples)
 
     monkeypatch.setattr(RewardModeling, "_scores", counted)
-    canned_labels.gradients("bradley_terry", tokens_per_micro_batch=120)
-    assert len(sizes) > 2 and all(rows % 2 == 0 and rows * width <= 120 for rows, width in sizes)
+    canned_labels.gradients("bradley_terry", tokens_per_micro_batch=120, packing=packing)
+    # Without padding more of them fit.
+    assert len(sizes) == (2 if packing else 3) and all(rows % 2 == 0 and tokens <= 120 for rows, tokens in sizes)
     assert sum(rows for rows, _ in sizes) == 2 * len(canned_labels.PAIRS)
     sizes.clear()
-    canned_labels.validation("bradley_terry", [[0, 1, 2]], tokens_per_micro_batch=1)
+    canned_labels.validation("bradley_terry", [[0, 1, 2]], tokens_per_micro_batch=1, packing=packing)
     assert [rows for rows, _ in sizes] == [2, 2, 2]
 
 
