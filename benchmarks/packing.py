@@ -1,0 +1,95 @@
+"""Tokens trained per second, packed against padded: forward and backward of one rank's samples of a step.
+
+`python -m benchmarks.packing [--threads 1] [--repeats 5]`: the 28 M policy, samples whose mean length is a third of the
+longest. Each is the stage's own way: micro-batches by a budget, log-probs, backward; once with a budget that all
+samples fit into, padded to the longest, and once with one that takes several micro-batches, where padded samples are
+sorted by length, so that there is little padding. The ways take turns, so that what else the machine does falls on all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.policies import save_28m
+from rl_plugins.data.experience import Experience
+from rl_plugins.models.loading import load_causal_lm
+from rl_plugins.models.log_probs import response_log_probs
+from rl_plugins.stages.micro_batches import Cutter, Lengths
+
+VOCABULARY = 8192
+SAMPLES = 16
+PROMPT_TOKENS = 32
+LONGEST = 480
+BUDGETS = {"one micro-batch": SAMPLES * LONGEST, "several micro-batches": 1024}
+TARGET = 1.8
+
+
+def samples() -> Experience:
+    """Random tokens; prompts of one length, one response of the longest, the others drawn around what is left."""
+    generator = torch.Generator().manual_seed(0)
+    longest = LONGEST - PROMPT_TOKENS
+    draws_B = -torch.rand(SAMPLES - 1, generator=generator).log()
+    left = SAMPLES * (LONGEST / 3 - PROMPT_TOKENS) - longest
+    lengths_B = [longest, *(draws_B / draws_B.sum() * left).clamp(1, longest).round().int().tolist()]
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(VOCABULARY, (count,), generator=generator).tolist()
+
+    return Experience.from_responses(
+        [tokens(PROMPT_TOKENS) for _ in range(SAMPLES)], [tokens(length) for length in lengths_B], 0
+    )
+
+
+def seconds(model: Any, experience: Experience, budget: int, *, packing: bool) -> float:
+    """One pass over the samples, forward and backward."""
+    start = time.perf_counter()
+    for indices in Cutter(budget, packing, lambda largest: largest).indices(Lengths.of(experience)):
+        micro = experience[indices].trimmed()
+        result = response_log_probs(
+            model,
+            input_ids_BS=micro.input_ids,
+            attention_mask_BS=micro.attention_mask,
+            position_ids_BS=micro.position_ids,
+            response_width=micro.responses.shape[1],
+            packed=packing,
+        )
+        result.log_probs_BT[micro.response_mask.bool()].sum().backward()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Print tokens per second of both ways, and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        save_28m(Path(folder))
+        model = load_causal_lm(folder, dtype=torch.float32)
+    experience = samples()
+    lengths_B = experience.sequence_lengths.double()
+    print(f"{SAMPLES} samples of {lengths_B.mean():.0f} tokens on average, {lengths_B.max():.0f} at most")
+    ways = [(name, packing) for name in BUDGETS for packing in (True, False)]
+    taken: dict[tuple[str, bool], list[float]] = {way: [] for way in ways}
+    for _ in range(arguments.repeats + 1):
+        for name, packing in ways:
+            taken[name, packing].append(seconds(model, experience, BUDGETS[name], packing=packing))
+    for name in BUDGETS:
+        # The first pass of each is a warm-up.
+        packed, padded = taken[name, True][1:], taken[name, False][1:]
+        rates = [float(lengths_B.sum()) / median(times) for times in (packed, padded)]
+        ratio = median(slow / fast for fast, slow in zip(packed, padded, strict=True))
+        print(f"{name}: packed {rates[0]:.0f}, padded {rates[1]:.0f} tokens/s; {ratio:.2f} times as fast")
+    print(f"target in one micro-batch: {TARGET}")
+
+
+if __name__ == "__main__":
+    main()
