@@ -1,7 +1,7 @@
 """From prompts to experience: sample, score, log-probs, values, advantages, as far as the algorithm asks for them.
 
-Every rank works on the samples of its own prompts; what crosses ranks are a few sums, and the samples that an algorithm
-chooses among those of all ranks.
+Every rank samples and scores for its own prompts. What crosses ranks then are a few sums, the samples that an algorithm
+chooses among those of all ranks, and groups that make the ranks' work even.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rl_plugins.models.scalar_head import last_token_scores, load_scalar_head, r
 from rl_plugins.rewards.records import Score
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.critic import CriticConfig
-from rl_plugins.stages.dealing import GroupBuffer, Table, resample_over_ranks
+from rl_plugins.stages.dealing import GroupBuffer, Table, balance_over_ranks, resample_over_ranks
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.optimizer import OptimizerConfig
@@ -158,6 +158,8 @@ class CollectingStage(SamplingStage):
             experience = resample_over_ranks(
                 experience, self.algorithm.resampling, self.sampling.num_samples, self._step_seed, self._table
             )
+        if self.trainer.world_size > 1:
+            experience = balance_over_ranks(experience, self.sampling.num_samples, self.updates_per_step, self._table)
         self.shape_rewards(experience)
         self.compute_log_probs(experience)
         self.compute_values(experience)

@@ -1,14 +1,16 @@
 """Samples that change ranks: chosen from those of all ranks, and dealt to them in turn.
 
-Samples stay on the rank that asked for them unless an algorithm chooses among those of all ranks (dynamic sampling,
-resampling). The order in which they are dealt is that of the prompts in the global batch, so that the mini-batches of
-a step are the same sets of samples for any number of ranks.
+An algorithm may choose among the samples of all ranks (dynamic sampling, resampling). The order in which they are dealt
+is that of the prompts in the global batch, so that the mini-batches of a step are the same sets of samples for any
+number of ranks. Inside each mini-batch, groups then change ranks until all ranks have about as many tokens to train on:
+ranks that meet in every forward pass are as slow as the one with the longest responses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -129,3 +131,44 @@ def resample_over_ranks(
     )
     drawn = resample(weights_B=weights_B, generator=torch.Generator().manual_seed(seed)).tolist()
     return deal(experience, torch.arange(len(experience)).split(1), [hands[place] for place in drawn], table)
+
+
+def balance_over_ranks(experience: Experience, group_size: int, mini_batches: int, table: Table) -> Experience:
+    """As many groups on every rank as before, of about as many tokens, each in the mini-batch it was in. Collective.
+
+    Args:
+        experience: this rank's samples, in groups; every rank has equally many.
+        group_size: samples of a group; they stay together, for some of what follows looks at whole groups.
+        mini_batches: into how many the samples are cut.
+        table: where this rank sits.
+    """
+    groups = torch.arange(len(experience)).split(group_size)
+    numbers = torch.arange(len(groups)).chunk(mini_batches)
+    keys = [(part, int(n) * table.world_size + table.rank) for part, chunk in enumerate(numbers) for n in chunk]
+    hands = all_hands(keys, table)
+    tokens = [int(experience.sequence_lengths[group].sum()) for group in groups]
+    told = table.exchange([tokens] * table.world_size)
+    chosen: list[Hand] = []
+    for _, hands_of_part in groupby(hands, key=lambda hand: hand.key[0]):
+        shares = even_shares({hand: told[hand.owner][hand.number] for hand in hands_of_part}, table.world_size)
+        # Hands are dealt in turn.
+        chosen += [hand for turn in zip(*shares, strict=True) for hand in turn]
+    return deal(experience, groups, chosen, table)
+
+
+def even_shares(tokens: Mapping[Hand, int], world_size: int) -> list[list[Hand]]:
+    """The hands of each rank, equally many and of about as many tokens: the longest first, to who has the fewest.
+
+    Where that is no better than how they lie, they stay. Each share is in the order of its keys.
+    """
+    room = len(tokens) // world_size
+    shares: list[list[Hand]] = [[] for _ in range(world_size)]
+
+    def size(share: list[Hand]) -> int:
+        return sum(tokens[hand] for hand in share)
+
+    for hand in sorted(tokens, key=lambda hand: (-tokens[hand], hand)):
+        min((share for share in shares if len(share) < room), key=size).append(hand)
+    as_they_lie = [[hand for hand in tokens if hand.owner == rank] for rank in range(world_size)]
+    best = min(as_they_lie, shares, key=lambda shares: max(map(size, shares)))
+    return [sorted(share) for share in best]

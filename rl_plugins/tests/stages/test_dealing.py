@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rl_plugins.data.experience import Experience
-from rl_plugins.stages.dealing import Table, all_hands, deal
+from rl_plugins.stages.dealing import Hand, Table, all_hands, balance_over_ranks, deal, even_shares
 from rl_plugins.tests.algorithms.simulated_ranks import exchange_on_ranks
 
 GROUP = 2
@@ -51,3 +53,41 @@ def test_chosen_hands_are_dealt_in_turn(world_size: int) -> None:
     prompts = [[name.split("/")[0] for name in names[::GROUP]] for names in everyone]
     in_turn = [prompts[place % world_size][place // world_size] for place in range(len(wanted))]
     assert in_turn == [str(prompt) for prompt in wanted]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_groups_change_ranks_inside_their_mini_batch_until_ranks_are_even(world_size: int) -> None:
+    def on_rank(rank: int, exchange: Any) -> Experience:
+        table = Table(rank, world_size, exchange)
+        return balance_over_ranks(experience_of(rank, world_size), GROUP, 1, table)
+
+    everyone = exchange_on_ranks(world_size, on_rank)
+    assert [len(mine) for mine in everyone] == [GROUP * PROMPTS // world_size] * world_size
+    names = [mine.columns["name"] for mine in everyone]
+    assert sorted(name for mine in names for name in mine) == [f"{p}/{s}" for p in range(PROMPTS) for s in range(GROUP)]
+    for mine in names:
+        assert all(first[:-1] == second[:-1] for first, second in zip(mine[::2], mine[1::2], strict=True))
+        assert list(mine) == sorted(mine)
+    tokens = [int(mine.sequence_lengths.sum()) for mine in everyone]
+    assert max(tokens) - min(tokens) <= 2
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.lists(st.integers(1, 99), min_size=4, max_size=24))
+def test_shares_are_equally_many_and_never_less_even_than_before(ranks: int, sizes: list[int]) -> None:
+    del sizes[len(sizes) // ranks * ranks :]
+    tokens = {Hand((0, n), n % ranks, n // ranks): size for n, size in enumerate(sizes)}
+    shares = even_shares(tokens, ranks)
+    assert [len(share) for share in shares] == [len(sizes) // ranks] * ranks
+    assert sorted(hand for share in shares for hand in share) == sorted(tokens)
+    before = [sum(sizes[rank::ranks]) for rank in range(ranks)]
+    assert max(sum(tokens[hand] for hand in share) for share in shares) <= max(before)
+
+
+def test_mini_batches_keep_their_groups() -> None:
+    def on_rank(rank: int, exchange: Any) -> list[set[int]]:
+        mine = balance_over_ranks(experience_of(rank, 2), GROUP, 3, Table(rank, 2, exchange))
+        return [set(part.groups.tolist()) for part in mine.chunk(3)]
+
+    one, other = exchange_on_ranks(2, on_rank)
+    assert [mine | theirs for mine, theirs in zip(one, other, strict=True)] == [{0, 1}, {2, 3}, {4, 5}]
