@@ -94,6 +94,14 @@ def test_a_module_without_an_optimizer_of_its_own_gets_the_stages(path):
     assert isinstance(trainer.optimizers[0], torch.optim.AdamW)
 
 
+@pytest.mark.parametrize(("packing", "attention"), [(True, "packed_sdpa"), (False, "sdpa")])
+def test_packing_sets_the_attention_of_a_model_of_transformers(path, packing, attention):
+    own = Own(path)
+    stage = PolicyOptimization(own, scorer=length, sampling=SAMPLING, packing=packing)
+    fit(stage, path, 1)
+    assert own.model.config._attn_implementation == attention
+
+
 def test_responses_end_at_the_tokenizers_end_of_sequence_unless_told_otherwise(path):
     stage = PolicyOptimization(path, scorer=length, sampling=SAMPLING)
     end = (stage.tokenizer.eos_token_id,)
