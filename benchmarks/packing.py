@@ -1,9 +1,10 @@
 """Tokens trained per second, packed against padded: forward and backward of one rank's samples of a step.
 
-`python -m benchmarks.packing [--threads 1] [--repeats 5]`: the 28 M policy, samples whose mean length is a third of the
-longest. Each is the stage's own way: micro-batches by a budget, log-probs, backward; once with a budget that all
-samples fit into, padded to the longest, and once with one that takes several micro-batches, where padded samples are
-sorted by length, so that there is little padding. The ways take turns, so that what else the machine does falls on all.
+`python -m benchmarks.packing [--threads 1] [--repeats 5]`: a policy of 5 M parameters, samples whose mean length is a
+third of the longest. Each is the stage's own way: micro-batches by a budget, log-probs, backward; once with a budget
+that all samples fit into, padded to the longest, and once with one that takes several micro-batches, where padded
+samples are sorted by length, so that there is little padding. The ways take turns, so that what else the machine does
+falls on all.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.policies import save_28m
+from benchmarks.policies import save_policy
 from rl_plugins.data.experience import Experience
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.log_probs import response_log_probs
@@ -72,7 +73,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
-        save_28m(Path(folder))
+        save_policy(Path(folder), hidden_size=256, num_layers=4, intermediate_size=704, vocab_size=VOCABULARY)
         model = load_causal_lm(folder, dtype=torch.float32)
     experience = samples()
     lengths_B = experience.sequence_lengths.double()
