@@ -86,9 +86,9 @@ def packed_sdpa(
     parts = zip(*(heads.transpose(1, 2)[0].split(tokens) for heads in (query, key, value)), strict=True)
     outputs = []
     for (length, count), qkv in zip(runs, parts, strict=True):
-        heads_NHLD = (part.view(count, length, *part.shape[1:]).transpose(1, 2) for part in qkv)
+        q_NHLD, k_NHLD, v_NHLD = (part.view(count, length, *part.shape[1:]).transpose(1, 2) for part in qkv)
         mask = _window_mask(length, sliding_window, query.device)
-        output, _ = sdpa_attention_forward(module, *heads_NHLD, mask, dropout=dropout, scaling=scaling)
+        output, _ = sdpa_attention_forward(module, q_NHLD, k_NHLD, v_NHLD, mask, dropout=dropout, scaling=scaling)
         outputs.append(output.flatten(0, 1))
     return torch.cat(outputs)[None], None
 

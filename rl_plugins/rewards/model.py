@@ -108,7 +108,7 @@ class ModelReward:
         end = [self.tokenizer.eos_token_id]
         return [[*prompt, *response, *end] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
 
-    def _padded(self, sequences: Sequence[Sequence[int]]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def _padded(self, sequences: Sequence[Sequence[int]]) -> tuple[dict[str, Any], torch.Tensor]:
         """The arguments of a forward pass, and where each sequence ends [B]."""
         import torch
 

@@ -104,8 +104,8 @@ def gradients(
     """The gradient of one step on given responses, and its metrics."""
     loss, loss_options, pairs = CASES[case]
     own = canned.OwnPolicy(SEED)
-    options = {"tokens_per_micro_batch": tokens_per_micro_batch, "packing": packing}
-    options |= {"loss": loss, "loss_options": loss_options}
+    batching: dict[str, Any] = {"tokens_per_micro_batch": tokens_per_micro_batch, "packing": packing}
+    options = {"loss": loss, "loss_options": loss_options, **batching}
     # Rows are dealt to ranks in turn.
     metrics = fit(stage_of(own, **options), [batch_of(pairs, EVERYTHING[rank::world_size])], rank, world_size)
     return own.recorder.gradients, metrics
