@@ -1,0 +1,140 @@
+"""Training under ZeRO by one worker and by two, run by `test_zero_ranks.py`: `zero_ranks.py alone|pair FOLDER`.
+
+Both groups run at once. `pair` is started twice, with the variables of torchrun; each group goes on from checkpoints
+that the other one writes. What each run has measured is written to `FOLDER/<name>.pt`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.data.sampler import StepLoader
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.stages.critic import CriticConfig
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.strategies.zero import ZeroStrategy
+from rl_plugins.tests.stages import canned
+
+STEPS, SAVED = 4, 2
+STAGES = (1, 2, 3)
+DEADLINE_S = 200.0
+METRICS = ("loss", "gradient_norm", "critic/loss", "critic/gradient_norm", "kl", "reward", "lr")
+
+
+class Prompts:
+    """Every prompt twice, so that an epoch is two steps."""
+
+    fingerprint = "canned"
+    texts = 2 * canned.PROMPTS
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def batch(self, indices: Sequence[int], epoch: int) -> PromptBatch:
+        return canned.prompt_batch([self.texts[index] for index in indices])
+
+
+class Record(Callback):
+    """Metrics after each step, and at the end the weights of all engines, whole."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, dict[str, float]] = {}
+        self.weights: dict[str, dict[str, Tensor]] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *arguments: Any) -> None:
+        self.steps[pl_module.step] = {name: float(trainer.callback_metrics[f"train/{name}"]) for name in METRICS}
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        source: Any = trainer.strategy
+        for engine in pl_module.engine_modules():
+            self.weights[engine] = {name: tensor.clone() for name, tensor in source.weight_source(engine)}
+
+
+def train(
+    folder: Path, name: str, strategy: Any, *, steps: int, lr: float = 0.01, resume: Path | None = None, **options: Any
+) -> None:
+    """Train in `folder/name`, from a checkpoint if one is given, and write what was measured to `folder/name.pt`."""
+    record, run = Record(), folder / name
+    run.mkdir(exist_ok=True)
+    stage = PolicyOptimization(
+        canned.other_model() if not (folder / "policy").is_dir() else str(folder / "policy"),
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
+        algorithm=Algorithm(advantage="gae", kl=KLConfig(0.1)),
+        critic=CriticConfig(str(folder / "policy"), OptimizerConfig(lr=2 * lr, gradient_clip=0.3)),
+        optimizer=OptimizerConfig(lr=lr, gradient_clip=0.5, warmup_steps=3),
+        tokens_per_micro_batch=50,
+        updates_per_step=2,
+        max_steps=steps,
+    )
+    options = {"precision": "32-true", "max_epochs": -1} | options
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        callbacks=[record, PolicyCheckpoint(run, every=SAVED, keep_last=9)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **options,
+    )
+    loader = StepLoader(Prompts(), prompts_per_step=4, seed=3, rank=trainer.global_rank, world_size=trainer.world_size)
+    trainer.fit(stage, loader, ckpt_path=None if resume is None else resume / "state", weights_only=False)
+    if trainer.is_global_zero:
+        torch.save({"steps": record.steps, "weights": record.weights}, folder / f"{name}.partial")
+        (folder / f"{name}.partial").rename(folder / f"{name}.pt")
+
+
+def zero(stage: int) -> ZeroStrategy:
+    return ZeroStrategy(stage=stage, rollout=canned.CannedRollout(), timeout_s=DEADLINE_S)
+
+
+def saved_by(folder: Path, name: str) -> Path:
+    """The checkpoint that a run of the other group has made."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (folder / f"{name}.pt").is_file():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S:.0f} s for the run {name}"
+        time.sleep(0.1)
+    return RunFolder(folder / name).checkpoint(SAVED)
+
+
+def alone(folder: Path) -> None:
+    for stage in STAGES:
+        train(folder, f"one-{stage}", zero(stage), steps=SAVED, devices=1)
+    train(folder, "single", SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()), steps=STEPS)
+    for stage in STAGES:
+        # Another number of workers and another stage at once.
+        other = stage % 3 + 1
+        checkpoint = saved_by(folder, f"two-{stage}")
+        train(folder, f"two-{stage}-one-{other}", zero(other), steps=STEPS, resume=checkpoint, devices=1)
+
+
+def pair(folder: Path) -> None:
+    for stage in STAGES:
+        train(folder, f"two-{stage}", zero(stage), steps=STEPS, devices=2)
+    for stage in STAGES:
+        checkpoint = saved_by(folder, f"one-{stage}")
+        train(folder, f"one-{stage}-two-{stage}", zero(stage), steps=STEPS, resume=checkpoint, devices=2)
+    for stage in (2, 3):
+        train(folder, f"bf16-{stage}", zero(stage), steps=SAVED, devices=2, lr=1e-6, precision="bf16-true")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"alone": alone, "pair": pair}[sys.argv[1]](Path(sys.argv[2]))
