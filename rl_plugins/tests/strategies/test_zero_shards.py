@@ -55,13 +55,8 @@ def test_parameters_are_cut_one_by_one_under_stage_3(workers: int) -> None:
     held = stretches_of_shapes([{n: torch.Size(s) for n, s in group.items()} for group in SHAPES], workers)
     check_tiles(held)
     # One parameter after the other, each padded to equal parts.
-    assert [s.offset for s in held[-1]] == [
-        0,
-        -(-15 // workers),
-        0,
-        -(-7 // workers),
-        -(-7 // workers) - (-16 // workers),
-    ]
+    parts = [math.ceil(numel / workers) for numel in (15, 7, 16)]
+    assert [s.offset for s in held[-1]] == [0, parts[0], 0, parts[1], parts[1] + parts[2]]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])

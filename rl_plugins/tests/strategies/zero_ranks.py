@@ -1,13 +1,10 @@
-"""Training under ZeRO by one worker and by two, run by `test_zero_ranks.py`: `zero_ranks.py alone|pair FOLDER`.
+"""PPO under ZeRO by one worker and by two, which go on from each other's checkpoints.
 
-Both groups run at once. `pair` is started twice, with the variables of torchrun; each group goes on from checkpoints
-that the other one writes. What each run has measured is written to `FOLDER/<name>.pt`.
+What each run has measured is written to `FOLDER/<name>.pt`.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +28,6 @@ from rl_plugins.tests.stages import canned
 
 STEPS, SAVED = 4, 2
 STAGES = (1, 2, 3)
-DEADLINE_S = 200.0
 METRICS = ("loss", "gradient_norm", "critic/loss", "critic/gradient_norm", "kl", "reward", "lr")
 
 
@@ -71,7 +67,7 @@ def train(
     record, run = Record(), folder / name
     run.mkdir(exist_ok=True)
     stage = PolicyOptimization(
-        canned.other_model() if not (folder / "policy").is_dir() else str(folder / "policy"),
+        str(folder / "policy"),
         tokenizer=canned.tokenizer,
         scorer=canned.CannedScorer(),
         sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
@@ -86,6 +82,7 @@ def train(
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
+        devices=1,
         callbacks=[record, PolicyCheckpoint(run, every=SAVED, keep_last=9)],
         logger=False,
         enable_checkpointing=False,
@@ -97,44 +94,41 @@ def train(
     loader = StepLoader(Prompts(), prompts_per_step=4, seed=3, rank=trainer.global_rank, world_size=trainer.world_size)
     trainer.fit(stage, loader, ckpt_path=None if resume is None else resume / "state", weights_only=False)
     if trainer.is_global_zero:
-        torch.save({"steps": record.steps, "weights": record.weights}, folder / f"{name}.partial")
-        (folder / f"{name}.partial").rename(folder / f"{name}.pt")
+        torch.save({"steps": record.steps, "weights": record.weights}, folder / f"{name}.pt")
 
 
-def zero(stage: int) -> ZeroStrategy:
-    return ZeroStrategy(stage=stage, rollout=canned.CannedRollout(), timeout_s=DEADLINE_S)
+def zero(stage: int, **options: Any) -> ZeroStrategy:
+    return ZeroStrategy(stage=stage, rollout=canned.CannedRollout(), timeout_s=100, **options)
 
 
 def saved_by(folder: Path, name: str) -> Path:
-    """The checkpoint that a run of the other group has made."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not (folder / f"{name}.pt").is_file():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:.0f} s for the run {name}"
-        time.sleep(0.1)
+    """The checkpoint in the middle of a run."""
     return RunFolder(folder / name).checkpoint(SAVED)
 
 
-def alone(folder: Path) -> None:
+def alone(_: int, folder: Path) -> None:
     for stage in STAGES:
-        train(folder, f"one-{stage}", zero(stage), steps=SAVED, devices=1)
+        train(folder, f"one-{stage}", zero(stage), steps=SAVED)
     train(folder, "single", SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()), steps=STEPS)
+    for stage in STAGES:
+        places = {"policy": "cpu", "critic": "stay"} | ({"reference": "cpu"} if stage == 3 else {})
+        train(folder, f"host-{stage}", zero(stage, offload=places), steps=STEPS)
+
+
+def pair(_: int, folder: Path) -> None:
+    for stage in STAGES:
+        train(folder, f"two-{stage}", zero(stage), steps=STEPS, num_nodes=2)
+        checkpoint = saved_by(folder, f"one-{stage}")
+        train(folder, f"one-{stage}-two-{stage}", zero(stage), steps=STEPS, resume=checkpoint, num_nodes=2)
+    # Steps that are too small for bfloat16 weights.
+    bfloat16: dict[str, Any] = {"steps": STEPS, "num_nodes": 2, "lr": 1e-5, "precision": "bf16-true"}
+    train(folder, "bf16-2", zero(2), **bfloat16)
+    train(folder, "bf16-2-3", zero(3), resume=saved_by(folder, "bf16-2"), **bfloat16)
+
+
+def alone_again(_: int, folder: Path) -> None:
     for stage in STAGES:
         # Another number of workers and another stage at once.
         other = stage % 3 + 1
         checkpoint = saved_by(folder, f"two-{stage}")
-        train(folder, f"two-{stage}-one-{other}", zero(other), steps=STEPS, resume=checkpoint, devices=1)
-
-
-def pair(folder: Path) -> None:
-    for stage in STAGES:
-        train(folder, f"two-{stage}", zero(stage), steps=STEPS, devices=2)
-    for stage in STAGES:
-        checkpoint = saved_by(folder, f"one-{stage}")
-        train(folder, f"one-{stage}-two-{stage}", zero(stage), steps=STEPS, resume=checkpoint, devices=2)
-    for stage in (2, 3):
-        train(folder, f"bf16-{stage}", zero(stage), steps=SAVED, devices=2, lr=1e-6, precision="bf16-true")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    {"alone": alone, "pair": pair}[sys.argv[1]](Path(sys.argv[2]))
+        train(folder, f"two-{stage}-one-{other}", zero(other), steps=STEPS, resume=checkpoint)
