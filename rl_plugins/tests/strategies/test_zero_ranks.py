@@ -88,8 +88,8 @@ def test_bfloat16_weights_have_float32_masters(folder: Path) -> None:
     for name, ours in moved.items():
         weights = results(folder, name)["weights"]["policy"]
         assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
-        for key, master in ours.items():
-            assert torch.equal(master.bfloat16(), weights[key]), (name, key)
+        for key, weight in weights.items():
+            assert torch.equal(ours[key].bfloat16(), weight), (name, key)
         steps = torch.cat([(ours[key] - start[key].bfloat16()).flatten() for key in start])
         # Updates that bfloat16 would have lost are there.
         assert (steps != 0).float().mean() > 0.9 and steps.abs().max() < 1e-4
