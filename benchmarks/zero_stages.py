@@ -54,6 +54,7 @@ def work(policy: Path, output: Path, stage: int, precision: str, steps: int, opt
     from torch.utils.data import DataLoader
 
     from rl_plugins.data.tokenization import load_tokenizer
+    from rl_plugins.rewards.scorers import exact_match
     from rl_plugins.rollout.engine import SamplingConfig
     from rl_plugins.stages.sft import SFT
     from rl_plugins.strategies.contract import POLICY
@@ -83,6 +84,7 @@ def work(policy: Path, output: Path, stage: int, precision: str, steps: int, opt
     model = SFT(
         str(policy),
         tokenizer=load_tokenizer(str(policy)),
+        scorer=exact_match,
         eval_sampling=SamplingConfig(max_tokens=1),
         tokens_per_micro_batch=MICRO_BATCH * TOKENS,
     )
