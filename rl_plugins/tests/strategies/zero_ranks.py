@@ -78,9 +78,9 @@ def train(
         updates_per_step=2,
         max_steps=steps,
     )
-    options = {"precision": "32-true", "max_epochs": -1} | options
     trainer = Trainer(
         strategy=strategy,
+        max_epochs=-1,
         accelerator="cpu",
         devices=1,
         callbacks=[record, PolicyCheckpoint(run, every=SAVED, keep_last=9)],
@@ -89,7 +89,7 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        **options,
+        **({"precision": "32-true"} | options),
     )
     loader = StepLoader(Prompts(), prompts_per_step=4, seed=3, rank=trainer.global_rank, world_size=trainer.world_size)
     trainer.fit(stage, loader, ckpt_path=None if resume is None else resume / "state", weights_only=False)
