@@ -1,7 +1,8 @@
 """Checkpoints on the stage's clock: complete or not there, everything a run needs to go on exactly, the last K kept.
 
 A checkpoint is written by all ranks under a temporary name and renamed when all have finished. Under Ray Train it is
-then reported, so that restarted workers find it and Ray keeps the last K.
+then reported, so that restarted workers find it and Ray keeps the last K. A run that goes on from one says in a line
+what it was given back.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rl_plugins.data.sampler import StepLoader
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.stage import clock
 
@@ -53,7 +55,10 @@ class PolicyCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_step = clock(pl_module)
         if trainer.ckpt_path:
-            self._load_random_state(trainer, Path(trainer.ckpt_path))
+            checkpoint = Path(trainer.ckpt_path).parent
+            random_states = self._load_random_state(trainer, checkpoint, self._saved_step)
+            if trainer.is_global_zero:
+                self._report_resume(trainer, checkpoint, random_states)
 
     @override
     def on_train_batch_end(
@@ -106,15 +111,41 @@ class PolicyCheckpoint(Callback):
             checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
         )
 
-    def _load_random_state(self, trainer: Trainer, checkpoint: Path) -> None:
-        path = checkpoint.parent / f"random_state_{trainer.global_rank}.pt"
-        if path.is_file():
-            state = torch.load(path, weights_only=False)
-            random.setstate(state["python"])
-            np.random.set_state(state["numpy"])
-            torch.set_rng_state(state["torch"])
-            if torch.cuda.is_available():
-                torch.cuda.set_rng_state_all(state["cuda"])
+    def _load_random_state(self, trainer: Trainer, checkpoint: Path, step: int) -> str:
+        """Each rank's own state; among another number of ranks, states of their own. Returns which it was."""
+        files = list(checkpoint.glob("random_state_*.pt"))
+        if len(files) != trainer.world_size:
+            _seed_anew(step, trainer.global_rank)
+            return f"random states begin anew (saved by {len(files)} workers, now {trainer.world_size})"
+        state = torch.load(checkpoint / f"random_state_{trainer.global_rank}.pt", weights_only=False)
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda"])
+        return "random states"
+
+    def _report_resume(self, trainer: Trainer, checkpoint: Path, random_states: str) -> None:
+        """Say what goes on and what does not, and keep the line in the run's folder."""
+        restored: Mapping[str, str] = getattr(trainer.strategy, "restored", {})
+        parts = [f"{engine} ({what})" for engine, what in restored.items()] + [random_states]
+        loader = trainer.train_dataloader
+        if isinstance(loader, StepLoader):
+            parts.append(f"data from batch {loader.step}")
+        elif not hasattr(loader, "load_state_dict"):
+            parts.append("data from the beginning (its loader keeps no state)")
+        line = f"{self._folder.path.name}: resumed from {checkpoint.name}: {', '.join(parts)}"
+        print(line, flush=True)
+        with self._folder.resumes.open("a") as log:
+            log.write(line + "\n")
+
+
+def _seed_anew(step: int, rank: int) -> None:
+    """Seed every generator from the run's seed, the step and the rank."""
+    seeds = np.random.SeedSequence([torch.initial_seed(), step, rank]).generate_state(3).tolist()
+    random.seed(seeds[0])
+    np.random.seed(seeds[1])
+    torch.manual_seed(seeds[2])
 
 
 def _random_state() -> dict[str, Any]:

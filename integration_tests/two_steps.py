@@ -1,4 +1,4 @@
-"""Two steps of every recipe, on one Ray cluster, one pair of ZeRO-3 workers and one vLLM engine.
+"""Two steps of every recipe, on one Ray cluster, one pair of ZeRO workers and one vLLM engine.
 
 Run as a script by `test_two_steps.py`: `two_steps.py WORKPLACE FOLDER NAME...`. The runs follow each other in the same
 workers, so that all of them take little longer than one.
@@ -32,6 +32,7 @@ STAGES: dict[str, tuple[str, list[str]]] = {
     "reward_modeling": ("reward_modeling", [PAIRS]),
     **{name: ("preference_optimization", [f"loss.name={name}", PAIRS]) for name in PREFERENCE_LOSSES},
     "online_dpo": ("online_preference_optimization", []),
+    **{f"grpo_zero_{stage}": ("grpo", [f"strategy.zero_stage={stage}"]) for stage in (1, 2)},
 }
 
 

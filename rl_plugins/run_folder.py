@@ -29,6 +29,11 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
+    def resumes(self) -> Path:
+        """A line for each time the run went on from a checkpoint: what was restored and what was not."""
+        return self.path / "resumes.txt"
+
+    @property
     def samples(self) -> Path:
         """Tables of validation samples, one file per validation."""
         return self.path / "samples"

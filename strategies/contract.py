@@ -6,8 +6,9 @@ optimizer of `configure_optimizers` holds) get their own sharding, optimizer and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -40,9 +41,14 @@ class HasEngines(Protocol):
 
 
 class RolloutStrategy(Protocol):
-    """The contract between stages and strategies."""
+    """The contract between stages and strategies.
+
+    Attributes:
+        restored: engine to what the checkpoint that was loaded has given it, in words.
+    """
 
     phases: PhaseLog
+    restored: Mapping[str, str]
 
     def engine(self, name: str) -> Any:
         """The callable that runs model `name`."""
@@ -82,6 +88,7 @@ class RolloutMixin:
     """The rollout side of a strategy: owns the engine's connection and the order of the memory phases."""
 
     phases: PhaseLog
+    restored: Mapping[str, str] = MappingProxyType({})
     _rollout: RolloutEngine | None
     _rollout_version: int | None = None
     _rollout_connected: bool = False

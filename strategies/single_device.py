@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,6 +118,18 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.weights_changed()
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if isinstance(self.lightning_module, HasEngines):
+            engines = self.lightning_module.engine_modules()
+            self.restored = {name: self._restored_of(model) for name, model in engines.items()}
+
+    def _restored_of(self, model: nn.Module) -> str:
+        held = [optimizer for optimizer in self.optimizers if _holds(optimizer, model)]
+        scheduled = any(config.scheduler.optimizer in held for config in self.lr_scheduler_configs)
+        return "weights" + ", optimizer" * bool(held) + ", schedule" * scheduled
 
 
 def _holds(optimizer: Any, model: nn.Module) -> bool:

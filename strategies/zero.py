@@ -28,8 +28,11 @@ from typing_extensions import override
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
+from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.contract import POLICY, HasEngines, RolloutMixin, exchange_objects, small_all_reduce
+from rl_plugins.strategies.offload import Offload
 from rl_plugins.strategies.phases import PhaseLog
+from rl_plugins.strategies.zero_shards import ZeroShards
 from rl_plugins.strategies.zero_weights import ZeroWeightSource
 
 LIGHTNING_FILE = "lightning.ckpt"
@@ -43,7 +46,9 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
     Args:
         stage: what is sharded: 1 optimizer states, 2 gradients too, 3 parameters too.
         rollout: the engine to sample with; None for stages that do not sample.
-        offload: on CUDA, move optimizer states and parameters to host memory while the rollout engine works.
+        offload: engine to where it keeps its states, see `Offload`; by default trained engines move them to the host
+            while the rollout engine works (on CUDA: on CPU there is nothing to move).
+        offload_folder: for the files of engines that are offloaded to `nvme`.
         timeout_s: deadline of every collective.
         **kwargs: further arguments of Lightning's `DeepSpeedStrategy`.
     """
@@ -53,7 +58,8 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
         *,
         stage: int = 3,
         rollout: RolloutEngine | None = None,
-        offload: bool = True,
+        offload: Mapping[str, str] | None = None,
+        offload_folder: str | Path | None = None,
         timeout_s: float = 1800.0,
         **kwargs: Any,
     ) -> None:
@@ -62,11 +68,13 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
             kwargs.setdefault(name, 50_000_000)
         kwargs.setdefault("overlap_comm", torch.cuda.is_available())
         kwargs.setdefault("logging_batch_size_per_gpu", 1)
+        self._offload = Offload(offload or {}, Path(offload_folder) if offload_folder else None)
+        self._offload.check(stage)
         super().__init__(stage=stage, timeout=timedelta(seconds=timeout_s), **kwargs)
         self._rollout = rollout
-        self._offload = offload
         self._engines: dict[str, Any] = {}
         self._engine_of_optimizer: dict[int, Any] = {}
+        self._scheduled: set[str] = set()
         # Frozen engines whose weights are no longer those of their files, and their averages in float32.
         self._moved: set[str] = set()
         self._masters: dict[str, dict[str, Tensor]] = {}
@@ -153,21 +161,29 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
             if len(held) > 1:
                 raise ConfigError(f"engine {name!r} has {len(held)} optimizers: configure_optimizers may give it one")
             if held:
-                engine = self._engines[name] = self._train_engine(model, held[0], module.gradient_clip(name))
+                engine = self._engines[name] = self._train_engine(name, model, held[0], module.gradient_clip(name))
+                if any(config.scheduler.optimizer is held[0] for config in self.lr_scheduler_configs):
+                    self._scheduled.add(name)
                 trained.append(engine.optimizer)
                 self._engine_of_optimizer[id(engine.optimizer)] = engine
             else:
-                self._engines[name] = self._frozen_engine(model)
+                self._engines[name] = self._frozen_engine(name, model)
         self.optimizers = trained
         # Lightning calls training_step on `self.model`; the engines inside it do their own wrapping.
         self.model = module
 
-    def _train_engine(self, model: nn.Module, optimizer: Optimizer, gradient_clip: float) -> Any:
+    def _train_engine(self, name: str, model: nn.Module, optimizer: Optimizer, gradient_clip: float) -> Any:
         import deepspeed
 
         assert isinstance(self.config, dict)
         engine, _, _, _ = deepspeed.initialize(
-            config={**self.config, "gradient_clipping": gradient_clip},
+            config={
+                **self.config,
+                "gradient_clipping": gradient_clip,
+                "zero_optimization": {**self.config["zero_optimization"], **self._offload.of_trained(name)},
+                # The optimizer is the stage's, wherever it works.
+                "zero_force_ds_cpu_optimizer": False,
+            },
             model=model,
             model_parameters=[p for p in model.parameters() if p.requires_grad],
             optimizer=optimizer,
@@ -175,17 +191,20 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
         )
         return engine
 
-    def _frozen_engine(self, model: nn.Module) -> Any:
+    def _frozen_engine(self, name: str, model: nn.Module) -> Any:
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             # Not when validating: a later fit may train it.
             model.eval().requires_grad_(False)
         if not self.zero_stage_3:
+            if self._offload.of_frozen(name):
+                raise ConfigError(f"offload of {name}: under ZeRO stages 1 and 2 it stays on its device; use stage 3")
             return model.to(self.root_device)
         import deepspeed
 
         assert isinstance(self.config, dict)
         config = {k: v for k, v in self.config.items() if k not in ("gradient_clipping", "activation_checkpointing")}
+        config["zero_optimization"] = {**config["zero_optimization"], **self._offload.of_frozen(name)}
         engine, _, _, _ = deepspeed.initialize(config=config, model=model, dist_init_required=False)
         return engine
 
@@ -277,35 +296,34 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
         module: nn.Module = getattr(self._engines[name], "module", self._engines[name])
         return module
 
-    @property
-    def _offloads(self) -> bool:
-        # On CPU device and host memory are the same: there is nothing to give up.
-        return self._offload and self.root_device.type == "cuda"
+    def _moving(self) -> list[Any]:
+        """The engines that give way to the rollout engine; on CPU, device and host memory are the same."""
+        if self.root_device.type != "cuda":
+            return []
+        return [engine for name, engine in self._trained_engines().items() if self._offload.moves(name)]
 
     @override
     def offload_optimizer(self) -> None:
-        if self._offloads:
-            from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
-            self._offload_states([State.optim_states, State.hp_params, State.contiguous_grad_buffer])
+        self._offload_states([State.optim_states, State.hp_params, State.contiguous_grad_buffer])
 
     @override
     def offload_parameters(self) -> None:
-        if self._offloads:
-            from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
-            self._offload_states([State.lp_params, State.lp_grads])
+        self._offload_states([State.lp_params, State.lp_grads])
 
     def _offload_states(self, states: list[Any]) -> None:
-        for engine in self._engine_of_optimizer.values():
-            engine.offload_states(include=states)
-        torch.cuda.empty_cache()
+        if engines := self._moving():
+            for engine in engines:
+                engine.offload_states(include=states)
+            torch.cuda.empty_cache()
 
     @override
     def reload(self) -> None:
-        if self._offloads:
-            for engine in self._engine_of_optimizer.values():
-                engine.reload_states()
+        for engine in self._moving():
+            engine.reload_states()
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -344,17 +362,45 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
         folder = Path(checkpoint_path)
         if not (folder / LIGHTNING_FILE).is_file():
             raise ConfigError(f"{folder} is not a checkpoint of this project: it has no {LIGHTNING_FILE}")
-        for name, engine in self._trained_engines().items():
-            if engine.load_checkpoint(str(folder / name), tag=_TAG)[0] is None:
-                raise ConfigError(f"{folder / name} holds no shards of engine {name!r}")
-        for name in self._engines.keys() - self._trained_engines().keys():
-            file = folder / name / _WEIGHTS_FILE
-            if file.is_file():
-                self._load_weights(name, torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        trained = self._trained_engines()
+        for name in trained:
+            self._check_shards(folder, name)
+        self.restored = {
+            name: self._load_engine(folder, name) if name in trained else self._load_frozen(folder, name)
+            for name in self._engines
+        }
         self.weights_changed()
         # The file holds loop and callback states (plain Python objects); it was written by this program.
         checkpoint: dict[str, Any] = torch.load(folder / LIGHTNING_FILE, map_location="cpu", weights_only=False)
         return checkpoint
+
+    def _check_shards(self, folder: Path, name: str) -> None:
+        if (folder / name / _TAG).is_dir():
+            return
+        run, needed = RunFolder(folder.absolute().parent.parent), self._trained_engines()
+        whole = [path for path in run.checkpoints() if all((path / folder.name / n / _TAG).is_dir() for n in needed)]
+        way_out = f"{whole[-1]} is the newest that holds all engines" if whole else "no checkpoint beside it holds all"
+        raise ConfigError(f"{folder / name} holds no shards of engine {name!r}: {way_out}")
+
+    def _load_engine(self, folder: Path, name: str) -> str:
+        """Load the shards of a trained engine; returns what they were."""
+        engine, shards = self._engines[name], ZeroShards(folder / name / _TAG)
+        words = "weights, optimizer, schedule" if name in self._scheduled else "weights, optimizer"
+        if shards.fit(engine, self.world_size):
+            engine.load_checkpoint(str(folder / name), tag=_TAG)
+            return words
+        shards.restore(engine, self.global_rank, self.world_size)
+        return (
+            f"{words}, dealt anew from {shards.workers} workers under ZeRO-{shards.stage} "
+            f"to {self.world_size} under ZeRO-{engine.zero_optimization_stage()}"
+        )
+
+    def _load_frozen(self, folder: Path, name: str) -> str:
+        file = folder / name / _WEIGHTS_FILE
+        if not file.is_file():
+            return "from its own file"
+        self._load_weights(name, torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        return "weights"
 
     def _load_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
         import deepspeed

@@ -250,17 +250,44 @@ class RewardOptions:
 
 
 @dataclass
+class OffloadOptions:
+    """Where each engine keeps its optimizer states and master weights, or, if it is frozen, its parameters.
+
+    `stay` is on the device, `cpu` on the host, `nvme` in files (both update on the host; `nvme`, and frozen engines
+    off their device, need `strategy.zero_stage=3`). `while_sampling` is on the host while the rollout engine works, and
+    on the device otherwise; on CPU it is the same as `stay`.
+
+    Attributes:
+        policy: `while_sampling`, `stay`, `cpu` or `nvme`.
+        critic: the same.
+        process_reward_model: the same, of PRIME.
+        reference: `stay`, `cpu` or `nvme`.
+        reward_model: the same.
+        teacher: the same.
+        folder: of the files, on the drive.
+    """
+
+    policy: str = "while_sampling"
+    critic: str = "while_sampling"
+    process_reward_model: str = "while_sampling"
+    reference: str = "stay"
+    reward_model: str = "stay"
+    teacher: str = "stay"
+    folder: str | None = None
+
+
+@dataclass
 class StrategyOptions:
     """Sharded training.
 
     Attributes:
         zero_stage: 1, 2 or 3.
-        offload: on GPUs, free the trainer's memory while the engine samples.
+        offload: where the engines keep their states.
         collective_timeout_s: deadline of every collective.
     """
 
     zero_stage: int = 3
-    offload: bool = True
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
     collective_timeout_s: float = 1800.0
 
 
@@ -386,6 +413,8 @@ def parse_config(values: Any) -> RecipeConfig:
     config.run.output_dir = str(Path(config.run.output_dir).absolute())
     config.data.train_files = [str(Path(path).absolute()) for path in config.data.train_files]
     config.data.val_files = [str(Path(path).absolute()) for path in config.data.val_files]
+    if config.strategy.offload.folder:
+        config.strategy.offload.folder = str(Path(config.strategy.offload.folder).absolute())
     for reward in config.reward.functions.values():
         if isinstance(reward, dict) and "_target_" not in reward and "path" in reward:
             reward["path"] = str(Path(str(reward["path"])).absolute())

@@ -15,6 +15,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch.batch import check_batch
 from rl_plugins.launch.config import RecipeConfig
 from rl_plugins.launch.model_folder import check_model
+from rl_plugins.launch.offload import check_offload
 from rl_plugins.launch.resources import check_this_machine
 from rl_plugins.launch.values import check_values
 from rl_plugins.run_folder import RunFolder
@@ -29,6 +30,7 @@ def preflight(config: RecipeConfig) -> None:
         ConfigError: names the option, file or row at fault and the way out.
     """
     check_values(config)
+    check_offload(config)
     check_batch(config)
     check_this_machine(config)
     check_model(config)

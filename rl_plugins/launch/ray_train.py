@@ -98,6 +98,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
 
     from rl_plugins.launch.build import dtype_of, fit
     from rl_plugins.launch.config import parse_config
+    from rl_plugins.launch.offload import places
     from rl_plugins.rewards.pool import RewardPool
     from rl_plugins.rollout.transformers_engine import TransformersRollout
     from rl_plugins.strategies.ray_zero import RayZeroStrategy
@@ -118,7 +119,8 @@ def train_worker(arguments: dict[str, Any]) -> None:
     strategy = RayZeroStrategy(
         stage=config.strategy.zero_stage,
         rollout=rollout,
-        offload=config.strategy.offload,
+        offload=places(config),
+        offload_folder=config.strategy.offload.folder,
         timeout_s=config.strategy.collective_timeout_s,
     )
     # A restarted worker group goes on from the last checkpoint that was reported, not from where the run began.

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,30 @@ CASES = [
     ("learning rate not a number", ["optimizer.lr=nan"], ["optimizer.lr=nan", "0 or more"]),
     ("shares of workers", ["placement.num_workers=3"], ["batch.prompts_per_step=32", "make it 33", "num_workers"]),
     ("shares of updates", ["batch.updates_per_step=5"], ["batch.updates_per_step=5", "prompts_per_step 35"]),
+    # Offload
+    ("unknown place", ["strategy.offload.policy=disk"], ["strategy.offload.policy=disk", "while_sampling, stay, cpu"]),
+    ("no place of a frozen model", ["strategy.offload.teacher=while_sampling"], ["strategy.offload.teacher", "nvme"]),
+    (
+        "files without a folder", ["strategy.offload.policy=nvme"],
+        ["strategy.offload.policy=nvme", "strategy.offload.folder"],
+    ),
+    (
+        "files under stage 2", ["strategy.offload.critic=nvme", "strategy.zero_stage=2"],
+        ["strategy.offload.critic=nvme", "strategy.zero_stage=3"],
+    ),
+    (
+        "whole model on the host", ["strategy.offload.reference=cpu", "strategy.zero_stage=1"],
+        ["strategy.offload.reference=cpu", "strategy.zero_stage=3"],
+    ),
+    (
+        "offload in one process", ["launcher=local", "rollout.engine=transformers", "strategy.offload.policy=cpu"],
+        ["strategy.offload.policy=cpu", "launcher=ray"],
+    ),
+    pytest.param(
+        "files without libaio", ["strategy.offload.policy=nvme", "strategy.offload.folder=files"],
+        ["offload to nvme needs libaio", "libaio-dev", "offload to cpu"],
+        marks=pytest.mark.skipif(find_library("aio") is not None, reason="this machine has libaio"),
+    ),
     # The machine
     ("too few CPUs", ["placement.cpus_per_worker=5000"], ["needs 5000 CPUs", "has ", "placement.cpus_per_worker"]),
     pytest.param(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.zero import ZeroStrategy
@@ -91,6 +93,18 @@ class Inspect(PolicyOptimization):
         assert strategy.engine("policy").optimizer.param_groups[0]["lr"] != 1e9
         with pytest.raises(ConfigError, match=r"is not a checkpoint of this project: it has no lightning\.ckpt"):
             strategy.load_checkpoint(self.folder)
+        self.check_retention()
+
+    def check_retention(self) -> None:
+        """An engine that a checkpoint no longer holds is named, and the newest checkpoint that holds all."""
+        run = RunFolder(self.folder / "run")
+        for step in (1, 2, 3):
+            self.trainer.save_checkpoint(run.checkpoint(step) / "state")
+        for step in (1, 3):
+            shutil.rmtree(run.checkpoint(step) / "state" / "critic")
+        message = "state/critic holds no shards of engine 'critic': .*/checkpoint_00000002 is the newest that holds all"
+        with pytest.raises(ConfigError, match=message):
+            self.trainer.strategy.load_checkpoint(run.checkpoint(1) / "state")
 
 
 def weights_of(strategy: ZeroStrategy, name: str) -> dict[str, Tensor]:

@@ -1,0 +1,138 @@
+"""Trained tokens per second under ZeRO stages 1, 2 and 3: two CPU workers over gloo, 28 M parameters.
+
+`python -m benchmarks.zero_stages [--precision bf16-true] [--steps 5] [--stages 1 2 3]` prints the median of the steps
+of each stage, the processor time of a step, and the rate of stage 3 as a share of that of stage 2. On a machine that
+has other work to do, compare the processor times. `--zero stage3_prefetch_bucket_size=0` sets DeepSpeed's options of
+`zero_optimization`. Printed too: the share of the parameters that every worker keeps whole under stage 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.policies import save_28m
+
+WORKERS = 2
+SEQUENCES, TOKENS = 16, 192  # of a step, on a worker
+MICRO_BATCH = 8
+WARM_UP = 2
+TIMEOUT_S = 1200.0
+
+
+class Sequences:
+    """Random prompts and responses, as the stage of supervised fine-tuning takes them."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> dict[str, list[list[int]]]:
+        if step >= self.steps:
+            raise IndexError(step)
+        rng = random.Random(step)
+        prompts, responses = (
+            [[rng.randrange(256) for _ in range(length)] for _ in range(SEQUENCES)] for length in (64, TOKENS - 64)
+        )
+        return {"prompt_ids": prompts, "response_ids": responses}
+
+
+def work(policy: Path, output: Path, stage: int, precision: str, steps: int, options: dict[str, Any]) -> None:
+    """Train under one stage, in each worker; the first one writes what it measured."""
+    import torch
+    from lightning.pytorch import Callback, Trainer
+    from torch.utils.data import DataLoader
+
+    from rl_plugins.data.tokenization import load_tokenizer
+    from rl_plugins.rewards.scorers import exact_match
+    from rl_plugins.rollout.engine import SamplingConfig
+    from rl_plugins.stages.sft import SFT
+    from rl_plugins.strategies.contract import POLICY
+    from rl_plugins.strategies.zero import ZeroStrategy
+
+    torch.set_num_threads(1)
+    measured: dict[str, Any] = {"seconds": [], "processor_seconds": []}
+
+    class Watch(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.start = time.perf_counter(), time.process_time()
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            measured["seconds"].append(time.perf_counter() - self.start[0])
+            measured["processor_seconds"].append(time.process_time() - self.start[1])
+            parameters = list(trainer.strategy.engine(POLICY).module.parameters())
+            whole = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if getattr(p, "ds_persist", stage < 3))
+            measured["whole"] = whole / sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+
+    strategy = ZeroStrategy(stage=stage, timeout_s=TIMEOUT_S)
+    strategy.config["zero_optimization"].update(options)
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", devices=WORKERS, precision=precision, callbacks=[Watch()],
+        max_steps=-1, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    model = SFT(
+        str(policy),
+        tokenizer=load_tokenizer(str(policy)),
+        scorer=exact_match,
+        eval_sampling=SamplingConfig(max_tokens=1),
+        tokens_per_micro_batch=MICRO_BATCH * TOKENS,
+    )
+    trainer.fit(model, DataLoader(Sequences(WARM_UP + steps), batch_size=None))
+    if trainer.is_global_zero:
+        output.write_text(json.dumps(measured))
+
+
+def main() -> None:
+    """Start the workers of each stage in turn, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--precision", default="bf16-true")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--zero", nargs="*", default=[], metavar="OPTION=VALUE", help="of `zero_optimization`")
+    parser.add_argument("--worker", nargs=3, metavar=("POLICY", "OUTPUT", "STAGE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        policy, output, stage = options.worker
+        zero = {name: json.loads(value) for name, value in (option.split("=") for option in options.zero)}
+        work(Path(policy), Path(output), int(stage), options.precision, options.steps, zero)
+        return
+    rates: dict[int, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        parameters = save_28m(folder / "policy")
+        tokens = WORKERS * SEQUENCES * TOKENS
+        print(f"{parameters / 1e6:.1f} M parameters, {options.precision}, {WORKERS} workers, {tokens} tokens a step")
+        for stage in options.stages:
+            output = folder / f"{stage}.json"
+            command = [
+                sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}",
+                "-m", "benchmarks.zero_stages", "--precision", options.precision, "--steps", str(options.steps),
+                "--worker", str(folder / "policy"), str(output), str(stage), "--zero", *options.zero,
+            ]  # fmt: skip
+            subprocess.run(command, check=True, timeout=TIMEOUT_S)
+            measured = json.loads(output.read_text())
+            seconds = measured["seconds"][WARM_UP:]
+            rates[stage] = tokens / median(seconds)
+            print(
+                f"ZeRO-{stage}: {rates[stage]:6.0f} tokens/s (median of {len(seconds)}; {min(seconds):.2f} to "
+                f"{max(seconds):.2f} s a step), {median(measured['processor_seconds'][WARM_UP:]):.2f} s of a processor "
+                f"a step and worker, {measured['whole']:.0%} of the parameters whole",
+                flush=True,
+            )
+    if {2, 3} <= rates.keys():
+        print(f"ZeRO-3 reaches {rates[3] / rates[2]:.0%} of ZeRO-2")
+
+
+if __name__ == "__main__":
+    main()

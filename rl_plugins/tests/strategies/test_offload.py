@@ -1,0 +1,37 @@
+"""Where engines keep their states, as DeepSpeed is told, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.strategies.offload import Offload
+
+PLACES = Offload({"policy": "cpu", "critic": "nvme", "reference": "cpu", "teacher": "nvme", "prm": "stay"}, Path("/x"))
+
+
+def test_every_engine_has_a_place_of_its_own() -> None:
+    assert PLACES.of_trained("policy") == {"offload_optimizer": {"device": "cpu"}}
+    assert PLACES.of_trained("critic") == {"offload_optimizer": {"device": "nvme", "nvme_path": "/x/critic"}}
+    assert PLACES.of_frozen("reference") == {"offload_param": {"device": "cpu"}}
+    assert PLACES.of_frozen("teacher") == {"offload_param": {"device": "nvme", "nvme_path": "/x/teacher"}}
+    assert PLACES.of_trained("prm") == PLACES.of_frozen("reward_model") == {}
+
+
+def test_trained_engines_give_way_to_the_rollout_engine_unless_they_are_elsewhere() -> None:
+    assert [engine for engine in ("policy", "critic", "prm", "another") if PLACES.moves(engine)] == ["another"]
+
+
+@pytest.mark.parametrize(
+    ("places", "folder", "stage", "message"),
+    [
+        ({"policy": "disk"}, None, 3, "offload of policy: 'disk' is none of"),
+        ({"policy": "nvme"}, Path("/x"), 2, "needs ZeRO stage 3"),
+        ({"policy": "nvme"}, None, 3, "needs a folder"),
+    ],
+)
+def test_what_cannot_run_is_refused(places: dict[str, str], folder: Path | None, stage: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Offload(places, folder).check(stage)

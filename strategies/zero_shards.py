@@ -1,0 +1,227 @@
+"""The shards of a ZeRO checkpoint, read by parameter: any number of workers and any stage can go on from them.
+
+DeepSpeed loads a checkpoint only into as many workers as wrote it. The file of a worker holds flat partitions (master
+weights, and the optimizer's states of the same layout), in which stretches of the parameters follow each other. Here
+the stretches of all files are found by the parameters' names, and each worker copies out of the mapped files what its
+own partitions hold. Nothing is converted, gathered or written.
+
+Layouts: deepspeed/utils/zero_to_fp32.py and deepspeed/checkpoint/ds_to_universal.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive elements of a parameter in a flat partition of a worker.
+
+    Attributes:
+        name: of the parameter.
+        partition: index among the worker's partitions.
+        offset: where it begins in the partition.
+        start: where it begins in the flattened parameter.
+        numel: elements.
+    """
+
+    name: str
+    partition: int
+    offset: int
+    start: int
+    numel: int
+
+
+def stretches_of_slices(mappings: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Stretch]]:
+    """What each worker holds under stages 1 and 2, where whole groups of parameters are cut into equal parts.
+
+    Args:
+        mappings: by worker and partition, name to address (`start`, `numel`) in the partition, in the workers' order.
+    """
+    seen: dict[str, int] = {}
+    workers = []
+    for mapping in mappings:
+        held = []
+        for partition, addresses in enumerate(mapping):
+            for name, address in addresses.items():
+                held.append(Stretch(name, partition, address.start, seen.get(name, 0), address.numel))
+                seen[name] = seen.get(name, 0) + address.numel
+        workers.append(held)
+    return workers
+
+
+def stretches_of_shapes(shapes: Sequence[Mapping[str, torch.Size]], workers: int) -> list[list[Stretch]]:
+    """What each worker holds under stage 3, where every parameter is cut into equal parts.
+
+    Args:
+        shapes: by partition, name to shape, in the partition's order.
+        workers: their number.
+    """
+    held: list[list[Stretch]] = [[] for _ in range(workers)]
+    for partition, group in enumerate(shapes):
+        offset = 0
+        for name, shape in group.items():
+            numel = math.prod(shape)
+            part = -(-numel // workers)
+            for worker in range(workers):
+                start = min(worker * part, numel)
+                held[worker].append(Stretch(name, partition, offset, start, min(part, numel - start)))
+            offset += part
+    return held
+
+
+class ZeroShards:
+    """The files of one engine in a checkpoint.
+
+    Args:
+        folder: with `*_optim_states.pt` and `*_model_states.pt`.
+
+    Raises:
+        ConfigError: it has none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        files = sorted(folder.glob("*_optim_states.pt"), key=_worker_of)
+        models = sorted(folder.glob("*_model_states.pt"), key=_worker_of)
+        if not files or not models:
+            raise ConfigError(f"{folder} holds no shards of an engine")
+        self._model = _load(models[0])
+        self._workers = [_Partitions(_load(file)["optimizer_state_dict"]) for file in files]
+        self.workers, self.stage = len(files), self._workers[0].stage
+        if self.stage == 3:
+            held = stretches_of_shapes(self._model["param_shapes"], self.workers)
+        else:
+            held = stretches_of_slices([worker.values["param_slice_mappings"] for worker in self._workers])
+        self._of_parameter: dict[str, list[tuple[_Partitions, Stretch]]] = {}
+        for worker, stretches in zip(self._workers, held, strict=True):
+            for stretch in stretches:
+                self._of_parameter.setdefault(stretch.name, []).append((worker, stretch))
+
+    def fit(self, engine: Any, workers: int) -> bool:
+        """Whether an engine over so many workers has the layout of the files, so that DeepSpeed can load them."""
+        return workers == self.workers and (engine.zero_optimization_stage() == 3) == (self.stage == 3)
+
+    def restore(self, engine: Any, rank: int, workers: int) -> None:
+        """Put weights, optimizer states and settings, buffers and counters into an engine. Collective.
+
+        Raises:
+            ConfigError: the engine has parameters, or groups of them, that the files do not hold.
+        """
+        trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+        if missing := sorted(trained - self._of_parameter.keys()):
+            raise ConfigError(f"the checkpoint has no parameter {missing[0]}: it is not of this model")
+        optimizer = engine.optimizer
+        if engine.zero_optimization_stage() == 3:
+            optimizer.checkpoint_event_prologue()
+        own, saved = _Partitions(optimizer.state_dict()), self._workers[0]
+        if len(own.groups) != len(saved.groups):
+            raise ConfigError(
+                f"the optimizer of the checkpoint has {len(saved.groups)} groups of parameters and now has "
+                f"{len(own.groups)}: resume with the optimizer that it was made with"
+            )
+        for ours, theirs in zip(own.groups, saved.groups, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key != "params"})
+        stretches = _stretches_of(engine, own, rank, workers)
+        for index, master in enumerate(_masters_of(engine)):
+            own.states[index] = self._fill(master.data, [s for s in stretches if s.partition == index])
+        for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
+            own.values[name] = saved.values[name]
+        optimizer.load_state_dict([own.values] * workers, load_from_fp32_weights=True)
+        if engine.zero_optimization_stage() == 3:
+            optimizer.checkpoint_event_epilogue()
+        else:
+            # Stage 3 has done it.
+            optimizer.update_lp_params()
+        for name, buffer in engine.module.named_buffers():
+            if name in self._model["buffer_names"]:
+                buffer.copy_(self._model["module"][name])
+        for counter in ("global_steps", "global_samples", "skipped_steps"):
+            setattr(engine, counter, self._model[counter])
+
+    def _fill(self, master: Tensor, stretches: Sequence[Stretch]) -> dict[str, Any]:
+        """Write the master weights of a partition in place, and return the optimizer's state of it."""
+        if not stretches:
+            return {}
+        worker, first = self._of_parameter[stretches[0].name][0]
+        # What is no partition, a count of steps, is the same on every worker.
+        state = {
+            key: torch.zeros_like(master, dtype=value.dtype) if _is_partition(value) else deepcopy(value)
+            for key, value in worker.states.get(first.partition, {}).items()
+        }
+        for stretch in stretches:
+            for source, partition, offset, there in self._pieces(stretch):
+                here = slice(offset, offset + there.stop - there.start)
+                master[here].copy_(source.masters[partition][there])
+                for key, value in state.items():
+                    if _is_partition(value):
+                        value[here].copy_(source.states[partition][key][there])
+        return state
+
+    def _pieces(self, wanted: Stretch) -> Iterator[tuple[_Partitions, int, int, slice]]:
+        """Which worker's partition has what of a stretch: the worker, its partition, where it goes, and where it is."""
+        for worker, saved in self._of_parameter[wanted.name]:
+            start = max(wanted.start, saved.start)
+            stop = min(wanted.start + wanted.numel, saved.start + saved.numel)
+            if start < stop:
+                there = saved.offset + start - saved.start
+                yield worker, saved.partition, wanted.offset + start - wanted.start, slice(there, there + stop - start)
+
+
+class _Partitions:
+    """The state of a worker's ZeRO optimizer, whichever stage it has."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self.stage = int(values["zero_stage"])
+        sharded = self.stage == 3
+        base = values["optimizer_state_dict" if sharded else "base_optimizer_state"]
+        self.states: dict[int, dict[str, Any]] = base["state"]
+        self.groups: list[dict[str, Any]] = base["param_groups"]
+        self.masters: list[Tensor] = values["fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"]
+
+
+def _masters_of(engine: Any) -> list[Tensor]:
+    """The live partitions of master weights, with their padding."""
+    optimizer = engine.optimizer
+    sharded = engine.zero_optimization_stage() == 3
+    masters: list[Tensor] = (
+        optimizer.fp32_partitioned_groups_flat if sharded else optimizer.single_partition_of_fp32_groups
+    )
+    return masters
+
+
+def _stretches_of(engine: Any, own: _Partitions, rank: int, workers: int) -> list[Stretch]:
+    """What a rank of a live engine holds."""
+    if own.stage == 3:
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        shapes = [{names[id(p)]: p.ds_shape for p in group} for group in engine.optimizer.fp16_groups]
+        return stretches_of_shapes(shapes, workers)[rank]
+    mappings: list[Any] = [None] * workers
+    torch.distributed.all_gather_object(mappings, own.values["param_slice_mappings"])
+    return stretches_of_slices(mappings)[rank]
+
+
+def _is_partition(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _worker_of(file: Path) -> int:
+    match = re.search(r"zero_pp_rank_(\d+)_", file.name)
+    return int(match.group(1)) if match else 0
+
+
+def _load(file: Path) -> dict[str, Any]:
+    # It was written by this program; mapped, so that only what is copied is read.
+    values: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    return values
