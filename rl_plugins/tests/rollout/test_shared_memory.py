@@ -133,7 +133,7 @@ def make_senders(
             world_size=world_size,
             barrier=wait,
             broadcast=broadcast,
-            engine=engine if rank == 0 else None,
+            engines=[engine] if rank == 0 else [],
             timeout_s=timeout_s,
         )
 
