@@ -193,7 +193,7 @@ def test_engine_outlives_a_worker_that_dies_in_an_update(
         worker: Any = _Worker.remote()  # type: ignore[attr-defined]
         ray.get(worker.update_and_die.remote(rollout, str(workplace / "tiny")), timeout=300)
 
-    rollout.close()
+    rollout._send = None
     rollout.connect(0, 1)
     with pytest.raises(RayTaskError, match="cannot sample: its last weight update did not end"):
         responses(rollout)
