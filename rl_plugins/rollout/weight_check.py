@@ -26,7 +26,7 @@ def checksum(parts: Iterable[Tensor]) -> int:
     """CRC-32 of the bytes of flat CPU tensors, one after the other."""
     value = 0
     for part in parts:
-        value = zlib.crc32(part.contiguous().view(torch.uint8).numpy(), value)
+        value = zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, value)
     return value
 
 
