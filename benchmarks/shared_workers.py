@@ -1,4 +1,4 @@
-"""Several runs one after the other on one Ray cluster, one group of ZeRO workers and one vLLM engine.
+"""Several runs one after the other on one Ray cluster, one group of ZeRO workers and the vLLM engines of the first.
 
 What a recipe does, without its start: for comparisons of many short runs. The runs do not restart after a failure.
 """

@@ -29,13 +29,14 @@ PREAMBLE = "You add two numbers, and you say nothing but their sum. " * 3
 
 PHASES = ("offload", "rollout", "reload", "reward", "old_log_probs", "ref_log_probs", "advantages")
 VALIDATION_PHASES = ("offload", "update_weights", "rollout", "reload", "reward")
+ENGINE_MEMORY = ("memory/engine_awake", "memory/engine_asleep")
 METRICS = {
     *(f"train/{name}" for name in ("reward", "kl", "kl_coefficient", "ppo_kl", "entropy", "loss", "lr")),
     *(f"train/{name}" for name in ("clip_fraction", "dual_clip_fraction", "gradient_norm", "uniform_groups")),
     *(f"train/{name}" for name in ("response_length", "truncated", "rollout_gap", "rollout_gap_max")),
     *(f"train/reward_{failure}" for failure in ("raised", "timeout", "not_finite", "died")),
     *(f"{kind}/{phase}" for kind in ("time", "memory") for phase in (*PHASES, "update_policy")),
-    *("time/step", "tokens_per_s", "samples_per_s"),
+    *("time/step", "tokens_per_s", "samples_per_s", *ENGINE_MEMORY),
 }
 # Where a validation comes between, it is the validation that brings the engine the new weights.
 SOMETIMES = {"time/update_weights", "memory/update_weights"}
@@ -69,6 +70,7 @@ def series(recipe: Recipe) -> dict[str, dict[int, float]]:
 
 def test_every_step_has_every_metric(series: dict[str, dict[int, float]]) -> None:
     of_validation = {f"val/{kind}/{phase}" for kind in ("time", "memory") for phase in VALIDATION_PHASES}
+    of_validation |= {f"val/{name}" for name in ENGINE_MEMORY}
     assert set(series) == METRICS | SOMETIMES | {"val/reward"} | of_validation
     for name in METRICS:
         assert list(series[name]) == [1, 2, 3, 4], name
@@ -77,6 +79,9 @@ def test_every_step_has_every_metric(series: dict[str, dict[int, float]]) -> Non
     assert min(series["train/gradient_norm"].values()) > 0
     assert set(series["train/lr"].values()) == {2e-3}
     assert all(0 < memory < 24 for name in METRICS if name.startswith("memory/") for memory in series[name].values())
+    awake, asleep = (series[name] for name in ENGINE_MEMORY)
+    # The whole KV cache of 1 GiB is never there: a few of its blocks are in use, and go.
+    assert all(0.1 < asleep[step] < awake[step] < asleep[step] + 0.5 for step in awake)
     for step in range(1, STEPS + 1):
         parts = sum(values.get(step, 0) for name, values in series.items() if name.startswith("time/"))
         whole = series["time/step"][step]

@@ -23,6 +23,7 @@ ALGORITHMS = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.
 NAMES = [*two_steps.STAGES, *(name for name in ALGORITHMS if name not in two_steps.STAGES)]
 # What only some of them measure.
 ALSO = {
+    "grpo": {"time/check_weights", "memory/engine_awake", "memory/engine_asleep"},
     "ppo": {"train/critic/loss", "train/critic/lr", "train/critic/explained_variance", "time/update_critic"},
     "dapo": {"time/rollout", "train/uniform_groups"},
     "reinforce_plus_plus": {"train/kl", "time/ref_log_probs", "time/old_log_probs"},

@@ -1,4 +1,4 @@
-"""Two steps of every recipe, on one Ray cluster, one pair of ZeRO workers and one vLLM engine.
+"""Two steps of every recipe, on one Ray cluster, one pair of ZeRO workers and a vLLM engine for each of them.
 
 Run as a script by `test_two_steps.py`: `two_steps.py WORKPLACE FOLDER NAME...`. The runs follow each other in the same
 workers, so that all of them take little longer than one.
@@ -44,7 +44,7 @@ def recipe(name: str, workplace: Path, folder: Path) -> RecipeConfig:
         "run.export=true", "tracking.enabled=false", f"model.path={workplace}/tiny",
         f"data.train_files=[{workplace}/data/train.parquet]", "data.max_prompt_tokens=28", "sampling.max_tokens=8",
         "batch.prompts_per_step=8", "batch.samples_per_prompt=4", "batch.updates_per_step=2", "optimizer.lr=1e-3",
-        "placement.device=cpu",
+        "placement.device=cpu", "rollout.engines=per_worker", "rollout.check_updates=1",
         # Rewards that differ from sample to sample, so that there are groups and pairs to learn from.
         *(() if config == "reward_modeling" else (REWARD,)),
         *(extra.replace("WORKPLACE", str(workplace)) for extra in extras),

@@ -6,7 +6,7 @@ optimizer of `configure_optimizers` holds) get their own sharding, optimizer and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.engine import RolloutEngine
+from rl_plugins.rollout.memory import MemoryChange
+from rl_plugins.rollout.weight_check import PROBE, check_log_probs, tolerance_of
 from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.strategies.phases import PhaseLog
 
@@ -92,6 +94,7 @@ class RolloutMixin:
     _rollout: RolloutEngine | None
     _rollout_version: int | None = None
     _rollout_connected: bool = False
+    _rollout_updates: int = 0
 
     @property
     def rollout(self) -> RolloutEngine:
@@ -123,28 +126,67 @@ class RolloutMixin:
         """Sampling with the policy's current weights.
 
         The order bounds the memory: the trainer gives up its optimizer states, the engine takes room for weights, the
-        weights stream in, the trainer gives up its parameters, and only then does the engine take its KV cache.
+        weights stream in, the trainer gives up its parameters, and only then does the engine take its KV cache. What
+        is given up is measured, and must be as much as was expected.
 
         Args:
             version: of the policy; the samples carry it.
+
+        Raises:
+            MemoryNotFreed: a phase gave back less than it must.
+            WeightsDiffer: the engine checks its updates, and its weights are not the policy's.
         """
         engine = self.rollout
+        policy_log_probs: list[float] = []
+        slept: MemoryChange | None = None
         with self.phases.measure("offload"):
-            self.offload_optimizer()
+            self._give_up("offload optimizer", self.offload_optimizer, self.optimizer_bytes())
             engine.wake_up(["weights"])
         if self._rollout_version is None:
             with self.phases.measure("update_weights"):
                 engine.update_weights(self.weight_source(), version)
             self._rollout_version = version
+            self._rollout_updates += 1
+            if engine.check_updates and self._rollout_updates % engine.check_updates == 0:
+                with self.phases.measure("check_weights"):
+                    engine.check_weights(self.weight_source())
+                    policy_log_probs, tolerance = self._probe()
         with self.phases.measure("offload"):
-            self.offload_parameters()
+            self._give_up("offload parameters", self.offload_parameters, self.parameter_bytes())
             engine.wake_up(["kv_cache"])
+        if policy_log_probs:
+            with self.phases.measure("check_weights"):
+                tolerance = max(tolerance, engine.log_prob_tolerance)
+                check_log_probs(policy_log_probs, engine.prompt_log_probs(PROBE), tolerance)
         try:
             yield engine
         finally:
             with self.phases.measure("reload"):
-                engine.sleep()
+                slept = engine.sleep()
                 self.reload()
+            if not engine.keeps_weights:
+                self.weights_changed()
+        if slept is not None:
+            self.phases.note("engine_awake", slept.before)
+            self.phases.note("engine_asleep", slept.after)
+            slept.check("sleep of the rollout engine")
+
+    def _give_up(self, phase: str, give_up: Callable[[], None], expected: int) -> None:
+        before = self.phases.bytes_in_use()
+        give_up()
+        MemoryChange(before, self.phases.bytes_in_use(), expected).check(phase)
+
+    @torch.no_grad()
+    def _probe(self) -> tuple[list[float], float]:
+        """The policy's log-probs of the probe's tokens, and how exact they are. Collective."""
+        ids_1T = torch.tensor([PROBE], device=self.phases.device)
+        logits_TV = self.engine(POLICY)(input_ids=ids_1T).logits[0, :-1]
+        log_probs_T = logits_TV.float().log_softmax(-1).gather(-1, ids_1T[0, 1:, None]).squeeze(-1)
+        return log_probs_T.tolist(), tolerance_of(logits_TV.dtype)
+
+    def engine(self, name: str) -> Any:
+        """The callable that runs model `name`."""
+        raise NotImplementedError
 
     def weight_source(self, name: str = POLICY) -> WeightSource:
         """The weights of engine `name`."""
@@ -155,6 +197,14 @@ class RolloutMixin:
 
     def offload_parameters(self) -> None:
         """Give up device memory of parameters and gradients, if so configured."""
+
+    def optimizer_bytes(self) -> int:
+        """Device memory that `offload_optimizer` must free; 0 where it frees none."""
+        return 0
+
+    def parameter_bytes(self) -> int:
+        """Device memory that `offload_parameters` must free; 0 where it frees none."""
+        return 0
 
     def reload(self) -> None:
         """Take back what was given up."""

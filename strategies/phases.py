@@ -29,6 +29,7 @@ class PhaseLog:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     current: str | None = None
     _phases: dict[str, _Phase] = field(default_factory=dict)
+    _noted: dict[str, int] = field(default_factory=dict)
     _process: psutil.Process = field(default_factory=psutil.Process)
 
     @contextmanager
@@ -47,12 +48,18 @@ class PhaseLog:
                 torch.cuda.synchronize(self.device)
             phase = self._phases.setdefault(name, _Phase())
             phase.seconds += time.perf_counter() - start
-            phase.peak_bytes = max(phase.peak_bytes, self._bytes_in_use())
+            peak = int(torch.cuda.max_memory_allocated(self.device)) if cuda else self.bytes_in_use()
+            phase.peak_bytes = max(phase.peak_bytes, peak)
             self.current = None
 
-    def _bytes_in_use(self) -> int:
+    def note(self, name: str, nbytes: int) -> None:
+        """Keep the largest of a number of bytes as `memory/<name>`."""
+        self._noted[name] = max(nbytes, self._noted.get(name, 0))
+
+    def bytes_in_use(self) -> int:
+        """What this process has of its device now; on CPU, what is resident and not shared."""
         if self.device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self.device))
+            return int(torch.cuda.memory_allocated(self.device))
         memory = self._process.memory_info()
         # The engine's weights, which this process maps to write them, are the engine's.
         return int(memory.rss - memory.shared)
@@ -60,11 +67,14 @@ class PhaseLog:
     def drain(self) -> dict[str, float]:
         """`time/<phase>` in seconds and `memory/<phase>` in GiB; then empty.
 
-        Memory is the device's peak; on CPU it is what is resident and not shared when the phase ends.
+        Memory is the device's peak; on CPU it is what is resident and not shared when the phase ends. What was noted
+        is there as `memory/<name>`, in GiB as well.
         """
         metrics: dict[str, float] = {}
         for name, phase in self._phases.items():
             metrics[f"time/{name}"] = phase.seconds
             metrics[f"memory/{name}"] = phase.peak_bytes / GIB
+        metrics |= {f"memory/{name}": nbytes / GIB for name, nbytes in self._noted.items()}
         self._phases.clear()
+        self._noted.clear()
         return metrics

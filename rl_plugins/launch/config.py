@@ -137,12 +137,18 @@ class RolloutConfig:
 
     Attributes:
         engine: `vllm` or `transformers`.
+        engines: how many vLLM engines: a number that divides `placement.num_workers`, or `per_worker`. Each samples for
+            its share of the workers, with one thread on CPU; more than one run on CPU only.
         dtype: of the engine's weights; null follows `model.precision`.
         max_num_seqs: responses sampled at once.
         prefix_caching: share the KV cache of common prefixes.
         gpu_memory_utilization: share of a GPU's memory for the engine.
         cpu_kv_cache_gib: KV cache on CPU.
         tensor_parallel_size: GPUs of the engine.
+        sleep: what vLLM engines give back while the workers train: `kv_cache`; `all`, the weights too, which are then
+            sent anew for every rollout; `none`, which saves the time of taking the KV cache back.
+        check_updates: every how many weight updates the engine's weights are compared with the policy's, tensor by
+            tensor and by the log-probs of a short prompt; 0 for never.
         transport: `auto`, `shared_memory`, `ipc` or `nccl`.
         bucket_mb: memory for weights in flight (on GPUs).
         ready_timeout_s: deadline for the engine's start.
@@ -151,12 +157,15 @@ class RolloutConfig:
     """
 
     engine: str = "vllm"
+    engines: int | str = 1
     dtype: str | None = None
     max_num_seqs: int = 256
     prefix_caching: bool = True
     gpu_memory_utilization: float = 0.4
     cpu_kv_cache_gib: int = 1
     tensor_parallel_size: int = 1
+    sleep: str = "kv_cache"
+    check_updates: int = 0
     transport: str = "auto"
     bucket_mb: int = 64
     ready_timeout_s: float = 300.0
@@ -429,6 +438,12 @@ def register_schema() -> None:
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="recipe_schema", node=RecipeConfig)
+
+
+def num_engines(config: RecipeConfig) -> int:
+    """How many rollout engines there are."""
+    engines = config.rollout.engines
+    return config.placement.num_workers if engines == "per_worker" else int(engines)
 
 
 def rollout_dtype(config: RecipeConfig) -> str:

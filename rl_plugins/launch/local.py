@@ -24,7 +24,9 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     device = "cuda" if config.placement.device == "cuda" else "cpu"
     rollout, scorer = None, None
     if generates(config):
-        rollout = TransformersRollout(config.model.path, dtype=dtype_of(config), device=device)
+        rollout = TransformersRollout(
+            config.model.path, dtype=dtype_of(config), device=device, check_updates=config.rollout.check_updates
+        )
         scorer = InlineScorer(
             config.reward.functions,
             deadline_s=config.reward.deadline_s,

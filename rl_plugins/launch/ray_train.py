@@ -1,4 +1,4 @@
-"""Ray Train runs the workers: the engine's actor comes up beside them, a failed worker group starts again from the last
+"""Ray Train runs the workers: the engines' actors come up beside them, a failed worker group starts again from the last
 checkpoint, and a cluster is used as it is (`ray job submit`) or started here.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.launch.config import RecipeConfig, rollout_dtype
+from rl_plugins.launch.config import RecipeConfig, num_engines, rollout_dtype
 from rl_plugins.launch.resources import check_resources, local_gpus
 from rl_plugins.launch.values import generates
 from rl_plugins.run_folder import RunFolder
@@ -115,7 +115,9 @@ def train_worker(arguments: dict[str, Any]) -> None:
             deadline_s=config.reward.deadline_s,
             max_failure_rate=config.reward.max_failure_rate,
         )
-        rollout = rollout or TransformersRollout(config.model.path, dtype=dtype_of(config), device=device)
+        rollout = rollout or TransformersRollout(
+            config.model.path, dtype=dtype_of(config), device=device, check_updates=config.rollout.check_updates
+        )
     strategy = RayZeroStrategy(
         stage=config.strategy.zero_stage,
         rollout=rollout,
@@ -195,7 +197,7 @@ def start_ray(config: RecipeConfig, environment: dict[str, str]) -> None:
 
 
 def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
-    """The engine that the configuration describes."""
+    """The engines that the configuration describes."""
     from rl_plugins.rollout.vllm.client import VLLMRollout
     from rl_plugins.rollout.vllm.config import VLLMConfig
 
@@ -211,11 +213,14 @@ def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
             prefix_caching=rollout.prefix_caching,
+            sleep=rollout.sleep,  # type: ignore[arg-type]
+            check_updates=rollout.check_updates,
             transport=rollout.transport,  # type: ignore[arg-type]
             bucket_mb=rollout.bucket_mb,
             ready_timeout_s=rollout.ready_timeout_s,
             generate_timeout_s=rollout.generate_timeout_s,
             update_timeout_s=rollout.update_timeout_s,
         ),
+        num_engines=num_engines(config),
         num_gpus=config.placement.engine_gpus if device == "cuda" else 0,
     )

@@ -26,6 +26,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "launcher": ("ray", "local"),
     "rollout.engine": ("vllm", "transformers"),
     "rollout.dtype": (None, "float32", "bfloat16", "float16"),
+    "rollout.sleep": ("kv_cache", "all", "none"),
     "rollout.transport": ("auto", "shared_memory", "ipc", "nccl"),
     "placement.device": ("auto", "cpu", "cuda"),
     "strategy.zero_stage": (1, 2, 3),
@@ -60,7 +61,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         lambda value: value >= 0,
         (
             "run.seed", "run.eval_every", "reference.update_every", "critic.warmup_steps", "critic.optimizer.lr",
-            "sampling.temperature", "optimizer.lr", "optimizer.weight_decay",
+            "rollout.check_updates", "sampling.temperature", "optimizer.lr", "optimizer.weight_decay",
             "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.lr_end", "optimizer.gradient_clip",
             "placement.gpus_per_worker", "placement.engine_gpus", "placement.max_restarts", "tracking.samples",
         ),
@@ -96,5 +97,10 @@ def check_values(config: RecipeConfig) -> None:
             value = attrgetter(option)(config)
             if not holds(value):
                 raise ConfigError(f"{option}={value}: {demand}")
+    engines, workers = config.rollout.engines, config.placement.num_workers
+    if engines != "per_worker" and not (isinstance(engines, int) and engines >= 1 and workers % engines == 0):
+        raise ConfigError(
+            f"rollout.engines={engines}: use per_worker, or a number that divides placement.num_workers={workers}"
+        )
     if config.launcher == "local" and config.rollout.engine == "vllm":
         raise ConfigError("launcher=local runs in one process, without Ray and vLLM: add rollout.engine=transformers")

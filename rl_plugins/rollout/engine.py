@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.memory import MemoryChange
 from rl_plugins.rollout.weights import WeightSource
 
 
@@ -102,6 +103,18 @@ class Generations:
 class RolloutEngine(Protocol):
     """What a strategy drives between training steps. Every call has a deadline and raises when it passes."""
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the weights outlive a sleep; if not, an update comes before the next samples."""
+
+    @property
+    def check_updates(self) -> int:
+        """Every how many weight updates the strategy has them checked; 0 for never."""
+
+    @property
+    def log_prob_tolerance(self) -> float:
+        """How far the mean log-prob of a few tokens may lie from an exact one, because of the engine's dtype."""
+
     def connect(self, rank: int, world_size: int) -> None:
         """Take a place among `world_size` training ranks; waits until the engine is ready to sample."""
 
@@ -117,8 +130,18 @@ class RolloutEngine(Protocol):
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Replace the weights, drop cached prefixes, name the version. Collective."""
 
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back while the trainer works: 1 keeps weights in host memory, 2 drops them."""
+    def check_weights(self, source: WeightSource) -> None:
+        """Compare the engine's weights with the source, bit by bit where the engine can be read. Collective.
+
+        Raises:
+            WeightsDiffer: names the first tensor that differs.
+        """
+
+    def prompt_log_probs(self, prompt: list[int]) -> list[float]:
+        """Log-probs of a prompt's tokens after the first, at temperature 1."""
+
+    def sleep(self) -> MemoryChange | None:
+        """Give memory back while the trainer works, cached prefixes included; what that did, where it was measured."""
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back: `weights`, `kv_cache`, or both (None)."""

@@ -1,6 +1,6 @@
-"""Weights from trainers to an engine on the same host: every rank writes its shards into the engine's parameters.
+"""Weights from trainers to the engines on their host: every rank writes its shards into each engine's parameters.
 
-The engine keeps its parameters in shared memory (`shared_parameters.py`), so an update is one copy of each byte, made
+An engine keeps its parameters in shared memory (`shared_parameters.py`), so an update is one copy of each byte, made
 by all ranks at once while the engine waits: nothing is gathered, nothing serialised, and there is no second copy.
 
 Each rank has a Unix socket to the engine. Over it come, once, the memory's descriptor and the place of each tensor;
@@ -14,7 +14,8 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -27,19 +28,23 @@ from rl_plugins.rollout.shared_parameters import (
     SharedMemory,
     dtype_name,
     dtype_named,
+    gaps,
     map_shared,
     place_weights,
     share_parameters,
     views,
 )
+from rl_plugins.rollout.weight_check import WeightsDiffer, checksum
 from rl_plugins.rollout.weights import WeightMeta, WeightSource
 
+Run = tuple[str, int, int]
+"""Name of a tensor of the checkpoint, its first element that is meant, and how many are."""
 _WORD = b"."
 _LENGTH_BYTES = 8
 
 
 class Engine(Protocol):
-    """What rank 0 asks of the engine."""
+    """What rank 0 asks of an engine."""
 
     def init(self, init_info: dict[str, Any]) -> None:
         """Call `SharedMemoryReceiver.expect(**init_info)` in every process of the engine, and wait for it."""
@@ -57,8 +62,9 @@ class SharedMemorySender:
         world_size: number of ranks.
         barrier: waits for all ranks.
         broadcast: sends rank 0's object to all ranks.
-        engine: the engine (rank 0), None elsewhere.
-        num_receivers: processes of the engine.
+        engines: all engines (rank 0), nothing elsewhere.
+        num_engines: how many there are.
+        num_receivers: processes of each engine.
         timeout_s: deadline of every wait for the other side.
     """
 
@@ -70,47 +76,89 @@ class SharedMemorySender:
         world_size: int,
         barrier: Callable[[], None],
         broadcast: Callable[[Any], Any],
-        engine: Engine | None,
+        engines: Sequence[Engine],
+        num_engines: int = 1,
         num_receivers: int = 1,
         timeout_s: float = 300.0,
     ) -> None:
-        self._source, self._engine = source, engine
-        name = broadcast(f"rl_plugins-weights-{uuid.uuid4().hex}")
-        if engine is not None:
+        self._source, self._engines, self._num_engines = source, engines, num_engines
+        names = broadcast([f"rl_plugins-weights-{uuid.uuid4().hex}" for _ in range(num_engines)])
+        if engines:
             tensors = [(meta.name, dtype_name(meta.dtype), list(meta.shape)) for meta in source.metadata()]
-            engine.init({"name": name, "num_ranks": world_size, "tensors": tensors, "timeout_s": timeout_s})
+            for name, engine in zip(names, engines, strict=True):
+                engine.init({"name": name, "num_ranks": world_size, "tensors": tensors, "timeout_s": timeout_s})
         barrier()
-        self._receivers = [_Receiver(name, number, rank, timeout_s) for number in range(num_receivers)]
+        self._receivers = [
+            (position, _Receiver(name, number, rank, timeout_s))
+            for position, name in enumerate(names)
+            for number in range(num_receivers)
+        ]
 
     def send(self, version: int) -> None:
-        """Update the engine's weights to those of the source. Collective.
+        """Update the engines' weights to those of the source. Collective.
 
         Raises:
-            DeadlineExceeded: the engine did not stop for the update in time.
-            ConnectionError: the engine's process ended, or closed the connection because it failed.
+            DeadlineExceeded: an engine did not stop for the update in time.
+            ConnectionError: an engine's process ended, or closed the connection because it failed.
         """
-        loaded = None if self._engine is None else self._engine.load(version)
+        loaded = [engine.load(version) for engine in self._engines]
         try:
-            for receiver in self._receivers:
-                receiver.wait_until_ready()
+            for position, receiver in self._receivers:
+                with _own_error(loaded, position):
+                    receiver.wait_until_ready()
             for name, start, part in self._source.shards():
-                for receiver in self._receivers:
+                for _, receiver in self._receivers:
                     receiver.write(name, start, part)
-            for receiver in self._receivers:
-                receiver.end()
-        except ConnectionError:
-            # The engine's own error, if it lives to tell it, says more.
-            if loaded is not None:
-                loaded()
+            for position, receiver in self._receivers:
+                with _own_error(loaded, position):
+                    receiver.end()
+        except BaseException:
+            # The other engines must not wait for this rank.
+            self.close()
             raise
-        # The engine does one thing at a time: what any rank asks of it from now on comes after the update.
-        if loaded is not None:
-            loaded()
+        # An engine does one thing at a time: what any rank asks of it from now on comes after the update.
+        for wait in loaded:
+            wait()
+
+    def check(self, source: WeightSource, ask: Callable[[int, list[Run]], list[list[int]]]) -> None:
+        """Compare this rank's shards with what the engines have in their place. Not collective.
+
+        Args:
+            source: the weights as they were sent.
+            ask: gives the `SharedMemoryReceiver.checksums` of each process of the engine of a number.
+
+        Raises:
+            WeightsDiffer: names the engine and the first tensor that differs.
+        """
+        runs: list[Run] = []
+        mine: list[list[int]] = []
+        for name, start, part in source.shards():
+            runs.append((name, start, part.numel()))
+            mine.append([receiver.checksum_of(name, start, part) for _, receiver in self._receivers])
+        theirs = [checksums for position in range(self._num_engines) for checksums in ask(position, runs)]
+        for (name, start, count), expected, found in zip(runs, mine, zip(*theirs, strict=True), strict=True):
+            for (position, _), one, other in zip(self._receivers, expected, found, strict=True):
+                if one != other:
+                    raise WeightsDiffer(
+                        f"after a weight update {name} of rollout engine {position} differs from the policy's, "
+                        f"somewhere in its elements {start} to {start + count - 1}"
+                    )
 
     def close(self) -> None:
         """Close the connections."""
-        for receiver in self._receivers:
+        for _, receiver in self._receivers:
             receiver.close()
+
+
+@contextmanager
+def _own_error(loaded: Sequence[Callable[[], None]], position: int) -> Iterator[None]:
+    """What the engine itself has to say of a connection that it closed, if it lives to tell it (rank 0 hears it)."""
+    try:
+        yield
+    except ConnectionError:
+        if loaded:
+            loaded[position]()
+        raise
 
 
 class _Receiver:
@@ -127,6 +175,8 @@ class _Receiver:
     def wait_until_ready(self) -> None:
         waits_for = f"rank {self._rank} waited {self._timeout_s:.0f} s for the engine to stop for new weights"
         ended = f"the engine closed its connection to rank {self._rank} before a weight update"
+        if self._socket.fileno() < 0:
+            raise ConnectionError(f"rank {self._rank} has left the engine in an earlier weight update that failed")
         if self._targets is None:
             self._targets = {}
             for piece, target in _receive_places(self._socket, waits_for, ended):
@@ -134,12 +184,21 @@ class _Receiver:
         _receive(self._socket, len(_WORD), waits_for, ended)
 
     def write(self, name: str, start: int, part: Tensor) -> None:
+        for target, piece in self._places(name, start, part):
+            target.copy_(piece)
+
+    def checksum_of(self, name: str, start: int, part: Tensor) -> int:
+        """Of a part of a tensor, if it is in the engine as it was written."""
+        return checksum(piece.to(target) for target, piece in self._places(name, start, part))
+
+    def _places(self, name: str, start: int, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where the part goes, and what of it goes there."""
         assert self._targets is not None
         # An empty tensor has no place.
         for begin, target in self._targets[name] if part.numel() else ():
             low, high = max(start, begin), min(start + part.numel(), begin + target.numel())
             if low < high:
-                target[low - begin : high - begin].copy_(part[low - start : high - start])
+                yield target[low - begin : high - begin], part[low - start : high - start]
 
     def end(self) -> None:
         _send(self._socket, _WORD, f"the engine closed its connection to rank {self._rank} during a weight update")
@@ -159,7 +218,7 @@ class SharedMemoryReceiver:
     """
 
     def __init__(self, module: nn.Module, load_weights: LoadWeights, number: int = 0) -> None:
-        self._load_weights, self._number = load_weights, number
+        self._module, self._load_weights, self._number = module, load_weights, number
         self._memory = share_parameters(module)
         self._staging = SharedMemory(0)
         self._staged: list[tuple[str, Tensor]] = []
@@ -168,6 +227,25 @@ class SharedMemoryReceiver:
         self._num_ranks, self._timeout_s = 0, 0.0
         self._listener: socket.socket | None = None
         self._ranks: dict[int, socket.socket] = {}
+
+    @property
+    def held(self) -> int:
+        """Bytes that the weights take."""
+        return self._memory.held + self._staging.held
+
+    def give_back(self) -> int:
+        """Free what the ranks write, until they write it again; returns how many bytes that must free.
+
+        What no rank writes stays: padding, and parameters that the checkpoint does not have.
+        """
+        held = self.held
+        kept = [(start, self._memory.bytes[start:stop].clone()) for start, stop in gaps(self._direct, self._memory)]
+        self._memory.give_back()
+        self._staging.give_back()
+        rest = [(start, part) for start, part in kept if part.any()]
+        for start, part in rest:
+            self._memory.bytes[start : start + len(part)] = part
+        return held - sum(len(part) for _, part in rest)
 
     def expect(self, *, name: str, num_ranks: int, tensors: list[tuple[str, str, list[int]]], timeout_s: float) -> None:
         """Listen for a new set of ranks; those of before are gone.
@@ -218,6 +296,29 @@ class SharedMemoryReceiver:
             # The ranks must not wait for an engine that will not answer.
             self.disconnect()
             raise
+
+    def checksums(self, runs: Sequence[Run]) -> list[int]:
+        """Of what is in this process's memory in the place of runs of elements of the checkpoint's tensors.
+
+        Raises:
+            WeightsDiffer: a parameter of the model has left the memory that the ranks write to.
+        """
+        begin, end = self._memory.bytes.data_ptr(), self._memory.bytes.data_ptr() + self._memory.size
+        for name, parameter in self._module.named_parameters():
+            if parameter.numel() and not begin <= parameter.data_ptr() < end:
+                raise WeightsDiffer(f"{name} of the rollout engine is not in the memory that weight updates write to")
+        places: dict[str, list[tuple[int, Tensor]]] = {}
+        for memory, pieces in ((self._memory, self._direct), (self._staging, self._staging_pieces)):
+            for piece, flat in views(memory.bytes, pieces):
+                places.setdefault(piece.name, []).append((piece.start, flat))
+        return [
+            checksum(
+                flat[max(start - begin, 0) : max(start + count - begin, 0)]
+                # An empty tensor has no place.
+                for begin, flat in (places[name] if count else ())
+            )
+            for name, start, count in runs
+        ]
 
     def _accept(self) -> None:
         if self._listener is None:

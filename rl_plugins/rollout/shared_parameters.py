@@ -8,6 +8,7 @@ gets memory of its own, from which the engine loads it.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from rl_plugins.rollout.weights import WeightMeta
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 _ALIGNMENT = 64
+# The unit of st_blocks.
+_BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,16 @@ class SharedMemory:
         self.size = max(size, 1)
         os.ftruncate(self.fd, self.size)
         self.bytes = map_shared(self.fd, self.size)
+
+    @property
+    def held(self) -> int:
+        """Bytes that it takes, whoever has mapped it: pages that were never written take none."""
+        return os.fstat(self.fd).st_blocks * _BLOCK_BYTES
+
+    def give_back(self) -> None:
+        """Free its pages for all who map it: they read as zeros, and take memory again when they are written."""
+        with mmap.mmap(self.fd, self.size) as everything:
+            everything.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         """Give up the descriptor; tensors in the memory live on."""
@@ -166,6 +179,17 @@ def views(memory: Tensor, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Tens
     for piece in pieces:
         dtype = dtype_named(piece.dtype)
         yield piece, memory[piece.offset : piece.offset + piece.count * dtype.itemsize].view(dtype)
+
+
+def gaps(pieces: Iterable[Piece], memory: SharedMemory) -> Iterator[tuple[int, int]]:
+    """First byte of each run of bytes in the memory that belongs to no piece, and the byte after its last."""
+    reached = 0
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        if piece.offset > reached:
+            yield reached, piece.offset
+        reached = max(reached, piece.offset + piece.count * dtype_named(piece.dtype).itemsize)
+    if reached < memory.size:
+        yield reached, memory.size
 
 
 def dtype_name(dtype: torch.dtype) -> str:

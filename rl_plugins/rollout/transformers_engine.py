@@ -13,6 +13,8 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.memory import MemoryChange
+from rl_plugins.rollout.weight_check import WeightsDiffer, tolerance_of
 from rl_plugins.rollout.weights import WeightSource
 
 
@@ -24,6 +26,7 @@ class TransformersRollout:
         dtype: of the copy.
         device: of the copy.
         max_batch_size: responses sampled at once.
+        check_updates: every how many weight updates they are checked; 0 for never.
     """
 
     def __init__(
@@ -33,9 +36,11 @@ class TransformersRollout:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         max_batch_size: int = 256,
+        check_updates: int = 0,
     ) -> None:
         self._path, self._dtype, self._device = model, dtype, torch.device(device)
         self._max_batch_size = max_batch_size
+        self.check_updates = check_updates
         self._version = 0
 
     def connect(self, rank: int, world_size: int) -> None:
@@ -116,8 +121,33 @@ class TransformersRollout:
             [row[:length] for row, length in zip(chosen_BT, lengths_B, strict=True)],
         )
 
-    def sleep(self, level: int = 1) -> None:
+    @property
+    def keeps_weights(self) -> bool:
+        """The copy stays."""
+        return True
+
+    @property
+    def log_prob_tolerance(self) -> float:
+        """That of the copy's dtype."""
+        return tolerance_of(self._dtype)
+
+    def check_weights(self, source: WeightSource) -> None:
+        """Compare every tensor with the copy."""
+        different = [name for name, tensor in source if not torch.equal(self._parameters[name], tensor.to(self._dtype))]
+        if different:
+            raise WeightsDiffer(f"{different[0]} of the rollout engine is not that of the policy")
+
+    @torch.no_grad()
+    def prompt_log_probs(self, prompt: list[int]) -> list[float]:
+        """Of the copy's own forward."""
+        logits_TV = self._model(input_ids=torch.tensor([prompt], device=self._device)).logits[0, :-1].float()
+        chosen_T = torch.tensor(prompt[1:], device=self._device)
+        log_probs: list[float] = logits_TV.log_softmax(-1).gather(-1, chosen_T[:, None]).squeeze(-1).tolist()
+        return log_probs
+
+    def sleep(self) -> MemoryChange | None:
         """The copy is small: it stays."""
+        return None
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Always awake."""

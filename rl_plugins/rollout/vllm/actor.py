@@ -13,6 +13,8 @@ from typing import Any
 
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.memory import MemoryChange
+from rl_plugins.rollout.shared_memory import Run
 from rl_plugins.rollout.vllm.config import VLLMConfig
 
 
@@ -28,6 +30,11 @@ class VLLMActor:
         self._config = config
         self._llm = LLM(**config.engine_arguments())
         self._version = 0
+        # What keeps the weights from being sampled with; None if nothing does.
+        self._unusable: str | None = None
+        if config.device == "cpu" and config.sleeps:
+            # vLLM writes the whole KV cache when it makes it.
+            self._llm.collective_rpc("give_back", args=(False,))
         self._waiting: dict[int, tuple[list[list[int]], list[int] | None]] = {}
         self._round: asyncio.Future[dict[int, Generations]] | None = None
         self._updating = False
@@ -43,26 +50,35 @@ class VLLMActor:
         if self._round is not None:
             self._round.cancel()
         self._waiting, self._round = {}, None
+        await self.abort()
         if self._updating:
             await self.finish_weight_update()
 
     async def generate(
         self,
         rank: int,
-        world_size: int,
+        ranks: Sequence[int],
         prompts: list[list[int]],
         sampling: SamplingConfig,
         seeds: list[int] | None,
     ) -> Generations:
-        """Sample this rank's prompts, in one batch with those of the other ranks.
+        """Sample this rank's prompts, in one batch with those of the other ranks of this engine.
+
+        Args:
+            rank: this rank.
+            ranks: all that share the engine.
+            prompts: token ids.
+            sampling: how to sample.
+            seeds: one per prompt, or none at all.
 
         Raises:
             DeadlineExceeded: the other ranks did not come.
+            RuntimeError: the weights were given back, or only a part of new ones has come.
         """
         if self._round is None:
             self._round = asyncio.get_running_loop().create_future()
         round_, self._waiting[rank] = self._round, (prompts, seeds)
-        if len(self._waiting) == world_size:
+        if len(self._waiting) == len(ranks):
             requests, self._waiting, self._round = self._waiting, {}, None
             try:
                 round_.set_result(self._sample(requests, sampling))
@@ -73,7 +89,7 @@ class VLLMActor:
             # Shielded: one rank's deadline must not cancel the round of the others.
             results = await asyncio.wait_for(asyncio.shield(round_), self._config.generate_timeout_s)
         except TimeoutError:
-            missing = sorted(set(range(world_size)) - set(self._waiting))
+            missing = sorted(set(ranks) - set(self._waiting))
             raise DeadlineExceeded(
                 f"rank {rank} waited {self._config.generate_timeout_s:.0f} s in generate for ranks {missing} "
                 "to hand in their prompts"
@@ -108,7 +124,7 @@ class VLLMActor:
                         output_kind=RequestOutputKind.FINAL_ONLY,
                     )
                 )
-        outputs = self._llm.generate(prompts, parameters, use_tqdm=False) if prompts else []
+        outputs = self._run(prompts, parameters) if prompts else []
         results: dict[int, Generations] = {}
         start = 0
         for rank in sorted(requests):
@@ -116,6 +132,20 @@ class VLLMActor:
             results[rank] = self._collect(outputs[start:stop])
             start = stop
         return results
+
+    def _run(self, prompts: list[Any], parameters: list[Any]) -> list[Any]:
+        if self._unusable is not None:
+            raise RuntimeError(f"the engine cannot sample: {self._unusable}; a weight update comes first")
+        try:
+            return self._llm.generate(prompts, parameters, use_tqdm=False)
+        except BaseException:
+            # What is left of these requests must not come out of the next ones.
+            self._abort_all()
+            raise
+
+    def _abort_all(self) -> None:
+        engine = self._llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
     def _collect(self, outputs: Sequence[Any]) -> Generations:
         completions = [completion for output in outputs for completion in output.outputs]
@@ -139,6 +169,7 @@ class VLLMActor:
         """Begin."""
         self._llm.start_weight_update()
         self._updating = True
+        self._unusable = "its last weight update did not end"
 
     async def update_weights(self, update_info: Any) -> None:
         """Take in one chunk."""
@@ -160,18 +191,53 @@ class VLLMActor:
         await self.finish_weight_update(str(version))
         await self.set_policy_version(version)
 
+    async def checksums(self, runs: list[Run]) -> list[list[int]]:
+        """`SharedMemoryReceiver.checksums` of each process of the engine."""
+        checksums: list[list[int]] = self._llm.collective_rpc("checksums", args=(runs,))
+        return checksums
+
+    async def prompt_log_probs(self, prompt: list[int]) -> list[float]:
+        """Log-probs of a prompt's tokens after the first."""
+        from vllm import SamplingParams, TokensPrompt
+
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        (output,) = self._run([TokensPrompt(prompt_token_ids=prompt)], [parameters])
+        choices = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+        return [choice[token].logprob for choice, token in choices]
+
     async def set_policy_version(self, version: int) -> None:
         """Name the weights that samples carry from now on."""
-        self._version = version
+        self._version, self._unusable = version, None
 
-    async def sleep(self, level: int) -> None:
-        """Give memory back."""
-        self._llm.sleep(level=level)
+    # Memory ---------------------------------------------------------------------------------------------------------
+
+    async def sleep(self) -> MemoryChange:
+        """Give back the KV cache, and the weights if the engine is so configured; returns what that did.
+
+        Raises:
+            RuntimeError: requests are unfinished, so the KV cache is in use.
+        """
+        with_weights = self._config.sleep == "all"
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the engine cannot sleep: its KV cache is in use by unfinished requests")
+        if self._config.device == "cpu":
+            changes = self._llm.collective_rpc("give_back", args=(with_weights,))
+        else:
+            held = self._llm.collective_rpc("device_memory")
+            self._llm.sleep(level=2 if with_weights else 1)
+            left = self._llm.collective_rpc("device_memory")
+            changes = [
+                MemoryChange(before, after, cache) for (before, cache), (after, _) in zip(held, left, strict=True)
+            ]
+        if with_weights:
+            self._unusable = "its weights were given back"
+        return MemoryChange.total(changes)
 
     async def wake_up(self, tags: list[str] | None) -> None:
-        """Take memory back."""
-        self._llm.wake_up(tags)
+        """Take memory back; on CPU it comes by itself when it is written."""
+        if self._config.device == "cuda":
+            self._llm.wake_up(tags)
 
     async def abort(self) -> None:
         """End every unfinished request."""
-        self._llm.llm_engine.abort_request([str(r) for r in self._llm.llm_engine.output_processor.request_states])
+        self._abort_all()

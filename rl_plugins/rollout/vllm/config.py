@@ -33,6 +33,9 @@ class VLLMConfig:
         cpu_kv_cache_gib: KV cache, in GiB (CPU).
         prefix_caching: share the KV cache of common prefixes; dropped at every weight update.
         enforce_eager: no CUDA graphs.
+        sleep: what the engine gives back while the trainers work: `kv_cache`; `all`, the weights too, which then come
+            anew with an update before the next samples; `none`. (`kv_cache` on CUDA keeps the weights on the host.)
+        check_updates: every how many weight updates the engine's weights are compared with the policy's; 0 for never.
         transport: how weights arrive: `shared_memory` (CPU), `ipc` (CUDA, colocated), `nccl` (CUDA, split).
         bucket_mb: memory for weights in flight (CUDA; on CPU they are written to where they belong).
         ready_timeout_s: deadline for the start of the engine.
@@ -50,6 +53,8 @@ class VLLMConfig:
     cpu_kv_cache_gib: int = 1
     prefix_caching: bool = True
     enforce_eager: bool = False
+    sleep: Literal["none", "kv_cache", "all"] = "kv_cache"
+    check_updates: int = 0
     transport: Literal["auto", "shared_memory", "ipc", "nccl"] = "auto"
     bucket_mb: int = 64
     ready_timeout_s: float = 300.0
@@ -75,6 +80,11 @@ class VLLMConfig:
         if self.transport != "auto":
             return self.transport
         return "shared_memory" if self.device == "cpu" else "ipc"
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether there is anything to give back; an engine on GPUs of its own shares them with nobody."""
+        return self.sleep != "none" and self.backend != "nccl"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -119,6 +129,6 @@ class VLLMConfig:
         return {
             **arguments,
             "enforce_eager": self.enforce_eager,
-            "enable_sleep_mode": self.transport != "nccl",
+            "enable_sleep_mode": self.sleeps,
             "gpu_memory_utilization": self.gpu_memory_utilization,
         }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
@@ -23,7 +24,8 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from rl_plugins.rollout.shared_memory import SharedMemoryReceiver
+from rl_plugins.rollout.memory import MemoryChange, discard, resident_bytes
+from rl_plugins.rollout.shared_memory import Run, SharedMemoryReceiver
 
 PLAIN_WEIGHTS = "plain_weights"
 SHARED_MEMORY = "shared_memory"
@@ -98,34 +100,76 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
-    _receiver: SharedMemoryReceiver | None = None
+    receiver: SharedMemoryReceiver | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
         """Move the parameters into shared memory, unless they are there, and listen for the ranks."""
-        if self._receiver is None:
+        if self.receiver is None:
             model: Any = self.model
-            self._receiver = SharedMemoryReceiver(model, model.load_weights, self.parallel_config.rank)
-        self._receiver.expect(**init_info.expect)
+            self.receiver = SharedMemoryReceiver(model, model.load_weights, self.parallel_config.rank)
+        self.receiver.expect(**init_info.expect)
 
     def start_weight_update(self) -> None:
         """Plain weights are loaded in place: nothing to prepare."""
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         """Wait while the ranks write."""
-        assert self._receiver is not None, "init_transfer_engine comes first"
-        self._receiver.receive()
+        assert self.receiver is not None, "init_transfer_engine comes first"
+        self.receiver.receive()
 
     def finish_weight_update(self) -> None:
         """Plain weights were loaded in place: nothing to finalise."""
 
     def shutdown(self) -> None:
         """Leave the ranks; the parameters stay where they are."""
-        if self._receiver is not None:
-            self._receiver.disconnect()
+        if self.receiver is not None:
+            self.receiver.disconnect()
 
 
 WeightTransferEngineFactory.register_engine(SHARED_MEMORY, SharedMemoryEngine)
 
 
 class WorkerExtension:
-    """Named as vLLM's `worker_extension_cls`, so that each worker process imports this module before it loads."""
+    """Methods of each worker process that the actor calls through vLLM's `collective_rpc`.
+
+    It is named as vLLM's `worker_extension_cls`, so each worker process imports this module before it loads.
+    """
+
+    model_runner: Any
+    weight_transfer_engine: Any
+
+    def give_back(self, weights: bool) -> MemoryChange:
+        """Free the KV cache, which vLLM cannot on CPU, and the weights if asked to; both come back when written.
+
+        Weights that no update has brought yet stay: nobody could bring them back.
+        """
+        caches = {cache.untyped_storage().data_ptr(): cache for cache in self.model_runner.kv_caches}
+        storages = [
+            torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())  # type: ignore[call-overload]
+            for cache in caches.values()
+        ]
+        receiver: SharedMemoryReceiver | None = getattr(self.weight_transfer_engine, "receiver", None)
+        before = _private_bytes() + (receiver.held if receiver else 0)
+        expected = sum(resident_bytes(storage) for storage in storages)
+        for storage in storages:
+            discard(storage)
+        if weights and receiver:
+            expected += receiver.give_back()
+        after = _private_bytes() + (receiver.held if receiver else 0)
+        return MemoryChange(before, after, expected)
+
+    def checksums(self, runs: list[Run]) -> list[int]:
+        """`SharedMemoryReceiver.checksums`."""
+        receiver: SharedMemoryReceiver = self.weight_transfer_engine.receiver
+        return receiver.checksums(runs)
+
+    def device_memory(self) -> tuple[int, int]:
+        """Bytes in use on the GPU, by whomever, and those of this engine's KV cache."""
+        free, total = torch.cuda.mem_get_info()
+        storages = {cache.untyped_storage().data_ptr(): cache for cache in self.model_runner.kv_caches}
+        return total - free, sum(cache.untyped_storage().nbytes() for cache in storages.values())
+
+
+def _private_bytes() -> int:
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)

@@ -54,6 +54,12 @@ CASES = [
     ("unknown launcher", ["launcher=slurm"], ["launcher=slurm", "ray, local"]),
     ("vLLM in one process", ["launcher=local"], ["launcher=local", "rollout.engine=transformers"]),
     ("unknown transport", ["rollout.transport=tcp"], ["rollout.transport=tcp", "shared_memory"]),
+    ("unknown sleep", ["rollout.sleep=deep"], ["rollout.sleep=deep", "kv_cache, all, none"]),
+    (
+        "engines for some workers", ["rollout.engines=2"],
+        ["rollout.engines=2", "per_worker", "divides placement.num_workers=1"],
+    ),
+    ("unknown engines", ["rollout.engines=many"], ["rollout.engines=many", "per_worker"]),
     ("no steps", ["run.steps=0"], ["run.steps=0", "at least 1"]),
     ("negative temperature", ["sampling.temperature=-1"], ["sampling.temperature=-1", "0 or more"]),
     ("top_p above 1", ["sampling.top_p=1.5"], ["sampling.top_p=1.5", "at most 1"]),
@@ -85,6 +91,10 @@ CASES = [
         marks=pytest.mark.skipif(find_library("aio") is not None, reason="this machine has libaio"),
     ),
     # The machine
+    (
+        "too little memory", ["rollout.cpu_kv_cache_gib=100000"],
+        ["need 100000 GiB", "rollout.engines=1", "rollout.cpu_kv_cache_gib=100000", "GiB of memory: lower"],
+    ),
     ("too few CPUs", ["placement.cpus_per_worker=5000"], ["needs 5000 CPUs", "has ", "placement.cpus_per_worker"]),
     pytest.param(
         "no GPU", ["placement.device=cuda"], ["placement.device=cuda", "no NVIDIA GPU", "placement.device=cpu"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import DeadlineExceeded
-from rl_plugins.rollout.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from rl_plugins.rollout.shared_memory import Run, SharedMemoryReceiver, SharedMemorySender
+from rl_plugins.rollout.weight_check import WeightsDiffer
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightMeta
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -50,6 +52,7 @@ class EngineModel(torch.nn.Module):
     """What an engine makes of the same weights: fused, transposed, padded, and in another dtype."""
 
     fused: torch.nn.Parameter
+    odd: torch.nn.Parameter
     turned: torch.nn.Parameter
     padded: torch.nn.Parameter
     narrowed: torch.nn.Parameter
@@ -110,7 +113,7 @@ class EngineInThread:
 
 
 def make_senders(
-    sources: list[torch.nn.Module], engine: EngineInThread, *, timeout_s: float = 20
+    sources: list[torch.nn.Module], *engines: EngineInThread, timeout_s: float = 20
 ) -> list[SharedMemorySender]:
     """One sender per rank, built in one thread each as the ranks would."""
     world_size = len(sources)
@@ -133,7 +136,8 @@ def make_senders(
             world_size=world_size,
             barrier=wait,
             broadcast=broadcast,
-            engine=engine if rank == 0 else None,
+            engines=engines if rank == 0 else (),
+            num_engines=len(engines),
             timeout_s=timeout_s,
         )
 
@@ -236,6 +240,85 @@ def test_what_goes_wrong_in_the_engine_reaches_rank_0() -> None:
     model.pleased = False
     with pytest.raises(ValueError, match="do not suit me"):
         senders[0].send(1)
+
+
+def test_every_engine_gets_the_weights_of_all_ranks() -> None:
+    engines = [EngineInThread(), EngineInThread(), EngineInThread()]
+    senders = make_senders([module(0), module(0)], *engines)
+    send(senders, 1)
+    for engine in engines:
+        assert_received(engine, module(0))
+        assert engine.versions == [1]
+
+
+def test_an_engine_that_fails_is_heard_and_the_others_do_not_wait() -> None:
+    class Full(EngineInThread):
+        def load(self, version: int) -> Callable[[], None]:
+            def fail() -> None:
+                self.receiver.disconnect()
+                raise MemoryError("no room")
+
+            loading: Future[None] = self._pool.submit(fail)
+            return lambda: loading.result(timeout=20)
+
+    well, full = EngineInThread(), Full()
+    (sender,) = make_senders([module(0)], well, full)
+    start = time.monotonic()
+    with pytest.raises(MemoryError, match="no room"):
+        sender.send(1)
+    with pytest.raises(ConnectionError, match=r"rank 0 (ended|has left)|lost its connection"):
+        sender.send(2)
+    assert time.monotonic() - start < 10
+    # New ranks find both as they should be.
+    full.load = EngineInThread.load.__get__(full)  # type: ignore[method-assign]
+    send(make_senders([module(1)], well, full), 3)
+    for engine in (well, full):
+        assert_received(engine, module(1))
+
+
+def test_a_check_finds_the_engine_and_the_tensor_that_differ() -> None:
+    engines = [EngineInThread(), EngineInThread()]
+    sources = [module(0), module(0)]
+    senders = make_senders(sources, *engines)
+    send(senders, 1)
+
+    def ask(position: int, runs: list[Run]) -> list[list[int]]:
+        return [engines[position].receiver.checksums(runs)]
+
+    shards = [ModuleWeightSource(source, rank, 2) for rank, source in enumerate(sources)]
+    for sender, source in zip(senders, shards, strict=True):
+        sender.check(source, ask)
+    # Of `key`, which lies in the middle of a fused parameter, and in the second rank's half.
+    engines[1].model.fused.data[8, 49] = 0
+    senders[0].check(shards[0], ask)
+    with pytest.raises(WeightsDiffer, match=r"key of rollout engine 1 differs .* elements 75 to 149"):
+        senders[1].check(shards[1], ask)
+    engines[1].model.odd.data = engines[1].model.odd.data.clone()
+    with pytest.raises(WeightsDiffer, match="odd of the rollout engine is not in the memory"):
+        senders[0].check(shards[0], ask)
+
+
+def test_weights_that_were_given_back_come_with_the_next_update() -> None:
+    class WithOwn(EngineModel):
+        own: torch.nn.Parameter
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._add("own", torch.full((5000,), 0.5))
+
+    model = WithOwn()
+    engine = EngineInThread(model)
+    senders = make_senders([module(0)], engine)
+    send(senders, 1)
+    model.padded.data[5:] = 3.0
+    held = engine.receiver.held
+    assert 0 < engine.receiver.give_back() < held
+    assert engine.receiver.held < held
+    assert not model.fused.any() and not model.padded[:5].any()
+    # What no rank writes is still there.
+    assert model.own.eq(0.5).all() and model.padded[5:].eq(3).all()
+    send(senders, 2)
+    assert_received(engine, module(0))
 
 
 def test_an_unknown_tensor_is_refused_before_anything_is_written() -> None:

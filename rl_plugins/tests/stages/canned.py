@@ -27,6 +27,7 @@ from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.memory import MemoryChange
 from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
@@ -61,6 +62,10 @@ PROCESS_REWARDS = ProcessRewardConfig(optimizer=OptimizerConfig(lr=0.01, gradien
 class CannedRollout:
     """The engine's protocol with fixed responses; counts the weight updates."""
 
+    keeps_weights = True
+    check_updates = 0
+    log_prob_tolerance = 0.0
+
     def __init__(self) -> None:
         self.calls: list[str] = []
 
@@ -77,8 +82,15 @@ class CannedRollout:
     def update_weights(self, source: WeightSource, version: int) -> None:
         self.calls.append(f"update_weights {version}")
 
-    def sleep(self, level: int = 1) -> None:
+    def check_weights(self, source: WeightSource) -> None:
+        raise AssertionError("nobody checks")
+
+    def prompt_log_probs(self, prompt: list[int]) -> list[float]:
+        raise AssertionError("nobody checks")
+
+    def sleep(self) -> MemoryChange | None:
         self.calls.append("sleep")
+        return None
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self.calls.append(f"wake_up {','.join(tags or [])}")

@@ -1,0 +1,195 @@
+"""The order of the memory phases, what each must give back, and when weights are checked: without any model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from typing_extensions import override
+
+from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.memory import MemoryChange, MemoryNotFreed
+from rl_plugins.rollout.weight_check import PROBE, WeightsDiffer
+from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.strategies.contract import RolloutMixin
+from rl_plugins.strategies.phases import PhaseLog
+
+GIB = 2**30
+SAMPLING = SamplingConfig(max_tokens=1)
+
+
+class RecordingEngine:
+    """Notes every call in a list that it shares with the strategy."""
+
+    log_prob_tolerance = 1e-3
+
+    def __init__(
+        self, *, keeps_weights: bool = True, check_updates: int = 0, slept: MemoryChange | None = None
+    ) -> None:
+        self.calls: list[str] = []
+        self.keeps_weights, self.check_updates, self.slept = keeps_weights, check_updates, slept
+        self.gap = 0.0
+
+    def connect(self, rank: int, world_size: int) -> None:
+        self.calls.append("connect")
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
+        self.calls.append("generate")
+        return Generations.from_responses([], [], [], 0)
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        self.calls.append(f"update_weights {version}")
+
+    def check_weights(self, source: WeightSource) -> None:
+        self.calls.append("check_weights")
+
+    def prompt_log_probs(self, prompt: list[int]) -> list[float]:
+        self.calls.append("prompt_log_probs")
+        # The model of `Strategy` says the same of every token.
+        return [-(torch.tensor(10.0).log().item()) + self.gap for _ in prompt[1:]]
+
+    def sleep(self) -> MemoryChange | None:
+        self.calls.append("sleep")
+        return self.slept
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self.calls.append(f"wake_up {','.join(tags or [])}")
+
+    def abort(self) -> None:
+        raise AssertionError("nobody aborts")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class Memory(PhaseLog):
+    """A device whose memory in use is a number."""
+
+    in_use = 10 * GIB
+
+    @override
+    def bytes_in_use(self) -> int:
+        return self.in_use
+
+
+class Strategy(RolloutMixin):
+    """Gives up 4 GiB of optimizer states and 3 of parameters."""
+
+    def __init__(self, engine: RecordingEngine, *, stuck: str = "") -> None:
+        self._rollout, self._calls, self._stuck = engine, engine.calls, stuck
+        self.phases = self.memory = Memory()
+
+    @override
+    def weight_source(self, name: str = "policy") -> Any:
+        return []
+
+    @override
+    def engine(self, name: str) -> Any:
+        class Output:
+            logits = torch.zeros(1, len(PROBE), 10)
+
+        def forward(input_ids: torch.Tensor) -> Output:
+            self._calls.append("policy forward")
+            return Output()
+
+        return forward
+
+    def _free(self, what: str, nbytes: int) -> None:
+        self._calls.append(f"offload {what}")
+        self.memory.in_use -= 0 if what == self._stuck else nbytes
+
+    @override
+    def offload_optimizer(self) -> None:
+        self._free("optimizer", 4 * GIB)
+
+    @override
+    def offload_parameters(self) -> None:
+        self._free("parameters", 3 * GIB)
+
+    @override
+    def optimizer_bytes(self) -> int:
+        return 4 * GIB
+
+    @override
+    def parameter_bytes(self) -> int:
+        return 3 * GIB
+
+    @override
+    def reload(self) -> None:
+        self._calls.append("reload")
+        self.memory.in_use = 10 * GIB
+
+
+def roll_out(strategy: Strategy, version: int = 1) -> list[str]:
+    """One rollout; the calls that it made."""
+    strategy._calls.clear()
+    with strategy.rollout_phase(version) as engine:
+        engine.generate([], SAMPLING, None)
+    return list(strategy._calls)
+
+
+FIRST = ["offload optimizer", "wake_up weights", "update_weights 1"]
+REST = ["offload parameters", "wake_up kv_cache", "generate", "sleep", "reload"]
+
+
+def test_the_order_of_the_phases() -> None:
+    strategy = Strategy(RecordingEngine())
+    assert roll_out(strategy) == FIRST + REST
+    # The weights are still there.
+    assert roll_out(strategy) == FIRST[:2] + REST
+    strategy.weights_changed()
+    assert roll_out(strategy) == FIRST + REST
+    assert set(strategy.phases.drain()) == {
+        f"{kind}/{phase}" for kind in ("time", "memory") for phase in ("offload", "update_weights", "reload")
+    }
+
+
+def test_weights_that_were_given_back_are_sent_for_every_rollout() -> None:
+    strategy = Strategy(RecordingEngine(keeps_weights=False))
+    assert roll_out(strategy) == roll_out(strategy) == FIRST + REST
+
+
+def test_what_the_engine_gave_back_is_logged() -> None:
+    strategy = Strategy(RecordingEngine(slept=MemoryChange(3 * GIB, GIB, 2 * GIB)))
+    roll_out(strategy)
+    metrics = strategy.phases.drain()
+    assert (metrics["memory/engine_awake"], metrics["memory/engine_asleep"]) == (3, 1)
+    assert strategy.phases.drain() == {}
+
+
+@pytest.mark.parametrize("what", ["optimizer", "parameters"])
+def test_a_trainer_that_gives_nothing_up_is_named(what: str) -> None:
+    strategy = Strategy(RecordingEngine(), stuck=what)
+    with pytest.raises(MemoryNotFreed, match=rf"phase 'offload {what}' gave back 0 MiB and should have given back"):
+        roll_out(strategy)
+    # The engine has not taken the room that is not there.
+    assert "wake_up kv_cache" not in strategy._calls and "generate" not in strategy._calls
+
+
+def test_an_engine_that_does_not_sleep_is_named_after_the_trainer_is_back() -> None:
+    strategy = Strategy(RecordingEngine(slept=MemoryChange(3 * GIB, 3 * GIB, 2 * GIB)))
+    with pytest.raises(MemoryNotFreed, match=r"phase 'sleep of the rollout engine' gave back 0 MiB .* 2048 MiB"):
+        roll_out(strategy)
+    assert strategy._calls[-2:] == ["sleep", "reload"]
+
+
+def test_every_second_update_is_checked() -> None:
+    strategy = Strategy(RecordingEngine(check_updates=2))
+    assert roll_out(strategy) == FIRST + REST
+    strategy.weights_changed()
+    checked = [*FIRST, "check_weights", "policy forward", *REST[:2], "prompt_log_probs", *REST[2:]]
+    assert roll_out(strategy) == checked
+    assert roll_out(strategy) == FIRST[:2] + REST
+    strategy.weights_changed()
+    assert roll_out(strategy) == FIRST + REST
+
+
+@pytest.mark.parametrize("gap", [0.1, float("nan")])
+def test_log_probs_that_differ_stop_the_rollout(gap: float) -> None:
+    engine = RecordingEngine(check_updates=1)
+    engine.gap = gap
+    with pytest.raises(WeightsDiffer, match=r"log-probs of policy and rollout engine differ by"):
+        roll_out(Strategy(engine))
+    assert "generate" not in engine.calls
