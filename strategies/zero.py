@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
 from rl_plugins.strategies.contract import POLICY, HasEngines, RolloutMixin, exchange_objects, small_all_reduce
@@ -248,9 +249,8 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
     @override
     def weight_source(self, name: str = POLICY) -> WeightSource:
         module = self._module_of(name)
-        if self.zero_stage_3:
-            return ZeroWeightSource(module, self.global_rank, self.world_size)
-        return ModuleWeightSource(module, self.global_rank, self.world_size)
+        kind = ZeroWeightSource if self.zero_stage_3 else ModuleWeightSource
+        return plain_weights(kind(module, self.global_rank, self.world_size), module)
 
     def blend_weights(self, source: str, target: str, keep: float) -> None:
         """The weights of a frozen engine follow those of another, `keep * target + (1 - keep) * source`.
@@ -327,7 +327,8 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
         folder = Path(self.broadcast(os.fspath(filepath)))
         folder.mkdir(parents=True, exist_ok=True)
         for name, engine in self._trained_engines().items():
-            engine.save_checkpoint(str(folder / name), tag=_TAG)
+            # What an adapter was added to stays in its own folder.
+            engine.save_checkpoint(str(folder / name), tag=_TAG, exclude_frozen_parameters=has_adapter(engine.module))
         for name in sorted(self._moved):
             weights = {key: tensor.to("cpu", copy=True) for key, tensor in self.weight_source(name)}
             if self.is_global_zero:
@@ -345,7 +346,8 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
         if not (folder / LIGHTNING_FILE).is_file():
             raise ConfigError(f"{folder} is not a checkpoint of this project: it has no {LIGHTNING_FILE}")
         for name, engine in self._trained_engines().items():
-            if engine.load_checkpoint(str(folder / name), tag=_TAG)[0] is None:
+            strict = not has_adapter(engine.module)
+            if engine.load_checkpoint(str(folder / name), tag=_TAG, load_module_strict=strict)[0] is None:
                 raise ConfigError(f"{folder / name} holds no shards of engine {name!r}")
         for name in self._engines.keys() - self._trained_engines().keys():
             file = folder / name / _WEIGHTS_FILE

@@ -75,6 +75,8 @@ class SharedMemorySender:
         timeout_s: float = 300.0,
     ) -> None:
         self._source, self._engine = source, engine
+        # What never changes; known when the first update is through.
+        self._sent_for_good: set[str] = set()
         name = broadcast(f"rl_plugins-weights-{uuid.uuid4().hex}")
         if engine is not None:
             tensors = [(meta.name, dtype_name(meta.dtype), list(meta.shape)) for meta in source.metadata()]
@@ -94,10 +96,13 @@ class SharedMemorySender:
             for receiver in self._receivers:
                 receiver.wait_until_ready()
             for name, start, part in self._source.shards():
+                if name in self._sent_for_good:
+                    continue
                 for receiver in self._receivers:
                     receiver.write(name, start, part)
             for receiver in self._receivers:
                 receiver.end()
+            self._sent_for_good = {meta.name for meta in self._source.metadata() if meta.frozen}
         except ConnectionError:
             # The engine's own error, if it lives to tell it, says more.
             if loaded is not None:
