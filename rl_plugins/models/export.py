@@ -54,9 +54,7 @@ def write_policy(model: Any, weights: dict[str, Tensor], tokenizer: Any, folder:
         tokenizer.save_pretrained(partial)
 
 
-def save_adapter(
-    model: PeftModel, weights: dict[str, Tensor], tokenizer: Any, folder: Path, is_writer: bool
-) -> None:
+def save_adapter(model: PeftModel, weights: dict[str, Tensor], tokenizer: Any, folder: Path, is_writer: bool) -> None:
     """Write an adapter as peft does, for `PeftModel.from_pretrained`; atomic.
 
     Args:

@@ -63,7 +63,8 @@ def add_adapter(model: Any, config: LoraConfig) -> PeftModel:
     import peft
 
     is_causal = model.get_output_embeddings() is not None
-    heads = [] if is_causal else [name for name, _ in model.named_children() if name != model.base_model_prefix]
+    children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+    heads = [] if is_causal else [name for name in children if name != model.base_model_prefix]
     targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
     settings = peft.LoraConfig(
         r=config.rank,
@@ -120,9 +121,9 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
         plain = isinstance(layer, Linear) and not layer.lora_variant and not any(layer.lora_bias.values())
         if not plain or layer.merged or len(layer.active_adapters) != 1:
             raise ConfigError(
-                f"the adapter of {name.removeprefix(_PREFIX)} ({type(layer).__name__}) is not one plain LoRA adapter of "
-                "a linear layer: others cannot be sent to a rollout engine or exported. Choose other target_modules, "
-                "or another peft configuration"
+                f"the adapter of {name.removeprefix(_PREFIX)} ({type(layer).__name__}) is not one plain LoRA adapter "
+                "of a linear layer: others cannot be sent to a rollout engine or exported. Choose other "
+                "target_modules, or another peft configuration"
             )
         if weight not in parameters:
             raise ConfigError(
