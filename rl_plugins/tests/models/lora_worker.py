@@ -1,9 +1,7 @@
-"""One of two ranks of ZeRO-3 that trains an adapter: `lora_worker.py POLICY FOLDER RANK`."""
+"""One of two ranks of ZeRO-3 that trains an adapter."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,9 +112,11 @@ def check_checkpoint(engine: Any, folder: Path) -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in trained_weights(engine).items())
 
 
-def main(policy: str, folder: Path) -> None:
+def check_rank(rank: int, policy: str, folder: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     # Ranks whose random states differ have one adapter all the same: rank 0's.
-    torch.manual_seed(torch.distributed.get_rank())
+    torch.manual_seed(rank)
     with sharded_loading():
         model = with_random_adapter(add_adapter(load_causal_lm(policy, dtype=torch.float32), CONFIG))
         reward_model = add_adapter(load_scalar_head(policy, dtype=torch.float32), CONFIG)
@@ -137,14 +137,3 @@ def main(policy: str, folder: Path) -> None:
     assert adapters[0].keys() == adapters[1].keys()
     assert all(torch.equal(weight, adapters[1][name]) for name, weight in adapters[0].items())
     assert any("score" in name for name in adapters[0])
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    rank = int(sys.argv[3])
-    os.environ["LOCAL_RANK"] = sys.argv[3]
-    store = f"file://{Path(sys.argv[2]) / 'rendezvous'}"
-    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2)
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    main(sys.argv[1], Path(sys.argv[2]))
-    print("the checks are through")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_polic
 from rl_plugins.rollout.weights import ModuleWeightSource
 from rl_plugins.tests.models import lora_worker
 from rl_plugins.tests.models.lora_worker import CONFIG, with_random_adapter
+from rl_plugins.tests.ranks import run_ranks
 
 TOKENS = torch.arange(3, 19).reshape(2, 8)
 INPUTS: dict[str, Any] = {
@@ -197,26 +195,5 @@ def test_adapters_that_do_something_else_are_refused(policy: str) -> None:
     assert adapted_layers(peft.get_peft_model(build_model(), peft.LoraConfig(use_rslora=True)))
 
 
-@pytest.mark.slow
 def test_two_ranks_of_zero_3(policy: str, tmp_path: Path) -> None:
-    root = str(Path(__file__).parents[3])
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": root}
-    command = [sys.executable, lora_worker.__file__, policy, str(tmp_path)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)],
-            env=environment,
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=250)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)
-    assert all("the checks are through" in output for output in outputs)
+    run_ranks(lora_worker.check_rank, policy, tmp_path)
