@@ -23,6 +23,7 @@ CONFIG = LoraConfig(rank=3, alpha=6.0)
 ZERO: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000},
     "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
 }
@@ -104,7 +105,9 @@ def check_checkpoint(engine: Any, folder: Path) -> None:
     before = trained_weights(engine)
     engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=True)
     state = torch.load(next((folder / "zero").glob("*rank_0_*model_states.pt")), weights_only=False)
-    assert set(state["module"]) == set(before) and not state["frozen_param_shapes"]
+    # DeepSpeed keeps a second name of a frozen weight; under stage 3 there is nothing behind it.
+    assert set(state["module"]) - {"base_model.model.lm_head.weight"} == set(before)
+    assert not state["frozen_param_shapes"]
     engine.backward(loss(engine))
     engine.step()
     assert not all(torch.equal(weight, before[name]) for name, weight in trained_weights(engine).items())
