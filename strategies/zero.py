@@ -249,8 +249,11 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
     @override
     def weight_source(self, name: str = POLICY) -> WeightSource:
         module = self._module_of(name)
-        kind = ZeroWeightSource if self.zero_stage_3 else ModuleWeightSource
-        return plain_weights(kind(module, self.global_rank, self.world_size), module)
+        place = self.global_rank, self.world_size
+        source: WeightSource = (
+            ZeroWeightSource(module, *place) if self.zero_stage_3 else ModuleWeightSource(module, *place)
+        )
+        return plain_weights(source, module)
 
     def blend_weights(self, source: str, target: str, keep: float) -> None:
         """The weights of a frozen engine follow those of another, `keep * target + (1 - keep) * source`.

@@ -92,7 +92,7 @@ def _adapted(
     from rl_plugins.rollout.weights import ModuleWeightSource
     from rl_plugins.strategies.contract import POLICY
 
-    load = load_causal_lm if trained == POLICY else load_scalar_head
+    load: Any = load_causal_lm if trained == POLICY else load_scalar_head
     model = add_adapter(load(path, dtype=_dtype(precision)), lora)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.no_grad():

@@ -77,11 +77,12 @@ def add_adapter(model: Any, config: LoraConfig) -> PeftModel:
     )
     try:
         # In low precision the optimizer has the float32 weights, as it has those of a model that is trained whole.
-        adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
+        adapted: Any = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ConfigError(f"lora.target_modules={targets} does not fit {type(model).__name__}: {error}") from None
     adapted_layers(adapted)
-    return adapted.train(model.training)
+    trained: PeftModel = adapted.train(model.training)
+    return trained
 
 
 def has_adapter(model: nn.Module) -> TypeGuard[PeftModel]:

@@ -51,12 +51,14 @@ def fit(stage: Any, batches: list[Any], *callbacks: Any) -> dict[str, float]:
 
 
 def policy_optimization(policy: Any, **options: Any) -> PolicyOptimization:
+    defaults = {"algorithm": Algorithm(kl=KLConfig(0.1)), "optimizer": OptimizerConfig(lr=0.01)}
+    settings: dict[str, Any] = {**defaults, **options}
     return PolicyOptimization(
         policy,
         tokenizer=canned.tokenizer,
         scorer=canned.CannedScorer(),
         sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
-        **{"algorithm": Algorithm(kl=KLConfig(0.1)), "optimizer": OptimizerConfig(lr=0.01), **options},
+        **settings,
     )
 
 
@@ -66,7 +68,8 @@ def preference_optimization(policy: Any, **options: Any) -> PreferenceOptimizati
         tokenizer=canned.tokenizer,
         scorer=canned.CannedScorer(),
         eval_sampling=SamplingConfig(max_tokens=20),
-        **{"optimizer": OptimizerConfig(lr=0.01), **options},
+        optimizer=OptimizerConfig(lr=0.01),
+        **options,
     )
 
 
