@@ -35,6 +35,11 @@ class ReferenceUpdate(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if getattr(pl_module, "reference_is_base", False):
+            raise ConfigError(
+                "the reference is the policy with its adapter off, and cannot follow the policy: leave "
+                "reference.update_every at 0, or name another folder of the same model with reference.path"
+            )
         if not isinstance(pl_module, HasEngines) or REFERENCE not in pl_module.engine_modules():
             raise ConfigError(
                 "the reference is to follow the policy, and nothing asks for a reference: give "

@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from integration_tests import two_steps
 from rl_plugins.callbacks.metrics_file import read_metrics
 from rl_plugins.data.prepare.addition import addition_rows, preference_rows
 from rl_plugins.data.prepare.writing import write_splits
+from rl_plugins.launch.export import export_checkpoint
 from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
+from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import save_tiny_policy
 
 ALGORITHMS = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.yaml"))
@@ -33,6 +37,9 @@ ALSO = {
     "forward_kl_distillation": {"time/teacher_log_probs"},
     "dpo": {"train/accuracy", "train/margin", "time/ref_log_probs"},
     "online_dpo": {"train/accuracy", "train/margin", "train/uniform_groups"},
+    # No second model: the time is that of passes of the policy with its adapter off.
+    "grpo_lora": {"train/kl", "time/ref_log_probs"},
+    "ppo_lora": {"train/critic/loss", "train/critic/lr", "time/update_critic"},
 }
 
 
@@ -55,7 +62,7 @@ def folder(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_steps(name: str, folder: Path, workplace: Path) -> None:
     assert (folder / name / "done").is_file()
     series = read_metrics(folder / name / "metrics.jsonl")
-    samples = name in ALGORITHMS or name.startswith("grpo_zero")
+    samples = name.removesuffix("_lora") in ALGORITHMS or name.startswith("grpo_zero")
     sampled = {"train/reward", "train/entropy", "train/rollout_gap_max"} if samples else set()
     for metric in {"train/loss", "train/gradient_norm", "train/lr"} | sampled | ALSO.get(name, set()):
         assert list(series[metric]) == [1, 2], metric
@@ -63,7 +70,28 @@ def test_two_steps(name: str, folder: Path, workplace: Path) -> None:
         assert all(map(math.isfinite, series[metric].values())) or metric.endswith("explained_variance"), metric
     if sampled:
         assert max(series["train/rollout_gap_max"].values()) < 1e-3
-    exported = folder / name / ("reward_model" if name == "reward_modeling" else "policy")
+    exported = folder / name / ("reward_model" if name.startswith("reward_modeling") else "policy")
+    if (exported / "adapter_model.safetensors").is_file():
+        weights = load_file(exported / "adapter_model.safetensors")
+        assert all(weight.any() for key, weight in weights.items() if "lora_B" in key or "score" in key)
+        return
     before, after = (load_file(path / "model.safetensors") for path in (workplace / "tiny", exported))
     moved = [not torch.equal(before[key], after[key]) for key in before if key in after]
     assert moved and any(moved)
+
+
+def test_adapters_are_exported_whole_or_alone(folder: Path, workplace: Path, tmp_path: Path) -> None:
+    """By the run itself as from its checkpoint, which holds the adapter without what it was added to."""
+    for name, exported, file in (
+        ("grpo_lora", "policy", "model.safetensors"),
+        ("reward_modeling_lora", "reward_model", "adapter_model.safetensors"),
+    ):
+        export_checkpoint(folder / name / "checkpoint_00000002", tmp_path / name)
+        by_run, by_checkpoint = (load_file(path / file) for path in (folder / name / exported, tmp_path / name))
+        assert by_run.keys() == by_checkpoint.keys()
+        assert all(torch.equal(weight, by_checkpoint[key]) for key, weight in by_run.items())
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "grpo_lora")
+    assert plain.state_dict().keys() == AutoModelForCausalLM.from_pretrained(workplace / "tiny").state_dict().keys()
+    base = load_scalar_head(str(workplace / "tiny"), dtype=torch.float32)
+    reward_model = PeftModel.from_pretrained(base, tmp_path / "reward_modeling_lora")
+    assert reward_model(input_ids=torch.arange(6)[None]).logits.any()

@@ -33,6 +33,10 @@ STAGES: dict[str, tuple[str, list[str]]] = {
     **{name: ("preference_optimization", [f"loss.name={name}", PAIRS]) for name in PREFERENCE_LOSSES},
     "online_dpo": ("online_preference_optimization", []),
     **{f"grpo_zero_{stage}": ("grpo", [f"strategy.zero_stage={stage}"]) for stage in (1, 2)},
+    # At this rate the adapter has moved the log-probs by more than the gap that is allowed after its first step.
+    "grpo_lora": ("grpo", ["model.lora.rank=4", "optimizer.lr=1e-2", "algorithm.kl.coefficient=0.01"]),
+    "ppo_lora": ("ppo", ["model.lora.rank=4", "critic.lora.rank=2", "optimizer.lr=1e-2"]),
+    "reward_modeling_lora": ("reward_modeling", ["model.lora.rank=4", "run.export_lora=adapter", PAIRS]),
 }
 
 

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from rl_plugins.models.lora import plain_weights
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
 from rl_plugins.strategies.contract import POLICY, HasEngines, RolloutMixin
@@ -112,7 +113,7 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
 
     @override
     def weight_source(self, name: str = POLICY) -> WeightSource:
-        return ModuleWeightSource(self.engine(name))
+        return plain_weights(ModuleWeightSource(self.engine(name)), self.engine(name))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

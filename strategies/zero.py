@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
 from rl_plugins.run_folder import RunFolder
@@ -267,9 +268,11 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
     @override
     def weight_source(self, name: str = POLICY) -> WeightSource:
         module = self._module_of(name)
-        if self.zero_stage_3:
-            return ZeroWeightSource(module, self.global_rank, self.world_size)
-        return ModuleWeightSource(module, self.global_rank, self.world_size)
+        place = self.global_rank, self.world_size
+        source: WeightSource = (
+            ZeroWeightSource(module, *place) if self.zero_stage_3 else ModuleWeightSource(module, *place)
+        )
+        return plain_weights(source, module)
 
     def blend_weights(self, source: str, target: str, keep: float) -> None:
         """The weights of a frozen engine follow those of another, `keep * target + (1 - keep) * source`.
@@ -345,7 +348,8 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
         folder = Path(self.broadcast(os.fspath(filepath)))
         folder.mkdir(parents=True, exist_ok=True)
         for name, engine in self._trained_engines().items():
-            engine.save_checkpoint(str(folder / name), tag=_TAG)
+            # What an adapter was added to stays in its own folder.
+            engine.save_checkpoint(str(folder / name), tag=_TAG, exclude_frozen_parameters=has_adapter(engine.module))
         for name in sorted(self._moved):
             weights = {key: tensor.to("cpu", copy=True) for key, tensor in self.weight_source(name)}
             if self.is_global_zero:
@@ -387,7 +391,8 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
         engine, shards = self._engines[name], ZeroShards(folder / name / _TAG)
         words = "weights, optimizer, schedule" if name in self._scheduled else "weights, optimizer"
         if shards.fit(engine, self.world_size):
-            engine.load_checkpoint(str(folder / name), tag=_TAG)
+            # What an adapter was added to is not in it.
+            engine.load_checkpoint(str(folder / name), tag=_TAG, load_module_strict=not has_adapter(engine.module))
             return words
         shards.restore(engine, self.global_rank, self.world_size)
         return (

@@ -121,4 +121,4 @@ def fit(
     state = None if checkpoint is None else str(Path(checkpoint) / "state")
     lightning.fit(stage, datamodule=data, ckpt_path=state, weights_only=False)
     if config.run.export:
-        stage.export(folder.path / stage.trained)
+        stage.export(folder.path / stage.trained, adapter=config.run.export_lora == "adapter")

@@ -14,6 +14,23 @@ from rl_plugins.launch.hydra_errors import explain
 
 
 @dataclass
+class LoraOptions:
+    """A low-rank adapter that is trained in place of the model.
+
+    Attributes:
+        rank: of the change of each layer; 0 trains the model itself.
+        alpha: the change is multiplied by `alpha / rank`.
+        dropout: of the adapter's inputs, while training.
+        target_modules: `all-linear`, a list of layers' names, or a regular expression for their full names.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: Any = "all-linear"
+
+
+@dataclass
 class ModelConfig:
     """The policy.
 
@@ -21,11 +38,13 @@ class ModelConfig:
         path: Hugging Face name or folder.
         precision: Lightning's precision flag: `32-true`, `bf16-true` or `bf16-mixed`.
         gradient_checkpointing: recompute activations in the backward pass.
+        lora: its adapter; off by default.
     """
 
     path: str = MISSING
     precision: str = "32-true"
     gradient_checkpointing: bool = False
+    lora: LoraOptions = field(default_factory=LoraOptions)
 
 
 @dataclass
@@ -205,12 +224,14 @@ class CriticOptions:
         optimizer: its own.
         warmup_steps: steps in which it is trained alone.
         keep_checkpoints: newest checkpoints that hold it; null keeps it as long as the policy's.
+        lora: its adapter; off by default.
     """
 
     path: str | None = None
     optimizer: OptimizerOptions = field(default_factory=lambda: OptimizerOptions(lr=1e-5))
     warmup_steps: int = 0
     keep_checkpoints: int | None = None
+    lora: LoraOptions = field(default_factory=LoraOptions)
 
 
 @dataclass
@@ -338,6 +359,7 @@ class RunConfig:
         eval_before: validate before the first step.
         target_reward: stop when a validation reaches this reward; null trains all steps.
         export: write a Hugging Face folder at the end.
+        export_lora: of a model with an adapter: `merged` writes whole weights, `adapter` the adapter alone.
     """
 
     name: str = MISSING
@@ -352,6 +374,7 @@ class RunConfig:
     eval_before: bool = True
     target_reward: float | None = None
     export: bool = True
+    export_lora: str = "merged"
 
 
 @dataclass

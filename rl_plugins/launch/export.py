@@ -19,12 +19,19 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
     from torch import Tensor
+    from torch.nn import Parameter
     from transformers import PreTrainedModel
+
+    from rl_plugins.models.lora import LoraConfig, MergedWeightSource
 
 
 def export_checkpoint(checkpoint: Path, out: Path, model: str | None = None) -> None:
     """Write the trained model of a checkpoint as a Hugging Face folder, in the dtype that the run itself exports.
+
+    Of a run with an adapter that is, as `run.export_lora` of the run says, the merged model or the adapter alone.
 
     Args:
         checkpoint: `checkpoint_00000050` of a run.
@@ -43,13 +50,55 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str | None = None) -> 
 
     from rl_plugins.data.tokenization import load_tokenizer
     from rl_plugins.launch.quiet import quiet_libraries
-    from rl_plugins.models.export import write_policy
+    from rl_plugins.models.export import save_adapter, save_policy, write_policy
 
     quiet_libraries()
-    policy = _architecture(path, precision, trained)
     weights = _sharded(state, trained) if state.is_dir() else _single(state, trained)
-    weights = _fit(weights, policy, f"{path} ({state})")
-    write_policy(policy, weights, load_tokenizer(path), out)
+    what, tokenizer = f"{path} ({state})", load_tokenizer(path)
+    lora, as_adapter = _lora_of(checkpoint)
+    if lora is None:
+        policy = _architecture(path, precision, trained)
+        write_policy(policy, _fit(weights, dict(policy.named_parameters()), what), tokenizer, out)
+        return
+    adapted, source = _adapted(path, precision, trained, lora, weights, what)
+    if as_adapter:
+        save_adapter(adapted, source.adapter(), tokenizer, out, is_writer=True)
+    else:
+        save_policy(adapted, source, tokenizer, out, is_writer=True)
+
+
+def _lora_of(checkpoint: Path) -> tuple[LoraConfig | None, bool]:
+    """The adapter of the run, and whether it is exported alone."""
+    from omegaconf import OmegaConf
+
+    from rl_plugins.models.lora import LoraConfig
+
+    file = RunFolder(checkpoint.absolute().parent).config
+    config: Any = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
+    options = config.get("model", {}).get("lora", {})
+    as_adapter = config.get("run", {}).get("export_lora") == "adapter"
+    return (LoraConfig(**options) if options.get("rank") else None), as_adapter
+
+
+def _adapted(
+    path: str, precision: str, trained: str, lora: LoraConfig, weights: dict[str, Tensor], what: str
+) -> tuple[PeftModel, MergedWeightSource]:
+    """The model that the run started from, with the adapter of the checkpoint."""
+    import torch
+
+    from rl_plugins.models.loading import load_causal_lm
+    from rl_plugins.models.lora import MergedWeightSource, add_adapter
+    from rl_plugins.models.scalar_head import load_scalar_head
+    from rl_plugins.rollout.weights import ModuleWeightSource
+    from rl_plugins.strategies.contract import POLICY
+
+    load: Any = load_causal_lm if trained == POLICY else load_scalar_head
+    model = add_adapter(load(path, dtype=_dtype(precision)), lora)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for name, weight in _fit(weights, parameters, what).items():
+            parameters[name].copy_(weight)
+    return model, MergedWeightSource(ModuleWeightSource(model), model)
 
 
 def _model_of(checkpoint: Path, model: str | None) -> tuple[str, str, str]:
@@ -78,7 +127,7 @@ def _architecture(path: str, precision: str, trained: str) -> PreTrainedModel:
     from rl_plugins.models.scalar_head import scalar_head_config
     from rl_plugins.strategies.contract import POLICY
 
-    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
+    dtype = _dtype(precision)
     model: PreTrainedModel
     with torch.device("meta"):
         if trained != POLICY:
@@ -88,6 +137,12 @@ def _architecture(path: str, precision: str, trained: str) -> PreTrainedModel:
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
+
+
+def _dtype(precision: str) -> torch.dtype:
+    import torch
+
+    return torch.float32 if precision == "32-true" else torch.bfloat16
 
 
 def _sharded(state: Path, trained: str) -> dict[str, Tensor]:
@@ -114,9 +169,8 @@ def _single(state: Path, trained: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
-def _fit(weights: dict[str, Tensor], policy: PreTrainedModel, what: str) -> dict[str, Tensor]:
-    """The weights of the parameters of `policy`, tied ones once, in its dtype."""
-    parameters = dict(policy.named_parameters())
+def _fit(weights: dict[str, Tensor], parameters: dict[str, Parameter], what: str) -> dict[str, Tensor]:
+    """The weights of some parameters of a model, tied ones once, in their dtypes."""
     wrong = [
         name for name, parameter in parameters.items() if name not in weights or weights[name].shape != parameter.shape
     ]

@@ -13,7 +13,8 @@ from rl_plugins.data.preferences import PreferenceDataModule
 from rl_plugins.data.process_rewards import ProcessRewardDataModule
 from rl_plugins.data.prompts import PromptDataModule
 from rl_plugins.data.sft import SFTDataModule
-from rl_plugins.launch.config import OptimizerOptions, RecipeConfig
+from rl_plugins.launch.config import LoraOptions, OptimizerOptions, RecipeConfig
+from rl_plugins.models.lora import LoraConfig
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.collecting import RewardModelConfig
 from rl_plugins.stages.critic import CriticConfig
@@ -57,6 +58,11 @@ def optimizer_config(options: OptimizerOptions) -> OptimizerConfig:
     return OptimizerConfig(**(vars(options) | {"betas": tuple(options.betas)}))
 
 
+def lora_config(options: LoraOptions) -> LoraConfig | None:
+    """The settings of an adapter; None where the model itself is trained."""
+    return LoraConfig(**vars(options)) if options.rank else None
+
+
 # Stages ---------------------------------------------------------------------------------------------------------
 
 
@@ -67,6 +73,7 @@ def _common(config: RecipeConfig, tokenizer: Any) -> dict[str, Any]:
         "packing": config.batch.packing,
         "optimizer": optimizer_config(config.optimizer),
         "gradient_checkpointing": config.model.gradient_checkpointing,
+        "lora": lora_config(config.model.lora),
         "max_steps": config.run.steps,
     }
 
@@ -107,7 +114,9 @@ def _policy_optimization_options(config: RecipeConfig, tokenizer: Any, scorer: S
         "algorithm": algorithm,
         "reference": config.reference.path,
         "teacher": config.teacher.path,
-        "critic": CriticConfig(critic.path, optimizer_config(critic.optimizer), critic.warmup_steps),
+        "critic": CriticConfig(
+            critic.path, optimizer_config(critic.optimizer), critic.warmup_steps, lora_config(critic.lora)
+        ),
         "reward_model": RewardModelConfig(model.path, model.weight, model.rule_weight) if model.path else None,
         "updates_per_step": config.batch.updates_per_step,
         "passes_per_step": config.batch.passes_per_step,

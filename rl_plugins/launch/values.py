@@ -32,6 +32,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "strategy.zero_stage": (1, 2, 3),
     "model.precision": ("32-true", "bf16-true", "bf16-mixed"),
     "data.overlong_prompts": ("filter", "error"),
+    "run.export_lora": ("merged", "adapter"),
 }
 
 # Written so that NaN is in no range.
@@ -53,7 +54,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         lambda value: value > 0,
         (
             "rollout.ready_timeout_s", "rollout.generate_timeout_s", "rollout.update_timeout_s", "reward.deadline_s",
-            "strategy.collective_timeout_s", "placement.cpus_per_worker",
+            "strategy.collective_timeout_s", "placement.cpus_per_worker", "model.lora.alpha", "critic.lora.alpha",
         ),
     ),
     (
@@ -61,7 +62,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         lambda value: value >= 0,
         (
             "run.seed", "run.eval_every", "reference.update_every", "critic.warmup_steps", "critic.optimizer.lr",
-            "rollout.check_updates", "sampling.temperature", "optimizer.lr", "optimizer.weight_decay",
+            "rollout.check_updates", "model.lora.rank", "critic.lora.rank",
+            "sampling.temperature", "optimizer.lr", "optimizer.weight_decay",
             "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.lr_end", "optimizer.gradient_clip",
             "placement.gpus_per_worker", "placement.engine_gpus", "placement.max_restarts", "tracking.samples",
         ),
@@ -70,6 +72,12 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         "must be above 0 and at most 1",
         lambda value: 0 < value <= 1,
         ("sampling.top_p", "rollout.gpu_memory_utilization"),
+    ),
+    ("must be from 0 to below 1", lambda value: 0 <= value < 1, ("model.lora.dropout", "critic.lora.dropout")),
+    (
+        "must be all-linear, a list of layers' names, or a regular expression",
+        lambda value: bool(value) and isinstance(value, str | list) and all(isinstance(name, str) for name in value),
+        ("model.lora.target_modules", "critic.lora.target_modules"),
     ),
     ("must be between 0 and 1", lambda value: 0 <= value <= 1, ("reward.max_failure_rate",)),
     ("must be at least 1, or -1 to keep all", lambda value: value == -1 or value >= 1, ("sampling.top_k",)),
@@ -104,3 +112,15 @@ def check_values(config: RecipeConfig) -> None:
         )
     if config.launcher == "local" and config.rollout.engine == "vllm":
         raise ConfigError("launcher=local runs in one process, without Ray and vLLM: add rollout.engine=transformers")
+    _check_lora(config)
+
+
+def _check_lora(config: RecipeConfig) -> None:
+    if config.model.lora.rank == 0:
+        if config.run.export_lora == "adapter":
+            raise ConfigError("run.export_lora=adapter, and there is no adapter: give model.lora.rank a value")
+    elif config.reference.update_every and config.reference.path in (None, config.model.path):
+        raise ConfigError(
+            f"reference.update_every={config.reference.update_every} moves the reference towards the policy, and with "
+            "model.lora.rank the reference is the policy with its adapter off: leave reference.update_every at 0"
+        )

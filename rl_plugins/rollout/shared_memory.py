@@ -65,6 +65,7 @@ class SharedMemorySender:
         engines: all engines (rank 0), nothing elsewhere.
         num_engines: how many there are.
         num_receivers: processes of each engine.
+        keeps_weights: the engines have between updates what they were sent, so that what never changes is sent once.
         timeout_s: deadline of every wait for the other side.
     """
 
@@ -79,9 +80,13 @@ class SharedMemorySender:
         engines: Sequence[Engine],
         num_engines: int = 1,
         num_receivers: int = 1,
+        keeps_weights: bool = True,
         timeout_s: float = 300.0,
     ) -> None:
         self._source, self._engines, self._num_engines = source, engines, num_engines
+        self._keeps_weights = keeps_weights
+        # What never changes; known when the first update is through.
+        self._sent_for_good: set[str] = set()
         names = broadcast([f"rl_plugins-weights-{uuid.uuid4().hex}" for _ in range(num_engines)])
         if engines:
             tensors = [(meta.name, dtype_name(meta.dtype), list(meta.shape)) for meta in source.metadata()]
@@ -107,11 +112,15 @@ class SharedMemorySender:
                 with _own_error(loaded, position):
                     receiver.wait_until_ready()
             for name, start, part in self._source.shards():
+                if name in self._sent_for_good:
+                    continue
                 for _, receiver in self._receivers:
                     receiver.write(name, start, part)
             for position, receiver in self._receivers:
                 with _own_error(loaded, position):
                     receiver.end()
+            if self._keeps_weights:
+                self._sent_for_good = {meta.name for meta in self._source.metadata() if meta.frozen}
         except BaseException:
             # The other engines must not wait for this rank.
             self.close()

@@ -18,11 +18,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class WeightMeta:
-    """One parameter: its Hugging Face name, the dtype sent, and its full shape."""
+    """One parameter: its Hugging Face name, the dtype sent, its full shape, and whether it never changes."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    frozen: bool = False
 
     @property
     def numel(self) -> int:

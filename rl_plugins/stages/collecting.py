@@ -22,6 +22,7 @@ from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
+from rl_plugins.models.lora import add_adapter
 from rl_plugins.models.scalar_head import last_token_scores, load_scalar_head, response_scores, response_values
 from rl_plugins.rewards.records import Score
 from rl_plugins.rollout.engine import SamplingConfig
@@ -31,6 +32,7 @@ from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.sampling import SamplingOptions, SamplingStage, greedy
+from rl_plugins.stages.stage import comes_with_adapter
 from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER
 
 
@@ -102,13 +104,14 @@ class CollectingStage(SamplingStage):
         self.entropy_controller = self.algorithm.entropy.controller()
         self._draws = 0
         self._sampled = SampleMetrics()
-        for wanted, path, what in (
-            ("ref_log_probs_BT", self._reference_path, "reference model with reference=..."),
+        has_reference = self._reference_path or comes_with_adapter(policy)
+        for wanted, there, what in (
+            ("ref_log_probs_BT", has_reference, "reference model with reference=..."),
             ("teacher_log_probs_BT", self._teacher_path, "teacher with teacher=..."),
             ("teacher_top_log_probs_BTK", self._teacher_path, "teacher with teacher=..."),
             ("values_BT", self._critic_path, "model that the critic starts from with critic=CriticConfig(path=...)"),
         ):
-            if wanted in needs and path is None:
+            if wanted in needs and not there:
                 raise ConfigError(f"the algorithm needs {wanted}: name the {what}")
 
     # Models -----------------------------------------------------------------------------------------------------
@@ -118,12 +121,14 @@ class CollectingStage(SamplingStage):
         super().configure_model()
         needs = self.algorithm.needs
         if "ref_log_probs_BT" in needs and self.reference is None:
-            self.reference = self.load_model(str(self._reference_path))
+            self.reference = self.load_reference(self._reference_path)
         if needs & {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"} and self.teacher is None:
             check_same_tokens(self.tokenizer, str(self._teacher_path), "teacher")
             self.teacher = self.load_model(str(self._teacher_path))
         if self._critic_path is not None and self.critic is None:
-            self.critic = self._load_scalar_head(self._critic_path, new_head=True)
+            critic = self._load_scalar_head(self._critic_path, new_head=True)
+            lora = self.critic_config and self.critic_config.lora
+            self.critic = critic if lora is None else add_adapter(critic, lora)
         if self._reward_model is not None and self.reward_model is None:
             check_same_tokens(self.tokenizer, self._reward_model.path, "reward model")
             # A language model would be given a head that says 0 of everything.
@@ -287,7 +292,7 @@ class CollectingStage(SamplingStage):
             if not bypasses:
                 experience.old_log_probs = old["log_probs"]
         for name, column in ((REFERENCE, "ref_log_probs"), (TEACHER, "teacher_log_probs")):
-            if name in self.engine_modules():
+            if name in self.engine_modules() or (name == REFERENCE and self.reference_is_base):
                 with self._phase(column):
                     log_probs = self._per_token(experience, partial(self._log_probs, name))
                 setattr(experience, column, log_probs["log_probs"])
@@ -353,16 +358,17 @@ class CollectingStage(SamplingStage):
         self, name: str, batch: Experience, *, squares: bool = False, entropy_gradient: bool = False
     ) -> ResponseLogProbs:
         wants_tops = name == TEACHER and "teacher_top_log_probs_BTK" in self.algorithm.needs
-        return response_log_probs(
-            self._strategy.engine(name),
-            **self.forward_inputs(batch),
-            temperature=self.sampling.temperature or 1.0,
-            sum_pi_squared=squares,
-            entropy_gradient=entropy_gradient,
-            top_k=self.algorithm.teacher_top_k if wants_tops else 0,
-            # The teacher's most likely tokens, where the policy learns from them.
-            tokens_BTK=batch.teacher_top_ids if name == POLICY else None,
-        )
+        with self.running(name) as engine:
+            return response_log_probs(
+                engine,
+                **self.forward_inputs(batch),
+                temperature=self.sampling.temperature or 1.0,
+                sum_pi_squared=squares,
+                entropy_gradient=entropy_gradient,
+                top_k=self.algorithm.teacher_top_k if wants_tops else 0,
+                # The teacher's most likely tokens, where the policy learns from them.
+                tokens_BTK=batch.teacher_top_ids if name == POLICY else None,
+            )
 
     def _log_probs(self, name: str, batch: Experience, *, squares: bool = False) -> dict[str, Tensor]:
         result = self._run(name, batch, squares=squares)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rl_plugins.models.lora import LoraConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 
 
@@ -20,11 +21,13 @@ class CriticConfig:
             policy's own path.
         optimizer: its own.
         warmup_steps: steps in which it is trained alone, before the policy learns from it.
+        lora: train an adapter and the head in place of the whole critic.
     """
 
     path: str | None = None
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     warmup_steps: int = 0
+    lora: LoraConfig | None = None
 
 
 def explained_variance(

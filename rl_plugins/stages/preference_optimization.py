@@ -36,6 +36,7 @@ from rl_plugins.stages.preference_examples import (
     preference_examples,
 )
 from rl_plugins.stages.sampling import SamplingOptions, SamplingStage
+from rl_plugins.stages.stage import comes_with_adapter
 from rl_plugins.strategies.contract import POLICY, REFERENCE
 
 
@@ -78,7 +79,7 @@ class PreferenceOptimization(SamplingStage):
         self.reference: Any = None
         self._own_path = policy if isinstance(policy, str) else None
         self._reference_path = reference or self._own_path
-        if self._needs_reference and self._reference_path is None:
+        if self._needs_reference and self._reference_path is None and not comes_with_adapter(policy):
             raise ConfigError(
                 f"the loss {self.loss.__name__} needs log-probs under a reference: name the model with reference=..."
             )
@@ -89,10 +90,10 @@ class PreferenceOptimization(SamplingStage):
     def configure_model(self) -> None:
         super().configure_model()
         if self._needs_reference and self.reference is None:
-            path = str(self._reference_path)
-            if path != self._own_path:
-                check_same_tokens(self.tokenizer, path, "reference")
-            self.reference = self.load_model(path)
+            path = self._reference_path
+            if path not in (None, self._own_path):
+                check_same_tokens(self.tokenizer, str(path), "reference")
+            self.reference = self.load_reference(path)
 
     @override
     def engine_modules(self) -> dict[str, nn.Module]:
@@ -200,5 +201,6 @@ class PreferenceOptimization(SamplingStage):
     def _log_probs(self, name: str, samples: Experience) -> Tensor:
         """Log-prob of each response: the sum over its tokens, [R]."""
         micro = samples.trimmed().to(self.device)
-        log_probs_BT = response_log_probs(self._strategy.engine(name), **self.forward_inputs(micro)).log_probs_BT
+        with self.running(name) as engine:
+            log_probs_BT = response_log_probs(engine, **self.forward_inputs(micro)).log_probs_BT
         return torch.where(micro.response_mask.bool(), log_probs_BT, 0).sum(dim=-1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, Required, runtime_checkable
 
@@ -13,11 +14,13 @@ from typing_extensions import Unpack, override
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.models.lora import adapter_off, has_adapter
 from rl_plugins.rewards.default import Reward, default_scorer
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations, SamplingConfig
 from rl_plugins.stages.metrics import mean_over_ranks
 from rl_plugins.stages.stage import Stage, StageOptions
+from rl_plugins.strategies.contract import POLICY, REFERENCE
 
 
 @runtime_checkable
@@ -60,8 +63,29 @@ class SamplingStage(Stage):
         super().__init__(policy, **stage)
         self.scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
         self.eval_sampling, self.seed = self.ending(eval_sampling), seed
+        self.reference_is_base = False
         self.validation_samples: list[dict[str, Any]] = []
         self._val_scores: list[Score] = []
+
+    def load_reference(self, path: str | None) -> nn.Module | None:
+        """The reference model; None where it is the policy with its adapter off (see `running`).
+
+        Args:
+            path: name or folder; None is what the policy's adapter was added to.
+        """
+        if has_adapter(self.policy):
+            start = getattr(self.policy.get_base_model(), "name_or_path", None)
+            self.reference_is_base = path in (None, start)
+        return None if self.reference_is_base else self.load_model(str(path))
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[Any]:
+        """The engine that runs a model, whether it has one of its own or is the policy's base."""
+        if name == REFERENCE and self.reference_is_base:
+            with adapter_off(self.policy):
+                yield self._strategy.engine(POLICY)
+        else:
+            yield self._strategy.engine(name)
 
     def ending(self, sampling: SamplingConfig) -> SamplingConfig:
         """The same, with the tokenizer's end of sequence as the stop token where none is named."""

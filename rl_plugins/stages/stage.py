@@ -20,8 +20,9 @@ from typing_extensions import override
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.export import save_policy
+from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.loading import load_causal_lm
+from rl_plugins.models.lora import LoraConfig, MergedWeightSource, adapted_layers, add_adapter, has_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.micro_batches import Cutter
 from rl_plugins.stages.optimizer import OptimizerConfig, only_one
@@ -38,6 +39,7 @@ class StageOptions(TypedDict, total=False):
     tokenizer: Any
     optimizer: OptimizerConfig | None
     gradient_checkpointing: bool
+    lora: LoraConfig | None
     max_steps: int
     tokens_per_micro_batch: int
     packing: bool
@@ -53,6 +55,7 @@ class Stage(LightningModule):
         tokenizer: the one in the model's folder by default.
         optimizer: for models that do not bring their own.
         gradient_checkpointing: recompute activations (models loaded by name).
+        lora: train an adapter in place of the model (models loaded by name; others may be peft models themselves).
         max_steps: steps of the clock after which training stops; 0 for no bound.
         tokens_per_micro_batch: tokens of one forward and backward pass on one rank: real ones with `packing`, padded
             ones without. What belongs together, such as a pair, is never split.
@@ -71,11 +74,17 @@ class Stage(LightningModule):
         tokenizer: Any = None,
         optimizer: OptimizerConfig | None = None,
         gradient_checkpointing: bool = False,
+        lora: LoraConfig | None = None,
         max_steps: int = 0,
         tokens_per_micro_batch: int = 16_384,
         packing: bool = True,
     ) -> None:
         super().__init__()
+        if lora is not None and not isinstance(model, str):
+            raise ConfigError(
+                f"lora is for a model that is named, and this one is given as {type(model).__name__}: leave lora out, "
+                "and wrap the model with peft.get_peft_model"
+            )
         self.automatic_optimization = False
         self.tokenizer = tokenizer or _own_tokenizer(model)
         self.optimizer_config = optimizer or OptimizerConfig()
@@ -85,7 +94,7 @@ class Stage(LightningModule):
         setattr(self, self.trained, None)
         # In a list, so that nn.Module does not register it: its parameters are those of the trained model.
         self._source = [model]
-        self._gradient_checkpointing = gradient_checkpointing
+        self._gradient_checkpointing, self._lora = gradient_checkpointing, lora
         self._engine_of_optimizer: dict[int, str] = {}
         self._stepped: set[str] = set()
 
@@ -100,7 +109,8 @@ class Stage(LightningModule):
         source: Any = self._source[0]
         model = source
         if isinstance(source, str):
-            return self.load_model(source)
+            model = self.load_model(source)
+            return model if self._lora is None else add_adapter(model, self._lora)
         if isinstance(source, LightningModule):
             # Its configure_optimizers may ask the trainer for the number of steps.
             source.trainer = self.trainer
@@ -111,8 +121,11 @@ class Stage(LightningModule):
             raise ConfigError(
                 f"{type(source).__name__} has no `.model` that is an nn.Module: there is no model to train"
             )
+        if has_adapter(model):
+            # Those that cannot be handled are refused before anything is trained.
+            adapted_layers(model)
         if self.packing:
-            use_packed_attention(model)
+            use_packed_attention(model.get_base_model() if has_adapter(model) else model)
         return model
 
     def load_model(self, path: str) -> nn.Module:
@@ -154,7 +167,7 @@ class Stage(LightningModule):
             if own is not None and name == self.trained:
                 one = only_one(own.configure_optimizers(), own)
             else:
-                one = config.adamw(models[name].parameters())
+                one = config.adamw(p for p in models[name].parameters() if p.requires_grad)
             self._engine_of_optimizer[id(one["optimizer"])] = name
             configured.append(one)
         return configured
@@ -244,10 +257,18 @@ class Stage(LightningModule):
         # Batches are token ids in Python lists; micro-batches go to the device one at a time.
         return batch
 
-    def export(self, folder: Path) -> None:
-        """Write the trained model and its tokenizer as a Hugging Face folder. Collective."""
+    def export(self, folder: Path, *, adapter: bool = False) -> None:
+        """Write the trained model and its tokenizer as a Hugging Face folder. Collective.
+
+        Args:
+            folder: where; an older export there is replaced.
+            adapter: of a model with an adapter, write that alone, as peft does; by default it is merged.
+        """
         model, source = getattr(self, self.trained), self._strategy.weight_source(self.trained)
-        save_policy(model, source, self.tokenizer, folder, self.trainer.is_global_zero)
+        if adapter and isinstance(source, MergedWeightSource):
+            save_adapter(model, source.adapter(), self.tokenizer, folder, self.trainer.is_global_zero)
+        else:
+            save_policy(model, source, self.tokenizer, folder, self.trainer.is_global_zero)
         self._strategy.barrier("export")
 
     # State ------------------------------------------------------------------------------------------------------
@@ -259,6 +280,12 @@ class Stage(LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.step = checkpoint["stage"]["step"]
+
+
+def comes_with_adapter(model: str | nn.Module) -> bool:
+    """Whether a model that is given to a stage has an adapter already; one that is made later is not known yet."""
+    inner = getattr(model, "model", None) if isinstance(model, LightningModule) else model
+    return isinstance(inner, nn.Module) and has_adapter(inner)
 
 
 def clock(module: LightningModule) -> int:

@@ -214,6 +214,7 @@ class VLLMRollout:
                 engines=[_SharedMemoryEngine(self, e) for e in range(self._num_engines)] if self._rank == 0 else [],
                 num_engines=self._num_engines,
                 num_receivers=self.config.tensor_parallel_size,
+                keeps_weights=self.keeps_weights,
                 timeout_s=self.config.update_timeout_s,
             )
             return self._shared_memory.send

@@ -108,6 +108,14 @@ CASES = [
     ("no chat template", ["model.path=no_template"], ["no_template", "no chat template", "instruction-tuned"]),
     ("too long for the model", ["sampling.max_tokens=250"], ["data.max_prompt_tokens=26", "takes 256", "lower one"]),
     ("reference model", ["reference.path=./gone"], ["reference.path=./gone", "no such folder"]),
+    ("rank of an adapter", ["model.lora.rank=-1"], ["model.lora.rank=-1", "0 or more"]),
+    ("dropout of an adapter", ["critic.lora.dropout=1"], ["critic.lora.dropout=1", "from 0 to below 1"]),
+    ("layers of an adapter", ["model.lora.target_modules=[1]"], ["model.lora.target_modules=[1]", "all-linear"]),
+    ("no adapter to export", ["run.export_lora=adapter"], ["run.export_lora=adapter", "model.lora.rank"]),
+    (
+        "adapter and moving reference", ["model.lora.rank=4", "reference.update_every=1"],
+        ["reference.update_every=1", "with its adapter off"],
+    ),
     # Folders and servers
     ("output below a file", ["run.output_dir=rewards.py/out"], ["run.output_dir=", "rewards.py/out", "choose another"]),
     ("run name with a slash", ["run.name=a/b"], ["run.name=a/b", "run.output_dir"]),

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -187,6 +188,29 @@ def test_received_weights_are_bit_equal(world_size: int) -> None:
     assert_received(engine, second)
     assert engine.versions == [1, 2]
     assert engine.model.padded[5:].eq(0).all()
+
+
+def test_what_is_frozen_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ModuleWeightSource.metadata
+    # One of a fused parameter, one that is loaded by way of the staging memory, one with a place of its own.
+    frozen = {"key", "turned", "odd"}
+    monkeypatch.setattr(
+        ModuleWeightSource,
+        "metadata",
+        lambda source: [replace(meta, frozen=meta.name in frozen) for meta in plain(source)],
+    )
+    copies, first, second = [module(0), module(0)], module(0), module(1)
+    engine = EngineInThread()
+    senders = make_senders(copies, engine)
+    send(senders, 1)
+    assert_received(engine, first)
+    for copy in copies:
+        for name, parameter in copy.named_parameters():
+            parameter.copy_(second.get_parameter(name))
+    send(senders, 2)
+    for name in frozen:
+        second.get_parameter(name).copy_(first.get_parameter(name))
+    assert_received(engine, second)
 
 
 def _spoil_other_parts(copy: torch.nn.Module, rank: int, world_size: int) -> None:

@@ -1,0 +1,142 @@
+"""One of two ranks of ZeRO-3 that trains an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import peft
+import torch
+from torch import Tensor
+from transformers.integrations import HfDeepSpeedConfig
+
+from rl_plugins.models.loading import load_causal_lm
+from rl_plugins.models.lora import LoraConfig, MergedWeightSource, adapter_off, add_adapter
+from rl_plugins.models.scalar_head import load_scalar_head
+from rl_plugins.rollout.weights import ModuleWeightSource
+from rl_plugins.strategies.zero_weights import ZeroWeightSource
+
+CONFIG = LoraConfig(rank=3, alpha=6.0)
+ZERO: dict[str, Any] = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000},
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+
+def with_random_adapter(model: peft.PeftModel) -> peft.PeftModel:
+    """A trained adapter: one that is new changes nothing."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1, generator=generator)
+    return model
+
+
+@contextmanager
+def sharded_loading() -> Iterator[None]:
+    keep_alive = HfDeepSpeedConfig(ZERO)
+    yield
+    del keep_alive
+
+
+def engine_of(model: peft.PeftModel) -> Any:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    return deepspeed.initialize(
+        model=model, optimizer=optimizer, model_parameters=trained, config=ZERO, dist_init_required=False
+    )[0]
+
+
+def check_merged(engine: Any, whole: peft.PeftModel) -> None:
+    """The shards and the gathered weights are those of the same model that is not sharded."""
+    rank = torch.distributed.get_rank()
+    expected = dict(MergedWeightSource(ModuleWeightSource(whole), whole))
+    source = MergedWeightSource(ZeroWeightSource(engine.module, rank, 2), engine.module)
+    assert [(meta.name, meta.shape) for meta in source.metadata()] == [(n, tuple(w.shape)) for n, w in expected.items()]
+    # Small parameters stay gathered after a pass.
+    with torch.no_grad():
+        engine(input_ids=torch.arange(6)[None])
+    for name, tensor in source:
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+    mine = {name: (start, part.clone()) for name, start, part in source.shards()}
+    everyones: list[Any] = [None, None]
+    torch.distributed.all_gather_object(everyones, mine)
+    for name, weight in expected.items():
+        (first, head), (second, tail) = (theirs[name] for theirs in everyones)
+        assert first == 0 and second == head.numel() and head.numel() + tail.numel() == weight.numel()
+        torch.testing.assert_close(torch.cat([head, tail]), weight.flatten(), rtol=1e-5, atol=1e-6)
+
+
+def trained_weights(engine: Any) -> dict[str, Tensor]:
+    source = MergedWeightSource(ZeroWeightSource(engine.module, torch.distributed.get_rank(), 2), engine.module)
+    return {name: tensor.clone() for name, tensor in source.adapter().items()}
+
+
+def loss(model: Any) -> Tensor:
+    ids = torch.arange(12).reshape(2, 6)
+    return torch.nn.functional.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), ids.flatten() + 1)
+
+
+def check_training(engine: Any, whole: peft.PeftModel, base: Tensor) -> None:
+    """Steps, with passes of the base between them, are those of one process; the base stays what it is."""
+    parameters = {name: p for name, p in whole.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.5)
+    for _ in range(2):
+        with torch.no_grad(), adapter_off(engine.module):
+            torch.testing.assert_close(engine(input_ids=torch.arange(6)[None]).logits, base, rtol=1e-5, atol=1e-5)
+        engine.backward(loss(engine))
+        engine.step()
+        optimizer.zero_grad()
+        loss(whole).backward()
+        optimizer.step()
+    for name, weight in trained_weights(engine).items():
+        torch.testing.assert_close(weight, parameters[name].detach(), rtol=1e-4, atol=1e-5)
+
+
+def check_checkpoint(engine: Any, folder: Path) -> None:
+    """The file holds the adapter alone, and brings it back bit for bit."""
+    before = trained_weights(engine)
+    engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=True)
+    state = torch.load(next((folder / "zero").glob("*rank_0_*model_states.pt")), weights_only=False)
+    # DeepSpeed keeps a second name of a frozen weight; under stage 3 there is nothing behind it.
+    assert set(state["module"]) - {"base_model.model.lm_head.weight"} == set(before)
+    assert not state["frozen_param_shapes"]
+    engine.backward(loss(engine))
+    engine.step()
+    assert not all(torch.equal(weight, before[name]) for name, weight in trained_weights(engine).items())
+    engine.load_checkpoint(str(folder), tag="zero", load_module_strict=False)
+    assert all(torch.equal(weight, before[name]) for name, weight in trained_weights(engine).items())
+
+
+def check_rank(rank: int, policy: str, folder: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    # Ranks whose random states differ have one adapter all the same: rank 0's.
+    torch.manual_seed(rank)
+    with sharded_loading():
+        model = with_random_adapter(add_adapter(load_causal_lm(policy, dtype=torch.float32), CONFIG))
+        reward_model = add_adapter(load_scalar_head(policy, dtype=torch.float32), CONFIG)
+        new = add_adapter(load_causal_lm(policy, dtype=torch.float32), CONFIG)
+    plain: Any = load_causal_lm(policy, dtype=torch.float32)
+    base = plain(input_ids=torch.arange(6)[None]).logits.detach()
+    whole = with_random_adapter(add_adapter(plain, CONFIG))
+    engine = engine_of(model)
+    for name, parameter in engine.module.named_parameters():
+        assert parameter.ds_tensor.numel() == -(-parameter.ds_numel // 2), f"{name} is not sharded"
+    check_merged(engine, whole)
+    check_training(engine, whole, base)
+    check_merged(engine, whole)
+    check_checkpoint(engine, folder)
+    torch.testing.assert_close(engine_of(new)(input_ids=torch.arange(6)[None]).logits, base, rtol=1e-5, atol=1e-5)
+    adapters: list[Any] = [None, None]
+    torch.distributed.all_gather_object(adapters, trained_weights(engine_of(reward_model)))
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(weight, adapters[1][name]) for name, weight in adapters[0].items())
+    assert any("score" in name for name in adapters[0])
