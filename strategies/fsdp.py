@@ -109,10 +109,14 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
             # When validating, nothing is frozen: a later fit may train it.
             if trainer.state.fn == TrainerFn.FITTING and name not in self._optimizers_of:
                 model.eval().requires_grad_(False)
-            elif self.precision_plugin.precision == "bf16-mixed":
+            elif self._is_mixed:
                 # Only now is it known which engines are trained. The optimizers hold the same parameters.
                 model.float()
         self.connect_rollout(self.global_rank, self.world_size)
+
+    @property
+    def _is_mixed(self) -> bool:
+        return self.precision_plugin.precision == "bf16-mixed"
 
     # Running ----------------------------------------------------------------------------------------------------
 
