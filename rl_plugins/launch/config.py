@@ -250,11 +250,13 @@ class StrategyOptions:
     """Sharded training.
 
     Attributes:
-        zero_stage: 1, 2 or 3.
+        name: `zero` (DeepSpeed) or `fsdp` (PyTorch's FSDP2).
+        zero_stage: of `zero`: 1, 2 or 3.
         offload: on GPUs, free the trainer's memory while the engine samples.
         collective_timeout_s: deadline of every collective.
     """
 
+    name: str = "zero"
     zero_stage: int = 3
     offload: bool = True
     collective_timeout_s: float = 1800.0

@@ -28,6 +28,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "rollout.dtype": (None, "float32", "bfloat16", "float16"),
     "rollout.transport": ("auto", "shared_memory", "ipc", "nccl"),
     "placement.device": ("auto", "cpu", "cuda"),
+    "strategy.name": ("zero", "fsdp"),
     "strategy.zero_stage": (1, 2, 3),
     "model.precision": ("32-true", "bf16-true", "bf16-mixed"),
     "data.overlong_prompts": ("filter", "error"),
@@ -98,3 +99,8 @@ def check_values(config: RecipeConfig) -> None:
                 raise ConfigError(f"{option}={value}: {demand}")
     if config.launcher == "local" and config.rollout.engine == "vllm":
         raise ConfigError("launcher=local runs in one process, without Ray and vLLM: add rollout.engine=transformers")
+    if config.strategy.name == "fsdp" and config.strategy.zero_stage != 3:
+        raise ConfigError(
+            f"strategy.zero_stage={config.strategy.zero_stage}: FSDP2 always shards parameters, as stage 3 does: leave "
+            "it out, or use strategy.name=zero"
+        )
