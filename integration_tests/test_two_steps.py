@@ -1,4 +1,4 @@
-"""Every recipe takes two steps over ZeRO-3 workers and vLLM: the weights move, and the numbers are finite."""
+"""Every recipe takes two steps over ZeRO-3 or FSDP2 workers and vLLM: the weights move, the numbers are finite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
 from rl_plugins.models.tiny import save_tiny_policy
 
 ALGORITHMS = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.yaml"))
-NAMES = [*two_steps.STAGES, *(name for name in ALGORITHMS if name not in two_steps.STAGES)]
+NAMES = [
+    *two_steps.STAGES, *(name for name in ALGORITHMS if name not in two_steps.STAGES), *two_steps.OVER_FSDP
+]  # fmt: skip
 # What only some of them measure.
 ALSO = {
     "ppo": {"train/critic/loss", "train/critic/lr", "train/critic/explained_variance", "time/update_critic"},
@@ -50,10 +52,10 @@ def folder(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_two_steps(name: str, folder: Path, workplace: Path) -> None:
-    assert (folder / name / "done").is_file()
-    series = read_metrics(folder / name / "metrics.jsonl")
+@pytest.mark.parametrize("run", NAMES)
+def test_two_steps(run: str, folder: Path, workplace: Path) -> None:
+    assert (folder / run / "done").is_file()
+    series, name = read_metrics(folder / run / "metrics.jsonl"), run.removesuffix(two_steps.FSDP)
     sampled = {"train/reward", "train/entropy", "train/rollout_gap_max"} if name in ALGORITHMS else set()
     for metric in {"train/loss", "train/gradient_norm", "train/lr"} | sampled | ALSO.get(name, set()):
         assert list(series[metric]) == [1, 2], metric
@@ -61,7 +63,7 @@ def test_two_steps(name: str, folder: Path, workplace: Path) -> None:
         assert all(map(math.isfinite, series[metric].values())) or metric.endswith("explained_variance"), metric
     if sampled:
         assert max(series["train/rollout_gap_max"].values()) < 1e-3
-    exported = folder / name / ("reward_model" if name == "reward_modeling" else "policy")
+    exported = folder / run / ("reward_model" if name == "reward_modeling" else "policy")
     before, after = (load_file(path / "model.safetensors") for path in (workplace / "tiny", exported))
     moved = [not torch.equal(before[key], after[key]) for key in before if key in after]
     assert moved and any(moved)

@@ -277,7 +277,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> N
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of a model that are gathered one at a time, inner ones first.
 
-    They are what transformers never splits over devices; of other models, the members of the outermost lists of modules.
+    They are what transformers never splits over devices; of other models, the members of the outermost `ModuleList`s.
     """
     named = set(getattr(model, "_no_split_modules", None) or ())
     if named:

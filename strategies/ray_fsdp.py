@@ -17,7 +17,7 @@ from rl_plugins.strategies.ray_rollout import RayRolloutMixin
 
 
 class RayFSDPStrategy(RayRolloutMixin, FSDPStrategy):
-    """FSDP2 with named engines and a rollout engine, under Ray Train's `TorchTrainer`. Arguments: see `FSDPStrategy`."""
+    """FSDP2 with named engines and a rollout engine, under Ray Train. Arguments: see `FSDPStrategy`."""
 
     @classmethod
     @override

@@ -2,8 +2,9 @@
 
 Of most runs that is the policy, of one that trains a reward model the reward model.
 
-It needs neither a cluster nor as many processes as trained: the shards of FSDP2, of every ZeRO stage and of any world
-size are put together in this process. A run writes its last policy by itself (`policy/`); this is for the checkpoints before it.
+It needs neither a cluster nor as many processes as trained: the shards of FSDP2 or of any ZeRO stage, and of any world
+size, are put together in this process. A run writes its last policy by itself (`policy/`); this is for the checkpoints
+before it.
 """
 
 from __future__ import annotations

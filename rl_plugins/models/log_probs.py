@@ -129,8 +129,7 @@ def response_log_probs(
 
         def columns_of_hidden(hidden: Tensor) -> Tensor:
             hidden_NH = hidden[0] if packed else hidden[:, :-1][where]
-            # A copy, because FSDP2 has hooks on what a model returns, and warns that a view may lose them.
-            return _columns_of_hidden(head, forward, hidden_NH, tokens_N, columns, further_NJ)[None].clone()
+            return _columns_of_hidden(head, forward, hidden_NH, tokens_N, columns, further_NJ)[None]
 
         # The result goes out as the head's output, so that hooks on it see to the weight in backward.
         with replaced_forward(head, columns_of_hidden):

@@ -1,4 +1,4 @@
-"""One of the ranks of FSDP2 on CPU, with its checks; run by `test_fsdp.py`: `fsdp_worker.py RANK WORLD_SIZE FOLDER`.
+"""One of the ranks of FSDP2 on CPU, with its checks: what `test_fsdp.py` runs.
 
 Two ranks train a policy and a critic beside a frozen reference, and every step is that of one device. They leave a
 checkpoint of the first step, from which two ranks go on to the same bits, and one rank to the same numbers.
@@ -6,8 +6,6 @@ checkpoint of the first step, from which two ranks go on to the same bits, and o
 
 from __future__ import annotations
 
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +161,8 @@ class Inspected(Recorded):
             strategy.load_checkpoint(self.place / "moved")
 
 
-def assert_same_course(history: list[Any], expected: list[Any], **tolerance: float) -> None:
+def assert_same_course(history: list[Any], expected: list[Any], *, exactly: bool = False) -> None:
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-4, "atol": 1e-6}
     assert len(history) == len(expected)
     for (policy, critic, norms), (expected_policy, expected_critic, expected_norms) in zip(
         history, expected, strict=True
@@ -172,58 +171,56 @@ def assert_same_course(history: list[Any], expected: list[Any], **tolerance: flo
         for got, wanted in ((policy, expected_policy), (critic, expected_critic)):
             assert got.keys() == wanted.keys()
             for name, weight in wanted.items():
-                torch.testing.assert_close(got[name], weight, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+                torch.testing.assert_close(
+                    got[name], weight, msg=lambda text, name=name: f"{name}: {text}", **tolerance
+                )
 
 
-def check(rank: int, world_size: int, folder: Path) -> None:
-    vocabulary = len(canned.tokenizer)
-    # Several chunks at the output head.
-    log_probs.CHUNK_ELEMENTS = 3 * vocabulary
+def strategy() -> FSDPStrategy:
+    return FSDPStrategy(rollout=canned.CannedRollout(), timeout_s=60)
+
+
+def train(rank: int, folder: Path) -> list[Any]:
+    """One of two ranks; leaves the checkpoint `state`, and returns the course of one device."""
+    several_chunks_at_the_head()
     single = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
     expected = trained(single, folder, batches(0, 1)).history
     assert max(max(norms) for _, _, norms in expected) > 0.05
-    torch.distributed.init_process_group(
-        "gloo", f"file://{folder}/meeting_{world_size}", rank=rank, world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )  # fmt: skip
-
-    def strategy() -> FSDPStrategy:
-        return FSDPStrategy(rollout=canned.CannedRollout(), timeout_s=60)
-
-    close = {"rtol": 1e-4, "atol": 1e-6}
-    own, devices = batches(rank, world_size), {"devices": world_size}
-    if world_size == 1:
-        resumed = trained(strategy(), folder, own[1:], start=folder / "state", **devices)
-        assert_same_course(resumed.history, expected[1:], **close)
-        return
-    run = trained(strategy(), folder, own, Inspected, place=folder, leave=folder / "state", **devices)
+    own, ranks = batches(rank, 2), {"num_nodes": 2, "devices": 1}
+    run = trained(strategy(), folder, own, Inspected, place=folder, leave=folder / "state", **ranks)
     assert run.trainer.strategy.rollout.calls.count("update_weights 1") == 1
-    assert_same_course(run.history, expected, **close)
+    assert_same_course(run.history, expected)
     for name, weight in read_weights(folder / "state" / "policy").items():
         assert torch.equal(weight, run.history[0][0][name])
-    resumed = trained(strategy(), folder, own[1:], start=folder / "state", **devices)
-    assert_same_course(resumed.history, run.history[1:], rtol=0, atol=0)
-    recomputed = trained(strategy(), folder, own, gradient_checkpointing=True, **devices)
-    assert_same_course(recomputed.history, expected, **close)
-    check_low_precision(strategy, folder, own, devices)
+    resumed = trained(strategy(), folder, own[1:], start=folder / "state", **ranks)
+    assert_same_course(resumed.history, run.history[1:], exactly=True)
+    recomputed = trained(strategy(), folder, own[:1], gradient_checkpointing=True, **ranks)
+    assert_same_course(recomputed.history, expected[:1])
+    check_low_precision(folder, own[:1], ranks)
+    return expected
 
 
-def check_low_precision(strategy: Any, folder: Path, own: list[Any], devices: dict[str, int]) -> None:
+def go_on_alone(_: int, folder: Path, expected: list[Any]) -> None:
+    """One rank goes on from the checkpoint of two."""
+    several_chunks_at_the_head()
+    resumed = trained(strategy(), folder, batches(0, 1, steps=1), start=folder / "state", devices=1)
+    assert_same_course(resumed.history, expected[1:])
+
+
+def several_chunks_at_the_head() -> None:
+    log_probs.CHUNK_ELEMENTS = 3 * len(canned.tokenizer)
+
+
+def check_low_precision(folder: Path, own: list[Any], ranks: dict[str, int]) -> None:
     """Small steps arrive in the float32 shards of mixed precision; the engine is sent bfloat16."""
-    mixed = trained(strategy(), folder, own[1:], precision="bf16-mixed", lr=1e-6, leave=folder / "mixed", **devices)
+    mixed = trained(strategy(), folder, own, precision="bf16-mixed", lr=1e-6, leave=folder / "mixed", **ranks)
     assert {p.dtype for p in [*mixed.policy.parameters(), *mixed.critic.parameters()]} == {torch.float32}
     assert {p.dtype for p in mixed.reference.parameters()} == {torch.bfloat16}
     assert {meta.dtype for meta in mixed.trainer.strategy.weight_source().metadata()} == {torch.bfloat16}
     saved = read_weights(folder / "mixed" / "policy")
     fine = [(weight != weight.bfloat16().float()).float().mean() for weight in saved.values()]
     assert max(fine) > 0.9
-    true = trained(strategy(), folder, own[1:], precision="bf16-true", lr=1e-6, **devices)
+    true = trained(strategy(), folder, own, precision="bf16-true", lr=1e-6, **ranks)
     assert {p.dtype for p in true.policy.parameters()} == {torch.bfloat16}
     # Both have the gradient of the same weights, one of them from float32 masters.
     assert true.history[0][2] == pytest.approx(mixed.history[0][2], rel=0.05)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    check(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    print("the checks are through")

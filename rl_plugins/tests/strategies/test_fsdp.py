@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.strategies.fsdp import blocks
 from rl_plugins.strategies.host_memory import HostMemory
+from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies import fsdp_worker
 
 
-def run_ranks(world_size: int, folder: Path) -> None:
-    root = str(Path(__file__).parents[3])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, fsdp_worker.__file__, str(rank), str(world_size), str(folder)],
-            env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": root, "LOCAL_RANK": str(rank)},
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=250)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, output in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, output
-        assert output.endswith("the checks are through\n")
-
-
-@pytest.mark.slow
-def test_two_ranks_train_as_one_device(tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_device_does(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", **fsdp_worker.SIZES)
-    run_ranks(2, tmp_path)
-    run_ranks(1, tmp_path)
+    (expected, _), _ = run_ranks(fsdp_worker.train, tmp_path)
+    run_ranks(fsdp_worker.go_on_alone, tmp_path, expected, world_size=1)
 
 
 def test_blocks_are_those_of_transformers_or_the_members_of_the_outermost_lists() -> None:
