@@ -11,7 +11,7 @@ PyTorch's FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_sha
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +35,7 @@ from rl_plugins.strategies.fsdp_checkpoint import load_engine, save_engine
 from rl_plugins.strategies.fsdp_weights import FSDPWeightSource, shard_of
 from rl_plugins.strategies.host_memory import HostMemory
 from rl_plugins.strategies.phases import PhaseLog
-from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard, optimizers_of_engines
+from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard
 
 _POLICIES = {
     "32-true": MixedPrecisionPolicy(),
@@ -263,6 +263,23 @@ class _NamedPrecision(Precision):
         if precision not in _POLICIES:
             raise ConfigError(f"precision={precision}: FSDPStrategy knows {', '.join(_POLICIES)}")
         self.precision = precision  # type: ignore[assignment]
+
+
+def optimizers_of_engines(engines: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:
+    """The optimizer of each engine that one of them holds.
+
+    Raises:
+        ConfigError: an engine with two.
+    """
+    trained = {}
+    for name, model in engines.items():
+        own = {id(p) for p in model.parameters()}
+        held = [o for o in optimizers if any(id(p) in own for group in o.param_groups for p in group["params"])]
+        if len(held) > 1:
+            raise ConfigError(f"engine {name!r} has {len(held)} optimizers: configure_optimizers may give it one")
+        if held:
+            trained[name] = held[0]
+    return trained
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
