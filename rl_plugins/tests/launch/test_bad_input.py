@@ -52,6 +52,8 @@ CASES = [
     # Words and numbers
     ("unknown launcher", ["launcher=slurm"], ["launcher=slurm", "ray, local"]),
     ("vLLM in one process", ["launcher=local"], ["launcher=local", "rollout.engine=transformers"]),
+    ("unknown strategy", ["strategy.name=ddp"], ["strategy.name=ddp", "zero, fsdp"]),
+    ("a stage of ZeRO under FSDP2", ["strategy.name=fsdp", "strategy.zero_stage=2"], ["zero_stage=2", "name=zero"]),
     ("unknown transport", ["rollout.transport=tcp"], ["rollout.transport=tcp", "shared_memory"]),
     ("no steps", ["run.steps=0"], ["run.steps=0", "at least 1"]),
     ("negative temperature", ["sampling.temperature=-1"], ["sampling.temperature=-1", "0 or more"]),
