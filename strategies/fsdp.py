@@ -51,21 +51,26 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
     The trainer's `precision`: under `bf16-true` parameters and optimizer states are bfloat16, so that small steps are
     lost in rounding; under `bf16-mixed` the shards of trained engines are float32 and are gathered in bfloat16.
 
-    Gradients are averaged over the ranks with the last micro-batch of a step; until then each rank adds up whole
-    gradients of its own.
-
     Args:
         rollout: the engine to sample with; None for stages that do not sample.
         offload: on CUDA, move trained engines and their optimizer states to host memory while the rollout engine works.
+        accumulate_shards: average gradients over the ranks with every micro-batch and keep shards of them, in place of
+            once in an optimizer step, until when each rank keeps whole gradients of its own.
         timeout_s: deadline of every collective.
     """
 
     def __init__(
-        self, *, rollout: RolloutEngine | None = None, offload: bool = True, timeout_s: float = 1800.0
+        self,
+        *,
+        rollout: RolloutEngine | None = None,
+        offload: bool = True,
+        accumulate_shards: bool = False,
+        timeout_s: float = 1800.0,
     ) -> None:
         super().__init__(timeout=timedelta(seconds=timeout_s))
         self._rollout = rollout
         self._offload = offload
+        self._accumulate_shards = accumulate_shards
         self._engines: dict[str, nn.Module] = {}
         self._optimizers_of: dict[str, Optimizer] = {}
         self._gradient_norms: dict[str, float] = {}
@@ -125,10 +130,10 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         return self._engines[name]
 
     def accumulate_gradients(self, name: str, *, last: bool) -> None:
-        """Only the last backward pass before a step averages the gradients over the ranks."""
+        """Say whether the coming backward pass is the last before a step, with which gradients are averaged."""
         model = self._engines[name]
         assert isinstance(model, FSDPModule)
-        model.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(last or self._accumulate_shards)
         model.set_is_last_backward(last)
 
     def optimizer_index(self, name: str) -> int:

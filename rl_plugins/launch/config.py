@@ -252,12 +252,15 @@ class StrategyOptions:
     Attributes:
         name: `zero` (DeepSpeed) or `fsdp` (PyTorch's FSDP2).
         zero_stage: of `zero`: 1, 2 or 3.
+        accumulate_shards: of `fsdp`: average gradients with every micro-batch and keep shards of them, in place of
+            once in an optimizer step: less memory, more traffic.
         offload: on GPUs, free the trainer's memory while the engine samples.
         collective_timeout_s: deadline of every collective.
     """
 
     name: str = "zero"
     zero_stage: int = 3
+    accumulate_shards: bool = False
     offload: bool = True
     collective_timeout_s: float = 1800.0
 

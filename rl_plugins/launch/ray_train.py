@@ -137,7 +137,7 @@ def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
     if options.name == "fsdp":
         from rl_plugins.strategies.ray_fsdp import RayFSDPStrategy
 
-        return RayFSDPStrategy(**common)
+        return RayFSDPStrategy(accumulate_shards=options.accumulate_shards, **common)
     from rl_plugins.strategies.ray_zero import RayZeroStrategy
 
     return RayZeroStrategy(stage=options.zero_stage, **common)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from rl_plugins.launch.export import export_checkpoint
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.strategies.fsdp import blocks
 from rl_plugins.strategies.host_memory import HostMemory
@@ -16,8 +18,12 @@ from rl_plugins.tests.strategies import fsdp_worker
 
 def test_two_ranks_train_as_one_device_does(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", **fsdp_worker.SIZES)
-    (expected, _), _ = run_ranks(fsdp_worker.train, tmp_path)
+    (((first, *_), expected), _), _ = run_ranks(fsdp_worker.train, tmp_path)
     run_ranks(fsdp_worker.go_on_alone, tmp_path, expected, world_size=1)
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "exported", model=str(tmp_path / "policy"))
+    exported, trained = load_file(tmp_path / "exported" / "model.safetensors"), first[0]
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
 
 
 def test_blocks_are_those_of_transformers_or_the_members_of_the_outermost_lists() -> None:
