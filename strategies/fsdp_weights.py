@@ -45,4 +45,4 @@ class FSDPWeightSource:
 def shard_of(parameter: nn.Parameter) -> Tensor:
     """What this rank has of a parameter between passes, without gradient; writing to it changes the parameter."""
     assert isinstance(parameter, DTensor), f"{type(parameter).__name__}: the parameter is not in shards"
-    return parameter.detach().to_local()
+    return parameter.to_local().detach()

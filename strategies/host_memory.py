@@ -21,7 +21,7 @@ class HostMemory:
         Until it is given back, nobody may read or write them.
         """
         for tensor in tensors:
-            local = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             storage = local.untyped_storage()
             # What several tensors share is empty after the first.
             if storage.nbytes():
