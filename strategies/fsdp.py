@@ -303,10 +303,9 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     """
     named = set(getattr(model, "_no_split_modules", None) or ())
     if named:
-        found = [module for module in model.modules() if type(module).__name__ in named]
-        return found[::-1]
-    outermost: list[str] = []
+        return [module for module in model.modules() if type(module).__name__ in named][::-1]
+    lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in outermost):
-            outermost.append(name)
-    return [block for name in outermost for block in model.get_submodule(name)]  # type: ignore[union-attr]
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists[name] = module
+    return [block for members in lists.values() for block in members]

@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -21,7 +20,7 @@ from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_
 from rl_plugins.tests.models.zero_log_probs_worker import LENGTHS, plain_gradients
 
 
-def check(rank: int, mesh: DeviceMesh, model: nn.Module, *, head_is_last: bool = True, **options: Any) -> None:
+def check(rank: int, mesh: DeviceMesh, model: Any, *, head_is_last: bool = True, **options: Any) -> None:
     entropy_weight = 0.3 if options.get("entropy_gradient") else 0.0
     expected = plain_gradients(model, entropy_weight)
     batch = batch_of(random_samples(*LENGTHS[rank], seed=rank))
