@@ -54,7 +54,7 @@ class Recorded(PolicyOptimization):
 
     def end_step(self, metrics: Any) -> None:
         super().end_step(metrics)
-        strategy = self.trainer.strategy
+        strategy: Any = self.trainer.strategy
         norms = strategy.gradient_norm("policy"), strategy.gradient_norm("critic")
         self.history.append((weights_of(strategy, "policy"), weights_of(strategy, "critic"), norms))
         if self.leave is not None and len(self.history) == 1:
@@ -162,7 +162,7 @@ class Inspected(Recorded):
 
 
 def assert_same_course(history: list[Any], expected: list[Any], *, exactly: bool = False) -> None:
-    tolerance = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-4, "atol": 1e-6}
+    rtol, atol = (0.0, 0.0) if exactly else (1e-4, 1e-6)
     assert len(history) == len(expected)
     for (policy, critic, norms), (expected_policy, expected_critic, expected_norms) in zip(
         history, expected, strict=True
@@ -171,9 +171,7 @@ def assert_same_course(history: list[Any], expected: list[Any], *, exactly: bool
         for got, wanted in ((policy, expected_policy), (critic, expected_critic)):
             assert got.keys() == wanted.keys()
             for name, weight in wanted.items():
-                torch.testing.assert_close(
-                    got[name], weight, msg=lambda text, name=name: f"{name}: {text}", **tolerance
-                )
+                torch.testing.assert_close(got[name], weight, rtol=rtol, atol=atol)
 
 
 def strategy(**options: Any) -> FSDPStrategy:
@@ -186,7 +184,8 @@ def train(rank: int, folder: Path) -> tuple[list[Any], list[Any]]:
     single = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
     expected = trained(single, folder, batches(0, 1)).history
     assert max(max(norms) for _, _, norms in expected) > 0.05
-    own, ranks = batches(rank, 2), {"num_nodes": 2, "devices": 1}
+    own = batches(rank, 2)
+    ranks: dict[str, Any] = {"num_nodes": 2, "devices": 1}
     run = trained(strategy(), folder, own, Inspected, place=folder, leave=folder / "checkpoint" / "state", **ranks)
     assert run.trainer.strategy.rollout.calls.count("update_weights 1") == 1
     assert_same_course(run.history, expected)
@@ -209,7 +208,7 @@ def several_chunks_at_the_head() -> None:
     log_probs.CHUNK_ELEMENTS = 3 * len(canned.tokenizer)
 
 
-def check_low_precision(folder: Path, own: list[Any], ranks: dict[str, int]) -> None:
+def check_low_precision(folder: Path, own: list[Any], ranks: dict[str, Any]) -> None:
     """Small steps arrive in the float32 shards of mixed precision; the engine is sent bfloat16."""
     mixed = trained(strategy(), folder, own, precision="bf16-mixed", lr=1e-6, leave=folder / "mixed", **ranks)
     assert {p.dtype for p in [*mixed.policy.parameters(), *mixed.critic.parameters()]} == {torch.float32}
