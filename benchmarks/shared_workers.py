@@ -1,4 +1,4 @@
-"""Several runs one after the other on one Ray cluster, one group of ZeRO workers and the vLLM engines of the first.
+"""Several runs one after the other on one Ray cluster, one group of workers and the vLLM engines of the first.
 
 What a recipe does, without its start: for comparisons of many short runs. The runs do not restart after a failure.
 """
@@ -54,8 +54,8 @@ def _train_all(arguments: dict[str, Any]) -> None:
     from ray.train.lightning import RayLightningEnvironment
 
     from rl_plugins.launch.build import fit
+    from rl_plugins.launch.ray_train import ray_strategy
     from rl_plugins.rewards.pool import RewardPool
-    from rl_plugins.strategies.ray_zero import RayZeroStrategy
 
     torch.set_num_threads(1)
     for values in arguments["configs"]:
@@ -64,7 +64,7 @@ def _train_all(arguments: dict[str, Any]) -> None:
         folder.path.mkdir(parents=True, exist_ok=True)
         samples = generates(config)
         rollout = arguments["rollout"] if samples else None
-        strategy = RayZeroStrategy(stage=config.strategy.zero_stage, rollout=rollout, timeout_s=300)
+        strategy = ray_strategy(config, rollout)
         functions, deadline_s = config.reward.functions, config.reward.deadline_s
         pool = RewardPool(functions, num_workers=1, deadline_s=deadline_s) if samples else nullcontext()
         with pool as scorer:

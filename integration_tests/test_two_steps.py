@@ -1,4 +1,4 @@
-"""Every recipe takes two steps over ZeRO workers and vLLM: the weights move, and the numbers are finite."""
+"""Every recipe takes two steps over ZeRO or FSDP2 workers and vLLM: the weights move, the numbers are finite."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import save_tiny_policy
 
 ALGORITHMS = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.yaml"))
-NAMES = [*two_steps.STAGES, *(name for name in ALGORITHMS if name not in two_steps.STAGES)]
+NAMES = [
+    *two_steps.STAGES, *(name for name in ALGORITHMS if name not in two_steps.STAGES), *two_steps.OVER_FSDP
+]  # fmt: skip
 # What only some of them measure.
 ALSO = {
     "grpo": {"time/check_weights", "memory/engine_awake", "memory/engine_asleep"},
@@ -58,10 +60,10 @@ def folder(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_two_steps(name: str, folder: Path, workplace: Path) -> None:
-    assert (folder / name / "done").is_file()
-    series = read_metrics(folder / name / "metrics.jsonl")
+@pytest.mark.parametrize("run", NAMES)
+def test_two_steps(run: str, folder: Path, workplace: Path) -> None:
+    assert (folder / run / "done").is_file()
+    series, name = read_metrics(folder / run / "metrics.jsonl"), run.removesuffix(two_steps.FSDP)
     samples = name.removesuffix("_lora") in ALGORITHMS or name.startswith("grpo_zero")
     sampled = {"train/reward", "train/entropy", "train/rollout_gap_max"} if samples else set()
     for metric in {"train/loss", "train/gradient_norm", "train/lr"} | sampled | ALSO.get(name, set()):
@@ -70,7 +72,7 @@ def test_two_steps(name: str, folder: Path, workplace: Path) -> None:
         assert all(map(math.isfinite, series[metric].values())) or metric.endswith("explained_variance"), metric
     if sampled:
         assert max(series["train/rollout_gap_max"].values()) < 1e-3
-    exported = folder / name / ("reward_model" if name.startswith("reward_modeling") else "policy")
+    exported = folder / run / ("reward_model" if name.startswith("reward_modeling") else "policy")
     if (exported / "adapter_model.safetensors").is_file():
         weights = load_file(exported / "adapter_model.safetensors")
         assert all(weight.any() for key, weight in weights.items() if "lora_B" in key or "score" in key)

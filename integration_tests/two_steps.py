@@ -1,4 +1,4 @@
-"""Two steps of every recipe, on one Ray cluster, one pair of ZeRO workers and a vLLM engine for each of them.
+"""Two steps of every recipe, on one Ray cluster, one pair of workers and a vLLM engine for each of them.
 
 Run as a script by `test_two_steps.py`: `two_steps.py WORKPLACE FOLDER NAME...`. The runs follow each other in the same
 workers, so that all of them take little longer than one.
@@ -40,15 +40,22 @@ STAGES: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def recipe(name: str, workplace: Path, folder: Path) -> RecipeConfig:
+# Recipes that are run over FSDP2, too; all others are run over ZeRO-3 alone.
+FSDP = "_fsdp"
+OVER_FSDP = [name + FSDP for name in ("grpo", "ppo", "reward_modeling")]
+
+
+def recipe(run: str, workplace: Path, folder: Path) -> RecipeConfig:
     """The configuration of two steps of an algorithm or of another stage."""
+    name = run.removesuffix(FSDP)
     config, extras = STAGES.get(name, ("grpo", [f"algorithm={name}", *EXTRAS.get(name, [])]))
     overrides = [
-        f"run.name={name}", f"run.output_dir={folder}", "run.steps=2", "run.eval_every=0", "run.eval_before=false",
+        f"run.name={run}", f"run.output_dir={folder}", "run.steps=2", "run.eval_every=0", "run.eval_before=false",
         "run.export=true", "tracking.enabled=false", f"model.path={workplace}/tiny",
         f"data.train_files=[{workplace}/data/train.parquet]", "data.max_prompt_tokens=28", "sampling.max_tokens=8",
         "batch.prompts_per_step=8", "batch.samples_per_prompt=4", "batch.updates_per_step=2", "optimizer.lr=1e-3",
-        "placement.device=cpu", "rollout.engines=per_worker", "rollout.check_updates=1",
+        "placement.device=cpu", f"strategy.name={'fsdp' if run.endswith(FSDP) else 'zero'}",
+        "rollout.engines=per_worker", "rollout.check_updates=1",
         # Rewards that differ from sample to sample, so that there are groups and pairs to learn from.
         *(() if config == "reward_modeling" else (REWARD,)),
         *(extra.replace("WORKPLACE", str(workplace)) for extra in extras),

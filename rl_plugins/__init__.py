@@ -11,10 +11,12 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Algorithm": "algorithms.algorithm",
+    "FSDPStrategy": "strategies.fsdp",
     "InlineScorer": "rewards.inline",
     "OptimizerConfig": "stages.optimizer",
     "PolicyOptimization": "stages.policy_optimization",
     "PromptDataModule": "data.prompts",
+    "RayFSDPStrategy": "strategies.ray_fsdp",
     "RayZeroStrategy": "strategies.ray_zero",
     "RewardPool": "rewards.pool",
     "SFT": "stages.sft",

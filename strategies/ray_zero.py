@@ -8,10 +8,11 @@ from typing import Any
 from ray.train.lightning import RayDeepSpeedStrategy
 from typing_extensions import override
 
+from rl_plugins.strategies.ray_rollout import RayRolloutMixin
 from rl_plugins.strategies.zero import ZeroStrategy
 
 
-class RayZeroStrategy(ZeroStrategy, RayDeepSpeedStrategy):
+class RayZeroStrategy(RayRolloutMixin, ZeroStrategy, RayDeepSpeedStrategy):
     """ZeRO with named engines and a rollout engine, under Ray Train's `TorchTrainer`. Arguments: see `ZeroStrategy`."""
 
     @classmethod
@@ -28,10 +29,3 @@ class RayZeroStrategy(ZeroStrategy, RayDeepSpeedStrategy):
             # DeepSpeed decides once, when it is first used, and would take any device of the machine.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         super().setup_environment()
-
-    @override
-    def connect_rollout(self, rank: int, world_size: int) -> None:
-        if not self._rollout_connected:
-            # A train function runs on every rank and may have made an engine there: all share that of rank 0.
-            self._rollout = self.broadcast(self._rollout)
-        super().connect_rollout(rank, world_size)

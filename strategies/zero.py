@@ -30,18 +30,18 @@ from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.strategies.contract import POLICY, HasEngines, RolloutMixin, exchange_objects, small_all_reduce
+from rl_plugins.strategies.contract import POLICY, HasEngines
 from rl_plugins.strategies.offload import Offload
 from rl_plugins.strategies.phases import PhaseLog
+from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard
 from rl_plugins.strategies.zero_shards import ZeroShards
 from rl_plugins.strategies.zero_weights import ZeroWeightSource
 
-LIGHTNING_FILE = "lightning.ckpt"
 _TAG = "zero"
 _WEIGHTS_FILE = "weights.pt"
 
 
-class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
+class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
     """ZeRO stages 1 to 3 with named engines and a rollout engine.
 
     Args:
@@ -251,18 +251,6 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
         finally:
             self.model = previous
 
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Element-wise sum over all ranks."""
-        return small_all_reduce(values, self.root_device, torch.distributed.ReduceOp.SUM)
-
-    def max_over_ranks(self, values: Tensor) -> Tensor:
-        """Element-wise maximum over all ranks."""
-        return small_all_reduce(values, self.root_device, torch.distributed.ReduceOp.MAX)
-
-    def exchange(self, parcels: list[Any]) -> list[Any]:
-        """Give `parcels[i]` to rank i; returns what every rank gave to this one."""
-        return exchange_objects(parcels, self.global_rank)
-
     # Weights and memory -----------------------------------------------------------------------------------------
 
     @override
@@ -287,12 +275,7 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
             if self.zero_stage_3:
                 # Small parameters stay gathered: given up, they are gathered anew from the blended shards.
                 own.partition()  # type: ignore[attr-defined]
-            weights, new = _shard(own), _shard(other)
-            if keep == 0 or weights.dtype == torch.float32:
-                weights.lerp_(new.to(weights), 1 - keep)
-            else:
-                master = masters.setdefault(name, weights.float())
-                weights.copy_(master.lerp_(new.float(), 1 - keep))
+            blend_shard(_shard(own), _shard(other), keep, masters, name)
         self._moved.add(target)
 
     def _module_of(self, name: str) -> nn.Module:
@@ -427,13 +410,6 @@ class ZeroStrategy(RolloutMixin, DeepSpeedStrategy):
     def _trained_engines(self) -> dict[str, Any]:
         trained = {id(engine) for engine in self._engine_of_optimizer.values()}
         return {name: engine for name, engine in self._engines.items() if id(engine) in trained}
-
-    @override
-    def teardown(self) -> None:
-        if self._rollout is not None and self._rollout_connected:
-            self._rollout.close()
-            self._rollout_connected = False
-        super().teardown()
 
 
 def _shard(parameter: nn.Parameter) -> Tensor:

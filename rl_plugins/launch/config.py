@@ -311,13 +311,18 @@ class StrategyOptions:
     """Sharded training.
 
     Attributes:
-        zero_stage: 1, 2 or 3.
+        name: `zero` (DeepSpeed) or `fsdp` (PyTorch's FSDP2).
+        zero_stage: of `zero`: 1, 2 or 3.
+        accumulate_shards: of `fsdp`: average gradients with every micro-batch and keep shards of them, in place of
+            once in an optimizer step: less memory, more traffic.
         offload: where the engines keep their states.
         collective_timeout_s: deadline of every collective.
     """
 
+    name: str = "zero"
     zero_stage: int = 3
     offload: OffloadOptions = field(default_factory=OffloadOptions)
+    accumulate_shards: bool = False
     collective_timeout_s: float = 1800.0
 
 

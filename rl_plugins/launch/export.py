@@ -2,8 +2,9 @@
 
 Of most runs that is the policy, of one that trains a reward model the reward model.
 
-It needs neither a cluster nor as many processes as trained: the shards of every ZeRO stage and world size are put
-together in this process. A run writes its last policy by itself (`policy/`); this is for the checkpoints before it.
+It needs neither a cluster nor as many processes as trained: the shards of FSDP2 or of any ZeRO stage, and of any world
+size, are put together in this process. A run writes its last policy by itself (`policy/`); this is for the checkpoints
+before it.
 """
 
 from __future__ import annotations
@@ -146,6 +147,10 @@ def _dtype(precision: str) -> torch.dtype:
 
 
 def _sharded(state: Path, trained: str) -> dict[str, Tensor]:
+    from rl_plugins.strategies.fsdp_checkpoint import is_engine_folder, read_weights
+
+    if is_engine_folder(state / trained):
+        return read_weights(state / trained)
     # Imports DeepSpeed, which would look for a device.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

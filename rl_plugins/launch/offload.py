@@ -31,6 +31,8 @@ def check_offload(config: RecipeConfig) -> None:
             raise ConfigError(f"{option}: use one of {', '.join(words)}")
         if place not in ("cpu", "nvme"):
             continue
+        if config.strategy.name == "fsdp":
+            raise ConfigError(f"{option} is DeepSpeed's: use strategy.name=zero, or stay or while_sampling")
         if config.launcher == "local":
             raise ConfigError(f"{option}: launcher=local keeps all on one device; use launcher=ray, or leave it out")
         if config.strategy.zero_stage != 3 and (frozen or place == "nvme"):

@@ -15,6 +15,8 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     warnings.filterwarnings("ignore", module=r"lightning\..*")
+    # Logits that are a view would matter if someone changed them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

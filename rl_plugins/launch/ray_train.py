@@ -98,10 +98,8 @@ def train_worker(arguments: dict[str, Any]) -> None:
 
     from rl_plugins.launch.build import dtype_of, fit
     from rl_plugins.launch.config import parse_config
-    from rl_plugins.launch.offload import places
     from rl_plugins.rewards.pool import RewardPool
     from rl_plugins.rollout.transformers_engine import TransformersRollout
-    from rl_plugins.strategies.ray_zero import RayZeroStrategy
 
     config, device = parse_config(arguments["config"]), arguments["device"]
     if device == "cpu":
@@ -118,13 +116,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
         rollout = rollout or TransformersRollout(
             config.model.path, dtype=dtype_of(config), device=device, check_updates=config.rollout.check_updates
         )
-    strategy = RayZeroStrategy(
-        stage=config.strategy.zero_stage,
-        rollout=rollout,
-        offload=places(config),
-        offload_folder=config.strategy.offload.folder,
-        timeout_s=config.strategy.collective_timeout_s,
-    )
+    strategy = ray_strategy(config, rollout)
     # A restarted worker group goes on from the last checkpoint that was reported, not from where the run began.
     reported = ray.train.get_checkpoint()
     checkpoint = reported.path if reported is not None else arguments["checkpoint"]
@@ -134,6 +126,25 @@ def train_worker(arguments: dict[str, Any]) -> None:
         in_ray=True, redraw_s=arguments["redraw_s"], accelerator=device, devices="auto",
         plugins=[RayLightningEnvironment()],
     )  # fmt: skip
+
+
+def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
+    """The strategy that the configuration describes; in a training worker."""
+    from rl_plugins.launch.offload import places
+
+    options = config.strategy
+    common: dict[str, Any] = {
+        "rollout": rollout,
+        "offload": places(config),
+        "timeout_s": options.collective_timeout_s,
+    }
+    if options.name == "fsdp":
+        from rl_plugins.strategies.ray_fsdp import RayFSDPStrategy
+
+        return RayFSDPStrategy(accumulate_shards=options.accumulate_shards, **common)
+    from rl_plugins.strategies.ray_zero import RayZeroStrategy
+
+    return RayZeroStrategy(stage=options.zero_stage, offload_folder=options.offload.folder, **common)
 
 
 def resolve_device(config: RecipeConfig) -> str:

@@ -29,6 +29,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "rollout.sleep": ("kv_cache", "all", "none"),
     "rollout.transport": ("auto", "shared_memory", "ipc", "nccl"),
     "placement.device": ("auto", "cpu", "cuda"),
+    "strategy.name": ("zero", "fsdp"),
     "strategy.zero_stage": (1, 2, 3),
     "model.precision": ("32-true", "bf16-true", "bf16-mixed"),
     "data.overlong_prompts": ("filter", "error"),
@@ -112,10 +113,19 @@ def check_values(config: RecipeConfig) -> None:
         )
     if config.launcher == "local" and config.rollout.engine == "vllm":
         raise ConfigError("launcher=local runs in one process, without Ray and vLLM: add rollout.engine=transformers")
+    if config.strategy.name == "fsdp" and config.strategy.zero_stage != 3:
+        raise ConfigError(
+            f"strategy.zero_stage={config.strategy.zero_stage}: FSDP2 always shards parameters, as stage 3 does: leave "
+            "it out, or use strategy.name=zero"
+        )
     _check_lora(config)
 
 
 def _check_lora(config: RecipeConfig) -> None:
+    ranks = {"model.lora.rank": config.model.lora.rank, "critic.lora.rank": config.critic.lora.rank}
+    for option, rank in ranks.items():
+        if rank and config.strategy.name == "fsdp":
+            raise ConfigError(f"{option}={rank}: adapters are trained under ZeRO: use strategy.name=zero")
     if config.model.lora.rank == 0:
         if config.run.export_lora == "adapter":
             raise ConfigError("run.export_lora=adapter, and there is no adapter: give model.lora.rank a value")

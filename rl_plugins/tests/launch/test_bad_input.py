@@ -53,6 +53,8 @@ CASES = [
     # Words and numbers
     ("unknown launcher", ["launcher=slurm"], ["launcher=slurm", "ray, local"]),
     ("vLLM in one process", ["launcher=local"], ["launcher=local", "rollout.engine=transformers"]),
+    ("unknown strategy", ["strategy.name=ddp"], ["strategy.name=ddp", "zero, fsdp"]),
+    ("a stage of ZeRO under FSDP2", ["strategy.name=fsdp", "strategy.zero_stage=2"], ["zero_stage=2", "name=zero"]),
     ("unknown transport", ["rollout.transport=tcp"], ["rollout.transport=tcp", "shared_memory"]),
     ("unknown sleep", ["rollout.sleep=deep"], ["rollout.sleep=deep", "kv_cache, all, none"]),
     (

@@ -1,0 +1,326 @@
+"""FSDP2 for Lightning with several named engines, on CUDA and on CPU, sharing devices with a rollout engine.
+
+Lightning's `ModelParallelStrategy` leaves the sharding to `configure_model`. Here every model that a stage names in
+`engine_modules()` is sharded between `configure_model` and `configure_optimizers`, so that a stage knows nothing of it
+and its optimizers hold shards: each block of a transformer for itself, and what is left with the root. An engine is the
+model itself; `fully_shard` gathers what a forward or backward pass needs in the hooks of its modules.
+
+PyTorch's FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.lora import has_adapter
+from rl_plugins.rollout.engine import RolloutEngine
+from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.strategies.contract import POLICY, HasEngines
+from rl_plugins.strategies.fsdp_checkpoint import load_engine, save_engine
+from rl_plugins.strategies.fsdp_weights import FSDPWeightSource, shard_of
+from rl_plugins.strategies.host_memory import HostMemory
+from rl_plugins.strategies.offload import STAY, WHILE_SAMPLING, Offload
+from rl_plugins.strategies.phases import PhaseLog
+from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard
+
+_POLICIES = {
+    "32-true": MixedPrecisionPolicy(),
+    # Gradients are added up in float32 on their way to the shards.
+    "bf16-true": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    "bf16-mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+
+
+class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
+    """FSDP2 with named engines and a rollout engine.
+
+    The trainer's `precision`: under `bf16-true` parameters and optimizer states are bfloat16, so that small steps are
+    lost in rounding; under `bf16-mixed` the shards of trained engines are float32 and are gathered in bfloat16.
+
+    Args:
+        rollout: the engine to sample with; None for stages that do not sample.
+        offload: engine to `while_sampling` (the default of trained ones) or `stay`: whether, on CUDA, it and its
+            optimizer states are in host memory while the rollout engine works.
+        accumulate_shards: average gradients over the ranks with every micro-batch and keep shards of them, in place of
+            once in an optimizer step, until when each rank keeps whole gradients of its own.
+        timeout_s: deadline of every collective.
+    """
+
+    def __init__(
+        self,
+        *,
+        rollout: RolloutEngine | None = None,
+        offload: Mapping[str, str] | None = None,
+        accumulate_shards: bool = False,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        super().__init__(timeout=timedelta(seconds=timeout_s))
+        for engine, place in (offload or {}).items():
+            if place not in (STAY, WHILE_SAMPLING):
+                raise ConfigError(f"offload of {engine}: {place!r} is none of stay and while_sampling")
+        self._rollout = rollout
+        self._offload = Offload(offload or {})
+        self._accumulate_shards = accumulate_shards
+        self._engines: dict[str, nn.Module] = {}
+        self._optimizers_of: dict[str, Optimizer] = {}
+        self._gradient_norms: dict[str, float] = {}
+        self._on_host = HostMemory()
+        # Frozen engines whose weights are no longer those of their files, and their averages in float32.
+        self._moved: set[str] = set()
+        self._masters: dict[str, dict[str, Tensor]] = {}
+        self.phases = PhaseLog()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("rl_fsdp", cls, description="FSDP2 with named engines")
+
+    # Set-up -----------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        self.set_world_ranks()
+        self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
+        super().setup_environment()
+        self.phases.device = self.root_device
+        if isinstance(self.lightning_module, HasEngines):
+            self.precision_plugin = _NamedPrecision(str(self.precision_plugin.precision))
+
+    @contextmanager
+    def sharded_init(self) -> Iterator[None]:
+        """Models loaded inside are whole, in host memory, on every rank, until `setup` shards them."""
+        yield
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        module = self.lightning_module
+        if isinstance(module, HasEngines):
+            self._engines = dict(module.engine_modules())
+            for name, model in self._engines.items():
+                if has_adapter(model):
+                    raise ConfigError(f"the {name} has an adapter: adapters are trained under ZeRO or on one device")
+                shard(model, self.device_mesh["data_parallel"], _POLICIES[str(self.precision_plugin.precision)])
+        super().setup(trainer)
+        self._optimizers_of = optimizers_of_engines(self._engines, self.optimizers)
+        for name, model in self._engines.items():
+            # When validating, nothing is frozen: a later fit may train it.
+            if trainer.state.fn == TrainerFn.FITTING and name not in self._optimizers_of:
+                model.eval().requires_grad_(False)
+            elif self._is_mixed:
+                # Only now is it known which engines are trained. The optimizers hold the same parameters.
+                model.float()
+        self.connect_rollout(self.global_rank, self.world_size)
+
+    @property
+    def _is_mixed(self) -> bool:
+        return self.precision_plugin.precision == "bf16-mixed"
+
+    # Running ----------------------------------------------------------------------------------------------------
+
+    def engine(self, name: str) -> nn.Module:
+        """The model itself, in shards between its passes."""
+        return self._engines[name]
+
+    def accumulate_gradients(self, name: str, *, last: bool) -> None:
+        """Say whether the coming backward pass is the last before a step, with which gradients are averaged."""
+        model = self._engines[name]
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(last or self._accumulate_shards)
+        model.set_is_last_backward(last)
+
+    def optimizer_index(self, name: str) -> int:
+        """Where the optimizer of engine `name` stands in `optimizers`."""
+        return next(i for i, optimizer in enumerate(self.optimizers) if optimizer is self._optimizers_of[name])
+
+    def gradient_norm(self, name: str) -> float | None:
+        """Global norm of the last step's gradient, before clipping."""
+        return self._gradient_norms.get(name)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Any, *args: Any, engine: str | None = None, **kwargs: Any
+    ) -> Tensor:
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        in_steps = isinstance(module, HasEngines) and not module.automatic_optimization
+        if in_steps:
+            # As DeepSpeed does: clipping belongs to the step, and gradients are gone after it.
+            self._clip(next(name for name, own in self._optimizers_of.items() if own is optimizer))
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if in_steps:
+            optimizer.zero_grad()
+        self.weights_changed()
+        return result
+
+    def _clip(self, name: str) -> None:
+        module = self.lightning_module
+        assert isinstance(module, HasEngines)
+        limit = module.gradient_clip(name) or float("inf")
+        norm: Any = nn.utils.clip_grad_norm_(self._engines[name].parameters(), limit)
+        self._gradient_norms[name] = float(norm.full_tensor())
+
+    # Weights and memory -----------------------------------------------------------------------------------------
+
+    @override
+    def weight_source(self, name: str = POLICY) -> WeightSource:
+        # What the policy computes in, whatever its shards are held in.
+        return FSDPWeightSource(self._engines[name], torch.bfloat16 if self._is_mixed else None)
+
+    def blend_weights(self, source: str, target: str, keep: float) -> None:
+        """The weights of a frozen engine follow those of another, `keep * target + (1 - keep) * source`.
+
+        Each rank blends its own shards. In low precision the average is held in float32 beside the weights, or small
+        steps would be lost in rounding.
+        """
+        masters = self._masters.setdefault(target, {})
+        others = self._engines[source].parameters()
+        for (name, own), other in zip(self._engines[target].named_parameters(), others, strict=True):
+            blend_shard(shard_of(own), shard_of(other), keep, masters, name)
+        self._moved.add(target)
+
+    def _moving(self) -> list[str]:
+        # On CPU device and host memory are the same: there is nothing to give up.
+        if self.root_device.type != "cuda":
+            return []
+        return [name for name in self._optimizers_of if self._offload.moves(name)]
+
+    @override
+    def offload_optimizer(self) -> None:
+        states = [state for name in self._moving() for state in self._optimizers_of[name].state.values()]
+        self._on_host.take(value for state in states for value in state.values() if isinstance(value, Tensor))
+
+    @override
+    def offload_parameters(self) -> None:
+        self._on_host.take(parameter for name in self._moving() for parameter in self._engines[name].parameters())
+
+    @override
+    def reload(self) -> None:
+        self._on_host.give_back()
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # The engines save their own shards.
+        return {} if self._engines else super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {} if self._engines else super().optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a folder: `lightning.ckpt` (loops, callbacks, stage state), and one of shards of each trained engine.
+
+        Any number of ranks can read it.
+        """
+        if not self._engines:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        folder = Path(self.broadcast(os.fspath(filepath)))
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in self._saved_engines():
+            save_engine(folder / name, self._engines[name], self._optimizers_of.get(name))
+        if self.is_global_zero:
+            torch.save(checkpoint, folder / LIGHTNING_FILE)
+        self.barrier("checkpoint written")
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read what `save_checkpoint` has written with any number of ranks.
+
+        Raises:
+            ConfigError: it is not such a folder, or a part of it is missing or of another model.
+        """
+        if not self._engines:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        folder = Path(self.broadcast(os.fspath(checkpoint_path)))
+        if not (folder / LIGHTNING_FILE).is_file():
+            raise ConfigError(f"{folder} is not a checkpoint of this project: it has no {LIGHTNING_FILE}")
+        self._moved |= {name for name in self._engines if (folder / name).is_dir() and name not in self._optimizers_of}
+        for name in self._saved_engines():
+            load_engine(folder / name, self._engines[name], self._optimizers_of.get(name))
+        self.restored = {name: self._restored_of(name) for name in self._engines}
+        self.weights_changed()
+        # The file holds loop and callback states (plain Python objects); it was written by this program.
+        checkpoint: dict[str, Any] = torch.load(folder / LIGHTNING_FILE, map_location="cpu", weights_only=False)
+        return checkpoint
+
+    def _restored_of(self, name: str) -> str:
+        optimizer = self._optimizers_of.get(name)
+        if optimizer is None:
+            return "weights" if name in self._moved else "from its own file"
+        scheduled = any(config.scheduler.optimizer is optimizer for config in self.lr_scheduler_configs)
+        return "weights, optimizer" + ", schedule" * scheduled
+
+    def _saved_engines(self) -> list[str]:
+        return [name for name in self._engines if name in self._optimizers_of or name in self._moved]
+
+
+class _NamedPrecision(Precision):
+    """Leaves dtypes and contexts alone: Lightning's plugins would cast rotary frequencies too, or open an autocast."""
+
+    def __init__(self, precision: str) -> None:
+        if precision not in _POLICIES:
+            raise ConfigError(f"precision={precision}: FSDPStrategy knows {', '.join(_POLICIES)}")
+        self.precision = precision  # type: ignore[assignment]
+
+
+def optimizers_of_engines(engines: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:
+    """The optimizer of each engine that one of them holds.
+
+    Raises:
+        ConfigError: an engine with two.
+    """
+    trained = {}
+    for name, model in engines.items():
+        own = {id(p) for p in model.parameters()}
+        held = [o for o in optimizers if any(id(p) in own for group in o.param_groups for p in group["params"])]
+        if len(held) > 1:
+            raise ConfigError(f"engine {name!r} has {len(held)} optimizers: configure_optimizers may give it one")
+        if held:
+            trained[name] = held[0]
+    return trained
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Shard every block of a model and what is left of it over the ranks of `mesh`; once."""
+    if isinstance(model, FSDPModule):
+        return
+    for module in [*blocks(model), model]:
+        # The root, too, gives up its whole tensors after a pass: what is between passes are shards, always.
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model that are gathered one at a time, inner ones first.
+
+    They are what transformers never splits over devices; of other models, the members of the outermost `ModuleList`s.
+    """
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    if named:
+        return [module for module in model.modules() if type(module).__name__ in named][::-1]
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists[name] = module
+    return [block for members in lists.values() for block in members]

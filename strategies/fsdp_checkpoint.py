@@ -1,0 +1,127 @@
+"""The folder of one FSDP2 engine in a checkpoint: PyTorch's distributed checkpoint, which any number of ranks can read.
+
+Each rank writes its shards once; ranks that read take the parts of the files that make up their own shards.
+Optimizer states are saved by the name of the parameter, and only those that a step has made.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from rl_plugins.errors import ConfigError
+
+_METADATA_FILE = ".metadata"
+
+
+def save_engine(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Write an engine's weights, and its optimizer if it has one. Collective."""
+    state: dict[str, Any] = {"weights": _weights(model)}
+    if optimizer is not None:
+        names = _names(model, optimizer)
+        kept = optimizer.state_dict()
+        state["states"] = {names[index]: dict(values) for index, values in kept["state"].items()}
+        state["groups"] = {str(index): group for index, group in enumerate(kept["param_groups"])}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def load_engine(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Read what `save_engine` has written, from any number of ranks. Collective.
+
+    Raises:
+        ConfigError: a part is missing, or the weights are of another model.
+    """
+    saved = _read_metadata(folder).state_dict_metadata
+    weights = _weights(model)
+    for name, tensor in weights.items():
+        stored = saved.get(f"weights.{name}")
+        if not isinstance(stored, TensorStorageMetadata) or stored.size != tensor.shape:
+            raise ConfigError(f"{folder} is not of this model: {name} is missing or has another shape")
+    state: dict[str, Any] = {"weights": weights}
+    if optimizer is not None:
+        names = _names(model, optimizer)
+        state["states"] = _empty_states(saved, dict(model.named_parameters()))
+        state["groups"] = {str(index): {} for index in range(len(optimizer.param_groups))}
+        for key in saved:
+            if key.startswith("groups."):
+                _, index, option = key.split(".", maxsplit=2)
+                state["groups"].setdefault(index, {})[option] = None
+    dcp.load(state, checkpoint_id=folder)
+    if optimizer is not None:
+        indices = {name: index for index, name in enumerate(names)}
+        optimizer.load_state_dict(
+            {
+                "state": {indices[name]: values for name, values in state["states"].items()},
+                "param_groups": [state["groups"][str(index)] for index in range(len(optimizer.param_groups))],
+            }
+        )
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The whole weights of an engine, in this process alone.
+
+    Raises:
+        ConfigError: a part is missing.
+    """
+    saved = _read_metadata(folder).state_dict_metadata
+    weights = {
+        key.removeprefix("weights."): torch.empty(stored.size, dtype=stored.properties.dtype)
+        for key, stored in saved.items()
+        if key.startswith("weights.") and isinstance(stored, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        # That the ranks are not asked is meant.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load({"weights": weights}, checkpoint_id=folder, no_dist=True)
+    return weights
+
+
+def is_engine_folder(folder: Path) -> bool:
+    """Whether an engine was written there, to its end."""
+    return (folder / _METADATA_FILE).is_file()
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    if not is_engine_folder(folder):
+        raise ConfigError(f"{folder} holds no shards of engine {folder.name!r}, or those of another strategy")
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    for part in sorted({part.relative_path for part in metadata.storage_data.values()}):
+        if not (folder / part).is_file():
+            raise ConfigError(f"{folder} is not whole: {part} is missing")
+    return metadata
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """What is saved of a model: parameters, tied ones once, and persistent buffers."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    return parameters | {name: buffers[name] for name in model.state_dict() if name in buffers}
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The name of each parameter, in the order in which the optimizer counts them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _empty_states(saved: dict[str, Any], parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
+    """Room for the states of a checkpoint; those of a parameter's shape are sharded as it is."""
+    states: dict[str, dict[str, Any]] = {}
+    for key, stored in saved.items():
+        if not key.startswith("states."):
+            continue
+        name, _, field = key.removeprefix("states.").rpartition(".")
+        room: Any = None
+        if isinstance(stored, TensorStorageMetadata):
+            dtype = stored.properties.dtype
+            is_like = stored.size == parameters[name].shape
+            room = torch.zeros_like(parameters[name], dtype=dtype) if is_like else torch.zeros(stored.size, dtype=dtype)
+        states.setdefault(name, {})[field] = room
+    return states
