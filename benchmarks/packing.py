@@ -26,9 +26,9 @@ from rl_plugins.stages.micro_batches import Cutter, Lengths
 
 VOCABULARY = 8192
 SAMPLES = 16
-PROMPT_TOKENS = 32
-LONGEST = 480
-BUDGETS = {"one micro-batch": SAMPLES * LONGEST, "several micro-batches": 1024}
+PROMPT_TOKENS = 16
+LONGEST = 240
+BUDGETS = {"one micro-batch": SAMPLES * LONGEST, "several micro-batches": 512}
 TARGET = 1.8
 
 
