@@ -144,10 +144,7 @@ class WorkerExtension:
         Weights that no update has brought yet stay: nobody could bring them back.
         """
         caches = {cache.untyped_storage().data_ptr(): cache for cache in self.model_runner.kv_caches}
-        storages = [
-            torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())  # type: ignore[call-overload]
-            for cache in caches.values()
-        ]
+        storages = [torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()) for cache in caches.values()]
         receiver: SharedMemoryReceiver | None = getattr(self.weight_transfer_engine, "receiver", None)
         before = _private_bytes() + (receiver.held if receiver else 0)
         expected = sum(resident_bytes(storage) for storage in storages)
