@@ -72,7 +72,7 @@ def source(workplace: Path) -> ModuleWeightSource:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     return ModuleWeightSource(policy)
 
 

@@ -127,7 +127,7 @@ class CollectingStage(SamplingStage):
             self.teacher = self.load_model(str(self._teacher_path))
         if self._critic_path is not None and self.critic is None:
             critic = self._load_scalar_head(self._critic_path, new_head=True)
-            lora = self.critic_config and self.critic_config.lora
+            lora = None if self.critic_config is None else self.critic_config.lora
             self.critic = critic if lora is None else add_adapter(critic, lora)
         if self._reward_model is not None and self.reward_model is None:
             check_same_tokens(self.tokenizer, self._reward_model.path, "reward model")
