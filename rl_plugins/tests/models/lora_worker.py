@@ -54,7 +54,7 @@ def engine_of(model: peft.PeftModel) -> Any:
     )[0]
 
 
-def check_merged(engine: Any, whole: peft.PeftModel) -> None:
+def check_merged(engine: Any, whole: peft.PeftModel, atol: float = 1e-6) -> None:
     """The shards and the gathered weights are those of the same model that is not sharded."""
     rank = torch.distributed.get_rank()
     expected = dict(MergedWeightSource(ModuleWeightSource(whole), whole))
@@ -64,14 +64,14 @@ def check_merged(engine: Any, whole: peft.PeftModel) -> None:
     with torch.no_grad():
         engine(input_ids=torch.arange(6)[None])
     for name, tensor in source:
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=atol)
     mine = {name: (start, part.clone()) for name, start, part in source.shards()}
     everyones: list[Any] = [None, None]
     torch.distributed.all_gather_object(everyones, mine)
     for name, weight in expected.items():
         (first, head), (second, tail) = (theirs[name] for theirs in everyones)
         assert first == 0 and second == head.numel() and head.numel() + tail.numel() == weight.numel()
-        torch.testing.assert_close(torch.cat([head, tail]), weight.flatten(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.cat([head, tail]), weight.flatten(), rtol=1e-5, atol=atol)
 
 
 def trained_weights(engine: Any) -> dict[str, Tensor]:
@@ -132,7 +132,8 @@ def check_rank(rank: int, policy: str, folder: Path) -> None:
         assert parameter.ds_tensor.numel() == -(-parameter.ds_numel // 2), f"{name} is not sharded"
     check_merged(engine, whole)
     check_training(engine, whole, base)
-    check_merged(engine, whole)
+    # As near as the steps of both are.
+    check_merged(engine, whole, atol=1e-5)
     check_checkpoint(engine, folder)
     torch.testing.assert_close(engine_of(new)(input_ids=torch.arange(6)[None]).logits, base, rtol=1e-5, atol=1e-5)
     adapters: list[Any] = [None, None]
