@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from rl_plugins.launch.config import RecipeConfig, parse_config
 from rl_plugins.launch.preflight import preflight
 from rl_plugins.launch.values import generates
@@ -33,6 +35,10 @@ def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
 
     for config in configs:
         preflight(config)
+    for config in configs:
+        folder = RunFolder(Path(config.run.output_dir) / config.run.name)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
     environment = {**worker_environment("cpu"), "DS_ACCELERATOR": "cpu"}
     os.environ.update(environment)
     start_ray(configs[0], environment)
@@ -61,7 +67,6 @@ def _train_all(arguments: dict[str, Any]) -> None:
     for values in arguments["configs"]:
         config = parse_config(values)
         folder = RunFolder(Path(config.run.output_dir) / config.run.name)
-        folder.path.mkdir(parents=True, exist_ok=True)
         samples = generates(config)
         rollout = arguments["rollout"] if samples else None
         strategy = ray_strategy(config, rollout)
