@@ -23,6 +23,9 @@ from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import save_tiny_policy
 
+# The first test waits for all runs.
+pytestmark = pytest.mark.timeout(1500)
+
 ALGORITHMS = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.yaml"))
 NAMES = [
     *two_steps.STAGES, *(name for name in ALGORITHMS if name not in two_steps.STAGES), *two_steps.OVER_FSDP
@@ -55,7 +58,7 @@ def folder(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     log = folder / "log.txt"
     with log.open("w") as output:
         command = [sys.executable, two_steps.__file__, str(workplace), str(folder), *NAMES]
-        result = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=580, env=os.environ)
+        result = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=1400, env=os.environ)
     assert result.returncode == 0, log.read_text()[-6000:]
     return folder
 
