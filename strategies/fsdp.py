@@ -11,7 +11,7 @@ PyTorch's FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_sha
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +37,7 @@ from rl_plugins.strategies.fsdp_weights import FSDPWeightSource, shard_of
 from rl_plugins.strategies.host_memory import HostMemory
 from rl_plugins.strategies.offload import STAY, WHILE_SAMPLING, Offload
 from rl_plugins.strategies.phases import PhaseLog
-from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard
+from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard, optimizers_of_engines
 
 _POLICIES = {
     "32-true": MixedPrecisionPolicy(),
@@ -219,15 +219,6 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        # The engines save their own shards.
-        return {} if self._engines else super().lightning_module_state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return {} if self._engines else super().optimizer_state(optimizer)
-
-    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a folder: `lightning.ckpt` (loops, callbacks, stage state), and one of shards of each trained engine.
 
@@ -283,23 +274,6 @@ class _NamedPrecision(Precision):
         if precision not in _POLICIES:
             raise ConfigError(f"precision={precision}: FSDPStrategy knows {', '.join(_POLICIES)}")
         self.precision = precision  # type: ignore[assignment]
-
-
-def optimizers_of_engines(engines: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:
-    """The optimizer of each engine that one of them holds.
-
-    Raises:
-        ConfigError: an engine with two.
-    """
-    trained = {}
-    for name, model in engines.items():
-        own = {id(p) for p in model.parameters()}
-        held = [o for o in optimizers if any(id(p) in own for group in o.param_groups for p in group["params"])]
-        if len(held) > 1:
-            raise ConfigError(f"engine {name!r} has {len(held)} optimizers: configure_optimizers may give it one")
-        if held:
-            trained[name] = held[0]
-    return trained
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

@@ -33,7 +33,7 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.contract import POLICY, HasEngines
 from rl_plugins.strategies.offload import Offload
 from rl_plugins.strategies.phases import PhaseLog
-from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard
+from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard, optimizers_of_engines
 from rl_plugins.strategies.zero_shards import ZeroShards
 from rl_plugins.strategies.zero_weights import ZeroWeightSource
 
@@ -155,15 +155,13 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         optimizers: list[Optimizer] = []
         if module.trainer.state.fn == TrainerFn.FITTING:
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+        models = module.engine_modules()
+        own = optimizers_of_engines(models, optimizers)
         trained = []
-        for name, model in module.engine_modules().items():
-            own = {id(p) for p in model.parameters()}
-            held = [o for o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
-            if len(held) > 1:
-                raise ConfigError(f"engine {name!r} has {len(held)} optimizers: configure_optimizers may give it one")
-            if held:
-                engine = self._engines[name] = self._train_engine(name, model, held[0], module.gradient_clip(name))
-                if any(config.scheduler.optimizer is held[0] for config in self.lr_scheduler_configs):
+        for name, model in models.items():
+            if name in own:
+                engine = self._engines[name] = self._train_engine(name, model, own[name], module.gradient_clip(name))
+                if any(config.scheduler.optimizer is own[name] for config in self.lr_scheduler_configs):
                     self._scheduled.add(name)
                 trained.append(engine.optimizer)
                 self._engine_of_optimizer[id(engine.optimizer)] = engine
@@ -312,15 +310,6 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
             engine.reload_states()
 
     # Checkpoints ------------------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        # The engines save their own shards.
-        return {} if self._engines else super().lightning_module_state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return {} if self._engines else super().optimizer_state(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
