@@ -60,7 +60,7 @@ def run_grpo(folder: Path, *overrides: str) -> Run:
 
 
 class MemoryWatch:
-    """Samples the memory of a process and its descendants ten times a second; what several map counts in shares."""
+    """Samples the memory of a process's descendants once a second; what several map counts in shares."""
 
     KINDS = ("RayTrainWorker", "VLLMActor")
 
@@ -81,16 +81,17 @@ class MemoryWatch:
         return self._peaks
 
     def _watch(self) -> None:
-        while not self._ended.wait(0.1):
+        # The kernel counts every page of a process for this: more often, and the steps would be slower for it.
+        while not self._ended.wait(1.0):
             try:
                 processes = [self._root, *self._root.children(recursive=True)]
             except psutil.NoSuchProcess:
                 return
             for process in processes:
                 try:
-                    title, size = " ".join(process.cmdline()), process.memory_full_info().pss
+                    title = " ".join(process.cmdline())
+                    for kind in self.KINDS:
+                        if kind in title:
+                            self._peaks[kind] = max(self._peaks.get(kind, 0), process.memory_full_info().pss)
                 except psutil.Error:
                     continue
-                for kind in self.KINDS:
-                    if kind in title:
-                        self._peaks[kind] = max(self._peaks.get(kind, 0), size)

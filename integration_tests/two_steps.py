@@ -40,9 +40,13 @@ STAGES: dict[str, tuple[str, list[str]]] = {
 }
 
 
-# Recipes that are run over FSDP2, too; all others are run over ZeRO-3 alone.
+# Recipes that are run over FSDP2, too, with further options; all others are run over ZeRO-3 alone.
 FSDP = "_fsdp"
-OVER_FSDP = [name + FSDP for name in ("grpo", "ppo", "reward_modeling")]
+OVER_FSDP = {
+    f"grpo{FSDP}": [],
+    f"ppo{FSDP}": ["strategy.tensor_parallel=2"],
+    f"reward_modeling{FSDP}": [],
+}
 
 
 def recipe(run: str, workplace: Path, folder: Path) -> RecipeConfig:
@@ -59,6 +63,7 @@ def recipe(run: str, workplace: Path, folder: Path) -> RecipeConfig:
         # Rewards that differ from sample to sample, so that there are groups and pairs to learn from.
         *(() if config == "reward_modeling" else (REWARD,)),
         *(extra.replace("WORKPLACE", str(workplace)) for extra in extras),
+        *OVER_FSDP.get(run, []),
     ]  # fmt: skip
     return parse_config(compose_config(config, overrides))
 

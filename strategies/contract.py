@@ -6,6 +6,7 @@ optimizer of `configure_optimizers` holds) get their own sharding, optimizer and
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
@@ -78,6 +79,9 @@ class RolloutStrategy(Protocol):
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """Element-wise maximum of a small tensor over all ranks."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in their order, on every rank. Collective."""
 
     def exchange(self, parcels: list[Any]) -> list[Any]:
         """Give `parcels[i]` to rank i; returns what every rank gave to this one, in their order. Collective."""
@@ -219,11 +223,35 @@ def small_all_reduce(values: Tensor, device: torch.device, operation: Any) -> Te
     return reduced.to(values.device)
 
 
-def exchange_objects(parcels: list[Any], rank: int) -> list[Any]:
-    """Every rank's parcel for this one; of a single process, its own. Collective."""
+def gather_objects(value: Any) -> list[Any]:
+    """The value of every rank; of a single process, its own. Collective."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [parcels[rank]]
-    everyones: list[Any] = [None] * len(parcels)
-    # Gloo has no all-to-all for objects: all see all, and each keeps what is addressed to it.
-    torch.distributed.all_gather_object(everyones, parcels)
-    return [theirs[rank] for theirs in everyones]
+        return [value]
+    everyones: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyones, value)
+    return everyones
+
+
+def exchange_objects(parcels: list[Any], rank: int, device: torch.device) -> list[Any]:
+    """Every rank's parcel for this one; of a single process, its own. Collective.
+
+    A rank receives nothing but what is addressed to it.
+
+    Args:
+        parcels: for each rank one; that for this rank comes back as it is.
+        rank: this one.
+        device: that the process group communicates from.
+    """
+    if len(parcels) == 1:
+        return list(parcels)
+    packed = [b"" if place == rank else pickle.dumps(parcel) for place, parcel in enumerate(parcels)]
+    sizes = torch.tensor([len(parcel) for parcel in packed], device=device)
+    sizes_here = torch.empty_like(sizes)
+    torch.distributed.all_to_all_single(sizes_here, sizes)
+    sent = torch.frombuffer(bytearray(b"".join(packed)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
+    got = torch.empty(int(sizes_here.sum()), dtype=torch.uint8, device=device)
+    torch.distributed.all_to_all_single(got, sent.to(device), sizes_here.tolist(), sizes.tolist())
+    parts = got.cpu().split(sizes_here.tolist())
+    return [
+        parcels[rank] if place == rank else pickle.loads(part.numpy().tobytes()) for place, part in enumerate(parts)
+    ]

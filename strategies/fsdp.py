@@ -3,7 +3,8 @@
 Lightning's `ModelParallelStrategy` leaves the sharding to `configure_model`. Here every model that a stage names in
 `engine_modules()` is sharded between `configure_model` and `configure_optimizers`, so that a stage knows nothing of it
 and its optimizers hold shards: each block of a transformer for itself, and what is left with the root. An engine is the
-model itself; `fully_shard` gathers what a forward or backward pass needs in the hooks of its modules.
+model itself; `fully_shard` gathers what a forward or backward pass needs in the hooks of its modules. With tensor
+parallelism blocks are cut over neighbouring ranks first (`tensor_parallel.py`), and sharded over the rest.
 
 PyTorch's FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -11,20 +12,23 @@ PyTorch's FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_sha
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
@@ -38,6 +42,7 @@ from rl_plugins.strategies.host_memory import HostMemory
 from rl_plugins.strategies.offload import STAY, WHILE_SAMPLING, Offload
 from rl_plugins.strategies.phases import PhaseLog
 from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard, optimizers_of_engines
+from rl_plugins.strategies.tensor_parallel import cut_over_group
 
 _POLICIES = {
     "32-true": MixedPrecisionPolicy(),
@@ -59,6 +64,7 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
             optimizer states are in host memory while the rollout engine works.
         accumulate_shards: average gradients over the ranks with every micro-batch and keep shards of them, in place of
             once in an optimizer step, until when each rank keeps whole gradients of its own.
+        tensor_parallel: the number of neighbouring ranks over which each block is cut.
         timeout_s: deadline of every collective.
     """
 
@@ -68,15 +74,17 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         rollout: RolloutEngine | None = None,
         offload: Mapping[str, str] | None = None,
         accumulate_shards: bool = False,
+        tensor_parallel: int = 1,
         timeout_s: float = 1800.0,
     ) -> None:
-        super().__init__(timeout=timedelta(seconds=timeout_s))
+        super().__init__(tensor_parallel_size=tensor_parallel, timeout=timedelta(seconds=timeout_s))
         for engine, place in (offload or {}).items():
             if place not in (STAY, WHILE_SAMPLING):
                 raise ConfigError(f"offload of {engine}: {place!r} is none of stay and while_sampling")
         self._rollout = rollout
         self._offload = Offload(offload or {})
         self._accumulate_shards = accumulate_shards
+        self._group_size = tensor_parallel
         self._engines: dict[str, nn.Module] = {}
         self._optimizers_of: dict[str, Optimizer] = {}
         self._gradient_norms: dict[str, float] = {}
@@ -96,7 +104,11 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self.set_world_ranks()
-        self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
+        if self.world_size % self._group_size:
+            raise ConfigError(
+                f"tensor_parallel={self._group_size}: {self.world_size} training workers make no whole groups of it"
+            )
+        self._data_parallel_size = self.world_size // self._group_size
         super().setup_environment()
         self.phases.device = self.root_device
         if isinstance(self.lightning_module, HasEngines):
@@ -115,9 +127,15 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
             for name, model in self._engines.items():
                 if has_adapter(model):
                     raise ConfigError(f"the {name} has an adapter: adapters are trained under ZeRO or on one device")
-                shard(model, self.device_mesh["data_parallel"], _POLICIES[str(self.precision_plugin.precision)])
+                if self._group_size > 1:
+                    cut_over_group(model, name, self.device_mesh["tensor_parallel"])
+                shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)])
         super().setup(trainer)
         self._optimizers_of = optimizers_of_engines(self._engines, self.optimizers)
+        if self._group_size > 1:
+            for group in [group for optimizer in self._optimizers_of.values() for group in optimizer.param_groups]:
+                # Fused and for-each kernels take no list of tensors that are sharded in different ways.
+                group.update({key: False for key in ("foreach", "fused") if key in group})
         for name, model in self._engines.items():
             # When validating, nothing is frozen: a later fit may train it.
             if trainer.state.fn == TrainerFn.FITTING and name not in self._optimizers_of:
@@ -126,6 +144,21 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
                 # Only now is it known which engines are trained. The optimizers hold the same parameters.
                 model.float()
         self.connect_rollout(self.global_rank, self.world_size)
+
+    @property
+    def _meshes(self) -> Meshes:
+        blocks = self.device_mesh["data_parallel"]
+        if self._group_size == 1:
+            return Meshes(blocks, blocks)
+        return Meshes(blocks, init_device_mesh(self.root_device.type, (self.world_size,)))
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # Ranks that share blocks have samples of their own.
+        if not isinstance(self.lightning_module, HasEngines):
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def _is_mixed(self) -> bool:
@@ -175,15 +208,15 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         module = self.lightning_module
         assert isinstance(module, HasEngines)
         limit = module.gradient_clip(name) or float("inf")
-        norm: Any = nn.utils.clip_grad_norm_(self._engines[name].parameters(), limit)
-        self._gradient_norms[name] = float(norm.full_tensor())
+        self._gradient_norms[name] = clip_gradients(list(self._engines[name].parameters()), limit)
 
     # Weights and memory -----------------------------------------------------------------------------------------
 
     @override
     def weight_source(self, name: str = POLICY) -> WeightSource:
         # What the policy computes in, whatever its shards are held in.
-        return FSDPWeightSource(self._engines[name], torch.bfloat16 if self._is_mixed else None)
+        dtype = torch.bfloat16 if self._is_mixed else None
+        return FSDPWeightSource(self._engines[name], dtype, self.global_rank % self._group_size, self._group_size)
 
     def blend_weights(self, source: str, target: str, keep: float) -> None:
         """The weights of a frozen engine follow those of another, `keep * target + (1 - keep) * source`.
@@ -276,13 +309,48 @@ class _NamedPrecision(Precision):
         self.precision = precision  # type: ignore[assignment]
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Shard every block of a model and what is left of it over the ranks of `mesh`; once."""
+class Meshes(NamedTuple):
+    """Over which ranks the parameters are sharded that the blocks have, and those that embeddings and heads have."""
+
+    blocks: DeviceMesh
+    ends: DeviceMesh
+
+
+def shard(model: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy) -> None:
+    """Shard every block of a model over its ranks, and what is left; once."""
     if isinstance(model, FSDPModule):
         return
-    for module in [*blocks(model), model]:
-        # The root, too, gives up its whole tensors after a pass: what is between passes are shards, always.
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    # The root, too, gives up its whole tensors after a pass: what is between passes are shards, always.
+    for module in [*blocks(model), *(_between_ends(model) if meshes.blocks != meshes.ends else ())]:
+        fully_shard(module, mesh=meshes.blocks, reshard_after_forward=True, mp_policy=policy)
+    fully_shard(model, mesh=meshes.ends, reshard_after_forward=True, mp_policy=policy)
+
+
+def _between_ends(model: nn.Module) -> list[nn.Module]:
+    """What runs with the blocks, and is in none of them: norms, position embeddings."""
+    assert isinstance(model, PreTrainedModel)
+    inside = {id(module) for block in blocks(model) for module in block.modules()}
+    return [
+        module
+        for module in model.base_model.modules()
+        if id(module) not in inside
+        and module is not model.get_input_embeddings()
+        and next(module.parameters(recurse=False), None) is not None
+    ]
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
+    """Scale the gradients of shards so that the norm of all is at most `limit`; returns what it was. Collective."""
+    # Norms are taken of parameters that are sharded over the same ranks.
+    by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if isinstance(parameter.grad, DTensor):
+            by_mesh[parameter.grad.device_mesh].append(parameter)
+    norms = [nn.utils.get_total_norm([p.grad for p in alike if p.grad is not None]) for alike in by_mesh.values()]
+    norm = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
+    for alike in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(alike, limit, norm)
+    return float(norm)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

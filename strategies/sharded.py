@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.strategies.contract import RolloutMixin, exchange_objects, small_all_reduce
+from rl_plugins.strategies.contract import RolloutMixin, exchange_objects, gather_objects, small_all_reduce
 
 LIGHTNING_FILE = "lightning.ckpt"
 """Of a checkpoint, what is not in the shards of its engines."""
@@ -31,9 +31,13 @@ class ShardedStrategy(RolloutMixin, ParallelStrategy):
         """Element-wise maximum over all ranks."""
         return small_all_reduce(values, self.root_device, torch.distributed.ReduceOp.MAX)
 
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank."""
+        return gather_objects(value)
+
     def exchange(self, parcels: list[Any]) -> list[Any]:
         """Give `parcels[i]` to rank i; returns what every rank gave to this one."""
-        return exchange_objects(parcels, self.global_rank)
+        return exchange_objects(parcels, self.global_rank, self.root_device)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -102,6 +102,10 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
         """There is one rank."""
         return values
 
+    def gather(self, value: Any) -> list[Any]:
+        """There is one rank."""
+        return [value]
+
     def exchange(self, parcels: list[Any]) -> list[Any]:
         """There is one rank."""
         return parcels

@@ -4,7 +4,7 @@ A trajectory's currency is token ids, log-probs and a loss mask; text is derived
 Prompts are padded on the left and responses on the right, so that a sample is contiguous in `input_ids`.
 Masks come from the lengths, never from token values: a padding token may also be a token that was sampled.
 Indexing, slicing, boolean masks, `select`, `chunk`, `split`, `to`, `clone` and pickling are tensordict's own;
-`columns` holds one Python object per sample and follows each of them, `meta` is carried unchanged.
+`columns` gives one Python object per sample and follows each of them, `meta` is carried unchanged.
 
 Axes: `B` samples, `P` longest prompt, `T` longest response.
 """
@@ -17,11 +17,12 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict, TensorDictBase
+from tensordict import TensorClass
 from torch import Tensor
 
 from rl_plugins.data.merging import merge
 from rl_plugins.data.padding import fit_width, pad_ragged
+from rl_plugins.data.sample_columns import Columns, Rows
 
 COMPUTED_FIELDS = (
     "token_level_rewards", "old_log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_ids",
@@ -51,8 +52,9 @@ class Experience(TensorClass, shadow=True):
         groups: int64 [B], equal for the samples of one prompt.
         policy_version: int64 [B], the number of weight updates behind the policy that sampled.
         valid: bool [B], False where the reward failed or the row is padding: excluded from every statistic.
-        columns: one Python object per sample under each name. Give a plain mapping of sequences of length B,
-            read a list with `experience.columns["data_source"]`, add one with `set_column`.
+        rows: Python objects of these samples and of others: give a mapping of sequences of length B, read a list with
+            `experience.columns["data_source"]`, add one with `set_column`.
+        row: int64 [B], the row of each sample in `rows`.
         meta: one mapping for the whole batch.
         scores: float32 [B], the reward of the whole sample. None until computed, and so are all that follow.
         baseline_scores: float32 [B], the reward of a greedy response to the same prompt.
@@ -83,7 +85,8 @@ class Experience(TensorClass, shadow=True):
     groups: Tensor
     policy_version: Tensor
     valid: Tensor
-    columns: Any = None
+    rows: Any = None
+    row: Tensor | None = None
     meta: Any = None
     scores: Tensor | None = None
     baseline_scores: Tensor | None = None
@@ -105,10 +108,9 @@ class Experience(TensorClass, shadow=True):
     selected: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Turn plain columns into a form that follows indexing; an Experience always has columns and meta."""
-        if not isinstance(self.columns, TensorDictBase):
-            stacks = {name: _stack(name, values, len(self)) for name, values in (self.columns or {}).items()}
-            self.columns = TensorDict(stacks, batch_size=self.batch_size)
+        """Turn plain columns into a form that follows indexing; an Experience always has rows and meta."""
+        if not isinstance(self.rows, Rows):
+            self.rows, self.row = Rows(self.rows or {}, len(self)), torch.arange(len(self))
         if self.meta is None:
             self.meta = {}
 
@@ -167,7 +169,7 @@ class Experience(TensorClass, shadow=True):
             groups=torch.tensor(groups, dtype=torch.int64),
             policy_version=torch.tensor(versions, dtype=torch.int64),
             valid=torch.ones(count, dtype=torch.bool),
-            columns=dict(columns or {}),
+            rows=dict(columns or {}),
             meta=dict(meta or {}),
             batch_size=[count],
         )
@@ -192,6 +194,12 @@ class Experience(TensorClass, shadow=True):
             pad_token_id=pad_token_id,
             response_masks=response_masks,
         )
+
+    @property
+    def columns(self) -> Columns:
+        """One Python object per sample under each name, as lists."""
+        # They may have been left out by a `select`.
+        return Columns(Rows({}, 0), self.groups[:0]) if self.row is None else Columns(self.rows, self.row)
 
     @property
     def input_ids(self) -> Tensor:
@@ -227,7 +235,14 @@ class Experience(TensorClass, shadow=True):
 
     def set_column(self, name: str, values: Sequence[Any]) -> None:
         """Add or replace a column of B Python objects, in place."""
-        self.columns[name] = _stack(name, values, len(self))
+        self.rows = Rows({**self.columns, name: values}, len(self))
+        self.row = torch.arange(len(self))
+
+    def compact(self) -> Self:
+        """The same samples without the Python objects of others: to be sent or kept."""
+        compacted = self.copy()
+        compacted.rows, compacted.row = Rows(self.columns, len(self)), torch.arange(len(self))
+        return compacted
 
     def trimmed(self) -> Self:
         """Return the batch without the columns that are padding in every row of it."""
@@ -256,7 +271,7 @@ class Experience(TensorClass, shadow=True):
             raise ValueError("there is nothing to concatenate.")
         first, *others = parts
         for other in others:
-            odd = sorted(_names(first) ^ _names(other)) or sorted(_columns(first) ^ _columns(other))
+            odd = sorted(_names(first) ^ _names(other)) or sorted(set(first.columns) ^ set(other.columns))
             if odd:
                 raise ValueError(f"{odd[0]!r} is there in some of the parts only.")
         meta: dict[str, Any] = {}
@@ -278,10 +293,10 @@ class Experience(TensorClass, shadow=True):
             raise ValueError(f"a batch of {len(self)} samples cannot take fields of one of {len(other)}.")
         fields = {name: getattr(self, name) for name in _names(self)}
         merge("field", fields, {name: getattr(other, name) for name in _names(other)})
-        columns, meta = _as_lists(self), dict(self.meta or {})
-        merge("column", columns, _as_lists(other))
+        columns, meta = dict(self.columns), dict(self.meta or {})
+        merge("column", columns, other.columns)
         merge("meta", meta, other.meta or {})
-        return type(self)(**fields, columns=columns, meta=meta, batch_size=self.batch_size)
+        return type(self)(**fields, rows=columns, meta=meta, batch_size=self.batch_size)
 
     def repeat(self, n: int, interleave: bool = True) -> Self:  # type: ignore[override]
         """Return each sample `n` times: a a b b when interleaved, a b a b when not."""
@@ -309,13 +324,13 @@ class Experience(TensorClass, shadow=True):
         return self[: len(self) - extra]
 
     def save(self, path: str | os.PathLike[str]) -> None:  # type: ignore[override]
-        """Write everything to one file, which appears when complete; `columns` and `meta` are pickled."""
+        """Write everything to one file, which appears when complete; columns and `meta` are pickled."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         # A clone, because torch writes the whole storage behind a slice.
         fields = {name: getattr(self, name).clone() for name in _names(self)}
-        content = fields | {"columns": _as_lists(self), "meta": self.meta, "batch_size": [len(self)]}
+        content = fields | {"rows": dict(self.columns), "meta": self.meta, "batch_size": [len(self)]}
         try:
             torch.save(content, temporary)
             temporary.replace(target)
@@ -328,26 +343,13 @@ class Experience(TensorClass, shadow=True):
         return cls(**torch.load(path, map_location="cpu", weights_only=False))
 
 
-def _stack(name: str, values: Sequence[Any], count: int) -> Any:
-    if len(values) != count:
-        raise ValueError(f"column {name!r} has {len(values)} entries for {count} samples.")
-    if count == 0:
-        return NonTensorStack(NonTensorData(None))[:0]
-    return NonTensorStack(*[NonTensorData(value) for value in values])
-
-
-def _cat(parts: Sequence[Any]) -> Any:
-    # torch.cat is typed for tensors alone, but joins every tensor collection.
-    return torch.cat(parts, dim=0)  # type: ignore[arg-type]
+def _cat(parts: "Sequence[Experience]") -> Any:
+    """Batches of the same fields, columns, widths and meta, one behind the other."""
+    first = parts[0]
+    fields: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in _names(first)}
+    columns = {name: [value for part in parts for value in part.columns[name]] for name in first.columns}
+    return type(first)(**fields, rows=columns, meta=first.meta, batch_size=[sum(map(len, parts))])
 
 
 def _names(experience: Experience) -> set[str]:
     return {name for name in TENSOR_FIELDS if getattr(experience, name) is not None}
-
-
-def _columns(experience: Experience) -> set[str]:
-    return set() if experience.columns is None else set(experience.columns.keys())
-
-
-def _as_lists(experience: Experience) -> dict[str, list[Any]]:
-    return {name: list(experience.columns[name]) for name in sorted(_columns(experience))}

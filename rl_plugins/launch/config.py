@@ -315,6 +315,8 @@ class StrategyOptions:
         zero_stage: of `zero`: 1, 2 or 3.
         accumulate_shards: of `fsdp`: average gradients with every micro-batch and keep shards of them, in place of
             once in an optimizer step: less memory, more traffic.
+        tensor_parallel: of `fsdp`: over how many neighbouring workers the blocks of the models are cut; each worker
+            goes on having samples of its own.
         offload: where the engines keep their states.
         collective_timeout_s: deadline of every collective.
     """
@@ -323,6 +325,7 @@ class StrategyOptions:
     zero_stage: int = 3
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     accumulate_shards: bool = False
+    tensor_parallel: int = 1
     collective_timeout_s: float = 1800.0
 
 

@@ -141,7 +141,9 @@ def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
     if options.name == "fsdp":
         from rl_plugins.strategies.ray_fsdp import RayFSDPStrategy
 
-        return RayFSDPStrategy(accumulate_shards=options.accumulate_shards, **common)
+        return RayFSDPStrategy(
+            accumulate_shards=options.accumulate_shards, tensor_parallel=options.tensor_parallel, **common
+        )
     from rl_plugins.strategies.ray_zero import RayZeroStrategy
 
     return RayZeroStrategy(stage=options.zero_stage, offload_folder=options.offload.folder, **common)

@@ -47,7 +47,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
             "batch.tokens_per_micro_batch", "batch.updates_per_step", "batch.passes_per_step",
             "sampling.max_tokens", "rollout.max_num_seqs",
             "rollout.cpu_kv_cache_gib", "rollout.tensor_parallel_size", "rollout.bucket_mb", "reward.num_workers",
-            "placement.num_workers",
+            "placement.num_workers", "strategy.tensor_parallel",
         ),
     ),
     (
@@ -117,6 +117,13 @@ def check_values(config: RecipeConfig) -> None:
         raise ConfigError(
             f"strategy.zero_stage={config.strategy.zero_stage}: FSDP2 always shards parameters, as stage 3 does: leave "
             "it out, or use strategy.name=zero"
+        )
+    tensor_parallel = config.strategy.tensor_parallel
+    if tensor_parallel > 1 and config.strategy.name != "fsdp":
+        raise ConfigError(f"strategy.tensor_parallel={tensor_parallel}: ZeRO cuts no blocks: add strategy.name=fsdp")
+    if workers % tensor_parallel:
+        raise ConfigError(
+            f"strategy.tensor_parallel={tensor_parallel} does not divide placement.num_workers={workers}: change one"
         )
     _check_lora(config)
 

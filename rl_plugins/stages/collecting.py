@@ -164,7 +164,10 @@ class CollectingStage(SamplingStage):
                 experience, self.algorithm.resampling, self.sampling.num_samples, self._step_seed, self._table
             )
         if self.trainer.world_size > 1:
-            experience = balance_over_ranks(experience, self.sampling.num_samples, self.updates_per_step, self._table)
+            with self._phase("balance"):
+                experience = balance_over_ranks(
+                    experience, self.sampling.num_samples, self.updates_per_step, self._table
+                )
         self.shape_rewards(experience)
         self.compute_log_probs(experience)
         self.compute_values(experience)
@@ -251,7 +254,7 @@ class CollectingStage(SamplingStage):
 
     @property
     def _table(self) -> Table:
-        return Table(self.trainer.global_rank, self.trainer.world_size, self._strategy.exchange)
+        return Table(self.trainer.global_rank, self.trainer.world_size, self._strategy.gather, self._strategy.exchange)
 
     def _filtered_by(self, experience: Experience) -> Tensor:
         assert self.algorithm.group_filter is not None

@@ -87,7 +87,7 @@ class PolicyOptimization(CollectingStage):
         )
 
     def _gather(self, values_N: Tensor) -> Tensor:
-        return torch.cat(self._strategy.exchange([values_N] * self.trainer.world_size))
+        return torch.cat(self._strategy.gather(values_N))
 
     def _counts(self, mask_BT: Tensor) -> GlobalCounts:
         tokens, sequences = self._strategy.sum_over_ranks(local_counts(mask_BT)).tolist()

@@ -189,9 +189,7 @@ def mismatched(examples: PreferenceExamples, pad_token_id: int, table: Table) ->
         for index, (place, desirable) in enumerate(zip(places, examples.desirable_N.tolist(), strict=True))
     ]
     mine = dict(zip(keys, (_response(samples, place) for place in places), strict=True))
-    everyones = {
-        key: response for theirs in table.exchange([mine] * table.world_size) for key, response in theirs.items()
-    }
+    everyones = {key: response for theirs in table.gather(mine) for key, response in theirs.items()}
     if len({row for _, row, _, _ in everyones}) < 2:
         return None
     order = sorted(everyones)

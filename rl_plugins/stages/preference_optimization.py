@@ -150,7 +150,7 @@ class PreferenceOptimization(SamplingStage):
         return examples
 
     def _reference_point(self, examples: PreferenceExamples) -> Tensor:
-        table = Table(self.trainer.global_rank, self.trainer.world_size, self._strategy.exchange)
+        table = Table(self.trainer.global_rank, self.trainer.world_size, self._strategy.gather, self._strategy.exchange)
         samples = mismatched(examples, self.tokenizer.pad_token_id, table)
         if samples is None:
             # One prompt has no other: the reference point is at its lower bound.

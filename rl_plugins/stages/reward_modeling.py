@@ -126,7 +126,7 @@ class RewardModeling(Stage):
     @override
     def on_validation_epoch_end(self) -> None:
         # A rank without rows has no names, and its part in the sums is 0.
-        everyones = self._strategy.exchange([set(self._validated)] * self.trainer.world_size)
+        everyones = self._strategy.gather(set(self._validated))
         nothing = [torch.zeros(0, dtype=torch.float64)]
         columns = {name: torch.cat(self._validated.get(name, nothing)) for name in sorted(set.union(*everyones))}
         counted = {name: (values, torch.ones_like(values).bool()) for name, values in columns.items()}

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_plugins.stages.dealing import Table
+
 Collective = Callable[[Tensor], Tensor]
 
 
@@ -48,10 +50,13 @@ def run_on_ranks(num_ranks: int, function: Callable[[int, Collective, Collective
     return meet_on_ranks(num_ranks, one)
 
 
-def exchange_on_ranks(num_ranks: int, function: Callable[[int, Callable[[list[Any]], list[Any]]], Any]) -> list[Any]:
-    """`function(rank, exchange)` of every rank; `exchange(parcels)` gives parcel i to rank i."""
+def sit_at_table(num_ranks: int, function: Callable[[Table], Any]) -> list[Any]:
+    """`function(table)` of every rank."""
 
     def one(rank: int, everyones: Callable[[Any], list[Any]]) -> Any:
-        return function(rank, lambda parcels: [theirs[rank] for theirs in everyones(parcels)])
+        def exchange(parcels: list[Any]) -> list[Any]:
+            return [theirs[rank] for theirs in everyones(parcels)]
+
+        return function(Table(rank, num_ranks, everyones, exchange))
 
     return meet_on_ranks(num_ranks, one)

@@ -197,7 +197,7 @@ def test_from_samples_refuses_samples_that_do_not_match(changes, message):
 
 def test_union_adds_fields_columns_and_meta():
     experience = make([(2, 3), (1, 2)])
-    other = experience.select("groups", "columns")
+    other = experience.select("groups", "rows", "row")
     other.values = torch.full_like(experience.rollout_log_probs, torch.nan)
     other.set_column("judge", [{"a": 1}, None])
     other.meta = {"judge": "b"}
@@ -245,7 +245,7 @@ def test_an_empty_batch_survives():
 
 
 def test_select_keeps_only_what_is_named():
-    selected = make([(2, 3)], ("values",)).select("responses", "columns")
+    selected = make([(2, 3)], ("values",)).select("responses", "rows", "row")
     assert selected.prompts is None
     assert selected.values is None
     assert list(selected.columns["same"]) == ["x"]

@@ -54,6 +54,11 @@ CASES = [
     ("unknown launcher", ["launcher=slurm"], ["launcher=slurm", "ray, local"]),
     ("vLLM in one process", ["launcher=local"], ["launcher=local", "rollout.engine=transformers"]),
     ("unknown strategy", ["strategy.name=ddp"], ["strategy.name=ddp", "zero, fsdp"]),
+    ("blocks cut under ZeRO", ["strategy.tensor_parallel=2"], ["tensor_parallel=2", "strategy.name=fsdp"]),
+    (
+        "groups that are not whole", ["strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=3"],
+        ["tensor_parallel=2", "num_workers=3"],
+    ),
     ("a stage of ZeRO under FSDP2", ["strategy.name=fsdp", "strategy.zero_stage=2"], ["zero_stage=2", "name=zero"]),
     ("unknown transport", ["rollout.transport=tcp"], ["rollout.transport=tcp", "shared_memory"]),
     ("unknown sleep", ["rollout.sleep=deep"], ["rollout.sleep=deep", "kv_cache, all, none"]),

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from rl_plugins.models import log_probs as module
-from rl_plugins.strategies.fsdp import shard
+from rl_plugins.strategies.fsdp import Meshes, shard
 from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
 from rl_plugins.tests.models.zero_log_probs_worker import LENGTHS, plain_gradients
 
@@ -28,7 +28,7 @@ def check(rank: int, mesh: DeviceMesh, model: Any, *, head_is_last: bool = True,
     mask = batch.response_mask.bool()
     with torch.no_grad():
         whole = module.response_log_probs(model, **arguments, temperature=0.7, **options)
-    shard(model, mesh, MixedPrecisionPolicy())
+    shard(model, Meshes(mesh, mesh), MixedPrecisionPolicy())
     for _ in range(2):
         result = module.response_log_probs(model, **arguments, temperature=0.7, **options)
         assert torch.equal(result.log_probs_BT[mask], whole.log_probs_BT[mask])

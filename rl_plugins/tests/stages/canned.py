@@ -33,7 +33,7 @@ from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.prime import PRIME, ProcessRewardConfig
-from rl_plugins.strategies.contract import exchange_objects, small_all_reduce
+from rl_plugins.strategies.contract import exchange_objects, gather_objects, small_all_reduce
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
 # Prompt -> responses. `!` makes the reward fail; the responses of 4+4 all score alike; one response is empty.
@@ -153,8 +153,12 @@ class AllReduceStrategy(SingleDeviceRolloutStrategy):
         return small_all_reduce(values, self.root_device, torch.distributed.ReduceOp.MAX)
 
     @override
+    def gather(self, value: Any) -> list[Any]:
+        return gather_objects(value)
+
+    @override
     def exchange(self, parcels: list[Any]) -> list[Any]:
-        return exchange_objects(parcels, self.global_rank)
+        return exchange_objects(parcels, self.global_rank, self.root_device)
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:

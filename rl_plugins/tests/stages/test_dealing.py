@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.stages.dealing import Hand, Table, all_hands, balance_over_ranks, deal, even_shares
-from rl_plugins.tests.algorithms.simulated_ranks import exchange_on_ranks
+from rl_plugins.tests.algorithms.simulated_ranks import sit_at_table
 
 GROUP = 2
 PROMPTS = 6
@@ -35,12 +33,11 @@ def experience_of(rank: int, world_size: int) -> Experience:
 def test_chosen_hands_are_dealt_in_turn(world_size: int) -> None:
     wanted = [5, 0, 0, 3, 2, 4]
 
-    def on_rank(rank: int, exchange: Any) -> list[str]:
-        experience = experience_of(rank, world_size)
+    def on_rank(table: Table) -> list[str]:
+        experience = experience_of(table.rank, world_size)
         groups = torch.arange(len(experience)).split(GROUP)
         keys = [(int(experience.groups[group[0]]),) for group in groups]
-        table = Table(rank, world_size, exchange)
-        hands = all_hands(keys, table)
+        hands = all_hands(keys, GROUP, table)
         assert [hand.key for hand in hands] == [(prompt,) for prompt in range(PROMPTS)]
         chosen = [hands[place] for place in wanted]
         dealt = deal(experience, groups, chosen, table)
@@ -48,7 +45,7 @@ def test_chosen_hands_are_dealt_in_turn(world_size: int) -> None:
         assert dealt.response_lengths.tolist() == [1 + int(n[0]) % 3 for n in dealt.columns["name"]]
         return list(dealt.columns["name"])
 
-    everyone = exchange_on_ranks(world_size, on_rank)
+    everyone = sit_at_table(world_size, on_rank)
     # The hands of all ranks, taken in turn, are the chosen ones in their order.
     prompts = [[name.split("/")[0] for name in names[::GROUP]] for names in everyone]
     in_turn = [prompts[place % world_size][place // world_size] for place in range(len(wanted))]
@@ -57,11 +54,10 @@ def test_chosen_hands_are_dealt_in_turn(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_groups_change_ranks_inside_their_mini_batch_until_ranks_are_even(world_size: int) -> None:
-    def on_rank(rank: int, exchange: Any) -> Experience:
-        table = Table(rank, world_size, exchange)
-        return balance_over_ranks(experience_of(rank, world_size), GROUP, 1, table)
+    def on_rank(table: Table) -> Experience:
+        return balance_over_ranks(experience_of(table.rank, world_size), GROUP, 1, table)
 
-    everyone = exchange_on_ranks(world_size, on_rank)
+    everyone = sit_at_table(world_size, on_rank)
     assert [len(mine) for mine in everyone] == [GROUP * PROMPTS // world_size] * world_size
     names = [mine.columns["name"] for mine in everyone]
     assert sorted(name for mine in names for name in mine) == [f"{p}/{s}" for p in range(PROMPTS) for s in range(GROUP)]
@@ -76,7 +72,7 @@ def test_groups_change_ranks_inside_their_mini_batch_until_ranks_are_even(world_
 @given(st.integers(1, 4), st.lists(st.integers(1, 99), min_size=4, max_size=24))
 def test_shares_are_equally_many_and_never_less_even_than_before(ranks: int, sizes: list[int]) -> None:
     del sizes[len(sizes) // ranks * ranks :]
-    tokens = {Hand((0, n), n % ranks, n // ranks): size for n, size in enumerate(sizes)}
+    tokens = {Hand((0, n), n % ranks, n // ranks, 1): size for n, size in enumerate(sizes)}
     shares = even_shares(tokens, ranks)
     assert [len(share) for share in shares] == [len(sizes) // ranks] * ranks
     assert sorted(hand for share in shares for hand in share) == sorted(tokens)
@@ -85,9 +81,9 @@ def test_shares_are_equally_many_and_never_less_even_than_before(ranks: int, siz
 
 
 def test_mini_batches_keep_their_groups() -> None:
-    def on_rank(rank: int, exchange: Any) -> list[set[int]]:
-        mine = balance_over_ranks(experience_of(rank, 2), GROUP, 3, Table(rank, 2, exchange))
+    def on_rank(table: Table) -> list[set[int]]:
+        mine = balance_over_ranks(experience_of(table.rank, 2), GROUP, 3, table)
         return [set(part.groups.tolist()) for part in mine.chunk(3)]
 
-    one, other = exchange_on_ranks(2, on_rank)
+    one, other = sit_at_table(2, on_rank)
     assert [mine | theirs for mine, theirs in zip(one, other, strict=True)] == [{0, 1}, {2, 3}, {4, 5}]

@@ -69,7 +69,7 @@ def trained(strategy: Any, folder: Path, batches: list[Any], stage: type[Recorde
     """A stage that has been trained on batches of prompts, in several micro-batches and clipped updates."""
     attributes = {key: options.pop(key) for key in ("start", "leave", "place") if key in options}
     settings = {"lr": options.pop("lr", 0.01), "gradient_clip": 0.05}
-    checkpointing = options.pop("gradient_checkpointing", False)
+    stage_options = {key: options.pop(key) for key in ("gradient_checkpointing", "packing") if key in options}
     module = stage(
         str(folder / "policy"),
         tokenizer=canned.tokenizer,
@@ -80,7 +80,7 @@ def trained(strategy: Any, folder: Path, batches: list[Any], stage: type[Recorde
         critic=CriticConfig(None, Damped(**settings)),
         tokens_per_micro_batch=45,
         updates_per_step=2,
-        gradient_checkpointing=checkpointing,
+        **stage_options,
     )
     for key, value in attributes.items():
         setattr(module, key, value)
@@ -89,8 +89,8 @@ def trained(strategy: Any, folder: Path, batches: list[Any], stage: type[Recorde
     return module
 
 
-def batches(rank: int, world_size: int, steps: int = 2) -> list[Any]:
-    return [canned.prompt_batch(canned.PROMPTS[rank::world_size])] * steps
+def batches(rank: int, world_size: int, steps: int = 2, copies: int = 1) -> list[Any]:
+    return [canned.prompt_batch((canned.PROMPTS * copies)[rank::world_size])] * steps
 
 
 class Inspected(Recorded):
@@ -197,6 +197,46 @@ def train(rank: int, folder: Path) -> tuple[list[Any], list[Any]]:
     return run.history, expected
 
 
+def train_in_groups(rank: int, folder: Path, world_size: int) -> tuple[list[Any], list[Any]]:
+    """One of several ranks, two of which share the blocks of their models; as `train`."""
+    several_chunks_at_the_head()
+    expected = trained(
+        SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()), folder, batches(0, 1, copies=2)
+    ).history
+    own = batches(rank, world_size, copies=2)
+    ranks: dict[str, Any] = {"num_nodes": world_size, "devices": 1}
+    run = trained(
+        strategy(tensor_parallel=2),
+        folder,
+        own,
+        Inspected,
+        place=folder,
+        leave=folder / "checkpoint" / "state",
+        **ranks,
+    )
+    assert_same_course(run.history, expected)
+    start = folder / "checkpoint" / "state"
+    resumed = trained(strategy(tensor_parallel=2), folder, own[1:], start=start, **ranks)
+    assert_same_course(resumed.history, run.history[1:], exactly=True)
+    whole = trained(strategy(), folder, own[1:], start=start, **ranks)
+    assert_same_course(whole.history, expected[1:])
+    padded = trained(
+        strategy(tensor_parallel=2, accumulate_shards=True), folder, own[:1],
+        gradient_checkpointing=True, packing=False, **ranks,
+    )  # fmt: skip
+    assert_same_course(padded.history, expected[:1])
+    check_low_precision(folder, own[:1], ranks, tensor_parallel=2)
+    return run.history, expected
+
+
+def train_one_group(rank: int, folder: Path) -> None:
+    """One of two ranks, which share the blocks of their models."""
+    single = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+    expected = trained(single, folder, batches(0, 1, steps=1)).history
+    run = trained(strategy(tensor_parallel=2), folder, batches(rank, 2, steps=1), num_nodes=2, devices=1)
+    assert_same_course(run.history, expected)
+
+
 def go_on_alone(_: int, folder: Path, expected: list[Any]) -> None:
     """One rank goes on from the checkpoint of two."""
     several_chunks_at_the_head()
@@ -208,16 +248,16 @@ def several_chunks_at_the_head() -> None:
     log_probs.CHUNK_ELEMENTS = 3 * len(canned.tokenizer)
 
 
-def check_low_precision(folder: Path, own: list[Any], ranks: dict[str, Any]) -> None:
+def check_low_precision(folder: Path, own: list[Any], ranks: dict[str, Any], **options: Any) -> None:
     """Small steps arrive in the float32 shards of mixed precision; the engine is sent bfloat16."""
-    mixed = trained(strategy(), folder, own, precision="bf16-mixed", lr=1e-6, leave=folder / "mixed", **ranks)
+    mixed = trained(strategy(**options), folder, own, precision="bf16-mixed", lr=1e-6, leave=folder / "mixed", **ranks)
     assert {p.dtype for p in [*mixed.policy.parameters(), *mixed.critic.parameters()]} == {torch.float32}
     assert {p.dtype for p in mixed.reference.parameters()} == {torch.bfloat16}
     assert {meta.dtype for meta in mixed.trainer.strategy.weight_source().metadata()} == {torch.bfloat16}
     saved = read_weights(folder / "mixed" / "policy")
     fine = [(weight != weight.bfloat16().float()).float().mean() for weight in saved.values()]
     assert max(fine) > 0.9
-    true = trained(strategy(), folder, own, precision="bf16-true", lr=1e-6, **ranks)
+    true = trained(strategy(**options), folder, own, precision="bf16-true", lr=1e-6, **ranks)
     assert {p.dtype for p in true.policy.parameters()} == {torch.bfloat16}
     # Both have the gradient of the same weights, one of them from float32 masters.
     assert true.history[0][2] == pytest.approx(mixed.history[0][2], rel=0.05)
