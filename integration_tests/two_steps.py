@@ -45,7 +45,7 @@ FSDP = "_fsdp"
 OVER_FSDP = {
     f"grpo{FSDP}": [],
     f"ppo{FSDP}": ["strategy.tensor_parallel=2"],
-    f"reward_modeling{FSDP}": [],
+    f"reward_modeling_lora{FSDP}": [],
 }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.lora import has_adapter
+from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.strategies.contract import POLICY, HasEngines
@@ -41,7 +41,7 @@ from rl_plugins.strategies.fsdp_weights import FSDPWeightSource, shard_of
 from rl_plugins.strategies.host_memory import HostMemory
 from rl_plugins.strategies.offload import STAY, WHILE_SAMPLING, Offload
 from rl_plugins.strategies.phases import PhaseLog
-from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard, optimizers_of_engines
+from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard, optimizers_of_engines, states_of
 from rl_plugins.strategies.tensor_parallel import cut_over_group
 
 _POLICIES = {
@@ -126,7 +126,7 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
             self._engines = dict(module.engine_modules())
             for name, model in self._engines.items():
                 if has_adapter(model):
-                    raise ConfigError(f"the {name} has an adapter: adapters are trained under ZeRO or on one device")
+                    self._agree_on_adapter(model)
                 if self._group_size > 1:
                     cut_over_group(model, name, self.device_mesh["tensor_parallel"])
                 shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)])
@@ -142,8 +142,16 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
                 model.eval().requires_grad_(False)
             elif self._is_mixed:
                 # Only now is it known which engines are trained. The optimizers hold the same parameters.
-                model.float()
+                model._apply(lambda tensor: tensor.float() if tensor.requires_grad else tensor)
         self.connect_rollout(self.global_rank, self.world_size)
+
+    def _agree_on_adapter(self, model: nn.Module) -> None:
+        """Rank 0's adapter is everyone's: each rank has made one of its own random numbers."""
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                agreed = parameter.detach().to(self.root_device)
+                torch.distributed.broadcast(agreed, src=0)
+                parameter.data.copy_(agreed)
 
     @property
     def _meshes(self) -> Meshes:
@@ -216,7 +224,9 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
     def weight_source(self, name: str = POLICY) -> WeightSource:
         # What the policy computes in, whatever its shards are held in.
         dtype = torch.bfloat16 if self._is_mixed else None
-        return FSDPWeightSource(self._engines[name], dtype, self.global_rank % self._group_size, self._group_size)
+        model = self._engines[name]
+        source = FSDPWeightSource(model, dtype, self.global_rank % self._group_size, self._group_size)
+        return plain_weights(source, model)
 
     def blend_weights(self, source: str, target: str, keep: float) -> None:
         """The weights of a frozen engine follow those of another, `keep * target + (1 - keep) * source`.
@@ -230,24 +240,17 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
             blend_shard(shard_of(own), shard_of(other), keep, masters, name)
         self._moved.add(target)
 
-    def _moving(self) -> list[str]:
-        # On CPU device and host memory are the same: there is nothing to give up.
-        if self.root_device.type != "cuda":
-            return []
-        return [name for name in self._optimizers_of if self._offload.moves(name)]
+    @override
+    def _trained(self) -> list[str]:
+        return list(self._optimizers_of)
 
     @override
-    def offload_optimizer(self) -> None:
-        states = [state for name in self._moving() for state in self._optimizers_of[name].state.values()]
-        self._on_host.take(value for state in states for value in state.values() if isinstance(value, Tensor))
+    def _optimizer_tensors(self, name: str) -> Iterable[Tensor]:
+        return states_of(self._optimizers_of[name])
 
     @override
-    def offload_parameters(self) -> None:
-        self._on_host.take(parameter for name in self._moving() for parameter in self._engines[name].parameters())
-
-    @override
-    def reload(self) -> None:
-        self._on_host.give_back()
+    def _engine_tensors(self, name: str) -> Iterable[Tensor]:
+        return self._engines[name].parameters()
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.lora import has_adapter
 
 _METADATA_FILE = ".metadata"
 
@@ -99,8 +100,9 @@ def _read_metadata(folder: Path) -> Metadata:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """What is saved of a model: parameters, tied ones once, and persistent buffers."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """What is saved of a model: parameters (with an adapter, those that are trained), tied ones once, and buffers."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad or not has_adapter(model)}
+    parameters = {name: parameter.detach() for name, parameter in named.items()}
     buffers = dict(model.named_buffers())
     return parameters | {name: buffers[name] for name in model.state_dict() if name in buffers}
 

@@ -1,8 +1,12 @@
-"""Tensors whose memory is on the host for a while: the tensors stay, and so does everything that refers to them."""
+"""Tensors whose memory is on the host for a while: the tensors stay, and so does everything that refers to them.
+
+It works on what is behind the tensors, so that it needs to know nothing of who shares it: flat buffers, views, shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -10,24 +14,37 @@ from torch.distributed.tensor import DTensor
 
 
 class HostMemory:
-    """Holds what was taken from the device until it is given back."""
+    """Holds what was taken from a kind of device until it is given back.
 
-    def __init__(self) -> None:
+    The room on the host is kept from one time to the next, pinned, so that copies run at the speed of the bus.
+
+    Args:
+        device_type: whose memory is taken; tensors that are elsewhere are left alone.
+    """
+
+    def __init__(self, device_type: str = "cuda") -> None:
+        self._device_type = device_type
         self._taken: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._room: dict[int, list[Tensor]] = defaultdict(list)
+
+    def nbytes(self, tensors: Iterable[Tensor]) -> int:
+        """The memory of the device that `take` would free."""
+        return sum(storage.nbytes() for storage in self._behind(tensors))
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Copy what is behind the tensors to the host, and free it; of sharded ones, this rank's part.
 
         Until it is given back, nobody may read or write them.
         """
-        for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            storage = local.untyped_storage()
-            # What several tensors share is empty after the first.
-            if storage.nbytes():
-                self._taken.append((storage, _bytes_of(storage).to("cpu", copy=True)))
-                storage.resize_(0)
-        if torch.cuda.is_available():
+        for storage in self._behind(tensors):
+            copy = self._room_of(storage.nbytes())
+            copy.copy_(_bytes_of(storage), non_blocking=True)
+            self._taken.append((storage, copy))
+        if self._device_type == "cuda" and self._taken:
+            torch.cuda.synchronize()
+        for storage, _ in self._taken:
+            storage.resize_(0)
+        if self._device_type == "cuda" and self._taken:
             torch.cuda.empty_cache()
 
     def give_back(self) -> None:
@@ -35,7 +52,25 @@ class HostMemory:
         while self._taken:
             storage, copy = self._taken.pop()
             storage.resize_(copy.numel())
-            _bytes_of(storage).copy_(copy)
+            _bytes_of(storage).copy_(copy, non_blocking=True)
+            self._room[copy.numel()].append(copy)
+        if self._device_type == "cuda":
+            torch.cuda.synchronize()
+
+    def _behind(self, tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+        """What is behind the tensors on the device, once each."""
+        seen = set()
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            if storage.device.type == self._device_type and storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                yield storage
+
+    def _room_of(self, nbytes: int) -> Tensor:
+        if self._room[nbytes]:
+            return self._room[nbytes].pop()
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device_type == "cuda")
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

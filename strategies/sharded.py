@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,60 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.strategies.contract import RolloutMixin, exchange_objects, gather_objects, small_all_reduce
+from rl_plugins.strategies.host_memory import HostMemory
+from rl_plugins.strategies.offload import Offload
 
 LIGHTNING_FILE = "lightning.ckpt"
 """Of a checkpoint, what is not in the shards of its engines."""
 
 
 class ShardedStrategy(RolloutMixin, ParallelStrategy):
-    """Ranks that hold shards, and talk to each other."""
+    """Ranks that hold shards, and talk to each other.
+
+    Trained engines give way to the rollout engine while it samples, unless `offload` gives them another place: first
+    the optimizer's part of their memory, then their own.
+    """
 
     _engines: dict[str, Any]
+    _offload: Offload
+    _on_host: HostMemory
+
+    def _trained(self) -> list[str]:
+        """Names of the engines that are trained."""
+        raise NotImplementedError
+
+    def _optimizer_tensors(self, name: str) -> Iterable[Tensor]:
+        """What the optimizer of an engine has: states, master weights."""
+        raise NotImplementedError
+
+    def _engine_tensors(self, name: str) -> Iterable[Tensor]:
+        """What an engine itself has: weights, gradients."""
+        raise NotImplementedError
+
+    def _moving(self, tensors_of: Callable[[str], Iterable[Tensor]]) -> Iterator[Tensor]:
+        for name in self._trained():
+            if self._offload.moves(name):
+                yield from tensors_of(name)
+
+    @override
+    def optimizer_bytes(self) -> int:
+        return self._on_host.nbytes(self._moving(self._optimizer_tensors))
+
+    @override
+    def offload_optimizer(self) -> None:
+        self._on_host.take(self._moving(self._optimizer_tensors))
+
+    @override
+    def parameter_bytes(self) -> int:
+        return self._on_host.nbytes(self._moving(self._engine_tensors))
+
+    @override
+    def offload_parameters(self) -> None:
+        self._on_host.take(self._moving(self._engine_tensors))
+
+    @override
+    def reload(self) -> None:
+        self._on_host.give_back()
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Element-wise sum over all ranks."""
@@ -71,6 +116,11 @@ def optimizers_of_engines(engines: Mapping[str, nn.Module], optimizers: Sequence
         if held:
             trained[name] = held[0]
     return trained
+
+
+def states_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The tensors that an optimizer keeps for its parameters."""
+    return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 
 
 def blend_shard(own: Tensor, other: Tensor, keep: float, masters: dict[str, Tensor], name: str) -> None:

@@ -31,9 +31,10 @@ from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.contract import POLICY, HasEngines
+from rl_plugins.strategies.host_memory import HostMemory
 from rl_plugins.strategies.offload import Offload
 from rl_plugins.strategies.phases import PhaseLog
-from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard, optimizers_of_engines
+from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard, optimizers_of_engines, states_of
 from rl_plugins.strategies.zero_shards import ZeroShards
 from rl_plugins.strategies.zero_weights import ZeroWeightSource
 
@@ -71,6 +72,7 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         kwargs.setdefault("logging_batch_size_per_gpu", 1)
         self._offload = Offload(offload or {}, Path(offload_folder) if offload_folder else None)
         self._offload.check(stage)
+        self._on_host = HostMemory()
         super().__init__(stage=stage, timeout=timedelta(seconds=timeout_s), **kwargs)
         self._rollout = rollout
         self._engines: dict[str, Any] = {}
@@ -280,34 +282,29 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         module: nn.Module = getattr(self._engines[name], "module", self._engines[name])
         return module
 
-    def _moving(self) -> list[Any]:
-        """The engines that give way to the rollout engine; on CPU, device and host memory are the same."""
-        if self.root_device.type != "cuda":
-            return []
-        return [engine for name, engine in self._trained_engines().items() if self._offload.moves(name)]
+    @override
+    def _trained(self) -> list[str]:
+        return list(self._trained_engines())
 
     @override
-    def offload_optimizer(self) -> None:
-        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
-
-        self._offload_states([State.optim_states, State.hp_params, State.contiguous_grad_buffer])
-
-    @override
-    def offload_parameters(self) -> None:
-        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
-
-        self._offload_states([State.lp_params, State.lp_grads])
-
-    def _offload_states(self, states: list[Any]) -> None:
-        if engines := self._moving():
-            for engine in engines:
-                engine.offload_states(include=states)
-            torch.cuda.empty_cache()
+    def _optimizer_tensors(self, name: str) -> Iterator[Tensor]:
+        optimizer = self._engines[name].optimizer
+        yield from states_of(optimizer.optimizer)
+        # Master weights of stage 3, of stages 1 and 2, and of stage 1 in bfloat16.
+        yield from getattr(optimizer, "fp32_partitioned_groups_flat", ())
+        yield from getattr(optimizer, "single_partition_of_fp32_groups", ())
+        yield from getattr(optimizer, "fp32_groups_flat_partition", ())
 
     @override
-    def reload(self) -> None:
-        for engine in self._moving():
-            engine.reload_states()
+    def _engine_tensors(self, name: str) -> Iterator[Tensor]:
+        # DeepSpeed's own `offload_states` takes nothing but its FusedAdam.
+        for parameter in self._module_of(name).parameters():
+            yield parameter.data
+            if self.zero_stage_3:
+                yield parameter.ds_tensor  # type: ignore[attr-defined]
+        gradients = getattr(self._engines[name].optimizer, "grad_partitions_flat_buffer", None)
+        if gradients is not None:
+            yield gradients
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 

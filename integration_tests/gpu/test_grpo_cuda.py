@@ -1,4 +1,4 @@
-"""The GRPO recipe on one GPU that the trainer and the engine share."""
+"""The GRPO recipe on GPUs: trainer and engine share one, share two, or have one each."""
 
 from __future__ import annotations
 
@@ -13,27 +13,57 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is visible"),
 ]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+# Name to GPUs, and options.
+COLOCATED = {
+    "zero3-float32": ["model.precision=32-true"],
+    "zero3": ["model.precision=bf16-mixed"],
+    "zero2": ["model.precision=bf16-mixed", "strategy.zero_stage=2"],
+    "zero1": ["model.precision=bf16-mixed", "strategy.zero_stage=1"],
+    "fsdp": ["model.precision=bf16-mixed", "strategy.name=fsdp"],
+    "lora": ["model.precision=bf16-mixed", "model.lora.rank=4"],
+}
+SEVERAL = {
+    "two-colocated": ["placement.num_workers=2"],
+    "tensor-parallel": ["placement.num_workers=2", "strategy.name=fsdp", "strategy.tensor_parallel=2"],
+    "split": ["placement.num_workers=1", "placement.engine_gpus=1", "rollout.transport=nccl"],
+}
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_colocated_engine_samples_what_the_trainer_trains(start_recipe: Callable[..., Recipe], precision: str) -> None:
+def train(start_recipe: Callable[..., Recipe], name: str, *options: str) -> list[dict[str, float]]:
+    """Four steps, whose weight updates are checked and whose memory phases assert what they free."""
     recipe = start_recipe(
         "grpo",
-        f"cuda-{precision}",
+        f"cuda-{name}",
         "placement.device=cuda",
-        "placement.num_workers=1",
-        f"model.precision={precision}",
+        "rollout.check_updates=1",
         "run.steps=4",
         "run.eval_every=0",
         "optimizer.lr=1e-3",
         "reward.functions.default={_target_: integration_tests.rewards.shortness}",
+        *options,
     )
     assert recipe.wait() == 0, recipe.tail()
     steps = [row for row in recipe.metrics() if "train/loss" in row]
     assert len(steps) == 4
-    tolerance = 1e-3 if precision == "32-true" else 0.3
-    assert all(row["train/rollout_gap_max"] < tolerance for row in steps), [
-        row["train/rollout_gap_max"] for row in steps
-    ]
-    # Offload gives the trainer's memory up while the engine samples.
+    tolerance = 1e-3 if "model.precision=32-true" in options else 0.3
+    gaps = [row["train/rollout_gap_max"] for row in steps]
+    assert max(gaps) < tolerance, gaps
+    return steps
+
+
+@pytest.mark.parametrize("name", COLOCATED)
+def test_an_engine_that_shares_the_gpu_samples_what_the_trainer_trains(
+    start_recipe: Callable[..., Recipe], name: str
+) -> None:
+    steps = train(start_recipe, name, "placement.num_workers=1", *COLOCATED[name])
+    # The trainer has given its memory up while the engine samples, and the engine while it trains.
     assert all(row["memory/rollout"] < row["memory/update_policy"] for row in steps)
+    assert all(row["memory/engine_asleep"] < row["memory/engine_awake"] for row in steps)
+
+
+@two_gpus
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_gpus(start_recipe: Callable[..., Recipe], name: str) -> None:
+    train(start_recipe, name, "model.precision=bf16-mixed", *SEVERAL[name])

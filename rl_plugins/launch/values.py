@@ -131,8 +131,8 @@ def check_values(config: RecipeConfig) -> None:
 def _check_lora(config: RecipeConfig) -> None:
     ranks = {"model.lora.rank": config.model.lora.rank, "critic.lora.rank": config.critic.lora.rank}
     for option, rank in ranks.items():
-        if rank and config.strategy.name == "fsdp":
-            raise ConfigError(f"{option}={rank}: adapters are trained under ZeRO: use strategy.name=zero")
+        if rank and config.strategy.tensor_parallel > 1:
+            raise ConfigError(f"{option}={rank}: blocks with adapters are not cut: use strategy.tensor_parallel=1")
     if config.model.lora.rank == 0:
         if config.run.export_lora == "adapter":
             raise ConfigError("run.export_lora=adapter, and there is no adapter: give model.lora.rank a value")

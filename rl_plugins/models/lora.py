@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.weights import WeightMeta, WeightSource
@@ -51,7 +52,7 @@ def add_adapter(model: Any, config: LoraConfig) -> PeftModel:
     """Freeze a transformers model and give it an adapter that changes nothing yet; a scalar head is trained whole.
 
     The adapter has the dtype of the model. Of a model in shards (ZeRO-3) the adapter comes into being whole, on every
-    rank; DeepSpeed shards it, from rank 0's, when it makes the engine.
+    rank; DeepSpeed shards it, from rank 0's, when it makes the engine, and so does FSDP2.
 
     Args:
         model: with an output head, or with a scalar one.
@@ -226,6 +227,8 @@ class _Change:
 
 def _whole(parameters: list[nn.Parameter]) -> list[Tensor]:
     """The parameters themselves; of those in shards, whole copies, gathered at once. Collective."""
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        return [parameter.full_tensor().detach() for parameter in parameters if isinstance(parameter, DTensor)]
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return [parameter.detach() for parameter in parameters]
     import deepspeed

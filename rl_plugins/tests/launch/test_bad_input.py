@@ -54,6 +54,10 @@ CASES = [
     ("unknown launcher", ["launcher=slurm"], ["launcher=slurm", "ray, local"]),
     ("vLLM in one process", ["launcher=local"], ["launcher=local", "rollout.engine=transformers"]),
     ("unknown strategy", ["strategy.name=ddp"], ["strategy.name=ddp", "zero, fsdp"]),
+    (
+        "blocks cut that have adapters", ["strategy.name=fsdp", "strategy.tensor_parallel=2", "model.lora.rank=4"],
+        ["model.lora.rank=4", "tensor_parallel=1"],
+    ),
     ("blocks cut under ZeRO", ["strategy.tensor_parallel=2"], ["tensor_parallel=2", "strategy.name=fsdp"]),
     (
         "groups that are not whole", ["strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=3"],

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models import log_probs
+from rl_plugins.models.lora import LoraConfig
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
@@ -26,6 +27,7 @@ from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.fsdp_checkpoint import read_weights
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.stages import canned
+from rl_plugins.tests.strategies.moving import WatchingRollout, moving
 
 # Rows that two ranks cannot share evenly.
 SIZES = {"hidden_size": 32, "intermediate_size": 49, "initializer_range": 0.2}
@@ -69,7 +71,8 @@ def trained(strategy: Any, folder: Path, batches: list[Any], stage: type[Recorde
     """A stage that has been trained on batches of prompts, in several micro-batches and clipped updates."""
     attributes = {key: options.pop(key) for key in ("start", "leave", "place") if key in options}
     settings = {"lr": options.pop("lr", 0.01), "gradient_clip": 0.05}
-    stage_options = {key: options.pop(key) for key in ("gradient_checkpointing", "packing") if key in options}
+    stage_options = {key: options.pop(key) for key in ("gradient_checkpointing", "packing", "lora") if key in options}
+    critic_lora = options.pop("critic_lora", None)
     module = stage(
         str(folder / "policy"),
         tokenizer=canned.tokenizer,
@@ -77,7 +80,7 @@ def trained(strategy: Any, folder: Path, batches: list[Any], stage: type[Recorde
         sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
         algorithm=Algorithm(advantage="gae", kl=KLConfig(0.1)),
         optimizer=Damped(**settings),
-        critic=CriticConfig(None, Damped(**settings)),
+        critic=CriticConfig(None, Damped(**settings), lora=critic_lora),
         tokens_per_micro_batch=45,
         updates_per_step=2,
         **stage_options,
@@ -175,7 +178,7 @@ def assert_same_course(history: list[Any], expected: list[Any], *, exactly: bool
 
 
 def strategy(**options: Any) -> FSDPStrategy:
-    return FSDPStrategy(rollout=canned.CannedRollout(), timeout_s=60, **options)
+    return FSDPStrategy(timeout_s=60, **{"rollout": canned.CannedRollout(), **options})
 
 
 def train(rank: int, folder: Path) -> tuple[list[Any], list[Any]]:
@@ -191,10 +194,36 @@ def train(rank: int, folder: Path) -> tuple[list[Any], list[Any]]:
     assert_same_course(run.history, expected)
     resumed = trained(strategy(), folder, own[1:], start=folder / "checkpoint" / "state", **ranks)
     assert_same_course(resumed.history, run.history[1:], exactly=True)
-    saving = trained(strategy(accumulate_shards=True), folder, own[:1], gradient_checkpointing=True, **ranks)
+    saving = trained(
+        moving(strategy(rollout=WatchingRollout(), accumulate_shards=True)), folder, own[:1],
+        gradient_checkpointing=True, **ranks,
+    )  # fmt: skip
     assert_same_course(saving.history, expected[:1])
     check_low_precision(folder, own[:1], ranks)
     return run.history, expected
+
+
+def train_adapters(rank: int, folder: Path) -> None:
+    """One of two ranks that train an adapter, and a critic's; its reference is the policy without it."""
+    adapters: dict[str, Any] = {"lora": LoraConfig(rank=3), "critic_lora": LoraConfig(rank=2)}
+    single = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+    torch.manual_seed(0)
+    expected = trained(single, folder, batches(0, 1), **adapters).history
+    ranks: dict[str, Any] = {"num_nodes": 2, "devices": 1}
+    start = folder / "adapters"
+    # Ranks whose random numbers differ have one adapter all the same: rank 0's.
+    torch.manual_seed(rank)
+    run = trained(strategy(), folder, batches(rank, 2), leave=start, **adapters, **ranks)
+    assert "reference" not in run.engine_modules()
+    assert_same_course(run.history, expected)
+    saved = read_weights(start / "policy")
+    assert saved and all(".lora_" in name for name in saved)
+    resumed = trained(strategy(), folder, batches(rank, 2)[1:], start=start, **adapters, **ranks)
+    assert_same_course(resumed.history, run.history[1:], exactly=True)
+    mixed = trained(strategy(), folder, batches(rank, 2), precision="bf16-mixed", **adapters, **ranks)
+    trained_dtypes = {p.dtype for p in mixed.policy.parameters() if p.requires_grad}
+    frozen_dtypes = {p.dtype for p in mixed.policy.parameters() if not p.requires_grad}
+    assert trained_dtypes == {torch.float32} and frozen_dtypes == {torch.bfloat16}
 
 
 def train_in_groups(rank: int, folder: Path, world_size: int) -> tuple[list[Any], list[Any]]:

@@ -30,6 +30,11 @@ def test_two_ranks_train_as_one_device_does(tmp_path: Path) -> None:
     assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
 
 
+def test_adapters_of_two_ranks_train_as_those_of_one_device(tmp_path: Path) -> None:
+    save_tiny_policy(tmp_path / "policy", **fsdp_worker.SIZES)
+    run_ranks(fsdp_worker.train_adapters, tmp_path)
+
+
 def test_ranks_that_share_blocks_train_as_one_device_does(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", **fsdp_worker.SIZES | {"intermediate_size": 50})
     run_ranks(fsdp_worker.train_in_groups, tmp_path, 4, world_size=4)
@@ -87,7 +92,8 @@ def test_blocks_are_those_of_transformers_or_the_members_of_the_outermost_lists(
 def test_memory_on_the_host_comes_back_in_place() -> None:
     whole = torch.arange(6.0)
     part = whole[2:4]
-    memory = HostMemory()
+    memory = HostMemory("cpu")
+    assert memory.nbytes([part, whole, part]) == 24
     memory.take([part, whole])
     assert whole.untyped_storage().nbytes() == 0
     memory.give_back()

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.strategies.offload import check_file_op
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies import zero_ranks
 from rl_plugins.tests.strategies.zero_ranks import SAVED, STAGES, STEPS
@@ -69,8 +71,19 @@ def test_two_workers_go_on_where_one_stopped(folder: Path, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_states_on_the_host_change_nothing(folder: Path, stage: int) -> None:
-    check_equal(folder, f"host-{stage}", range(1, STEPS + 1))
+@pytest.mark.parametrize("run", ["host", "moved"])
+def test_states_on_the_host_change_nothing(folder: Path, run: str, stage: int) -> None:
+    check_equal(folder, f"{run}-{stage}", range(1, STEPS + 1))
+
+
+def test_states_in_files_change_nothing(folder: Path) -> None:
+    try:
+        check_file_op()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    run_ranks(zero_ranks.files, folder, world_size=1)
+    check_equal(folder, "files-3", range(1, STEPS + 1))
+    assert {path.name for path in (folder / "files").iterdir()} == {"policy", "critic", "reference"}
 
 
 def test_a_resumed_run_says_what_it_was_given_back(folder: Path) -> None:

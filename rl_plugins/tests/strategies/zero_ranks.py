@@ -25,6 +25,7 @@ from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.stages import canned
+from rl_plugins.tests.strategies.moving import WatchingRollout, moving
 
 STEPS, SAVED = 4, 2
 STAGES = (1, 2, 3)
@@ -98,7 +99,7 @@ def train(
 
 
 def zero(stage: int, **options: Any) -> ZeroStrategy:
-    return ZeroStrategy(stage=stage, rollout=canned.CannedRollout(), timeout_s=100, **options)
+    return ZeroStrategy(stage=stage, timeout_s=100, **{"rollout": canned.CannedRollout(), **options})
 
 
 def saved_by(folder: Path, name: str) -> Path:
@@ -113,6 +114,12 @@ def alone(_: int, folder: Path) -> None:
     for stage in STAGES:
         places = {"policy": "cpu", "critic": "stay"} | ({"reference": "cpu"} if stage == 3 else {})
         train(folder, f"host-{stage}", zero(stage, offload=places), steps=STEPS)
+        train(folder, f"moved-{stage}", moving(zero(stage, rollout=WatchingRollout())), steps=STEPS)
+
+
+def files(_: int, folder: Path) -> None:
+    places = {"policy": "nvme", "critic": "nvme", "reference": "nvme"}
+    train(folder, "files-3", zero(3, offload=places, offload_folder=folder / "files"), steps=STEPS)
 
 
 def pair(_: int, folder: Path) -> None:
