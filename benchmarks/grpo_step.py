@@ -1,8 +1,9 @@
-"""Seconds of an RL step by phase, and the same work in a plain single-process loop with Hugging Face generate.
+"""Seconds of an RL step by phase, and the same work in a single process with Hugging Face generate.
 
-`python -m benchmarks.grpo_step [--sizes quickstart 28m] [--steps 8] [--set run.deterministic=true]` prints one table
-per size. Both run on this machine one after the other: here two ZeRO-3 workers and one vLLM engine with one thread
-each, there one process with two threads.
+`python -m benchmarks.grpo_step [--sizes quickstart 28m] [--steps 8] [--against plain trl trl-bf16]
+[--set run.deterministic=true]` prints one table per size. All run on this machine one after the other: here two workers
+and vLLM with one thread each, there one process with two threads, a plain loop or TRL's trainer (which has to be
+installed).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.policies import save_28m, save_prompts
 from benchmarks.runs import TIMEOUT_S, run_grpo
@@ -41,7 +43,14 @@ def prepare(size: str, folder: Path) -> int:
     return sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder / "policy").parameters())
 
 
-def compare(size: str, steps: int, overrides: list[str]) -> None:
+ALTERNATIVES = {
+    "plain": ["benchmarks.plain_loop"],
+    "trl": ["benchmarks.trl_loop"],
+    "trl-bf16": ["benchmarks.trl_loop", "--bf16"],
+}
+
+
+def compare(size: str, steps: int, overrides: list[str], alternatives: list[str]) -> None:
     """Run both and print."""
     prompts, samples, max_tokens, prompt_tokens, micro_batch = SIZES[size]
     with tempfile.TemporaryDirectory() as name:
@@ -57,24 +66,36 @@ def compare(size: str, steps: int, overrides: list[str]) -> None:
             f"data.max_prompt_tokens={prompt_tokens}",
             *overrides,
         )
-        command = [
-            sys.executable, "-m", "benchmarks.plain_loop", f"{folder}/policy", f"{folder}/data/train.parquet",
+        work = [
+            f"{folder}/policy", f"{folder}/data/train.parquet",
             "--prompts", str(prompts), "--samples", str(samples), "--max-tokens", str(max_tokens),
             "--micro-batch", str(micro_batch), "--steps", str(steps),
         ]  # fmt: skip
-        output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
-    plain = json.loads(output.splitlines()[-1])
+        theirs = {name: run_alternative(ALTERNATIVES[name], work) for name in alternatives}
     print(f"\n{size}: {parameters / 1e6:.1f} M parameters, {prompts} x {samples} samples, {max_tokens} new tokens")
     print("  seconds by phase: " + ", ".join(f"{name} {value:.3f}" for name, value in ours.phases().items()))
     peaks = ", ".join(f"{kind} {value / GIB:.2f} GiB" for kind, value in ours.peak_bytes.items())
-    print(f"  peak memory: {peaks}; plain loop {plain['peak_bytes'] / GIB:.2f} GiB")
-    print(f"  {'':14}{'here':>10}{'plain loop':>12}{'ratio':>8}")
-    for label, mine, theirs in (
-        ("s/step", ours.median("time/step"), plain["seconds"]["step"]),
-        ("samples/s", ours.median("samples_per_s"), plain["samples_per_s"]),
-        ("tokens/s", ours.median("tokens_per_s"), plain["tokens_per_s"]),
-    ):
-        print(f"  {label:14}{mine:10.2f}{theirs:12.2f}{mine / theirs:8.2f}")
+    print(f"  peak memory: {peaks}")
+    print(f"  {'':12}{'s/step':>10}{'samples/s':>12}{'GiB':>8}{'samples/s here, times theirs':>32}")
+    here = ours.median("samples_per_s")
+    print(f"  {'here':12}{ours.median('time/step'):10.2f}{here:12.2f}")
+    for name, other in theirs.items():
+        numbers = f"{other['seconds']['step']:10.2f}{other['samples_per_s']:12.2f}{other['peak_bytes'] / GIB:8.2f}"
+        print(f"  {name:12}{numbers}{here / other['samples_per_s']:32.2f}")
+
+
+def run_alternative(module: list[str], work: list[str]) -> dict[str, Any]:
+    """What a loop that is not ours prints of the same work.
+
+    Raises:
+        RuntimeError: it failed; the message ends with what it wrote.
+    """
+    command = [sys.executable, "-m", module[0], *work, *module[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-4000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def main() -> None:
@@ -83,9 +104,10 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--steps", type=int, default=8, help="steps of each run; medians leave out the first two")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further options of the recipe")
+    parser.add_argument("--against", nargs="*", choices=ALTERNATIVES, default=["plain"], help="what to compare with")
     arguments = parser.parse_args()
     for size in arguments.sizes:
-        compare(size, arguments.steps, arguments.set)
+        compare(size, arguments.steps, arguments.set, arguments.against)
 
 
 if __name__ == "__main__":

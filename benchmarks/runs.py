@@ -37,14 +37,14 @@ class Run:
         return dict(sorted(((k, v) for k, v in phases.items() if v >= 0.0005), key=lambda item: -item[1]))
 
 
-def run_grpo(folder: Path, *overrides: str) -> Run:
-    """Train `folder/policy` on `folder/data/train.parquet` with the GRPO recipe.
+def run_grpo(folder: Path, *overrides: str, name: str = "run") -> Run:
+    """Train `folder/policy` on `folder/data/train.parquet` with the GRPO recipe, in `folder/outputs/name`.
 
     Raises:
         RuntimeError: it failed; the message ends with its output.
     """
     command = [
-        sys.executable, "-m", "rl_plugins.recipes.grpo", "run.name=run", f"run.output_dir={folder}/outputs",
+        sys.executable, "-m", "rl_plugins.recipes.grpo", f"run.name={name}", f"run.output_dir={folder}/outputs",
         f"model.path={folder}/policy", f"data.train_files=[{folder}/data/train.parquet]", "run.export=false",
         "run.checkpoint_every=100000", "run.eval_every=0", "tracking.enabled=false", *overrides,
     ]  # fmt: skip
@@ -55,7 +55,7 @@ def run_grpo(folder: Path, *overrides: str) -> Run:
     peaks = watcher.stop()
     if process.returncode:
         raise RuntimeError(f"the recipe ended with status {process.returncode}:\n{output[-4000:]}")
-    lines = (folder / "outputs" / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
     return Run([row for row in map(json.loads, lines) if "train/loss" in row], peaks)
 
 

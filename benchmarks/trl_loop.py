@@ -1,0 +1,99 @@
+"""The alternative that is installed with pip: TRL's GRPOTrainer, one process, Hugging Face generate.
+
+`python -m benchmarks.trl_loop POLICY PARQUET --prompts 16 --samples 4 --max-tokens 128 --micro-batch 16 --steps 4
+[--bf16]` prints one JSON object like `benchmarks.plain_loop`. Needs `pip install trl accelerate datasets`, which this
+project does not depend on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from statistics import median
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class Clock(TrainerCallback):
+    """When each optimizer step ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *arguments: Any, **keywords: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("policy")
+    parser.add_argument("parquet")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=6)
+    parser.add_argument("--micro-batch", type=int, default=256, help="samples of one forward and backward pass")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--bf16", action="store_true", help="bf16 autocast in place of float32")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    samples = options.prompts * options.samples
+    rows = pq.read_table(options.parquet).to_pylist()
+
+    def reward(completions: list[Any], ground_truth: list[str], **others: Any) -> list[float]:
+        texts = [completion[0]["content"] for completion in completions]
+        return [float(text.strip() == truth) for text, truth in zip(texts, ground_truth, strict=True)]
+
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(options.policy, dtype=torch.float32),
+            reward_funcs=reward,
+            args=GRPOConfig(
+                output_dir=folder,
+                use_cpu=not torch.cuda.is_available(),
+                bf16=options.bf16,
+                per_device_train_batch_size=options.micro_batch,
+                gradient_accumulation_steps=samples // options.micro_batch,
+                num_generations=options.samples,
+                max_completion_length=options.max_tokens,
+                max_steps=options.steps,
+                learning_rate=1e-5,
+                report_to="none",
+                save_strategy="no",
+                disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_list(
+                [{"prompt": row["prompt"], "ground_truth": row["reward_model"]["ground_truth"]} for row in rows]
+            ),
+            processing_class=AutoTokenizer.from_pretrained(options.policy, padding_side="left"),
+            callbacks=[clock],
+        )
+        trainer.train()
+        tokens = trainer.state.num_input_tokens_seen / options.steps
+    seconds = [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)]
+    step = median(seconds[1:] or seconds)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(
+        json.dumps(
+            {
+                "seconds": {"step": step},
+                "samples_per_s": samples / step,
+                "tokens_per_s": tokens / step,
+                "peak_bytes": peak,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
