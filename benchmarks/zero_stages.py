@@ -3,7 +3,8 @@
 `python -m benchmarks.zero_stages [--precision bf16-true] [--steps 5] [--stages 1 2 3]` prints the median of the steps
 of each stage, the processor time of a step, and the rate of stage 3 as a share of that of stage 2. On a machine that
 has other work to do, compare the processor times. `--zero stage3_prefetch_bucket_size=0` sets DeepSpeed's options of
-`zero_optimization`. Printed too: the share of the parameters that every worker keeps whole under stage 3.
+`zero_optimization`. Printed too: the share of the parameters that every worker keeps whole under stage 3. `--profile`
+says what the last step of the first worker was spent on.
 """
 
 from __future__ import annotations
@@ -28,6 +29,28 @@ WARM_UP = 2
 TIMEOUT_S = 1200.0
 
 
+KINDS = {
+    "matrix products": (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "linear",
+        "matmul",
+        "mkldnn",
+        "scaled_dot_product",
+        "attention",
+    ),
+    "communication": ("gloo:", "c10d::", "record_param_comms"),
+    "optimizer": ("adam", "_foreach"),
+}
+
+
+def kind_of(operation: str) -> str:
+    """What an operation that the profiler has seen belongs to."""
+    return next((kind for kind, parts in KINDS.items() if any(part in operation.lower() for part in parts)), "the rest")
+
+
 class Sequences:
     """Random prompts and responses, as the stage of supervised fine-tuning takes them."""
 
@@ -47,7 +70,9 @@ class Sequences:
         return {"prompt_ids": prompts, "response_ids": responses}
 
 
-def work(policy: Path, output: Path, stage: int, precision: str, steps: int, options: dict[str, Any]) -> None:
+def work(
+    policy: Path, output: Path, stage: int, precision: str, steps: int, options: dict[str, Any], profiled: bool
+) -> None:
     """Train under one stage, in each worker; the first one writes what it measured."""
     import torch
     from lightning.pytorch import Callback, Trainer
@@ -64,12 +89,23 @@ def work(policy: Path, output: Path, stage: int, precision: str, steps: int, opt
     measured: dict[str, Any] = {"seconds": [], "processor_seconds": []}
 
     class Watch(Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
+        profiler: Any = None
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
+            if profiled and number == WARM_UP + steps - 1:
+                self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+                self.profiler.start()
             self.start = time.perf_counter(), time.process_time()
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             measured["seconds"].append(time.perf_counter() - self.start[0])
             measured["processor_seconds"].append(time.process_time() - self.start[1])
+            if self.profiler is not None:
+                self.profiler.stop()
+                spent: dict[str, float] = {}
+                for event in self.profiler.key_averages():
+                    spent[event.key] = spent.get(event.key, 0.0) + event.self_cpu_time_total / 1e6
+                measured["profile"] = spent
             parameters = list(trainer.strategy.engine(POLICY).module.parameters())
             whole = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if getattr(p, "ds_persist", stage < 3))
             measured["whole"] = whole / sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
@@ -100,12 +136,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--zero", nargs="*", default=[], metavar="OPTION=VALUE", help="of `zero_optimization`")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--worker", nargs=3, metavar=("POLICY", "OUTPUT", "STAGE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         policy, output, stage = options.worker
         zero = {name: json.loads(value) for name, value in (option.split("=") for option in options.zero)}
-        work(Path(policy), Path(output), int(stage), options.precision, options.steps, zero)
+        work(Path(policy), Path(output), int(stage), options.precision, options.steps, zero, options.profile)
         return
     rates: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -119,6 +156,7 @@ def main() -> None:
                 sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}",
                 "-m", "benchmarks.zero_stages", "--precision", options.precision, "--steps", str(options.steps),
                 "--worker", str(folder / "policy"), str(output), str(stage), "--zero", *options.zero,
+                *(["--profile"] if options.profile else []),
             ]  # fmt: skip
             subprocess.run(command, check=True, timeout=TIMEOUT_S)
             measured = json.loads(output.read_text())
@@ -130,8 +168,21 @@ def main() -> None:
                 f"a step and worker, {measured['whole']:.0%} of the parameters whole",
                 flush=True,
             )
+            if options.profile:
+                print_profile(measured["profile"], measured["seconds"][-1])
     if {2, 3} <= rates.keys():
         print(f"ZeRO-3 reaches {rates[3] / rates[2]:.0%} of ZeRO-2")
+
+
+def print_profile(spent: dict[str, float], step: float) -> None:
+    """The share of a step in each kind of operation, and the largest ones of the rest."""
+    shares = dict.fromkeys([*KINDS, "the rest"], 0.0)
+    for operation, seconds in spent.items():
+        shares[kind_of(operation)] += seconds / step
+    shares["Python, and waiting"] = max(0.0, 1 - sum(shares.values()))
+    print("  " + ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items()))
+    rest = sorted((-seconds, name) for name, seconds in spent.items() if kind_of(name) == "the rest")
+    print("  of the rest: " + ", ".join(f"{name} {-seconds / step:.1%}" for seconds, name in rest[:8]))
 
 
 if __name__ == "__main__":
