@@ -29,9 +29,11 @@ COMMON = (
     "tracking.enabled=false",
     "reward.functions.default={_target_: integration_tests.rewards.shortness}",
 )
+RUN_TIMEOUT_S = 400
 SAME = ("train/reward", "train/loss", "train/kl", "train/entropy", "train/gradient_norm", "train/clip_fraction")
 
 
+@pytest.mark.timeout(4 * RUN_TIMEOUT_S)
 def test_workers_stages_and_micro_batches_change_nothing(start_recipe: Callable[..., Recipe], workplace: Path) -> None:
     runs = []
     for name, *overrides in (
@@ -42,7 +44,7 @@ def test_workers_stages_and_micro_batches_change_nothing(start_recipe: Callable[
         ("two_zero3", "placement.num_workers=2", "strategy.zero_stage=3", "batch.tokens_per_micro_batch=100"),
     ):
         runs.append(start_recipe("grpo", name, *COMMON, *overrides))
-        assert runs[-1].wait(240) == 0, runs[-1].tail()
+        assert runs[-1].wait(RUN_TIMEOUT_S) == 0, runs[-1].tail()
     before = vector(workplace / "tiny")
     expected, update = read_metrics(runs[0].run / "metrics.jsonl"), vector(runs[0].run / "policy") - before
     for run in runs[1:]:
