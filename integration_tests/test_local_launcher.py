@@ -31,7 +31,7 @@ WITHOUT_RAY = "reward.functions.default={_target_: integration_tests.rewards.wit
 
 def test_one_process_trains_resumes_and_exports(start_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     whole = start_recipe("grpo", "whole", *LOCAL, WITHOUT_RAY, "run.steps=3")
-    assert whole.wait(120) == 0, whole.tail()
+    assert whole.wait(240) == 0, whole.tail()
     series = read_metrics(whole.run / "metrics.jsonl")
     assert list(series["train/loss"]) == [1, 2, 3]
     assert max(series["train/rollout_gap_max"].values()) < 1e-4
@@ -43,7 +43,7 @@ def test_one_process_trains_resumes_and_exports(start_recipe: Callable[..., Reci
     shutil.rmtree(broken / "checkpoint_00000003")
     shutil.rmtree(broken / "policy")
     resumed = start_recipe("grpo", "broken", *LOCAL, WITHOUT_RAY, "run.steps=3", "run.resume=true")
-    assert resumed.wait(120) == 0, resumed.tail()
+    assert resumed.wait(240) == 0, resumed.tail()
     assert "continuing from" in resumed.tail() and "checkpoint_00000002" in resumed.tail()
     assert (broken / "policy" / "model.safetensors").read_bytes() == (
         whole.run / "policy" / "model.safetensors"
@@ -72,6 +72,6 @@ def test_breakpoint_in_a_reward_stops_in_the_debugger(start_recipe: Callable[...
         "data.val_files=[]", "reward.functions.default={_target_: integration_tests.rewards.inspected}",
         typed="p 'asked for ' + repr(len(solution_str))\n" + "c\n" * 200,
     )  # fmt: skip
-    assert run.wait(120) == 0, run.tail()
+    assert run.wait(240) == 0, run.tail()
     assert "(Pdb)" in run.tail() and "asked for " in run.tail()
     assert run.metrics()[-1]["train/reward_raised"] == 0

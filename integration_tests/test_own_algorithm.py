@@ -27,7 +27,7 @@ def train(workplace: Path, folder: Path, python_path: Path, *overrides: str) -> 
         "reward.functions.default={_target_: integration_tests.rewards.shortness}",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": f"{python_path}{os.pathsep}{os.environ['PYTHONPATH']}"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=folder)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=folder)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return read_metrics(folder / "own" / "metrics.jsonl")
 
