@@ -27,7 +27,7 @@ STEPS = 4
 # Prompts that begin alike for more than one block of the KV cache: the prefix cache has something to keep.
 PREAMBLE = "You add two numbers, and you say nothing but their sum. " * 3
 
-PHASES = ("offload", "rollout", "reload", "reward", "old_log_probs", "ref_log_probs", "advantages")
+PHASES = ("offload", "rollout", "reload", "reward", "balance", "old_log_probs", "ref_log_probs", "advantages")
 VALIDATION_PHASES = ("offload", "update_weights", "rollout", "reload", "reward")
 ENGINE_MEMORY = ("memory/engine_awake", "memory/engine_asleep")
 METRICS = {
