@@ -40,11 +40,10 @@ class HostMemory:
             copy = self._room_of(storage.nbytes())
             copy.copy_(_bytes_of(storage), non_blocking=True)
             self._taken.append((storage, copy))
-        if self._device_type == "cuda" and self._taken:
-            torch.cuda.synchronize()
+        self._wait_for_copies()
         for storage, _ in self._taken:
             storage.resize_(0)
-        if self._device_type == "cuda" and self._taken:
+        if self._on_cuda:
             torch.cuda.empty_cache()
 
     def give_back(self) -> None:
@@ -54,7 +53,15 @@ class HostMemory:
             storage.resize_(copy.numel())
             _bytes_of(storage).copy_(copy, non_blocking=True)
             self._room[copy.numel()].append(copy)
-        if self._device_type == "cuda":
+        self._wait_for_copies()
+
+    @property
+    def _on_cuda(self) -> bool:
+        # A strategy on CPU has nothing on such a device, and PyTorch may have been built without.
+        return self._device_type == "cuda" and torch.cuda.is_initialized()
+
+    def _wait_for_copies(self) -> None:
+        if self._on_cuda:
             torch.cuda.synchronize()
 
     def _behind(self, tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
