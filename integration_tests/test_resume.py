@@ -30,6 +30,8 @@ COMMON = (
 SAME = ("train/reward", "train/loss", "train/kl", "train/kl_coefficient", "train/gradient_norm", "train/lr")
 
 
+# Three runs, one of which starts three times.
+@pytest.mark.timeout(1500)
 def test_killed_run_equals_uninterrupted(start_recipe: Callable[..., Recipe]) -> None:
     whole = start_recipe("grpo", "whole", *COMMON)
     assert whole.wait() == 0, whole.tail()
