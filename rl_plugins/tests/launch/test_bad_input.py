@@ -55,7 +55,8 @@ CASES = [
     ("vLLM in one process", ["launcher=local"], ["launcher=local", "rollout.engine=transformers"]),
     ("unknown strategy", ["strategy.name=ddp"], ["strategy.name=ddp", "zero, fsdp"]),
     (
-        "blocks cut that have adapters", ["strategy.name=fsdp", "strategy.tensor_parallel=2", "model.lora.rank=4"],
+        "blocks cut that have adapters",
+        ["strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=2", "model.lora.rank=4"],
         ["model.lora.rank=4", "tensor_parallel=1"],
     ),
     ("blocks cut under ZeRO", ["strategy.tensor_parallel=2"], ["tensor_parallel=2", "strategy.name=fsdp"]),
