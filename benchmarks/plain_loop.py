@@ -6,7 +6,6 @@ object: median seconds of a step and of its phases, samples/s, tokens/s and the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import time
@@ -17,19 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from benchmarks.loop_options import loop_parser
+
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("policy")
-    parser.add_argument("parquet")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=6)
-    parser.add_argument("--micro-batch", type=int, default=256, help="samples of one forward and backward pass")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
+    options = loop_parser(__doc__).parse_args()
     torch.set_num_threads(options.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -7,7 +7,6 @@ project does not depend on.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import tempfile
@@ -20,6 +19,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.loop_options import loop_parser
 
 
 class Clock(TrainerCallback):
@@ -34,15 +35,7 @@ class Clock(TrainerCallback):
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("policy")
-    parser.add_argument("parquet")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=6)
-    parser.add_argument("--micro-batch", type=int, default=256, help="samples of one forward and backward pass")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = loop_parser(__doc__)
     parser.add_argument("--bf16", action="store_true", help="bf16 autocast in place of float32")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

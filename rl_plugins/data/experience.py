@@ -110,7 +110,7 @@ class Experience(TensorClass, shadow=True):
     def __post_init__(self) -> None:
         """Turn plain columns into a form that follows indexing; an Experience always has rows and meta."""
         if not isinstance(self.rows, Rows):
-            self.rows, self.row = Rows(self.rows or {}, len(self)), torch.arange(len(self))
+            self._hold(self.rows or {})
         if self.meta is None:
             self.meta = {}
 
@@ -235,14 +235,17 @@ class Experience(TensorClass, shadow=True):
 
     def set_column(self, name: str, values: Sequence[Any]) -> None:
         """Add or replace a column of B Python objects, in place."""
-        self.rows = Rows({**self.columns, name: values}, len(self))
-        self.row = torch.arange(len(self))
+        self._hold({**self.columns, name: values})
 
     def compact(self) -> Self:
         """The same samples without the Python objects of others: to be sent or kept."""
         compacted = self.copy()
-        compacted.rows, compacted.row = Rows(self.columns, len(self)), torch.arange(len(self))
+        compacted._hold(self.columns)
         return compacted
+
+    def _hold(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Have these columns, and rows that no other batch shares."""
+        self.rows, self.row = Rows(columns, len(self)), torch.arange(len(self))
 
     def trimmed(self) -> Self:
         """Return the batch without the columns that are padding in every row of it."""

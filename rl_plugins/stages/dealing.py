@@ -78,11 +78,10 @@ def deal(experience: Experience, hands: Sequence[Tensor], chosen: Sequence[Hand]
         parcels.append(experience[torch.cat(own)].compact() if own else None)
     received = table.exchange(parcels)
     # Each rank's come in the order in which they were chosen.
-    next_row, rows = [0] * table.world_size, []
-    starts = list(accumulate((0 if parcel is None else len(parcel) for parcel in received), initial=0))
+    next_row = list(accumulate((0 if parcel is None else len(parcel) for parcel in received), initial=0))
+    rows = []
     for hand in chosen[table.rank :: table.world_size]:
-        start = starts[hand.owner] + next_row[hand.owner]
-        rows.append(torch.arange(start, start + hand.size))
+        rows.append(torch.arange(next_row[hand.owner], next_row[hand.owner] + hand.size))
         next_row[hand.owner] += hand.size
     return Experience.concat([parcel for parcel in received if parcel is not None]).reorder(torch.cat(rows))
 
