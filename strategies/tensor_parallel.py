@@ -138,10 +138,11 @@ class GroupBatch:
 
     def _join_rows(self, ids_1M: Tensor, positions_1M: Tensor, starts: Tensor | None) -> dict[str, Any]:
         everyones_ids = self._everyones(ids_1M[0])
-        self._batch = _Batch(1, [len(ids) for ids in everyones_ids], ids_1M, 0)
+        sizes = [len(ids) for ids in everyones_ids]
+        self._batch = _Batch(1, sizes, ids_1M, 0)
         joined: dict[str, Any] = {
             "input_ids": torch.cat(everyones_ids)[None],
-            "position_ids": torch.cat(self._everyones(positions_1M[0]))[None],
+            "position_ids": torch.cat(_gather(positions_1M[0], 0, sizes, self._group))[None],
         }
         if starts is not None:
             lengths = self._everyones(starts.diff().to(ids_1M))

@@ -36,5 +36,6 @@ def everything(strategy: Any) -> list[Any]:
 def moving(strategy: ShardedStrategy) -> ShardedStrategy:
     """The strategy, which has a `WatchingRollout`, made to move memory of the CPU."""
     strategy._on_host = HostMemory("cpu")
-    strategy.rollout.strategy = strategy  # type: ignore[attr-defined]
+    rollout: Any = strategy.rollout
+    rollout.strategy = strategy
     return strategy
