@@ -34,7 +34,9 @@ STAGES: dict[str, tuple[str, list[str]]] = {
     "online_dpo": ("online_preference_optimization", []),
     **{f"grpo_zero_{stage}": ("grpo", [f"strategy.zero_stage={stage}"]) for stage in (1, 2)},
     # At this rate the adapter has moved the log-probs by more than the gap that is allowed after its first step.
-    "grpo_lora": ("grpo", ["model.lora.rank=4", "optimizer.lr=1e-2", "algorithm.kl.coefficient=0.01"]),
+    "grpo_lora": (
+        "grpo", ["model.lora.rank=4", "optimizer.lr=1e-2", "algorithm.kl.coefficient=0.01", "rollout.lora=adapter"]
+    ),
     "ppo_lora": ("ppo", ["model.lora.rank=4", "critic.lora.rank=2", "optimizer.lr=1e-2"]),
     "reward_modeling_lora": ("reward_modeling", ["model.lora.rank=4", "run.export_lora=adapter", PAIRS]),
 }
@@ -44,6 +46,7 @@ STAGES: dict[str, tuple[str, list[str]]] = {
 FSDP = "_fsdp"
 OVER_FSDP = {
     f"grpo{FSDP}": [],
+    f"rloo{FSDP}": ["strategy.sequence_parallel=2"],
     f"ppo{FSDP}": ["strategy.tensor_parallel=2"],
     f"reward_modeling_lora{FSDP}": [],
 }

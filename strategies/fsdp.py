@@ -65,6 +65,7 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         accumulate_shards: average gradients over the ranks with every micro-batch and keep shards of them, in place of
             once in an optimizer step, until when each rank keeps whole gradients of its own.
         tensor_parallel: the number of neighbouring ranks over which each block is cut.
+        sequence_parallel: the number of neighbouring ranks over which the tokens of micro-batches are cut.
         timeout_s: deadline of every collective.
     """
 
@@ -75,9 +76,12 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         offload: Mapping[str, str] | None = None,
         accumulate_shards: bool = False,
         tensor_parallel: int = 1,
+        sequence_parallel: int = 1,
         timeout_s: float = 1800.0,
     ) -> None:
         super().__init__(tensor_parallel_size=tensor_parallel, timeout=timedelta(seconds=timeout_s))
+        if min(tensor_parallel, sequence_parallel) > 1:
+            raise ConfigError("tensor_parallel and sequence_parallel do not go together: set one of them to 1")
         for engine, place in (offload or {}).items():
             if place not in (STAY, WHILE_SAMPLING):
                 raise ConfigError(f"offload of {engine}: {place!r} is none of stay and while_sampling")
@@ -85,6 +89,8 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         self._offload = Offload(offload or {})
         self._accumulate_shards = accumulate_shards
         self._group_size = tensor_parallel
+        self._sequence_parallel = sequence_parallel
+        self._sequences = []
         self._engines: dict[str, nn.Module] = {}
         self._optimizers_of: dict[str, Optimizer] = {}
         self._gradient_norms: dict[str, float] = {}
@@ -104,10 +110,8 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self.set_world_ranks()
-        if self.world_size % self._group_size:
-            raise ConfigError(
-                f"tensor_parallel={self._group_size}: {self.world_size} training workers make no whole groups of it"
-            )
+        self._check_groups("tensor_parallel", self._group_size)
+        self._check_groups("sequence_parallel", self._sequence_parallel)
         self._data_parallel_size = self.world_size // self._group_size
         super().setup_environment()
         self.phases.device = self.root_device
@@ -124,6 +128,7 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         module = self.lightning_module
         if isinstance(module, HasEngines):
             self._engines = dict(module.engine_modules())
+            self._share_sequences(self._engines)
             for name, model in self._engines.items():
                 if has_adapter(model):
                     self._agree_on_adapter(model)

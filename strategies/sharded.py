@@ -15,6 +15,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.strategies.contract import RolloutMixin, exchange_objects, gather_objects, small_all_reduce
 from rl_plugins.strategies.host_memory import HostMemory
 from rl_plugins.strategies.offload import Offload
+from rl_plugins.strategies.sequence_parallel import SequenceShards
 
 LIGHTNING_FILE = "lightning.ckpt"
 """Of a checkpoint, what is not in the shards of its engines."""
@@ -30,6 +31,8 @@ class ShardedStrategy(RolloutMixin, ParallelStrategy):
     _engines: dict[str, Any]
     _offload: Offload
     _on_host: HostMemory
+    _sequence_parallel: int
+    _sequences: list[SequenceShards]
 
     def _trained(self) -> list[str]:
         """Names of the engines that are trained."""
@@ -42,6 +45,16 @@ class ShardedStrategy(RolloutMixin, ParallelStrategy):
     def _engine_tensors(self, name: str) -> Iterable[Tensor]:
         """What an engine itself has: weights, gradients."""
         raise NotImplementedError
+
+    def _share_sequences(self, models: Mapping[str, nn.Module]) -> None:
+        """Neighbouring ranks run rows together, if so configured. Before the models are sharded; collective."""
+        if self._sequence_parallel > 1:
+            group, _ = torch.distributed.new_subgroups(self._sequence_parallel)
+            self._sequences = [SequenceShards(model, name, group) for name, model in models.items()]
+
+    def _check_groups(self, option: str, size: int) -> None:
+        if self.world_size % size:
+            raise ConfigError(f"{option}={size}: {self.world_size} training workers make no whole groups of it")
 
     def _moving(self, tensors_of: Callable[[str], Iterable[Tensor]]) -> Iterator[Tensor]:
         for name in self._trained():
@@ -95,6 +108,9 @@ class ShardedStrategy(RolloutMixin, ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        for sequences in self._sequences:
+            sequences.remove()
+        self._sequences = []
         if self._rollout is not None and self._rollout_connected:
             self._rollout.close()
             self._rollout_connected = False

@@ -9,7 +9,7 @@ their weights are sharded over all ranks as if there were no groups.
 How a block is cut is transformers' plan of its family (`base_model_tp_plan`), carried out by PyTorch:
 https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html. Source of the cut: Megatron-LM, arXiv 1909.08053.
 
-Axes: `M` tokens of a rank's row, `H` hidden.
+Axes: `M` tokens of a rank's row, `G` of the group's, `B` samples, `S` their tokens with padding.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries
+from rl_plugins.strategies.gathering import gather_parts, sizes_of
 
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
@@ -137,16 +138,14 @@ class GroupBatch:
         return (), {**kwargs, **joined}
 
     def _join_rows(self, ids_1M: Tensor, positions_1M: Tensor, starts: Tensor | None) -> dict[str, Any]:
-        everyones_ids = self._everyones(ids_1M[0])
-        sizes = [len(ids) for ids in everyones_ids]
+        own_M2 = torch.stack([ids_1M[0], positions_1M[0]], dim=1)
+        sizes = sizes_of(own_M2, self._group)
         self._batch = _Batch(1, sizes, ids_1M, 0)
-        joined: dict[str, Any] = {
-            "input_ids": torch.cat(everyones_ids)[None],
-            "position_ids": torch.cat(_gather(positions_1M[0], 0, sizes, self._group))[None],
-        }
+        ids_G, positions_G = torch.cat(gather_parts(own_M2, 0, sizes, self._group)).unbind(dim=1)
+        joined: dict[str, Any] = {"input_ids": ids_G[None], "position_ids": positions_G[None]}
         if starts is not None:
-            lengths = self._everyones(starts.diff().to(ids_1M))
-            joined |= boundaries(torch.cat(lengths))
+            lengths_B = starts.diff().to(ids_1M)
+            joined |= boundaries(torch.cat(gather_parts(lengths_B, 0, sizes_of(lengths_B, self._group), self._group)))
         return joined
 
     def _join_padded(self, ids_BS: Tensor, mask_BS: Tensor | None, positions_BS: Tensor | None) -> dict[str, Any]:
@@ -154,13 +153,13 @@ class GroupBatch:
             mask_BS = torch.ones_like(ids_BS)
         if positions_BS is None:
             positions_BS = (mask_BS.cumsum(dim=1) - 1).clamp(min=0)
-        width = max(len(column) for column in self._everyones(ids_BS[0]))
-        padding = width - ids_BS.shape[1]
-        inputs = {"input_ids": ids_BS, "attention_mask": mask_BS, "position_ids": positions_BS}
-        padded = {key: nn.functional.pad(tensor.long(), (padding, 0)) for key, tensor in inputs.items()}
-        everyones = {key: self._everyones(tensor) for key, tensor in padded.items()}
-        self._batch = _Batch(0, [len(ids) for ids in everyones["input_ids"]], padded["input_ids"], padding)
-        return {key: torch.cat(tensors) for key, tensors in everyones.items()}
+        padding = max(sizes_of(ids_BS.T, self._group)) - ids_BS.shape[1]
+        inputs_BS3 = torch.stack([ids_BS, mask_BS.long(), positions_BS.expand_as(ids_BS)], dim=-1)
+        padded_BS3 = nn.functional.pad(inputs_BS3, (0, 0, padding, 0))
+        sizes = sizes_of(padded_BS3, self._group)
+        self._batch = _Batch(0, sizes, padded_BS3[..., 0], padding)
+        joined = torch.cat(gather_parts(padded_BS3, 0, sizes, self._group)).unbind(dim=-1)
+        return dict(zip(("input_ids", "attention_mask", "position_ids"), joined, strict=True))
 
     def _embed_own(self, embedding: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
         assert self._batch is not None, "the input embedding runs inside its model"
@@ -178,23 +177,6 @@ class GroupBatch:
         own: Tensor = _KeepOwn.apply(hidden, batch.axis, batch.sizes, self._group, self._rank)
         output.last_hidden_state = own[:, batch.left_padding :]
 
-    def _everyones(self, own: Tensor) -> list[Tensor]:
-        """What each rank of the group has; they may differ along the first axis."""
-        sizes = [torch.empty(1, dtype=torch.long, device=own.device) for _ in range(self._size)]
-        torch.distributed.all_gather(sizes, torch.tensor([len(own)], device=own.device), group=self._group)
-        return _gather(own, 0, [int(size) for size in sizes], self._group)
-
-
-def _gather(own: Tensor, axis: int, sizes: list[int], group: Any) -> list[Tensor]:
-    """The parts of all ranks of a group, which have the `sizes` along `axis`."""
-    # Gloo gathers tensors of one shape only.
-    own = own.movedim(axis, 0)
-    padded = own.new_zeros(max(sizes), *own.shape[1:])
-    padded[: len(own)] = own
-    everyones = [torch.empty_like(padded) for _ in sizes]
-    torch.distributed.all_gather(everyones, padded, group=group)
-    return [part[:size].movedim(0, axis) for part, size in zip(everyones, sizes, strict=True)]
-
 
 class _Join(torch.autograd.Function):
     """The parts of all ranks, one behind the other.
@@ -206,7 +188,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, axis: int, sizes: list[int], group: Any, rank: int) -> Tensor:
         ctx.axis, ctx.sizes, ctx.rank = axis, sizes, rank
-        return torch.cat(_gather(own, axis, sizes, group), dim=axis)
+        return torch.cat(gather_parts(own, axis, sizes, group), dim=axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -224,5 +206,5 @@ class _KeepOwn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        everyones = _gather(gradient, ctx.axis, ctx.sizes, ctx.group)
+        everyones = gather_parts(gradient, ctx.axis, ctx.sizes, ctx.group)
         return torch.cat(everyones, dim=ctx.axis) / len(ctx.sizes), None, None, None, None

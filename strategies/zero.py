@@ -51,6 +51,7 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         offload: engine to where it keeps its states, see `Offload`; by default trained engines move them to the host
             while the rollout engine works (on CUDA: on CPU there is nothing to move).
         offload_folder: for the files of engines that are offloaded to `nvme`.
+        sequence_parallel: the number of neighbouring ranks over which the tokens of micro-batches are cut.
         timeout_s: deadline of every collective.
         **kwargs: further arguments of Lightning's `DeepSpeedStrategy`.
     """
@@ -62,6 +63,7 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         rollout: RolloutEngine | None = None,
         offload: Mapping[str, str] | None = None,
         offload_folder: str | Path | None = None,
+        sequence_parallel: int = 1,
         timeout_s: float = 1800.0,
         **kwargs: Any,
     ) -> None:
@@ -73,6 +75,8 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         self._offload = Offload(offload or {}, Path(offload_folder) if offload_folder else None)
         self._offload.check(stage)
         self._on_host = HostMemory()
+        self._sequence_parallel = sequence_parallel
+        self._sequences = []
         super().__init__(stage=stage, timeout=timedelta(seconds=timeout_s), **kwargs)
         self._rollout = rollout
         self._engines: dict[str, Any] = {}
@@ -98,6 +102,7 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
+        self._check_groups("sequence_parallel", self._sequence_parallel)
         self.phases.device = self.root_device
 
     @override
@@ -158,6 +163,7 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         if module.trainer.state.fn == TrainerFn.FITTING:
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
         models = module.engine_modules()
+        self._share_sequences(models)
         own = optimizers_of_engines(models, optimizers)
         trained = []
         for name, model in models.items():

@@ -166,6 +166,8 @@ class RolloutConfig:
         tensor_parallel_size: GPUs of the engine.
         sleep: what vLLM engines give back while the workers train: `kv_cache`; `all`, the weights too, which are then
             sent anew for every rollout; `none`, which saves the time of taking the KV cache back.
+        lora: what vLLM is sent of a policy with an adapter: `merged`, all weights with the adapter in them; `adapter`,
+            the adapter alone, which the engine adds to the weights of `model.path` with every token.
         check_updates: every how many weight updates the engine's weights are compared with the policy's, tensor by
             tensor and by the log-probs of a short prompt; 0 for never.
         transport: `auto`, `shared_memory`, `ipc` or `nccl`.
@@ -184,6 +186,7 @@ class RolloutConfig:
     cpu_kv_cache_gib: int = 1
     tensor_parallel_size: int = 1
     sleep: str = "kv_cache"
+    lora: str = "merged"
     check_updates: int = 0
     transport: str = "auto"
     bucket_mb: int = 64
@@ -317,6 +320,8 @@ class StrategyOptions:
             once in an optimizer step: less memory, more traffic.
         tensor_parallel: of `fsdp`: over how many neighbouring workers the blocks of the models are cut; each worker
             goes on having samples of its own.
+        sequence_parallel: over how many neighbouring workers the tokens of a micro-batch are cut, for samples that are
+            too long for one; each worker goes on having samples of its own.
         offload: where the engines keep their states.
         collective_timeout_s: deadline of every collective.
     """
@@ -326,6 +331,7 @@ class StrategyOptions:
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     accumulate_shards: bool = False
     tensor_parallel: int = 1
+    sequence_parallel: int = 1
     collective_timeout_s: float = 1800.0
 
 

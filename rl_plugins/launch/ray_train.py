@@ -137,6 +137,7 @@ def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
         "rollout": rollout,
         "offload": places(config),
         "timeout_s": options.collective_timeout_s,
+        "sequence_parallel": options.sequence_parallel,
     }
     if options.name == "fsdp":
         from rl_plugins.strategies.ray_fsdp import RayFSDPStrategy
@@ -229,6 +230,7 @@ def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
             sleep=rollout.sleep,  # type: ignore[arg-type]
             check_updates=rollout.check_updates,
             transport=rollout.transport,  # type: ignore[arg-type]
+            lora_rank=config.model.lora.rank if rollout.lora == "adapter" else 0,
             bucket_mb=rollout.bucket_mb,
             ready_timeout_s=rollout.ready_timeout_s,
             generate_timeout_s=rollout.generate_timeout_s,

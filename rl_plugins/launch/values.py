@@ -27,6 +27,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "rollout.engine": ("vllm", "transformers"),
     "rollout.dtype": (None, "float32", "bfloat16", "float16"),
     "rollout.sleep": ("kv_cache", "all", "none"),
+    "rollout.lora": ("merged", "adapter"),
     "rollout.transport": ("auto", "shared_memory", "ipc", "nccl"),
     "placement.device": ("auto", "cpu", "cuda"),
     "strategy.name": ("zero", "fsdp"),
@@ -48,6 +49,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
             "sampling.max_tokens", "rollout.max_num_seqs",
             "rollout.cpu_kv_cache_gib", "rollout.tensor_parallel_size", "rollout.bucket_mb", "reward.num_workers",
             "placement.num_workers", "strategy.tensor_parallel",
+            "strategy.sequence_parallel",
         ),
     ),
     (
@@ -121,10 +123,15 @@ def check_values(config: RecipeConfig) -> None:
     tensor_parallel = config.strategy.tensor_parallel
     if tensor_parallel > 1 and config.strategy.name != "fsdp":
         raise ConfigError(f"strategy.tensor_parallel={tensor_parallel}: ZeRO cuts no blocks: add strategy.name=fsdp")
-    if workers % tensor_parallel:
+    sequence_parallel = config.strategy.sequence_parallel
+    if min(tensor_parallel, sequence_parallel) > 1:
         raise ConfigError(
-            f"strategy.tensor_parallel={tensor_parallel} does not divide placement.num_workers={workers}: change one"
+            f"strategy.tensor_parallel={tensor_parallel} and strategy.sequence_parallel={sequence_parallel} do not go "
+            "together: set one of them to 1"
         )
+    for option, size in (("tensor_parallel", tensor_parallel), ("sequence_parallel", sequence_parallel)):
+        if workers % size:
+            raise ConfigError(f"strategy.{option}={size} does not divide placement.num_workers={workers}: change one")
     _check_lora(config)
 
 

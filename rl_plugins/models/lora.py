@@ -10,9 +10,11 @@ Axes: `O` output features, `I` input features, `R` the rank, `N` elements of a f
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -148,7 +150,7 @@ class MergedWeightSource:
     """
 
     def __init__(self, source: WeightSource, model: PeftModel) -> None:
-        self._source = source
+        self._source, self._model = source, model
         self._layers = adapted_layers(model)
         self._adapter = model.active_adapter
         parameters = dict(model.named_parameters())
@@ -186,6 +188,15 @@ class MergedWeightSource:
     def adapter(self) -> dict[str, Tensor]:
         """What is trained, whole, under its own names. Collective."""
         return dict(zip(self._trained, _whole(list(self._trained.values())), strict=True))
+
+    def adapter_files(self) -> dict[str, bytes]:
+        """What peft saves of the adapter, by file name; empty on all ranks but the first. Collective."""
+        weights = self.adapter()
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
+            return {}
+        with tempfile.TemporaryDirectory() as folder:
+            self._model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+            return {path.name: path.read_bytes() for path in Path(folder).glob("adapter_*")}
 
     def _changes(self) -> dict[str, _Change]:
         adapter = self._adapter

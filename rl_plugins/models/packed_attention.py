@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,24 @@ from transformers.masking_utils import sdpa_mask
 from rl_plugins.errors import ConfigError
 
 PACKED_SDPA = "packed_sdpa"
+
+
+class HeadExchange(Protocol):
+    """Ranks that have parts of a row give each other tokens for heads."""
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All heads of a part [1, heads, P, D]; some of them of the whole row [1, some, M, D]."""
+
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """Some heads of the whole row [M, some, D]; all heads of the part [P, heads, D]."""
+
+
+class _Attending(NamedTuple):
+    """What transformers' `sdpa` asks of a layer."""
+
+    num_key_value_groups: int
+    is_causal: bool
+
 
 # Kinds of layers whose mask is known without being told: causal, or causal within a window.
 _LAYERS = {"full_attention", "sliding_attention"}
@@ -60,6 +78,7 @@ def packed_sdpa(
     attention_mask: Tensor | None,
     *,
     cu_seq_lens_q: Tensor | None = None,
+    head_exchange: HeadExchange | None = None,
     position_ids: Tensor | None = None,
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
@@ -68,6 +87,8 @@ def packed_sdpa(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it: heads [1, heads, M, D] in, [1, M, heads, D] out.
+
+    With a `head_exchange` a rank has but a part of the row that `cu_seq_lens_q` cuts, in and out.
 
     Raises:
         ConfigError: a row, and a bias that depends on the distance between its tokens.
@@ -81,6 +102,9 @@ def packed_sdpa(
         )
     if position_bias is not None:
         raise ConfigError(f"{type(module).__name__} adds a bias to its attention: set batch.packing=false")
+    if head_exchange is not None:
+        query, key, value = head_exchange.to_heads(query, key, value)
+    attending = _Attending(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
     runs = [(length, len(list(same))) for length, same in groupby(cu_seq_lens_q.diff().tolist())]
     tokens = [length * count for length, count in runs]
     parts = zip(*(heads.transpose(1, 2)[0].split(tokens) for heads in (query, key, value)), strict=True)
@@ -88,9 +112,10 @@ def packed_sdpa(
     for (length, count), qkv in zip(runs, parts, strict=True):
         q_NHLD, k_NHLD, v_NHLD = (part.view(count, length, *part.shape[1:]).transpose(1, 2) for part in qkv)
         mask = _window_mask(length, sliding_window, query.device)
-        output, _ = sdpa_attention_forward(module, q_NHLD, k_NHLD, v_NHLD, mask, dropout=dropout, scaling=scaling)
+        output, _ = sdpa_attention_forward(attending, q_NHLD, k_NHLD, v_NHLD, mask, dropout=dropout, scaling=scaling)
         outputs.append(output.flatten(0, 1))
-    return torch.cat(outputs)[None], None
+    output_MHD = torch.cat(outputs)
+    return (output_MHD if head_exchange is None else head_exchange.to_tokens(output_MHD))[None], None
 
 
 def packed_sdpa_mask(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,6 +47,14 @@ class WeightSource(Protocol):
 
     def shards(self) -> Iterator[tuple[str, int, Tensor]]:
         """`(name, offset, flat part)` that this rank holds; the parts of all ranks tile each tensor. No collective."""
+
+
+@runtime_checkable
+class AdaptedWeightSource(WeightSource, Protocol):
+    """The weights of a policy that has an adapter, which can be had alone as well."""
+
+    def adapter_files(self) -> dict[str, bytes]:
+        """What peft saves of the adapter, by file name; empty on all ranks but the first. Collective."""
 
 
 class ModuleWeightSource:

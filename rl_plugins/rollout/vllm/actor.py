@@ -8,7 +8,9 @@ which rank came first.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import DeadlineExceeded
@@ -16,6 +18,8 @@ from rl_plugins.rollout.engine import Generations, SamplingConfig
 from rl_plugins.rollout.memory import MemoryChange
 from rl_plugins.rollout.shared_memory import Run
 from rl_plugins.rollout.vllm.config import VLLMConfig
+
+_MEMORY = Path("/dev/shm")
 
 
 class VLLMActor:
@@ -30,6 +34,7 @@ class VLLMActor:
         self._config = config
         self._llm = LLM(**config.engine_arguments())
         self._version = 0
+        self._adapter: Any = None
         # What keeps the weights from being sampled with; None if nothing does.
         self._unusable: str | None = None
         if config.device == "cpu" and config.sleeps:
@@ -137,7 +142,7 @@ class VLLMActor:
         if self._unusable is not None:
             raise RuntimeError(f"the engine cannot sample: {self._unusable}; a weight update comes first")
         try:
-            return self._llm.generate(prompts, parameters, use_tqdm=False)
+            return self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=self._adapter)
         except BaseException:
             # What is left of these requests must not come out of the next ones.
             self._abort_all()
@@ -189,6 +194,26 @@ class VLLMActor:
         await self.start_weight_update()
         await self.update_weights({})
         await self.finish_weight_update(str(version))
+        await self.set_policy_version(version)
+
+    async def load_adapter(self, files: dict[str, bytes], version: int) -> None:
+        """Put an adapter in the place of the one before; cached prefixes belong to that and go.
+
+        Args:
+            files: as peft saves it, by name.
+            version: of the policy.
+        """
+        from vllm.lora.request import LoRARequest
+
+        self._unusable = "its last weight update did not end"
+        # vLLM takes adapters from folders; this one is in memory where the machine has such a place.
+        with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
+            for name, content in files.items():
+                (Path(folder) / name).write_bytes(content)
+            self._llm.llm_engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
+        # Requests name what is there, or every batch would read it again.
+        self._adapter = LoRARequest("policy", 1, "loaded")
+        self._llm.reset_prefix_cache()
         await self.set_policy_version(version)
 
     async def checksums(self, runs: list[Run]) -> list[list[int]]:

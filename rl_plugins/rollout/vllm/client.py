@@ -13,7 +13,7 @@ from rl_plugins.rollout.shared_memory import Run, SharedMemorySender
 from rl_plugins.rollout.shared_parameters import dtype_named
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.weight_check import tolerance_of
-from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.rollout.weights import AdaptedWeightSource, WeightSource
 
 
 class VLLMRollout:
@@ -123,7 +123,14 @@ class VLLMRollout:
         return result
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Send the weights and name their version. Collective."""
+        """Send the weights, or the adapter alone, and name their version. Collective.
+
+        Raises:
+            ConfigError: the engine was made for an adapter, and the policy has none.
+        """
+        if self.config.lora_rank:
+            self._send_adapter(source, version)
+            return
         if self._send is None:
             self._send = self._make_sender(source)
         self._send(version)
@@ -202,6 +209,23 @@ class VLLMRollout:
         return f"{self.name}-{engine}"
 
     # Weights ----------------------------------------------------------------------------------------------------
+
+    def _send_adapter(self, source: WeightSource, version: int) -> None:
+        import ray
+
+        if not isinstance(source, AdaptedWeightSource):
+            raise ConfigError("rollout.lora=adapter, and the policy has no adapter: use rollout.lora=merged")
+        files = source.adapter_files()
+        if self._rank == 0:
+            once = ray.put(files)
+            timeout_s = self.config.update_timeout_s
+            waits = [
+                self._begin(engine, "load_adapter", once, version, timeout_s=timeout_s, phase="adapter update")
+                for engine in range(self._num_engines)
+            ]
+            for wait in waits:
+                wait()
+        _barrier()
 
     def _make_sender(self, source: WeightSource) -> Callable[[int], None]:
         if self.config.backend == "shared_memory":

@@ -17,6 +17,9 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
+# What vLLM reserves room for.
+_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
 
 @dataclass(frozen=True)
 class VLLMConfig:
@@ -37,6 +40,8 @@ class VLLMConfig:
             anew with an update before the next samples; `none`. (`kv_cache` on CUDA keeps the weights on the host.)
         check_updates: every how many weight updates the engine's weights are compared with the policy's; 0 for never.
         transport: how weights arrive: `shared_memory` (CPU), `ipc` (CUDA, colocated), `nccl` (CUDA, split).
+        lora_rank: of the policy's adapter, if the engine adds it to the weights of `model` with every token, and updates
+            bring the adapter alone; 0: updates bring all weights, an adapter merged into them.
         bucket_mb: memory for weights in flight (CUDA; on CPU they are written to where they belong).
         ready_timeout_s: deadline for the start of the engine.
         generate_timeout_s: deadline for one `generate`.
@@ -56,6 +61,7 @@ class VLLMConfig:
     sleep: Literal["none", "kv_cache", "all"] = "kv_cache"
     check_updates: int = 0
     transport: Literal["auto", "shared_memory", "ipc", "nccl"] = "auto"
+    lora_rank: int = 0
     bucket_mb: int = 64
     ready_timeout_s: float = 300.0
     generate_timeout_s: float = 1800.0
@@ -65,13 +71,25 @@ class VLLMConfig:
         """Refuse combinations that cannot run.
 
         Raises:
-            ConfigError: a transport that the device does not have.
+            ConfigError: a transport that the device does not have, or an adapter for an engine that gives its weights
+                back or does not serve one so large.
         """
         on_cpu = self.device == "cpu"
         if self.transport != "auto" and on_cpu != (self.transport == "shared_memory"):
             raise ConfigError(
                 f"rollout.transport={self.transport} does not run with rollout.device={self.device}: "
                 f"use {'shared_memory' if on_cpu else 'ipc (colocated) or nccl (split)'}, or auto"
+            )
+
+        if self.lora_rank and self.sleep == "all":
+            raise ConfigError(
+                "rollout.sleep=all gives back weights that an update of the adapter alone does not bring: use "
+                "rollout.sleep=kv_cache, or rollout.lora=merged"
+            )
+        if self.lora_rank > _ADAPTER_RANKS[-1]:
+            raise ConfigError(
+                f"rollout.lora=adapter: vLLM serves adapters of rank {_ADAPTER_RANKS[-1]} at most, not "
+                f"{self.lora_rank}: use rollout.lora=merged"
             )
 
     @property
@@ -117,6 +135,9 @@ class VLLMConfig:
             "weight_transfer_config": {"backend": self.backend},
             "worker_extension_cls": "rl_plugins.rollout.vllm.plugin.WorkerExtension",
         }
+        if self.lora_rank:
+            largest = next(rank for rank in _ADAPTER_RANKS if rank >= self.lora_rank)
+            arguments |= {"enable_lora": True, "max_lora_rank": largest}
         if self.device == "cpu":
             return {
                 **arguments,

@@ -64,6 +64,15 @@ CASES = [
         "groups that are not whole", ["strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=3"],
         ["tensor_parallel=2", "num_workers=3"],
     ),
+    (
+        "sequences of groups that are not whole", ["strategy.sequence_parallel=2", "placement.num_workers=3"],
+        ["sequence_parallel=2", "num_workers=3"],
+    ),
+    (
+        "blocks and sequences cut",
+        ["strategy.name=fsdp", "strategy.tensor_parallel=2", "strategy.sequence_parallel=2", "placement.num_workers=2"],
+        ["tensor_parallel=2", "sequence_parallel=2", "set one of them to 1"],
+    ),
     ("a stage of ZeRO under FSDP2", ["strategy.name=fsdp", "strategy.zero_stage=2"], ["zero_stage=2", "name=zero"]),
     ("unknown transport", ["rollout.transport=tcp"], ["rollout.transport=tcp", "shared_memory"]),
     ("unknown sleep", ["rollout.sleep=deep"], ["rollout.sleep=deep", "kv_cache, all, none"]),

@@ -265,6 +265,21 @@ def train_one_group(rank: int, folder: Path) -> None:
     assert_same_course(run.history, expected)
 
 
+def train_in_sequence(rank: int, folder: Path) -> None:
+    """One of two ranks, which share the tokens of their micro-batches."""
+    several_chunks_at_the_head()
+    single = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+    expected = trained(single, folder, batches(0, 1)).history
+    ranks: dict[str, Any] = {"num_nodes": 2, "devices": 1}
+    run = trained(strategy(sequence_parallel=2), folder, batches(rank, 2), **ranks)
+    assert_same_course(run.history, expected)
+    padded = trained(
+        strategy(sequence_parallel=2), folder, batches(rank, 2, steps=1), packing=False, gradient_checkpointing=True,
+        lora=LoraConfig(rank=3), **ranks,
+    )  # fmt: skip
+    assert len(padded.history) == 1
+
+
 def go_on_alone(_: int, folder: Path, expected: list[Any]) -> None:
     """One rank goes on from the checkpoint of two."""
     several_chunks_at_the_head()

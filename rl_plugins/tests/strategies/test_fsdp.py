@@ -40,6 +40,11 @@ def test_ranks_that_share_blocks_train_as_one_device_does(tmp_path: Path) -> Non
     run_ranks(fsdp_worker.train_in_groups, tmp_path, 4, world_size=4)
 
 
+def test_ranks_that_share_tokens_train_as_one_device_does(tmp_path: Path) -> None:
+    save_tiny_policy(tmp_path / "policy", **fsdp_worker.SIZES)
+    run_ranks(fsdp_worker.train_in_sequence, tmp_path)
+
+
 def test_norms_of_single_heads_learn_from_the_heads_of_all_ranks(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", **fsdp_worker.SIZES | {"intermediate_size": 50})
     plain = AutoConfig.from_pretrained(tmp_path / "policy").to_dict()

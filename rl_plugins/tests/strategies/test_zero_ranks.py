@@ -61,6 +61,11 @@ def test_two_ranks_train_as_the_single_device(folder: Path, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_that_share_tokens_train_as_the_single_device(folder: Path, stage: int) -> None:
+    check_equal(folder, f"sequence-{stage}", range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_one_worker_goes_on_where_two_stopped_under_another_stage(folder: Path, stage: int) -> None:
     check_equal(folder, f"two-{stage}-one-{stage % 3 + 1}", range(SAVED + 1, STEPS + 1))
 

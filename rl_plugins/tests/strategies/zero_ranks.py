@@ -125,6 +125,7 @@ def files(_: int, folder: Path) -> None:
 def pair(_: int, folder: Path) -> None:
     for stage in STAGES:
         train(folder, f"two-{stage}", zero(stage), steps=STEPS, num_nodes=2)
+        train(folder, f"sequence-{stage}", zero(stage, sequence_parallel=2), steps=STEPS, num_nodes=2)
         checkpoint = saved_by(folder, f"one-{stage}")
         train(folder, f"one-{stage}-two-{stage}", zero(stage), steps=STEPS, resume=checkpoint, num_nodes=2)
     # Steps that are too small for bfloat16 weights.

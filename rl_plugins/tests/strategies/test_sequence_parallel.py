@@ -1,0 +1,114 @@
+"""Ranks that run parts of one row compute what each would compute of its own samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.packed_attention import boundaries, use_packed_attention
+from rl_plugins.strategies.sequence_parallel import SequenceShards, body_of, overlaps, part_of
+from rl_plugins.tests.ranks import run_ranks
+
+# Of each of four ranks, the lengths of its samples: one is longer than all others together, one rank has a token only.
+LENGTHS = [[19], [2, 3], [1], [4, 1, 4]]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as many keys as queries": {"num_key_value_heads": 4},
+    "ranks that share keys": {"num_key_value_heads": 2},
+    "a window": {"num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+}
+
+
+def model_of(**options: Any) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 30}
+    config = AutoConfig.for_model("qwen2", num_attention_heads=4, initializer_range=0.3, **sizes, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    use_packed_attention(model)
+    return model
+
+
+def row_of(lengths: list[int]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return {
+        "input_ids": torch.randint(30, (1, sum(lengths)), generator=generator),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        **boundaries(torch.tensor(lengths)),
+    }
+
+
+def padded_of(lengths: list[int]) -> dict[str, Any]:
+    """The samples of `row_of`, the first half of each padded on the left, as prompts are."""
+    row, width = row_of(lengths)["input_ids"][0], max(lengths) + 2
+    samples = row.split(lengths)
+    ids, mask = torch.zeros(2, len(lengths), width, dtype=torch.long)
+    for place, sample in enumerate(samples):
+        start = (width - len(sample)) // 2
+        ids[place, start : start + len(sample)] = sample
+        mask[place, start : start + len(sample)] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Logits of the real tokens, whose gradient is taken."""
+    logits = model(**inputs, use_cache=False).logits
+    real = logits[inputs["attention_mask"].bool()] if "attention_mask" in inputs else logits[0]
+    (real.double() ** 2).sum().backward()
+    return real.detach()
+
+
+def compare(rank: int, options: dict[str, Any], dtype: torch.dtype, checkpointing: bool) -> None:
+    torch.distributed.init_process_group("gloo")
+    expected_model = model_of(**options).to(dtype)
+    expected = [run(expected_model, row_of(lengths)) for lengths in LENGTHS][rank]
+    model = model_of(**options).to(dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    group, _ = torch.distributed.new_subgroups(4)
+    shards = SequenceShards(model, "policy", group)
+    seen: list[int] = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    for inputs in (row_of(LENGTHS[rank]), padded_of(LENGTHS[rank])):
+        model.zero_grad()
+        torch.testing.assert_close(run(model, inputs), expected, **tolerance)
+        for parameter, wanted in zip(model.parameters(), expected_model.parameters(), strict=True):
+            assert parameter.grad is not None and wanted.grad is not None
+            torch.distributed.all_reduce(parameter.grad)
+            error = (parameter.grad - wanted.grad).norm() / wanted.grad.norm()
+            assert error < (1e-5 if dtype == torch.float32 else 0.05)
+    # No rank has more than its quarter of all tokens, whatever its samples.
+    tokens = sum(map(sum, LENGTHS))
+    assert set(seen) <= {tokens // 4, tokens // 4 + 1}
+    shards.remove()
+    torch.testing.assert_close(run(model, row_of(LENGTHS[rank])), expected, **tolerance)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parts_of_a_row_give_what_whole_samples_give(variant: str) -> None:
+    run_ranks(compare, VARIANTS[variant], torch.float32, False, world_size=4)
+
+
+def test_activations_that_are_computed_again_and_bfloat16() -> None:
+    run_ranks(compare, VARIANTS["ranks that share keys"], torch.bfloat16, True, world_size=4)
+
+
+def test_every_token_of_a_part_goes_to_the_rank_whose_it_is() -> None:
+    assert overlaps([4, 4, 4], [10, 0, 2]) == [[4, 0, 0], [4, 0, 0], [2, 0, 2]]
+    assert [part_of(10, rank, 4) for rank in range(4)] == [slice(0, 2), slice(2, 5), slice(5, 7), slice(7, 10)]
+
+
+def test_models_that_cannot_run_parts_are_refused() -> None:
+    message = "strategy.sequence_parallel=8: the critic has num_attention_heads=4 and num_key_value_heads=2"
+    with pytest.raises(ConfigError, match=message):
+        body_of(model_of(num_key_value_heads=2), "critic", 8)
+    with pytest.raises(ConfigError, match="Linear does not attend by packed_sdpa below a head: set"):
+        body_of(nn.Linear(2, 2), "policy", 2)
+    with pytest.raises(ConfigError, match="Qwen2Model does not attend by packed_sdpa"):
+        body_of(model_of(num_key_value_heads=2).model, "policy", 2)

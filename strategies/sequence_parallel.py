@@ -1,0 +1,213 @@
+"""Tokens of a micro-batch cut over a group of ranks, for samples that are too long for one.
+
+Every rank keeps samples of its own, as with tensor parallelism, and a stage knows nothing of it. Before the body of a
+model the real tokens of all ranks of a group are joined to one row, whatever the samples, and each rank takes an equal
+part of it; so the ranks of a group also wait for nobody whose samples are short. Embedding, norms and feed-forward
+layers run over a part as they are. Attention exchanges tokens for heads: each rank gets some heads of the whole row and
+runs them by `packed_sdpa`. Behind the body, each rank gets the hidden states of its own samples.
+
+Source: DeepSpeed-Ulysses, arXiv 2309.14509. (DeepSpeed's own wraps attention, and leaves it to the data loader that all
+ranks of a group have the same samples.)
+
+Axes: `M` tokens of a rank's row, `P` of its part of the group's row, `G` of the group's whole row, `B` samples, `S`
+tokens of a sample with padding, `H` hidden, `D` width of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.lora import has_adapter
+from rl_plugins.models.packed_attention import boundaries, has_packed_attention
+from rl_plugins.strategies.gathering import gather_parts, sizes_of
+
+
+class SequenceShards:
+    """Gives the body of a model a part of the row of a group's ranks, and each rank its own samples behind it.
+
+    Every rank of the group must run the model equally often, as all ranks of an engine in shards must anyway.
+
+    Args:
+        model: with whole heads, on every rank.
+        name: of the engine, for errors.
+        group: process group of neighbouring ranks.
+
+    Raises:
+        ConfigError: the model does not attend by `packed_sdpa`, is nothing but a body, or has heads that the ranks
+            cannot share evenly.
+    """
+
+    def __init__(self, model: nn.Module, name: str, group: Any) -> None:
+        self._group = group
+        self._rank, self._size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        self._pass: _Pass | None = None
+        body = body_of(model, name, self._size)
+        self._hooks = [
+            body.register_forward_pre_hook(self._take_part, with_kwargs=True),
+            body.register_forward_hook(self._keep_own),
+        ]
+
+    def remove(self) -> None:
+        """The model runs its own rows again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _take_part(
+        self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            kwargs = {"input_ids": args[0], **kwargs}
+        ids_BS, mask_BS, positions_BS = (kwargs.get(key) for key in ("input_ids", "attention_mask", "position_ids"))
+        if len(args) > 1 or ids_BS is None or kwargs.get("past_key_values") is not None:
+            raise ConfigError("under sequence parallelism a model takes input_ids, and nothing from earlier passes")
+        is_token_BS = torch.ones_like(ids_BS).bool() if mask_BS is None else mask_BS.bool()
+        if positions_BS is None:
+            positions_BS = (is_token_BS.cumsum(dim=1) - 1).clamp(min=0)
+        own_M2 = torch.stack([ids_BS[is_token_BS], positions_BS.expand_as(ids_BS)[is_token_BS]], dim=1)
+        rows = sizes_of(own_M2, self._group)
+        ids_G, positions_G = torch.cat(gather_parts(own_M2, 0, rows, self._group)).unbind(dim=1)
+        slices = [part_of(len(ids_G), rank, self._size) for rank in range(self._size)]
+        part, parts = slices[self._rank], [each.stop - each.start for each in slices]
+        self._pass = _Pass(is_token_BS, overlaps(parts, rows), self._rank, self._group)
+        begins_G = positions_G.diff(prepend=positions_G[:1]) != 1
+        begins_G[:1] = True
+        starts = [*begins_G.nonzero().flatten().tolist(), len(ids_G)]
+        return (), {
+            **kwargs,
+            "attention_mask": None,
+            "input_ids": ids_G[None, part],
+            "position_ids": positions_G[None, part],
+            "head_exchange": HeadExchange(parts, self._rank, self._group),
+            **boundaries(torch.tensor([end - start for start, end in pairwise(starts)])),
+        }
+
+    def _keep_own(self, body: nn.Module, inputs: Any, output: Any) -> None:
+        current, self._pass = self._pass, None
+        assert current is not None
+        output.last_hidden_state = current.own(output.last_hidden_state)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Which tokens of a rank's batch are real, and how many tokens of its part belong to each rank."""
+
+    is_token_BS: Tensor
+    tokens: list[list[int]]
+    rank: int
+    group: Any
+
+    def own(self, part_1PH: Tensor) -> Tensor:
+        """The hidden states of this rank's samples [B, S, H], 0 at padding."""
+        to_each, from_each = self.tokens[self.rank], [row[self.rank] for row in self.tokens]
+        own_MH = exchange(part_1PH[0], to_each, from_each, self.group)
+        if bool(self.is_token_BS.all()):
+            return own_MH.view(*self.is_token_BS.shape, -1)
+        own_BSH = own_MH.new_zeros(*self.is_token_BS.shape, own_MH.shape[-1])
+        own_BSH[self.is_token_BS] = own_MH
+        return own_BSH
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """Tokens for heads, and back, among the ranks of a group; see `packed_sdpa`.
+
+    Attributes:
+        parts: tokens of each rank's part.
+        rank: this one in the group.
+        group: process group.
+    """
+
+    parts: list[int]
+    rank: int
+    group: Any
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All heads of a rank's part [1, heads, P, D]; some of them of the whole row [1, some, G, D]."""
+        size, own = len(self.parts), self.parts[self.rank]
+        sent, shapes = [], []
+        for heads in (query, key, value):
+            if heads.shape[1] < size:
+                # Several ranks have query heads that look at the same keys.
+                heads = heads.repeat_interleave(size // heads.shape[1], dim=1)
+            some = heads.shape[1] // size
+            sent.append(heads[0].transpose(0, 1).reshape(own, size, some * heads.shape[-1]))
+            shapes.append((some, heads.shape[-1]))
+        by_rank = torch.cat(sent, dim=-1).transpose(0, 1).flatten(0, 1)
+        joined = exchange(by_rank, [own] * size, self.parts, self.group)
+        widths = [some * width for some, width in shapes]
+        q, k, v = (
+            heads.view(-1, *shape).transpose(0, 1)[None]
+            for heads, shape in zip(joined.split(widths, dim=-1), shapes, strict=True)
+        )
+        return q, k, v
+
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """Some heads of the whole row [G, some, D]; all heads of the rank's part [P, heads, D]."""
+        size, own = len(self.parts), self.parts[self.rank]
+        by_rank = exchange(output, self.parts, [own] * size, self.group)
+        return by_rank.view(size, own, *output.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+
+def body_of(model: nn.Module, name: str, size: int) -> nn.Module:
+    """What of a model runs on parts of a row: all but its head.
+
+    Raises:
+        ConfigError: see `SequenceShards`.
+    """
+    whole = model.get_base_model() if has_adapter(model) else model
+    way_out = f"set strategy.sequence_parallel=1, or use another model for the {name}"
+    if not isinstance(whole, PreTrainedModel) or whole.base_model is whole or not has_packed_attention(whole):
+        raise ConfigError(f"{type(whole).__name__} does not attend by packed_sdpa below a head: {way_out}")
+    heads = whole.config.num_attention_heads
+    key_heads = getattr(whole.config, "num_key_value_heads", None) or heads
+    if heads % size or (key_heads % size and size % key_heads):
+        raise ConfigError(
+            f"strategy.sequence_parallel={size}: the {name} has num_attention_heads={heads} and "
+            f"num_key_value_heads={key_heads}, which {size} ranks cannot share"
+        )
+    body: nn.Module = whole.base_model
+    return body
+
+
+def overlaps(parts: list[int], rows: list[int]) -> list[list[int]]:
+    """How many tokens of each part are in each rank's row, where both cut the same row of a group."""
+    part_ends, row_ends = (torch.tensor([0, *sizes]).cumsum(dim=0) for sizes in (parts, rows))
+    begin = torch.maximum(part_ends[:-1, None], row_ends[None, :-1])
+    end = torch.minimum(part_ends[1:, None], row_ends[None, 1:])
+    tokens: list[list[int]] = (end - begin).clamp(min=0).tolist()
+    return tokens
+
+
+def part_of(tokens: int, rank: int, size: int) -> slice:
+    """Where a rank's part of a row of so many tokens is."""
+    return slice(tokens * rank // size, tokens * (rank + 1) // size)
+
+
+def exchange(values: Tensor, to_each: list[int], from_each: list[int], group: Any) -> Tensor:
+    """All-to-all along the first axis, with a gradient: the way back. Collective."""
+    received: Tensor = _Exchange.apply(values, to_each, from_each, group)
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, to_each: list[int], from_each: list[int], group: Any) -> Tensor:
+        ctx.to_each, ctx.from_each, ctx.group = to_each, from_each, group
+        return _all_to_all(values, to_each, from_each, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(gradient, ctx.from_each, ctx.to_each, ctx.group), None, None, None
+
+
+def _all_to_all(values: Tensor, to_each: list[int], from_each: list[int], group: Any) -> Tensor:
+    received = values.new_empty(sum(from_each), *values.shape[1:])
+    torch.distributed.all_to_all_single(received, values.contiguous(), from_each, to_each, group=group)
+    return received
