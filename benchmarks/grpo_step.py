@@ -74,11 +74,15 @@ def compare(size: str, steps: int, overrides: list[str], alternatives: list[str]
         theirs = {name: run_alternative(ALTERNATIVES[name], work) for name in alternatives}
     print(f"\n{size}: {parameters / 1e6:.1f} M parameters, {prompts} x {samples} samples, {max_tokens} new tokens")
     print("  seconds by phase: " + ", ".join(f"{name} {value:.3f}" for name, value in ours.phases().items()))
+    phases, step = ours.phases(), ours.median("time/step")
+    moving = sum(phases.get(name, 0.0) for name in ("offload", "reload"))
+    update = phases.get("update_weights", 0.0)
+    print(f"  of a step: weights to the engine {update / step:.1%}, memory given up and taken back {moving / step:.1%}")
     peaks = ", ".join(f"{kind} {value / GIB:.2f} GiB" for kind, value in ours.peak_bytes.items())
     print(f"  peak memory: {peaks}")
     print(f"  {'':12}{'s/step':>10}{'samples/s':>12}{'GiB':>8}{'samples/s here, times theirs':>32}")
     here = ours.median("samples_per_s")
-    print(f"  {'here':12}{ours.median('time/step'):10.2f}{here:12.2f}")
+    print(f"  {'here':12}{step:10.2f}{here:12.2f}")
     for name, other in theirs.items():
         numbers = f"{other['seconds']['step']:10.2f}{other['samples_per_s']:12.2f}{other['peak_bytes'] / GIB:8.2f}"
         print(f"  {name:12}{numbers}{here / other['samples_per_s']:32.2f}")

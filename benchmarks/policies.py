@@ -44,6 +44,11 @@ def save_50m(folder: Path) -> int:
     return save_policy(folder, hidden_size=768, num_layers=6, intermediate_size=2560, vocab_size=8192)
 
 
+def save_250m(folder: Path) -> int:
+    """250 M parameters: 1 GB in float32."""
+    return save_policy(folder, hidden_size=1536, num_layers=8, intermediate_size=5120, vocab_size=8192)
+
+
 def save_prompts(path: Path, *, rows: int = 256) -> None:
     """Prompts of `PROMPT_TOKENS` tokens with the chat template, answers that nothing matches."""
     from rl_plugins.data.prepare.writing import write_splits

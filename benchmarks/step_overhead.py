@@ -28,6 +28,8 @@ def measure(folder: Path, workers: int, prompts: int, steps: int) -> None:
         folder,
         f"run.steps={steps}",
         f"placement.num_workers={workers}",
+        # Ray does not mind that several share a core.
+        f"placement.cpus_per_worker={1 / workers}",
         f"batch.prompts_per_step={workers * prompts}",
         f"batch.samples_per_prompt={SAMPLES}",
         "batch.updates_per_step=1",

@@ -34,9 +34,7 @@ STAGES: dict[str, tuple[str, list[str]]] = {
     "online_dpo": ("online_preference_optimization", []),
     **{f"grpo_zero_{stage}": ("grpo", [f"strategy.zero_stage={stage}"]) for stage in (1, 2)},
     # At this rate the adapter has moved the log-probs by more than the gap that is allowed after its first step.
-    "grpo_lora": (
-        "grpo", ["model.lora.rank=4", "optimizer.lr=1e-2", "algorithm.kl.coefficient=0.01", "rollout.lora=adapter"]
-    ),
+    "grpo_lora": ("grpo", ["model.lora.rank=4", "optimizer.lr=1e-2", "algorithm.kl.coefficient=0.01"]),
     "ppo_lora": ("ppo", ["model.lora.rank=4", "critic.lora.rank=2", "optimizer.lr=1e-2"]),
     "reward_modeling_lora": ("reward_modeling", ["model.lora.rank=4", "run.export_lora=adapter", PAIRS]),
 }
@@ -62,7 +60,8 @@ def recipe(run: str, workplace: Path, folder: Path) -> RecipeConfig:
         f"data.train_files=[{workplace}/data/train.parquet]", "data.max_prompt_tokens=28", "sampling.max_tokens=8",
         "batch.prompts_per_step=8", "batch.samples_per_prompt=4", "batch.updates_per_step=2", "optimizer.lr=1e-3",
         "placement.device=cpu", f"strategy.name={'fsdp' if run.endswith(FSDP) else 'zero'}",
-        "rollout.engines=per_worker", "rollout.check_updates=1",
+        # All of them share the engines, which are made before anyone has an adapter.
+        "rollout.engines=per_worker", "rollout.check_updates=1", "rollout.lora=merged",
         # Rewards that differ from sample to sample, so that there are groups and pairs to learn from.
         *(() if config == "reward_modeling" else (REWARD,)),
         *(extra.replace("WORKPLACE", str(workplace)) for extra in extras),

@@ -20,6 +20,7 @@ from generator.common import common_options_page
 from generator.functions import functions_page
 from generator.losses import KINDS, Loss, loss_page, losses
 from generator.markdown import FOLDER, page, sentence, table
+from generator.options import options_page
 
 
 def pages() -> dict[str, str]:
@@ -29,6 +30,7 @@ def pages() -> dict[str, str]:
         "README.md": overview(algorithms, losses()),
         "common_options.md": common_options_page(),
         "functions.md": functions_page(),
+        "options.md": options_page(),
         **{f"{algorithm.name}.md": algorithm_page(algorithm) for algorithm in algorithms},
         **{f"{loss.name}.md": loss_page(loss) for loss in losses()},
     }
@@ -56,7 +58,8 @@ def overview(algorithms: list[Algorithm], losses: list[Loss]) -> str:
         ),
         "- [common_options.md](common_options.md): what any algorithm can be combined with: KL, entropy bonus, rollout "
         "correction, reward shaping, dynamic sampling, resampling.\n"
-        "- [functions.md](functions.md): every function, for use without the rest.",
+        "- [functions.md](functions.md): every function, for use without the rest.\n"
+        "- [options.md](options.md): all other options of a recipe.",
     ])  # fmt: skip
 
 

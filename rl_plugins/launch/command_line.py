@@ -5,6 +5,7 @@ Hydra only composes; the run itself starts after Hydra is done, so that its erro
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.config import RecipeConfig, parse_config, register_schema
+from rl_plugins.launch.config_difference import difference
 from rl_plugins.launch.hydra_errors import CONFIG_FOLDER, explain
 from rl_plugins.run_folder import RunFolder
 
@@ -49,10 +51,17 @@ def compose_config(config_name: str, overrides: list[str]) -> Any:
 
 
 def _compose_for_command_line(config_name: str) -> list[RecipeConfig]:
-    """The configurations that sys.argv asks for: one; none after --help or --cfg; several with --multirun."""
+    """The configurations that sys.argv asks for: one; none after --help or --cfg; several with --multirun.
+
+    `--cfg diff`, which is ours, prints what differs from the recipe.
+    """
     import hydra
     from hydra.errors import HydraException
 
+    if (asked := _asks_for_difference(sys.argv[1:])) is not None:
+        config_name, overrides = asked.config_name or config_name, asked.overrides
+        print(difference(compose_config(config_name, []), compose_config(config_name, overrides)))
+        return []
     register_schema()
     # Hydra would print its own frame around what goes wrong, and end the process.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -73,6 +82,15 @@ def _compose_for_command_line(config_name: str) -> list[RecipeConfig]:
     except (HydraException, ValueError) as error:
         raise ConfigError(explain(error, lambda: _keys(compose_config(config_name, [])))) from None
     return [parse_config(config) for config in composed]
+
+
+def _asks_for_difference(arguments: list[str]) -> argparse.Namespace | None:
+    """What stands beside `--cfg diff`, which Hydra does not know; None without it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--cfg", "-c")
+    parser.add_argument("--config-name", "-cn")
+    asked, asked.overrides = parser.parse_known_args(arguments)
+    return asked if asked.cfg == "diff" else None
 
 
 def _keys(config: Any) -> list[str]:

@@ -166,8 +166,8 @@ class RolloutConfig:
         tensor_parallel_size: GPUs of the engine.
         sleep: what vLLM engines give back while the workers train: `kv_cache`; `all`, the weights too, which are then
             sent anew for every rollout; `none`, which saves the time of taking the KV cache back.
-        lora: what vLLM is sent of a policy with an adapter: `merged`, all weights with the adapter in them; `adapter`,
-            the adapter alone, which the engine adds to the weights of `model.path` with every token.
+        lora: what vLLM is sent of a policy with an adapter: `adapter`, which the engine adds to the weights of
+            `model.path` with every token, or `merged`, all weights with the adapter in them.
         check_updates: every how many weight updates the engine's weights are compared with the policy's, tensor by
             tensor and by the log-probs of a short prompt; 0 for never.
         transport: `auto`, `shared_memory`, `ipc` or `nccl`.
@@ -186,7 +186,7 @@ class RolloutConfig:
     cpu_kv_cache_gib: int = 1
     tensor_parallel_size: int = 1
     sleep: str = "kv_cache"
-    lora: str = "merged"
+    lora: str = "adapter"
     check_updates: int = 0
     transport: str = "auto"
     bucket_mb: int = 64

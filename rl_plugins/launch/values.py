@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.rollout.vllm.config import check_adapter
 
 SAMPLING_STAGES = ("policy_optimization", "prime", "online_preference_optimization")
 """Stages that train on samples of their own."""
@@ -140,6 +141,8 @@ def _check_lora(config: RecipeConfig) -> None:
     for option, rank in ranks.items():
         if rank and config.strategy.tensor_parallel > 1:
             raise ConfigError(f"{option}={rank}: blocks with adapters are not cut: use strategy.tensor_parallel=1")
+    if config.rollout.lora == "adapter":
+        check_adapter(config.model.lora.rank, config.rollout.sleep)
     if config.model.lora.rank == 0:
         if config.run.export_lora == "adapter":
             raise ConfigError("run.export_lora=adapter, and there is no adapter: give model.lora.rank a value")

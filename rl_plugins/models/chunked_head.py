@@ -126,7 +126,8 @@ def _chunks(length: int, rows: int) -> Iterator[slice]:
 
 def _scaled_logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
     logits_NV = hidden_NH @ weight_VH.T if bias_V is None else torch.addmm(bias_V, hidden_NH, weight_VH.T)
-    return logits_NV.to(accumulation_dtype(hidden_NH.dtype)).div_(temperature)
+    scaled_NV = logits_NV.to(accumulation_dtype(hidden_NH.dtype))
+    return scaled_NV if temperature == 1.0 else scaled_NV.div_(temperature)
 
 
 def _logits_gradient(

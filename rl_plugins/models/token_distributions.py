@@ -46,24 +46,26 @@ def distribution_columns(
 ) -> Tensor:
     """The columns [N, K] in float32 (float64 of float64), by plain operations that autograd knows.
 
-    The log-probs of the token and of further ones have a gradient; the entropy `lse(z) - sum softmax(z) z` has one if
-    asked for; the sum of squares `exp(lse(2z) - 2 lse(z))` and the most likely tokens have none.
+    The log-probs of the token and of further ones have a gradient; the entropy has one if asked for; the sum of squares
+    and the most likely tokens have none.
     """
     # Autocast would take the dot products in 16 bits.
     with torch.autocast(logits_NV.device.type, enabled=False):
-        scaled_NV = logits_NV.to(accumulation_dtype(logits_NV.dtype)) / columns.temperature
-        normaliser_N = scaled_NV.logsumexp(dim=-1)
-        log_probs_N = scaled_NV.gather(-1, tokens_N[:, None]).squeeze(-1) - normaliser_N
+        scaled_NV = logits_NV.to(accumulation_dtype(logits_NV.dtype))
+        if columns.temperature != 1.0:
+            scaled_NV = scaled_NV / columns.temperature
+        log_pi_NV = scaled_NV.log_softmax(dim=-1)
+        log_probs_N = log_pi_NV.gather(-1, tokens_N[:, None]).squeeze(-1)
         with torch.set_grad_enabled(columns.entropy_gradient and torch.is_grad_enabled()):
-            pi_NV = scaled_NV.sub(normaliser_N[:, None]).exp_()
-            entropy_N = normaliser_N - torch.linalg.vecdot(pi_NV, scaled_NV)
+            pi_NV = log_pi_NV.exp()
+            entropy_N = -torch.linalg.vecdot(pi_NV, log_pi_NV)
         results = [log_probs_N, entropy_N]
         if columns.sum_pi_squared:
             results.append(torch.linalg.vecdot(pi_NV.detach(), pi_NV.detach()))
         parts = [torch.stack(results, dim=-1)]
         if columns.top_k:
-            tops_NK, ids_NK = scaled_NV.detach().topk(columns.top_k, dim=-1)
-            parts += [tops_NK - normaliser_N.detach()[:, None], ids_NK.to(tops_NK.dtype)]
+            tops_NK, ids_NK = log_pi_NV.detach().topk(columns.top_k, dim=-1)
+            parts += [tops_NK, ids_NK.to(tops_NK.dtype)]
         if further_NJ is not None:
-            parts.append(scaled_NV.gather(-1, further_NJ) - normaliser_N[:, None])
+            parts.append(log_pi_NV.gather(-1, further_NJ))
         return torch.cat(parts, dim=-1)

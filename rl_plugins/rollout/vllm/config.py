@@ -40,8 +40,8 @@ class VLLMConfig:
             anew with an update before the next samples; `none`. (`kv_cache` on CUDA keeps the weights on the host.)
         check_updates: every how many weight updates the engine's weights are compared with the policy's; 0 for never.
         transport: how weights arrive: `shared_memory` (CPU), `ipc` (CUDA, colocated), `nccl` (CUDA, split).
-        lora_rank: of the policy's adapter, if the engine adds it to the weights of `model` with every token, and updates
-            bring the adapter alone; 0: updates bring all weights, an adapter merged into them.
+        lora_rank: of the policy's adapter, if updates bring it alone, and the engine adds it to the weights of `model`
+            with every token; 0: updates bring all weights, an adapter merged into them.
         bucket_mb: memory for weights in flight (CUDA; on CPU they are written to where they belong).
         ready_timeout_s: deadline for the start of the engine.
         generate_timeout_s: deadline for one `generate`.
@@ -81,16 +81,7 @@ class VLLMConfig:
                 f"use {'shared_memory' if on_cpu else 'ipc (colocated) or nccl (split)'}, or auto"
             )
 
-        if self.lora_rank and self.sleep == "all":
-            raise ConfigError(
-                "rollout.sleep=all gives back weights that an update of the adapter alone does not bring: use "
-                "rollout.sleep=kv_cache, or rollout.lora=merged"
-            )
-        if self.lora_rank > _ADAPTER_RANKS[-1]:
-            raise ConfigError(
-                f"rollout.lora=adapter: vLLM serves adapters of rank {_ADAPTER_RANKS[-1]} at most, not "
-                f"{self.lora_rank}: use rollout.lora=merged"
-            )
+        check_adapter(self.lora_rank, self.sleep)
 
     @property
     def backend(self) -> str:
@@ -153,3 +144,25 @@ class VLLMConfig:
             "enable_sleep_mode": self.sleeps,
             "gpu_memory_utilization": self.gpu_memory_utilization,
         }
+
+
+def check_adapter(rank: int, sleep: str) -> None:
+    """Refuse an adapter that an engine could not serve.
+
+    Args:
+        rank: of the adapter that updates bring alone; 0 for none.
+        sleep: see `VLLMConfig`.
+
+    Raises:
+        ConfigError: the engine would give its weights back, or has no room for an adapter so large.
+    """
+    if rank and sleep == "all":
+        raise ConfigError(
+            "rollout.sleep=all gives back weights that an update of the adapter alone does not bring: use "
+            "rollout.sleep=kv_cache, or rollout.lora=merged"
+        )
+    if rank > _ADAPTER_RANKS[-1]:
+        raise ConfigError(
+            f"rollout.lora=adapter: vLLM serves adapters of rank {_ADAPTER_RANKS[-1]} at most, not {rank}: use "
+            "rollout.lora=merged"
+        )

@@ -75,6 +75,15 @@ CASES = [
     ),
     ("a stage of ZeRO under FSDP2", ["strategy.name=fsdp", "strategy.zero_stage=2"], ["zero_stage=2", "name=zero"]),
     ("unknown transport", ["rollout.transport=tcp"], ["rollout.transport=tcp", "shared_memory"]),
+    (
+        "weights given back that adapters do not bring",
+        ["model.lora.rank=4", "rollout.lora=adapter", "rollout.sleep=all"],
+        ["rollout.sleep=all", "rollout.sleep=kv_cache", "rollout.lora=merged"],
+    ),
+    (
+        "an adapter that vLLM has no room for", ["model.lora.rank=600", "rollout.lora=adapter"],
+        ["rank 512 at most", "600", "rollout.lora=merged"],
+    ),
     ("unknown sleep", ["rollout.sleep=deep"], ["rollout.sleep=deep", "kv_cache, all, none"]),
     (
         "engines for some workers", ["rollout.engines=2"],
@@ -307,6 +316,18 @@ def test_asking_starts_nothing(flags, workplace):
     assert "prompts_per_step: " in outcome.stdout
     if "gsm8k_grpo" in flags:
         assert "name: gsm8k_grpo" in outcome.stdout
+
+
+def test_what_differs_from_a_recipe(workplace):
+    overrides = ["batch.prompts_per_step=7", "algorithm=rloo", "--config-name", "quickstart_grpo"]
+    lines = python(*GRPO, "--cfg", "diff", *overrides, cwd=workplace).stdout.splitlines()
+    assert "batch.prompts_per_step: 7  # recipe: 64" in lines
+    assert "algorithm.advantage: rloo  # recipe: grpo" in lines
+    assert "algorithm.policy_loss_options.clip_low: (none)  # recipe: 0.2" in lines
+    assert not any(line.startswith(("run.", "data.")) for line in lines)
+    assert python(*GRPO, "--cfg=diff", cwd=workplace).stdout == "nothing differs from the recipe\n"
+    refused = python(*GRPO, "--cfg", "diff", "batch.promts_per_step=7", cwd=workplace)
+    assert refused.returncode == 2 and "batch.prompts_per_step" in refused.stderr
 
 
 LOADED_BY = """

@@ -1,0 +1,44 @@
+"""What a command line changes of a recipe: `--cfg diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_ABSENT = object()
+
+
+def difference(recipe: Any, config: Any) -> str:
+    """One line per option that differs, as YAML with the recipe's value in a comment.
+
+    Args:
+        recipe: composed without overrides.
+        config: composed with them.
+    """
+    from omegaconf import OmegaConf
+
+    before, after = (dict(_options(OmegaConf.to_container(node))) for node in (recipe, config))
+    keys = [*after, *(key for key in before if key not in after)]
+    lines = [
+        f"{key}: {_yaml(after.get(key, _ABSENT))}  # recipe: {_yaml(before.get(key, _ABSENT))}"
+        for key in keys
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+    ]
+    return "\n".join(lines) or "nothing differs from the recipe"
+
+
+def _options(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every option by its dotted name."""
+    if isinstance(node, dict):
+        for name, child in node.items():
+            yield from _options(child, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, node
+
+
+def _yaml(value: Any) -> str:
+    import yaml
+
+    if value is _ABSENT:
+        return "(none)"
+    return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("...\n").strip()
