@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,7 +42,7 @@ KINDS = {
         "scaled_dot_product",
         "attention",
     ),
-    "communication": ("gloo:", "c10d::", "record_param_comms"),
+    "communication": ("gloo:", "c10d::", "record_param_comms", "collective:"),
     "optimizer": ("adam", "_foreach"),
 }
 
@@ -49,6 +50,28 @@ KINDS = {
 def kind_of(operation: str) -> str:
     """What an operation that the profiler has seen belongs to."""
     return next((kind for kind, parts in KINDS.items() if any(part in operation.lower() for part in parts)), "the rest")
+
+
+def label_collectives() -> None:
+    """Let the profiler see how long DeepSpeed waits in collectives, which is the time of no operator."""
+    from deepspeed.comm.torch import TorchBackend
+    from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
+    from torch.profiler import record_function
+
+    def labelled(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            with record_function(f"collective: {inner.__name__}"):
+                return inner(*arguments, **keywords)
+
+        return call
+
+    for owner, names in (
+        (TorchBackend, ("all_reduce", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")),
+        (AllGatherHandle, ("wait",)),
+        (AllGatherCoalescedHandle, ("wait",)),
+    ):
+        for name in names:
+            setattr(owner, name, labelled(getattr(owner, name)))
 
 
 class Sequences:
@@ -86,6 +109,8 @@ def work(
     from rl_plugins.strategies.zero import ZeroStrategy
 
     torch.set_num_threads(1)
+    if profiled:
+        label_collectives()
     measured: dict[str, Any] = {"seconds": [], "processor_seconds": []}
 
     class Watch(Callback):
