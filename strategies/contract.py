@@ -56,8 +56,12 @@ class RolloutStrategy(Protocol):
     def engine(self, name: str) -> Any:
         """The callable that runs model `name`."""
 
-    def sharded_init(self) -> AbstractContextManager[None]:
-        """Models loaded inside with `from_pretrained` come into being in shards."""
+    def sharded_init(self, frozen: str | None = None) -> AbstractContextManager[None]:
+        """Models loaded inside with `from_pretrained` come into being in shards.
+
+        Args:
+            frozen: engine that the model is for, if that is only run: shards come into being where it keeps them.
+        """
 
     def accumulate_gradients(self, name: str, *, last: bool) -> None:
         """Say before each backward pass whether it is the last one before the optimizer step of engine `name`."""

@@ -119,7 +119,7 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
             self.precision_plugin = _NamedPrecision(str(self.precision_plugin.precision))
 
     @contextmanager
-    def sharded_init(self) -> Iterator[None]:
+    def sharded_init(self, frozen: str | None = None) -> Iterator[None]:
         """Models loaded inside are whole, in host memory, on every rank, until `setup` shards them."""
         yield
 

@@ -51,7 +51,7 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
         self.connect_rollout(0, 1)
 
     @contextmanager
-    def sharded_init(self) -> Iterator[None]:
+    def sharded_init(self, frozen: str | None = None) -> Iterator[None]:
         """Nothing is sharded."""
         yield
 

@@ -138,8 +138,13 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
             yield
 
     @contextmanager
-    def sharded_init(self) -> Iterator[None]:
-        """Under stage 3, models loaded inside with `from_pretrained` are sharded as they come into being."""
+    def sharded_init(self, frozen: str | None = None) -> Iterator[None]:
+        """Under stage 3, models loaded inside with `from_pretrained` are sharded as they come into being.
+
+        Args:
+            frozen: engine that the model is for, if that is only run: the shards of one that is offloaded come into
+                being on the host or in files. DeepSpeed does not move them later.
+        """
         self._init_config_if_needed()
         if not self.zero_stage_3:
             yield
@@ -148,7 +153,7 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
 
         # While this object lives, transformers loads under its own zero.Init. A second zero.Init around it would turn
         # every tensor into bfloat16, rotary frequencies included, without a word.
-        keep_alive = HfDeepSpeedConfig(self.config)
+        keep_alive = HfDeepSpeedConfig(self.config if frozen is None else self._frozen_config(frozen))
         yield
         del keep_alive
 
@@ -209,11 +214,13 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
             return model.to(self.root_device)
         import deepspeed
 
+        engine, _, _, _ = deepspeed.initialize(config=self._frozen_config(name), model=model, dist_init_required=False)
+        return engine
+
+    def _frozen_config(self, name: str) -> dict[str, Any]:
         assert isinstance(self.config, dict)
         config = {k: v for k, v in self.config.items() if k not in ("gradient_clipping", "activation_checkpointing")}
-        config["zero_optimization"] = {**config["zero_optimization"], **self._offload.of_frozen(name)}
-        engine, _, _, _ = deepspeed.initialize(config=config, model=model, dist_init_required=False)
-        return engine
+        return {**config, "zero_optimization": {**config["zero_optimization"], **self._offload.of_frozen(name)}}
 
     # Running ----------------------------------------------------------------------------------------------------
 

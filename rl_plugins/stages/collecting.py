@@ -124,7 +124,7 @@ class CollectingStage(SamplingStage):
             self.reference = self.load_reference(self._reference_path)
         if needs & {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"} and self.teacher is None:
             check_same_tokens(self.tokenizer, str(self._teacher_path), "teacher")
-            self.teacher = self.load_model(str(self._teacher_path))
+            self.teacher = self.load_model(str(self._teacher_path), TEACHER)
         if self._critic_path is not None and self.critic is None:
             critic = self._load_scalar_head(self._critic_path, new_head=True)
             lora = None if self.critic_config is None else self.critic_config.lora
@@ -132,10 +132,10 @@ class CollectingStage(SamplingStage):
         if self._reward_model is not None and self.reward_model is None:
             check_same_tokens(self.tokenizer, self._reward_model.path, "reward model")
             # A language model would be given a head that says 0 of everything.
-            self.reward_model = self._load_scalar_head(self._reward_model.path, new_head=False)
+            self.reward_model = self._load_scalar_head(self._reward_model.path, new_head=False, frozen=REWARD_MODEL)
 
-    def _load_scalar_head(self, path: str, *, new_head: bool) -> nn.Module:
-        with self.sharded_init():
+    def _load_scalar_head(self, path: str, *, new_head: bool, frozen: str | None = None) -> nn.Module:
+        with self.sharded_init(frozen):
             return load_scalar_head(
                 path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing, new_head=new_head
             )

@@ -146,7 +146,8 @@ class PRIME(PolicyOptimization):
         if self.process_reward_model is None:
             path = str(self._process_path)
             check_same_tokens(self.tokenizer, path, "process reward model")
-            self.process_reward_model, self.process_reference = self.load_model(path), self.load_model(path)
+            self.process_reward_model = self.load_model(path)
+            self.process_reference = self.load_model(path, PROCESS_REFERENCE)
 
     @override
     def engine_modules(self) -> dict[str, nn.Module]:

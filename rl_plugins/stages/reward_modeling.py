@@ -54,8 +54,8 @@ class RewardModeling(Stage):
         self._validated: dict[str, list[Tensor]] = {}
 
     @override
-    def load_model(self, path: str) -> nn.Module:
-        with self.sharded_init():
+    def load_model(self, path: str, frozen: str | None = None) -> nn.Module:
+        with self.sharded_init(frozen):
             return load_scalar_head(path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing)
 
     # The step ---------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class SamplingStage(Stage):
         if has_adapter(self.policy):
             start = getattr(self.policy.get_base_model(), "name_or_path", None)
             self.reference_is_base = path in (None, start)
-        return None if self.reference_is_base else self.load_model(str(path))
+        return None if self.reference_is_base else self.load_model(str(path), REFERENCE)
 
     @contextmanager
     def running(self, name: str) -> Iterator[Any]:

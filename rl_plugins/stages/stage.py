@@ -128,15 +128,20 @@ class Stage(LightningModule):
             use_packed_attention(model.get_base_model() if has_adapter(model) else model)
         return model
 
-    def load_model(self, path: str) -> nn.Module:
-        """Load a causal language model in the precision of the trainer, sharded as the strategy shards it."""
-        with self.sharded_init():
+    def load_model(self, path: str, frozen: str | None = None) -> nn.Module:
+        """Load a causal language model in the precision of the trainer, sharded as the strategy shards it.
+
+        Args:
+            path: Hugging Face name or folder.
+            frozen: engine that it is for, if that is only run.
+        """
+        with self.sharded_init(frozen):
             return load_causal_lm(path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing)
 
-    def sharded_init(self) -> AbstractContextManager[None]:
-        """Models loaded inside are sharded as the strategy shards them."""
+    def sharded_init(self, frozen: str | None = None) -> AbstractContextManager[None]:
+        """Models loaded inside are sharded as the strategy shards them, and the engine `frozen` that is only run."""
         sharded_init = getattr(self.trainer.strategy, "sharded_init", nullcontext)
-        context: AbstractContextManager[None] = sharded_init()
+        context: AbstractContextManager[None] = sharded_init(frozen)
         return context
 
     @property

@@ -34,8 +34,8 @@ def results(folder: Path, name: str) -> dict[str, Any]:
     return loaded
 
 
-def check_equal(folder: Path, name: str, steps: range) -> None:
-    got, expected = results(folder, name), results(folder, "single")
+def check_equal(folder: Path, name: str, steps: range, other: str = "single") -> None:
+    got, expected = results(folder, name), results(folder, other)
     assert list(got["steps"]) == list(steps)
     for step in steps:
         assert got["steps"][step] == pytest.approx(expected["steps"][step], rel=2e-4, abs=1e-5), step
@@ -90,7 +90,9 @@ def test_states_in_files_change_nothing(folder: Path) -> None:
         pytest.skip(str(error))
     run_ranks(zero_ranks.files, folder, world_size=1, timeout_s=1000)
     check_equal(folder, "files-3", range(1, STEPS + 1))
-    assert {path.name for path in (folder / "files").iterdir()} == {"policy", "critic", "reference"}
+    check_equal(folder, "wide-3", range(1, 2), "wide-single")
+    files = list((folder / "wide_files").rglob("*.swp"))
+    assert {path.relative_to(folder / "wide_files").parts[0] for path in files} == {"policy", "critic", "reference"}
 
 
 def test_a_resumed_run_says_what_it_was_given_back(folder: Path) -> None:

@@ -17,6 +17,7 @@ from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.sampler import StepLoader
+from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.critic import CriticConfig
@@ -62,18 +63,19 @@ class Record(Callback):
 
 
 def train(
-    folder: Path, name: str, strategy: Any, *, steps: int, lr: float = 0.01, resume: Path | None = None, **options: Any
-) -> None:
+    folder: Path, name: str, strategy: Any, *, steps: int, lr: float = 0.01, resume: Path | None = None,
+    policy: str = "policy", **options: Any,
+) -> None:  # fmt: skip
     """Train in `folder/name`, from a checkpoint if one is given, and write what was measured to `folder/name.pt`."""
     record, run = Record(), folder / name
     run.mkdir(exist_ok=True)
     stage = PolicyOptimization(
-        str(folder / "policy"),
+        str(folder / policy),
         tokenizer=canned.tokenizer,
         scorer=canned.CannedScorer(),
         sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
         algorithm=Algorithm(advantage="gae", kl=KLConfig(0.1)),
-        critic=CriticConfig(str(folder / "policy"), OptimizerConfig(lr=2 * lr, gradient_clip=0.3)),
+        critic=CriticConfig(str(folder / policy), OptimizerConfig(lr=2 * lr, gradient_clip=0.3)),
         optimizer=OptimizerConfig(lr=lr, gradient_clip=0.5, warmup_steps=3),
         tokens_per_micro_batch=50,
         updates_per_step=2,
@@ -120,6 +122,11 @@ def alone(_: int, folder: Path) -> None:
 def files(_: int, folder: Path) -> None:
     places = {"policy": "nvme", "critic": "nvme", "reference": "nvme"}
     train(folder, "files-3", zero(3, offload=places, offload_folder=folder / "files"), steps=STEPS)
+    # DeepSpeed leaves weights of less than 1 MB where they are.
+    save_tiny_policy(folder / "wide", hidden_size=256, intermediate_size=1100)
+    wide: dict[str, Any] = {"steps": 1, "policy": "wide"}
+    train(folder, "wide-single", SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()), **wide)
+    train(folder, "wide-3", zero(3, offload=places, offload_folder=folder / "wide_files"), **wide)
 
 
 def pair(_: int, folder: Path) -> None:
