@@ -89,8 +89,8 @@ def _asks_for_difference(arguments: list[str]) -> argparse.Namespace | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--cfg", "-c")
     parser.add_argument("--config-name", "-cn")
-    asked, asked.overrides = parser.parse_known_args(arguments)
-    return asked if asked.cfg == "diff" else None
+    asked, overrides = parser.parse_known_args(arguments)
+    return argparse.Namespace(config_name=asked.config_name, overrides=overrides) if asked.cfg == "diff" else None
 
 
 def _keys(config: Any) -> list[str]:

@@ -104,7 +104,7 @@ def packed_sdpa(
         raise ConfigError(f"{type(module).__name__} adds a bias to its attention: set batch.packing=false")
     if head_exchange is not None:
         query, key, value = head_exchange.to_heads(query, key, value)
-    attending = _Attending(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
+    attending: Any = _Attending(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
     runs = [(length, len(list(same))) for length, same in groupby(cu_seq_lens_q.diff().tolist())]
     tokens = [length * count for length, count in runs]
     parts = zip(*(heads.transpose(1, 2)[0].split(tokens) for heads in (query, key, value)), strict=True)

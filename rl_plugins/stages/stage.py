@@ -140,8 +140,10 @@ class Stage(LightningModule):
 
     def sharded_init(self, frozen: str | None = None) -> AbstractContextManager[None]:
         """Models loaded inside are sharded as the strategy shards them, and the engine `frozen` that is only run."""
-        sharded_init = getattr(self.trainer.strategy, "sharded_init", nullcontext)
-        context: AbstractContextManager[None] = sharded_init(frozen)
+        strategy: Any = self.trainer.strategy
+        context: AbstractContextManager[None] = (
+            strategy.sharded_init(frozen) if hasattr(strategy, "sharded_init") else nullcontext()
+        )
         return context
 
     @property

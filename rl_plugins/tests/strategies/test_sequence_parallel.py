@@ -74,7 +74,7 @@ def compare(rank: int, options: dict[str, Any], dtype: torch.dtype, checkpointin
     shards = SequenceShards(model, "policy", group)
     seen: list[int] = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    tolerance: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
     for inputs in (row_of(LENGTHS[rank]), padded_of(LENGTHS[rank])):
         model.zero_grad()
         torch.testing.assert_close(run(model, inputs), expected, **tolerance)
