@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.shared_workers import train_in_turn
-from rl_plugins.callbacks.metrics_file import read_metrics
 from rl_plugins.launch.command_line import compose_config, run_recipe
 from rl_plugins.launch.config import RecipeConfig, parse_config
 from rl_plugins.recipes.quickstart import NUM_DEV, NUM_TEST, NUM_TRAIN
+from rl_plugins.run_folder import read_metrics
 
 STEPS, SAMPLES_PER_STEP = 75, 512
 BUDGET = STEPS * SAMPLES_PER_STEP

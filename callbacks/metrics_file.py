@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing_extensions import override
 class JsonLinesLogger(Logger):
     """Appends `{"step": n, "train/reward": ...}` for every call of `log_metrics`.
 
-    After a resume a step may stand there twice; `read_metrics` takes the later one.
+    After a resume a step may stand there twice; `run_folder.read_metrics` takes the later one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,16 +43,3 @@ class JsonLinesLogger(Logger):
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """The resolved configuration is a file beside this one."""
-
-
-def read_metrics(path: Path) -> dict[str, dict[int, float]]:
-    """Each metric as step to value, in the order of the steps; a repeated step counts once, the later one."""
-    series: dict[str, dict[int, float]] = {}
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            step = int(row.pop("step"))
-            for name, value in row.items():
-                if not math.isnan(value):
-                    series.setdefault(name, {})[step] = value
-    return {name: dict(sorted(points.items())) for name, points in series.items()}

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from integration_tests.conftest import Recipe
-from rl_plugins.callbacks.metrics_file import read_metrics
+from rl_plugins.run_folder import read_metrics
 
 # The engine samples each response with a seed of its own, which does not depend on the rank that asks.
 COMMON = (

@@ -18,10 +18,10 @@ from mlflow.entities import Run
 from safetensors.torch import load_file
 
 from integration_tests.conftest import Recipe, recipes_in
-from rl_plugins.callbacks.metrics_file import read_metrics
 from rl_plugins.data.prepare.addition import addition_rows
 from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.run_folder import read_metrics
 
 STEPS = 4
 # Prompts that begin alike for more than one block of the KV cache: the prefix cache has something to keep.
@@ -38,6 +38,7 @@ METRICS = {
     *(f"{kind}/{phase}" for kind in ("time", "memory") for phase in (*PHASES, "update_policy")),
     *("time/step", "tokens_per_s", "samples_per_s", *ENGINE_MEMORY),
 }
+VALIDATION = {"val/reward", *(f"val/addition/mean_at_1{end}" for end in ("", "_low", "_high"))}
 # Where a validation comes between, it is the validation that brings the engine the new weights.
 SOMETIMES = {"time/update_weights", "memory/update_weights"}
 
@@ -71,11 +72,11 @@ def series(recipe: Recipe) -> dict[str, dict[int, float]]:
 def test_every_step_has_every_metric(series: dict[str, dict[int, float]]) -> None:
     of_validation = {f"val/{kind}/{phase}" for kind in ("time", "memory") for phase in VALIDATION_PHASES}
     of_validation |= {f"val/{name}" for name in ENGINE_MEMORY}
-    assert set(series) == METRICS | SOMETIMES | {"val/reward"} | of_validation
+    assert set(series) == METRICS | SOMETIMES | VALIDATION | of_validation
     for name in METRICS:
         assert list(series[name]) == [1, 2, 3, 4], name
     assert all(list(series[name]) == [2, 4] for name in SOMETIMES)
-    assert all(list(series[name]) == [0, 2, 4] for name in {"val/reward"} | of_validation)
+    assert all(list(series[name]) == [0, 2, 4] for name in VALIDATION | of_validation)
     assert min(series["train/gradient_norm"].values()) > 0
     assert set(series["train/lr"].values()) == {2e-3}
     assert all(0 < memory < 24 for name in METRICS if name.startswith("memory/") for memory in series[name].values())
@@ -162,7 +163,7 @@ def test_output_is_about_the_run(recipe: Recipe) -> None:
 
 def test_checkpoint_exports_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
     checkpoint = recipe.run / f"checkpoint_{STEPS:08d}"
-    command = [sys.executable, "-m", "rl_plugins.launch.export", str(checkpoint), str(tmp_path / "exported")]
+    command = [sys.executable, "-m", "rl_plugins", "export", str(checkpoint), str(tmp_path / "exported")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     files = sorted(path.name for path in (recipe.run / "policy").iterdir())

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from integration_tests.conftest import Recipe
-from rl_plugins.callbacks.metrics_file import read_metrics
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.export import export_checkpoint
+from rl_plugins.run_folder import read_metrics
 
 LOCAL = (
     "launcher=local",
@@ -56,6 +56,8 @@ def test_one_process_trains_resumes_and_exports(start_recipe: Callable[..., Reci
         export_checkpoint(broken / "checkpoint_00000003", tmp_path / "exported")
     with pytest.raises(ConfigError, match=r"broken is not a checkpoint of a run"):
         export_checkpoint(broken, tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"checkpoint_00000003 is of a run without an adapter"):
+        export_checkpoint(broken / "checkpoint_00000003", tmp_path / "other", lora="adapter")
     config = (broken / "config.yaml").read_text()
     (broken / "config.yaml").write_text(config.replace("/tiny\n", "/moved\n"))
     with pytest.raises(ConfigError, match=r"config.yaml names .*/moved, which is not there: .*--model"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.callbacks.metrics_file import read_metrics
+from rl_plugins.run_folder import read_metrics
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_algorithm"
 

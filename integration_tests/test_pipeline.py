@@ -12,10 +12,10 @@ import torch
 from mlflow import MlflowClient
 from safetensors.torch import load_file
 
-from rl_plugins.callbacks.metrics_file import read_metrics
 from rl_plugins.data.prepare.addition import addition_rows, preference_rows
 from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.launch.export import export_checkpoint
+from rl_plugins.run_folder import read_metrics
 
 STAGES = ("sft", "reward_model", "ppo")
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from integration_tests.conftest import free_port
-from rl_plugins.callbacks.metrics_file import read_metrics
+from rl_plugins.run_folder import read_metrics
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 

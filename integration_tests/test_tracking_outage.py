@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from integration_tests.conftest import Recipe, free_port
-from rl_plugins.callbacks.metrics_file import read_metrics
+from rl_plugins.run_folder import read_metrics
 
 STEPS = 60
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from integration_tests import two_steps
-from rl_plugins.callbacks.metrics_file import read_metrics
 from rl_plugins.data.prepare.addition import addition_rows, preference_rows
 from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.launch.export import export_checkpoint
 from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.run_folder import read_metrics
 
 # The first test waits for all runs.
 pytestmark = pytest.mark.timeout(1500)
@@ -97,6 +98,13 @@ def test_adapters_are_exported_whole_or_alone(folder: Path, workplace: Path, tmp
         assert all(torch.equal(weight, by_checkpoint[key]) for key, weight in by_run.items())
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "grpo_lora")
     assert plain.state_dict().keys() == AutoModelForCausalLM.from_pretrained(workplace / "tiny").state_dict().keys()
+    # What the run wrote whole is asked for as an adapter.
+    export_checkpoint(folder / "grpo_lora" / "checkpoint_00000002", tmp_path / "adapter", lora="adapter")
+    adapted: Any = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(workplace / "tiny"), tmp_path / "adapter"
+    )
+    for name, weight in adapted.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(weight, plain.state_dict()[name])
     base = load_scalar_head(str(workplace / "tiny"), dtype=torch.float32)
     reward_model = PeftModel.from_pretrained(base, tmp_path / "reward_modeling_lora")
     assert reward_model(input_ids=torch.arange(6)[None]).logits.any()

@@ -5,6 +5,8 @@ A checkpoint folder has its name only when it is complete: it is written under a
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,3 +81,19 @@ def checkpoint_step(path: Path) -> int:
     if match is None:
         raise ValueError(f"{path} is not a checkpoint folder")
     return int(match.group(1))
+
+
+def read_metrics(path: Path) -> dict[str, dict[int, float]]:
+    """Each metric of a `metrics.jsonl` as step to value, in the order of the steps.
+
+    A repeated step counts once, the later one; a line that was not written to its end does not count.
+    """
+    series: dict[str, dict[int, float]] = {}
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines():
+            row = json.loads(line)
+            step = int(row.pop("step"))
+            for name, value in row.items():
+                if not math.isnan(value):
+                    series.setdefault(name, {})[step] = value
+    return {name: dict(sorted(points.items())) for name, points in series.items()}

@@ -120,7 +120,7 @@ def run_recipe(config: RecipeConfig) -> RunFolder:
     from rl_plugins.launch.preflight import preflight
 
     preflight(config)
-    for lock in clear_stale_build_locks(_extensions_folder()):
+    for lock in clear_stale_build_locks(extensions_folder()):
         print(f"{config.run.name}: removed {lock}, left behind by a build that was killed", flush=True)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def run_recipe(config: RecipeConfig) -> RunFolder:
     return folder
 
 
-def _extensions_folder() -> Path:
+def extensions_folder() -> Path:
     """Where torch builds extensions (torch.utils.cpp_extension, found without importing torch)."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions")

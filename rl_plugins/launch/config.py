@@ -137,7 +137,7 @@ class SamplingOptions:
 
     Attributes:
         max_tokens: longest response.
-        temperature: of training samples; validation is greedy.
+        temperature: of training samples; see `validation` for the others.
         top_p: nucleus.
         top_k: most likely tokens kept; -1 keeps all.
         stop: strings that end a response, besides the tokenizer's end-of-sequence token.
@@ -148,6 +148,21 @@ class SamplingOptions:
     top_p: float = 1.0
     top_k: int = -1
     stop: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ValidationOptions:
+    """How validation samples; by default one most likely response per prompt.
+
+    Attributes:
+        samples_per_prompt: responses to each prompt; of several, mean@k, best@k and maj@k are logged by data source.
+        temperature: 0 is greedy.
+        top_p: nucleus.
+    """
+
+    samples_per_prompt: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
 
 
 @dataclass
@@ -434,6 +449,7 @@ class RecipeConfig:
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    validation: ValidationOptions = field(default_factory=ValidationOptions)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)

@@ -1,4 +1,4 @@
-"""`python -m rl_plugins.launch.export CHECKPOINT OUT`: any checkpoint of a run as a Hugging Face folder.
+"""Any checkpoint of a run as a Hugging Face folder (`rl-plugins export`).
 
 Of most runs that is the policy, of one that trains a reward model the reward model.
 
@@ -9,12 +9,10 @@ before it.
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
@@ -29,18 +27,21 @@ if TYPE_CHECKING:
     from rl_plugins.models.lora import LoraConfig, MergedWeightSource
 
 
-def export_checkpoint(checkpoint: Path, out: Path, model: str | None = None) -> None:
+def export_checkpoint(
+    checkpoint: Path, out: Path, model: str | None = None, *, lora: Literal["merged", "adapter"] | None = None
+) -> None:
     """Write the trained model of a checkpoint as a Hugging Face folder, in the dtype that the run itself exports.
-
-    Of a run with an adapter that is, as `run.export_lora` of the run says, the merged model or the adapter alone.
 
     Args:
         checkpoint: `checkpoint_00000050` of a run.
         out: the folder to write; must not exist.
         model: Hugging Face name or folder of the architecture and the tokenizer; the run's `model.path` by default.
+        lora: of a run with an adapter, write the merged model or the adapter alone; by default as `run.export_lora` of
+            the run says.
 
     Raises:
-        ConfigError: not a checkpoint, no model to go with it, weights of another model, or `out` exists.
+        ConfigError: not a checkpoint, no model to go with it, weights of another model, an adapter is asked for where
+            there is none, or `out` exists.
     """
     if out.exists():
         raise ConfigError(f"{out} exists: give another folder, or remove it")
@@ -49,19 +50,25 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str | None = None) -> 
         raise ConfigError(f"{checkpoint} is not a checkpoint of a run: it has no {state.name}")
     path, precision, trained = _model_of(checkpoint, model)
 
+    # DeepSpeed, which transformers imports too, would look for a device and say so.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from rl_plugins.data.tokenization import load_tokenizer
     from rl_plugins.launch.quiet import quiet_libraries
     from rl_plugins.models.export import save_adapter, save_policy, write_policy
 
     quiet_libraries()
+    adapter, as_adapter = _lora_of(checkpoint)
+    if lora is not None:
+        as_adapter = lora == "adapter"
+    if lora == "adapter" and adapter is None:
+        raise ConfigError(f"{checkpoint} is of a run without an adapter (model.lora.rank=0): leave --lora out")
     weights = _sharded(state, trained) if state.is_dir() else _single(state, trained)
     what, tokenizer = f"{path} ({state})", load_tokenizer(path)
-    lora, as_adapter = _lora_of(checkpoint)
-    if lora is None:
+    if adapter is None:
         policy = _architecture(path, precision, trained)
         write_policy(policy, _fit(weights, dict(policy.named_parameters()), what), tokenizer, out)
         return
-    adapted, source = _adapted(path, precision, trained, lora, weights, what)
+    adapted, source = _adapted(path, precision, trained, adapter, weights, what)
     if as_adapter:
         save_adapter(adapted, source.adapter(), tokenizer, out, is_writer=True)
     else:
@@ -151,8 +158,6 @@ def _sharded(state: Path, trained: str) -> dict[str, Tensor]:
 
     if is_engine_folder(state / trained):
         return read_weights(state / trained)
-    # Imports DeepSpeed, which would look for a device.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     folder = state / trained
@@ -185,20 +190,3 @@ def _fit(weights: dict[str, Tensor], parameters: dict[str, Parameter], what: str
             f"have another shape, {wrong[0]} first"
         )
     return {name: weights[name].to(parameter.dtype) for name, parameter in parameters.items()}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    from rl_plugins.launch.command_line import exit_on_config_error
-
-    parser = argparse.ArgumentParser(prog="python -m rl_plugins.launch.export", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="checkpoint_00000050 in the folder of a run")
-    parser.add_argument("out", type=Path, help="the Hugging Face folder to write")
-    parser.add_argument("--model", help="Hugging Face name or folder of the architecture; the run's own by default")
-    parsed = parser.parse_args(arguments)
-    exit_on_config_error(lambda: export_checkpoint(parsed.checkpoint, parsed.out, parsed.model))
-    print(f"{parsed.checkpoint} is now {parsed.out}")
-
-
-if __name__ == "__main__":
-    main()

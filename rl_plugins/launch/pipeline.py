@@ -15,14 +15,13 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_plugins.callbacks.metrics_file import read_metrics
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.batch import check_batch
 from rl_plugins.launch.command_line import compose_config, run_recipe
 from rl_plugins.launch.config import RecipeConfig, parse_config
 from rl_plugins.launch.hydra_errors import explain
 from rl_plugins.launch.values import check_values
-from rl_plugins.run_folder import RunFolder
+from rl_plugins.run_folder import RunFolder, read_metrics
 
 
 @dataclass

@@ -36,7 +36,7 @@ def preflight(config: RecipeConfig) -> None:
     check_model(config)
     _check_output(config)
     if config.tracking.enabled and config.tracking.uri:
-        _check_tracking(config.tracking.uri)
+        check_tracking(config.tracking.uri)
     from rl_plugins.launch.trials import check_algorithm, check_prompts
 
     check_prompts(config)
@@ -69,7 +69,12 @@ def _check_output(config: RecipeConfig) -> None:
         raise ConfigError(f"the run {folder.path} exists: continue it with run.resume=true, or give another run.name")
 
 
-def _check_tracking(uri: str) -> None:
+def check_tracking(uri: str) -> None:
+    """Look for an MLflow store.
+
+    Raises:
+        ConfigError: no server answers at its address, or its file cannot be written.
+    """
     url = urlparse(uri)
     if url.scheme in ("http", "https"):
         try:

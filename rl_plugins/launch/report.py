@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from rl_plugins.callbacks.metrics_file import read_metrics
-from rl_plugins.run_folder import RunFolder
+from rl_plugins.run_folder import RunFolder, read_metrics
 
 Series = Mapping[str, Mapping[int, float]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from hydra.utils import instantiate
@@ -92,10 +93,17 @@ def _sampling(config: RecipeConfig, tokenizer: Any) -> SamplingConfig:
 
 def _validating(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> dict[str, Any]:
     """What stages need that validate by generation."""
+    options = config.validation
+    eval_sampling = replace(
+        greedy(_sampling(config, tokenizer)),
+        num_samples=options.samples_per_prompt,
+        temperature=options.temperature,
+        top_p=options.top_p,
+    )
     return {
         **_common(config, tokenizer),
         "scorer": scorer,
-        "eval_sampling": greedy(_sampling(config, tokenizer)),
+        "eval_sampling": eval_sampling,
         "seed": config.run.seed,
     }
 

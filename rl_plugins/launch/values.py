@@ -47,7 +47,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
             "run.steps", "run.checkpoint_every", "run.keep_checkpoints", "data.max_prompt_tokens",
             "data.eval_batch_size", "batch.prompts_per_step", "batch.samples_per_prompt",
             "batch.tokens_per_micro_batch", "batch.updates_per_step", "batch.passes_per_step",
-            "sampling.max_tokens", "rollout.max_num_seqs",
+            "sampling.max_tokens", "validation.samples_per_prompt", "rollout.max_num_seqs",
             "rollout.cpu_kv_cache_gib", "rollout.tensor_parallel_size", "rollout.bucket_mb", "reward.num_workers",
             "placement.num_workers", "strategy.tensor_parallel",
             "strategy.sequence_parallel",
@@ -67,7 +67,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         (
             "run.seed", "run.eval_every", "reference.update_every", "critic.warmup_steps", "critic.optimizer.lr",
             "rollout.check_updates", "model.lora.rank", "critic.lora.rank",
-            "sampling.temperature", "optimizer.lr", "optimizer.weight_decay",
+            "sampling.temperature", "validation.temperature", "optimizer.lr", "optimizer.weight_decay",
             "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.lr_end", "optimizer.gradient_clip",
             "placement.gpus_per_worker", "placement.engine_gpus", "placement.max_restarts", "tracking.samples",
         ),
@@ -75,7 +75,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (
         "must be above 0 and at most 1",
         lambda value: 0 < value <= 1,
-        ("sampling.top_p", "rollout.gpu_memory_utilization"),
+        ("sampling.top_p", "validation.top_p", "rollout.gpu_memory_utilization"),
     ),
     ("must be from 0 to below 1", lambda value: 0 <= value < 1, ("model.lora.dropout", "critic.lora.dropout")),
     (
@@ -109,6 +109,11 @@ def check_values(config: RecipeConfig) -> None:
             value = attrgetter(option)(config)
             if not holds(value):
                 raise ConfigError(f"{option}={value}: {demand}")
+    if config.validation.samples_per_prompt > 1 and config.validation.temperature == 0:
+        raise ConfigError(
+            f"validation.samples_per_prompt={config.validation.samples_per_prompt} with validation.temperature=0 gives "
+            "the same response every time: give validation.temperature a value, such as 1"
+        )
     engines, workers = config.rollout.engines, config.placement.num_workers
     if engines != "per_worker" and not (isinstance(engines, int) and engines >= 1 and workers % engines == 0):
         raise ConfigError(

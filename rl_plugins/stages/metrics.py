@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from rl_plugins.algorithms.masked import group_statistics
 from rl_plugins.data.experience import Experience
+from rl_plugins.evaluation.measures import Summary
 from rl_plugins.rewards.failures import failure_counts
 from rl_plugins.rewards.records import Score
 
@@ -76,6 +78,16 @@ def mean_over_ranks(columns: Mapping[str, tuple[Tensor, Tensor]], sum_over_ranks
     total = sum_over_ranks(torch.stack([value.double() for value in sums + counts])).tolist()
     half = len(columns)
     return {name: total[i] / total[half + i] if total[half + i] else float("nan") for i, name in enumerate(columns)}
+
+
+def interval_metrics(summary: Summary) -> dict[str, float]:
+    """`<data source>/best_at_8` and the like, each with `_low` and `_high`: names that MLflow takes."""
+    metrics: dict[str, float] = {}
+    for source, measures in summary.items():
+        for measure, interval in measures.items():
+            name = re.sub(r"[^\w\-. :/]", "_", f"{source}/{measure.replace('@', '_at_')}")
+            metrics |= {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return metrics
 
 
 _FAILURES = ("raised", "timeout", "not_finite", "died")

@@ -14,11 +14,13 @@ from typing_extensions import Unpack, override
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.evaluation.answers import final_answer
+from rl_plugins.evaluation.measures import measure, summarize
 from rl_plugins.models.lora import adapter_off, has_adapter
 from rl_plugins.rewards.default import Reward, default_scorer
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations, SamplingConfig
-from rl_plugins.stages.metrics import mean_over_ranks
+from rl_plugins.stages.metrics import interval_metrics, mean_over_ranks
 from rl_plugins.stages.stage import Stage, StageOptions
 from rl_plugins.strategies.contract import POLICY, REFERENCE
 
@@ -66,6 +68,7 @@ class SamplingStage(Stage):
         self.reference_is_base = False
         self.validation_samples: list[dict[str, Any]] = []
         self._val_scores: list[Score] = []
+        self._val_measures: dict[int, tuple[str, dict[str, float]]] = {}
 
     def load_reference(self, path: str | None) -> nn.Module | None:
         """The reference model; None where it is the policy with its adapter off (see `running`).
@@ -143,7 +146,7 @@ class SamplingStage(Stage):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self.validation_samples, self._val_scores = [], []
+        self.validation_samples, self._val_scores, self._val_measures = [], [], {}
 
     @override
     def validation_step(self, prompts: PromptBatch, batch_idx: int) -> None:
@@ -155,6 +158,7 @@ class SamplingStage(Stage):
         experience = self.sample(prompts, self.eval_sampling, self._seeds(prompts))
         scores = self.score(experience)
         self._val_scores += scores
+        self._measure(prompts, scores, experience.columns["response"])
         columns = experience.columns
         for prompt, response, reward_model, score in zip(
             *(columns[name] for name in ("prompt", "response", "reward_model")), scores, strict=True
@@ -163,11 +167,23 @@ class SamplingStage(Stage):
             truth = (reward_model or {}).get("ground_truth")
             self.validation_samples.append({**row, "ground_truth": truth, "failure": score.failure})
 
+    def _measure(self, prompts: PromptBatch, scores: list[Score], responses: list[str]) -> None:
+        """Keep what the samples of each prompt say, under the number of its row."""
+        size = self.eval_sampling.num_samples
+        for position, (row, source) in enumerate(zip(prompts.rows, prompts.columns["data_source"], strict=True)):
+            samples = slice(position * size, (position + 1) * size)
+            values, answers = [score.value for score in scores[samples]], map(final_answer, responses[samples])
+            self._val_measures[row] = source, measure(values, list(answers), [size])
+
     @override
     def on_validation_epoch_end(self) -> None:
         values = torch.tensor([score.value or 0.0 for score in self._val_scores], dtype=torch.float64)
         valid = torch.tensor([score.failure is None for score in self._val_scores], dtype=torch.bool)
         metrics = mean_over_ranks({"reward": (values, valid)}, self._strategy.sum_over_ranks)
+        # In the order of the rows, so that the intervals are the same for any number of ranks.
+        of_ranks = [row for rank in self._strategy.gather(self._val_measures) for row in rank.items()]
+        measured = [entry for _, entry in sorted(of_ranks)]
+        metrics |= interval_metrics(summarize([source for source, _ in measured], [of for _, of in measured]))
         self.track({f"val/{name}": value for name, value in metrics.items()})
         self.track({f"val/{name}": value for name, value in self._strategy.phases.drain().items()})
 

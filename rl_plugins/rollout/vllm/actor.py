@@ -101,6 +101,10 @@ class VLLMActor:
             ) from None
         return results[rank]
 
+    async def drop_prefixes(self) -> None:
+        """Forget cached prefixes: what is sampled next does not depend on what was sampled before."""
+        self._llm.reset_prefix_cache()
+
     def _sample(
         self, requests: dict[int, tuple[list[list[int]], list[int] | None]], sampling: SamplingConfig
     ) -> dict[int, Generations]:

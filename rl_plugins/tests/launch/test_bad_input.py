@@ -92,6 +92,10 @@ CASES = [
     ("unknown engines", ["rollout.engines=many"], ["rollout.engines=many", "per_worker"]),
     ("no steps", ["run.steps=0"], ["run.steps=0", "at least 1"]),
     ("negative temperature", ["sampling.temperature=-1"], ["sampling.temperature=-1", "0 or more"]),
+    (
+        "the same sample many times", ["validation.samples_per_prompt=4"],
+        ["validation.samples_per_prompt=4", "validation.temperature=0", "such as 1"],
+    ),
     ("top_p above 1", ["sampling.top_p=1.5"], ["sampling.top_p=1.5", "at most 1"]),
     ("learning rate not a number", ["optimizer.lr=nan"], ["optimizer.lr=nan", "0 or more"]),
     ("shares of workers", ["placement.num_workers=3"], ["batch.prompts_per_step=32", "make it 33", "num_workers"]),

@@ -85,7 +85,8 @@ def test_the_example_teaches_what_was_right(texts):
 def test_every_algorithm_loss_and_function_is_there(root, texts):
     algorithms = {path.stem for path in (root / "recipes/conf/algorithm").glob("*.yaml")}
     names = {*algorithms, *PREFERENCE_LOSSES, *REWARD_MODEL_LOSSES}
-    assert {f"{name}.md" for name in names} | {"README.md", "common_options.md", "functions.md"} == set(texts)
+    common = {"README.md", "common_options.md", "functions.md", "options.md"}
+    assert {f"{name}.md" for name in names} | common == set(texts)
     assert all(f"]({name}.md)" in texts["README.md"] for name in names)
     tables = (ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES, REWARD_MODEL_LOSSES)
     functions = {aggregate, *(function for known in tables for function in known.values())}

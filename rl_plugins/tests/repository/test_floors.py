@@ -13,12 +13,14 @@ FLOORS = {
     "algorithms": 1,
     "data": 1,
     "rollout": 1,
+    "evaluation": 2,
     "models": 2,
     "rewards": 2,
     "strategies": 2,
     "callbacks": 3,
     "stages": 3,
     "launch": 4,
+    "commands": 5,
     "recipes": 5,
 }
 TOP_LEVEL_ROOMS = ("callbacks", "recipes", "strategies")
@@ -45,8 +47,9 @@ def imported_modules(source: str) -> Iterator[tuple[int, str]]:
 def crossings(root: Path) -> Iterator[tuple[str, str | None, str | None]]:
     """Place, own room and imported room of every import that leaves its room."""
     folders = [root / room if room in TOP_LEVEL_ROOMS else root / "rl_plugins" / room for room in FLOORS]
+    # `python -m rl_plugins` is a door from outside, above all floors.
     files = [
-        *(root / "rl_plugins").glob("*.py"),
+        *(file for file in (root / "rl_plugins").glob("*.py") if file.name != "__main__.py"),
         *(file for folder in folders for file in folder.rglob("*.py")),
     ]
     for file in sorted(files):

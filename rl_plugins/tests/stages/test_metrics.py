@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
+from rl_plugins.evaluation.measures import summarize
+from rl_plugins.stages.metrics import TokenMetrics, interval_metrics, mean_over_ranks
 
 
 def one_rank(values: Tensor) -> Tensor:
@@ -72,3 +73,15 @@ def test_mean_over_ranks_leaves_out_what_does_not_count() -> None:
     metrics = mean_over_ranks(columns, lambda ours: ours + theirs)
     assert metrics["reward"] == 5.0
     assert metrics["length"] == 2.5
+
+
+def test_metrics_by_data_source_have_names_that_mlflow_takes() -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    metrics = interval_metrics(summarize(["openai/gsm8k", "sums (small)@v1"], [{"mean@1": 1.0}, {"best@8": 0.5}]))
+    assert set(metrics) == {
+        *(f"openai/gsm8k/mean_at_1{end}" for end in ("", "_low", "_high")),
+        *(f"sums _small__v1/best_at_8{end}" for end in ("", "_low", "_high")),
+    }
+    for name in metrics:
+        _validate_metric_name(name)

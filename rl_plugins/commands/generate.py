@@ -1,0 +1,203 @@
+"""Sample responses to the prompts of parquet files.
+
+The file that is written has the rows and columns of the prompts, and for each row the lists `responses`,
+`finish_reasons` and `response_lengths`. It is made in parts: a run that was killed goes on where it was when the same
+command is given again, and ends with the same file. Other settings are refused.
+
+  rl-plugins generate outputs/run/policy --data data/test.parquet --output samples.parquet
+  rl-plugins generate Qwen/Qwen2.5-0.5B-Instruct --data a.parquet b.parquet --output samples.parquet \\
+      --samples 16 --temperature 0.6 --top-p 0.95 --max-tokens 2048
+  rl-plugins generate models:/adder@champion --data data/test.parquet --output samples.parquet
+  rl-plugins generate outputs/run/policy --data data/test.parquet --output samples.parquet --engine transformers
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_plugins.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rl_plugins.data.parquet import PromptRows
+    from rl_plugins.evaluation.generation import Job, Sample
+
+_REGISTRY = ("models:/", "runs:/")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("policy", help="Hugging Face folder or name, or a model in MLflow (models:/name@alias)")
+    parser.add_argument("--data", nargs="+", required=True, help="parquet files of prompts")
+    parser.add_argument("--output", type=Path, required=True, help="the parquet file to write")
+    add_sampling_arguments(parser)
+
+
+def add_sampling_arguments(parser: ArgumentParser) -> None:
+    """Declare how to sample; `evaluate` takes the same."""
+    parser.add_argument("--samples", type=int, default=1, help="responses to each prompt (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=512, help="longest response (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default: 0 for one sample, 1 for several)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of all samples (default: %(default)s)")
+    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm", help="(default: %(default)s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights (default: float32 on CPU, bfloat16 on CUDA)",
+    )
+    parser.add_argument(
+        "--save-every", type=int, default=256, help="prompts that are sampled and written together (default: 256)"
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Generate."""
+    from rl_plugins.data.parquet import UNSCORED_COLUMNS, load_rows
+    from rl_plugins.evaluation.generation import generate, open_samples
+    from rl_plugins.models.loading import check_model_folder
+
+    job = _job(arguments)
+    if arguments.output.suffix != ".parquet":
+        raise ConfigError(f"--output {arguments.output}: must end in .parquet")
+    rows = load_rows(arguments.data, UNSCORED_COLUMNS)
+    model = _local_model(arguments.policy)
+    check_model_folder("policy", model)
+    samples = open_samples(arguments.output, rows, job, model)
+    if samples.complete:
+        print(f"{samples.path} is complete")
+        return 0
+    _prepare_process(job)
+    with samples.open():
+        num_parts = len(samples.missing())
+        print(f"{samples.path}: {len(rows.rows)} prompts x {job.num_samples} samples, {num_parts} parts to make")
+        prompt_ids, tokenizer = _tokenize(rows, model, job)
+        longest = max(map(len, prompt_ids))
+        engine = _vllm(model, job, longest) if job.engine == "vllm" else _transformers(model, job)
+        for made in generate(samples, rows, prompt_ids, job, tokenizer, engine):
+            rates = f"{made['samples_per_s']:.0f} samples/s, {made['tokens_per_s']:.0f} tokens/s"
+            print(f"  part {made['parts']:.0f} of {num_parts}: {rates}", flush=True)
+    print(f"{samples.path} is complete")
+    return 0
+
+
+def _job(arguments: Namespace) -> Job:
+    from rl_plugins.evaluation.generation import Job
+    from rl_plugins.launch.resources import local_gpus
+
+    temperature = arguments.temperature
+    if temperature is None:
+        temperature = float(arguments.samples > 1)
+    for option, value, good in (
+        ("--samples", arguments.samples, arguments.samples >= 1),
+        ("--max-tokens", arguments.max_tokens, arguments.max_tokens >= 1),
+        ("--save-every", arguments.save_every, arguments.save_every >= 1),
+        ("--temperature", temperature, temperature >= 0),
+        ("--top-p", arguments.top_p, 0 < arguments.top_p <= 1),
+        ("--seed", arguments.seed, arguments.seed >= 0),
+    ):
+        if not good:
+            raise ConfigError(f"{option} {value} is out of range")
+    if arguments.samples > 1 and temperature == 0:
+        raise ConfigError(f"--samples {arguments.samples} with --temperature 0 are all the same: raise the temperature")
+    if arguments.device == "cuda" and not local_gpus():
+        raise ConfigError("--device cuda, but this machine has no NVIDIA GPU: use --device cpu, or leave it out")
+    on_gpu = arguments.device == "cuda" or (arguments.device == "auto" and local_gpus() > 0)
+    is_folder = Path(arguments.policy).is_dir()
+    return Job(
+        policy=str(Path(arguments.policy).resolve()) if is_folder else arguments.policy,
+        engine=arguments.engine,
+        device="cuda" if on_gpu else "cpu",
+        dtype=arguments.dtype or ("bfloat16" if on_gpu else "float32"),
+        num_samples=arguments.samples,
+        max_tokens=arguments.max_tokens,
+        temperature=temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        prompts_per_part=arguments.save_every,
+    )
+
+
+def _local_model(policy: str) -> str:
+    """The folder of a model in MLflow; every other name as it is."""
+    if not policy.startswith(_REGISTRY):
+        return policy
+    from rl_plugins.callbacks.mlflow import quiet_mlflow
+
+    quiet_mlflow()
+    from mlflow.artifacts import download_artifacts
+    from mlflow.exceptions import MlflowException
+
+    try:
+        folder = Path(download_artifacts(policy))
+    except (MlflowException, OSError) as error:
+        raise ConfigError(
+            f"{policy}: MLflow does not give it ({error}): set MLFLOW_TRACKING_URI to its store"
+        ) from None
+    # MLflow's transformers flavour keeps the model in a folder of its own.
+    found = next((one for one in (folder, folder / "model") if (one / "config.json").is_file()), None)
+    if found is None:
+        raise ConfigError(f"{policy}: there is no config.json in {folder}, so it is not a Hugging Face model")
+    return str(found)
+
+
+def _prepare_process(job: Job) -> None:
+    """Set what torch and vLLM look for when they are imported."""
+    from rl_plugins.rollout.vllm.config import VLLMConfig
+
+    environment = VLLMConfig(job.policy, device=job.device).environment if job.engine == "vllm" else {}
+    for name, value in {"OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": job.device, **environment}.items():
+        os.environ.setdefault(name, value)
+    # Deprecations inside the libraries are for their authors.
+    warnings.simplefilter("ignore", FutureWarning)
+
+
+def _tokenize(rows: PromptRows, model: str, job: Job) -> tuple[list[list[int]], object]:
+    """The prompts' token ids, and the tokenizer."""
+    from transformers import AutoConfig
+
+    from rl_plugins.data.tokenization import check_chat_template, load_tokenizer, tokenize_prompts
+    from rl_plugins.launch.quiet import quiet_libraries
+
+    quiet_libraries()
+    tokenizer = load_tokenizer(model)
+    check_chat_template(tokenizer)
+    prompt_ids = tokenize_prompts(rows, tokenizer, {})
+    window = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+    worst = max(range(len(prompt_ids)), key=lambda number: len(prompt_ids[number]))
+    if window is not None and len(prompt_ids[worst]) + job.max_tokens > window:
+        raise ConfigError(
+            f"{rows.where(worst)}: the prompt has {len(prompt_ids[worst])} tokens, with --max-tokens {job.max_tokens} "
+            f"more than the {window} that the model takes: lower --max-tokens, or remove the row"
+        )
+    return prompt_ids, tokenizer
+
+
+def _vllm(model: str, job: Job, longest_prompt: int) -> Sample:
+    from rl_plugins.rollout.vllm.config import VLLMConfig
+    from rl_plugins.rollout.vllm.offline import OfflineVLLM
+
+    config = VLLMConfig(
+        model,
+        device=job.device,
+        dtype=job.dtype,
+        max_model_len=longest_prompt + job.max_tokens,
+        # The machine is this process's own.
+        gpu_memory_utilization=0.9,
+        sleep="none",
+    )
+    return OfflineVLLM(config).generate
+
+
+def _transformers(model: str, job: Job) -> Sample:
+    import torch
+
+    from rl_plugins.rollout.transformers_engine import TransformersRollout
+
+    engine = TransformersRollout(model, dtype=getattr(torch, job.dtype), device=job.device)
+    engine.connect(0, 1)
+    return engine.generate

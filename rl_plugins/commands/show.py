@@ -1,0 +1,154 @@
+"""Show a run in the terminal: its curves, the seconds of its phases, samples of its last validation, where things are.
+
+Of a run that is going on it shows what there is so far.
+
+  rl-plugins show outputs/run
+  rl-plugins show outputs/run --samples 10
+  rl-plugins show outputs/run --metrics 'val/*' 'memory/*'
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.run_folder import RunFolder, read_metrics
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MAIN = (
+    "val/reward", "val/accuracy", "val/*_at_[0-9]", "val/*_at_[0-9][0-9]", "train/reward", "train/accuracy",
+    "train/loss", "train/kl", "train/entropy", "train/response_length", "train/truncated", "train/gradient_norm",
+    "train/rollout_gap_max", "train/critic/loss", "tokens_per_s", "time/step",
+)  # fmt: skip
+"""Metrics that are shown where none are asked for."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 20
+_SHOWN_CHARACTERS = 400
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("run", type=Path, help="the folder of a run, such as outputs/grpo")
+    parser.add_argument("--metrics", nargs="+", default=MAIN, metavar="PATTERN", help="other curves, such as 'time/*'")
+    parser.add_argument("--samples", type=int, default=3, help="samples of the last validation (default: %(default)s)")
+
+
+def run(arguments: Namespace) -> int:
+    """Show."""
+    from rich.console import Console
+
+    folder = RunFolder(arguments.run)
+    if not folder.metrics.is_file():
+        raise ConfigError(
+            f"{folder.path} is not the folder of a run: it has no {folder.metrics.name}{_runs_in(folder)}"
+        )
+    series = read_metrics(folder.metrics)
+    chosen = [name for pattern in arguments.metrics for name in series if fnmatch(name, pattern)]
+    if not chosen:
+        raise ConfigError(
+            f"{folder.metrics} has no metric {' or '.join(arguments.metrics)}; it has {', '.join(series)}"
+        )
+    console = Console(highlight=False)
+    _show_curves(console, {name: series[name] for name in chosen})
+    _show_phases(console, series)
+    _show_samples(console, folder, arguments.samples)
+    _show_places(console, folder)
+    return 0
+
+
+def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
+    """A curve of at most `width` characters, each the mean of as many values."""
+    count = min(width, len(values))
+    edges = [round(place * len(values) / count) for place in range(count + 1)]
+    means = [fmean(values[start:stop]) for start, stop in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _runs_in(folder: RunFolder) -> str:
+    runs = sorted(path.parent.name for path in folder.path.glob(f"*/{folder.metrics.name}"))
+    return f"; there are runs in it: {', '.join(runs)}" if runs else ""
+
+
+def _show_curves(console: Console, series: Mapping[str, Mapping[int, float]]) -> None:
+    from rich.table import Table
+
+    last = max(step for points in series.values() for step in points)
+    table = Table(show_edge=False)
+    for column, justify in (
+        ("metric", "left"),
+        (f"to step {last}", "left"),
+        ("last", "right"),
+        ("lowest", "right"),
+        ("highest", "right"),
+    ):
+        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for name, points in series.items():
+        values = list(points.values())
+        numbers = [f"{value:.3g}" for value in (values[-1], min(values), max(values))]
+        table.add_row(name, sparkline(values), *numbers)
+    console.print(table)
+
+
+def _show_phases(console: Console, series: Mapping[str, Mapping[int, float]]) -> None:
+    """Median seconds of each phase of a step, as far as a step usually has it."""
+    seconds = {
+        name.removeprefix("time/"): median(points.values())
+        for name, points in series.items()
+        if name.startswith("time/") and name != "time/step"
+    }
+    whole = sum(seconds.values())
+    if whole:
+        console.print("\nseconds of a step by phase (medians):")
+        for phase, of in sorted(seconds.items(), key=lambda item: -item[1]):
+            if of >= 0.001:
+                console.print(f"  {phase:<22}{of:8.3f}  {of / whole:4.0%} {'█' * round(of / whole * _WIDTH)}")
+
+
+def _show_samples(console: Console, folder: RunFolder, count: int) -> None:
+    files = sorted(folder.samples.glob("step_*.json"))
+    if not files or count < 1:
+        return
+    rows = json.loads(files[-1].read_text(encoding="utf-8"))
+    console.print(f"\n{min(count, len(rows))} of {len(rows)} samples in {files[-1]}:", soft_wrap=True)
+    for row in rows[:count]:
+        score = f"failed ({row['failure']})" if row["failure"] else f"{row['score']:.4g}"
+        console.print(f"  score {score}, ground truth {_cut(row['ground_truth'])}", markup=False)
+        for key in ("prompt", "response"):
+            console.print(f"    {key}: {_cut(row[key])}", markup=False)
+
+
+def _cut(text: object) -> str:
+    shown = " ".join(str(text).split())
+    return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
+
+
+def _show_places(console: Console, folder: RunFolder) -> None:
+    run_id = folder.tracking_run
+    places = {
+        "configuration": folder.config,
+        "metrics": folder.metrics,
+        "samples": folder.samples,
+        "last checkpoint": folder.latest_checkpoint(),
+        "exported model": folder.exported(),
+    }
+    console.print()
+    for name, path in places.items():
+        if path is not None and path.exists():
+            console.print(f"{name:<17}{path}", markup=False, soft_wrap=True)
+    if run_id.is_file():
+        console.print(f"{'MLflow run':<17}{run_id.read_text().strip()}", markup=False)
+    if folder.resumes.is_file():
+        times = len(folder.resumes.read_text(encoding="utf-8").splitlines())
+        console.print(f"{'resumed':<17}{times} times, see {folder.resumes}", markup=False)

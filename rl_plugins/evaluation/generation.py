@@ -1,0 +1,167 @@
+"""Sampling responses to a file of prompts, part by part, with the rollout engines of training.
+
+What a prompt gets depends on the policy, the settings and its row alone, not on where a run was interrupted: a sample's
+seed follows from the row, and the prompts of a part are always sampled together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from rl_plugins.data.parquet import PromptRows, Row
+from rl_plugins.errors import ConfigError
+from rl_plugins.evaluation.sample_file import SampleFile
+
+if TYPE_CHECKING:
+    from rl_plugins.rollout.engine import Generations, SamplingConfig
+
+Sample = Callable[[list[list[int]], "SamplingConfig", list[int]], "Generations"]
+COLUMNS = ("responses", "finish_reasons", "response_lengths")
+"""What is added to the columns of a prompt: lists with one entry per sample."""
+
+_FINGERPRINT_BLOCKS, _BLOCK_BYTES = 64, 4096
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is sampled, and how.
+
+    Attributes:
+        policy: its name, for the record.
+        engine: `vllm` or `transformers`.
+        device: `cpu` or `cuda`.
+        dtype: of the engine's weights.
+        num_samples: responses to each prompt.
+        max_tokens: longest response.
+        temperature: 0 is greedy.
+        top_p: nucleus.
+        seed: of all samples.
+        prompts_per_part: prompts that are sampled and written together.
+    """
+
+    policy: str
+    engine: Literal["vllm", "transformers"]
+    device: Literal["cpu", "cuda"]
+    dtype: str
+    num_samples: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    prompts_per_part: int
+
+    def settings(self, rows: PromptRows, model: str) -> dict[str, Any]:
+        """What the samples depend on, the weights of the model among it."""
+        prompts = hashlib.blake2b(digest_size=8)
+        for row in rows.rows:
+            prompts.update(json.dumps(row, sort_keys=True, default=str).encode())
+        return {**asdict(self), "weights": fingerprint(model), "prompts": prompts.hexdigest()}
+
+    def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingConfig:
+        """For the engine."""
+        # Late, because it imports torch, which a wrong argument need not wait for.
+        from rl_plugins.rollout.engine import SamplingConfig
+
+        return SamplingConfig(self.max_tokens, self.num_samples, self.temperature, self.top_p, -1, stop_token_ids)
+
+
+def open_samples(path: Path, rows: PromptRows, job: Job, model: str) -> SampleFile:
+    """The file that a job makes of its prompts.
+
+    Args:
+        path: of the file.
+        rows: the prompts.
+        job: how they are sampled.
+        model: Hugging Face folder or name of the policy.
+
+    Raises:
+        ConfigError: it was made with other settings, or the rows have its columns already.
+    """
+    taken = [name for name in COLUMNS if name in rows.rows[0]]
+    if taken:
+        raise ConfigError(f"{rows.where(0)}: there is a column {taken[0]!r} already: name a file of prompts")
+    samples = SampleFile(path, -(-len(rows.rows) // job.prompts_per_part), job.settings(rows, model))
+    samples.check()
+    return samples
+
+
+def generate(
+    samples: SampleFile, rows: PromptRows, prompt_ids: Sequence[list[int]], job: Job, tokenizer: Any, sample: Sample
+) -> Iterator[dict[str, float]]:
+    """Make the parts that are missing, and then the file.
+
+    Args:
+        samples: the file.
+        rows: the prompts.
+        prompt_ids: their token ids.
+        job: as the file was opened for.
+        tokenizer: of the policy.
+        sample: the engine.
+
+    Yields:
+        For each part: how many `parts` this call has made so far, and its `samples_per_s` and `tokens_per_s`.
+    """
+    sampling, missing = job.sampling((tokenizer.eos_token_id,)), samples.missing()
+    # Of all rows at once, so that every part has the same types.
+    table = _table(rows.rows)
+    for number in missing:
+        start = time.perf_counter()
+        part = slice(number * job.prompts_per_part, (number + 1) * job.prompts_per_part)
+        prompts = list(prompt_ids[part])
+        seeds = [_seed(job.seed, part.start + position) for position in range(len(prompts))]
+        generations = sample(prompts, sampling, seeds)
+        texts = tokenizer.batch_decode(generations.responses(), skip_special_tokens=True)
+        columns = dict(zip(COLUMNS, (texts, generations.finish_reasons, generations.lengths.tolist()), strict=True))
+        made = table.slice(part.start, len(prompts))
+        for name, values in columns.items():
+            kind = pa.list_(pa.int64() if name == "response_lengths" else pa.string())
+            made = made.append_column(name, pa.array(_grouped(values, job.num_samples), kind))
+        samples.write_part(number, made)
+        seconds = time.perf_counter() - start
+        yield {
+            "parts": len(missing) - len(samples.missing()),
+            "samples_per_s": len(texts) / seconds,
+            "tokens_per_s": float(generations.lengths.sum()) / seconds,
+        }
+    samples.finish()
+
+
+def fingerprint(model: str) -> str:
+    """A digest of 64 blocks of each file of a folder, which any training changes; the name itself of a hub's model."""
+    folder, hasher = Path(model), hashlib.blake2b(digest_size=8)
+    if not folder.is_dir():
+        return model
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        size = path.stat().st_size
+        hasher.update(f"{path.relative_to(folder)} {size}".encode())
+        with path.open("rb") as file:
+            for block in range(_FINGERPRINT_BLOCKS):
+                file.seek(block * size // _FINGERPRINT_BLOCKS)
+                hasher.update(file.read(_BLOCK_BYTES))
+    return hasher.hexdigest()
+
+
+def _seed(seed: int, row: int) -> int:
+    return int(np.random.SeedSequence([seed, row]).generate_state(1)[0]) >> 1
+
+
+def _table(rows: Sequence[Row]) -> pa.Table:
+    try:
+        return pa.Table.from_pylist([dict(row) for row in rows])
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise ConfigError(
+            f"the prompts do not go into one table, their columns differ in type ({error}): sample the files one by one"
+        ) from None
+
+
+def _grouped(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]

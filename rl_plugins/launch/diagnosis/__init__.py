@@ -1,0 +1,1 @@
+"""What `rl-plugins doctor` looks at, without importing anything heavy."""

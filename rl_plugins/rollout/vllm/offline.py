@@ -1,0 +1,38 @@
+"""A vLLM engine in the calling process, for sampling without training: neither Ray nor weight updates."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.vllm.config import VLLMConfig
+
+
+class OfflineVLLM:
+    """The engine that training samples with, in this process; one per process.
+
+    Args:
+        config: its settings; environment variables that are set already are left as they are.
+    """
+
+    def __init__(self, config: VLLMConfig) -> None:
+        for name, value in config.environment.items():
+            os.environ.setdefault(name, value)
+        from rl_plugins.rollout.vllm.actor import VLLMActor
+
+        self._engine = VLLMActor(config)
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> Generations:
+        """Sample; nothing is kept from earlier calls, so that the same call gives the same responses.
+
+        Args:
+            prompts: token ids.
+            sampling: how to sample.
+            seeds: one per prompt.
+        """
+        return asyncio.run(self._generate(prompts, sampling, seeds))
+
+    async def _generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> Generations:
+        await self._engine.drop_prefixes()
+        return await self._engine.generate(0, [0], prompts, sampling, seeds)

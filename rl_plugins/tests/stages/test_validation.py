@@ -1,0 +1,76 @@
+"""Validation by generation: what is measured of one and of several samples to each prompt, over ranks too."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+
+from rl_plugins.evaluation.statistics import best_at
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.stages import canned
+
+ENDS = ("", "_low", "_high")
+
+
+class SecondOfTwo(SingleDeviceRolloutStrategy):
+    """What the other rank has measured comes with what is gathered."""
+
+    others: ClassVar[dict[int, Any]] = {}
+
+    def gather(self, value: Any) -> list[Any]:
+        return [self.others, value]
+
+
+def validate(num_samples: int, strategy: type[SingleDeviceRolloutStrategy] = SingleDeviceRolloutStrategy) -> Any:
+    stage = PolicyOptimization(
+        canned.OwnPolicy(),
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3),
+        eval_sampling=SamplingConfig(max_tokens=20, num_samples=num_samples),
+    )
+    trainer = canned.quiet_trainer(strategy(rollout=canned.CannedRollout()), precision="64-true")
+    # Two batches, as a loader cuts a rank's share.
+    batches = canned.loader([canned.prompt_batch(canned.PROMPTS[:3]), canned.prompt_batch(canned.PROMPTS[3:])])
+    trainer.validate(stage, batches, verbose=False)
+    return stage, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def scores(size: int) -> list[list[float | None]]:
+    return [[canned.score(response) for response in responses[:size]] for responses in canned.RESPONSES.values()]
+
+
+def mean(values: Any) -> float:
+    counted = [value for value in values if value is not None]
+    return sum(counted) / len(counted)
+
+
+def test_one_sample_has_its_mean_by_data_source() -> None:
+    _, metrics = validate(1)
+    assert {name for name in metrics if "canned" in name} == {f"val/canned/mean_at_1{end}" for end in ENDS}
+    assert metrics["val/canned/mean_at_1"] == pytest.approx(mean(row[0] for row in scores(1)))
+    assert metrics["val/canned/mean_at_1"] == pytest.approx(metrics["val/reward"])
+    assert metrics["val/canned/mean_at_1_low"] < metrics["val/reward"] < metrics["val/canned/mean_at_1_high"]
+
+
+def test_several_samples_have_best_and_majority_too() -> None:
+    stage, metrics = validate(3)
+    names = {f"val/canned/{name}_at_3{end}" for name in ("mean", "best", "maj") for end in ENDS}
+    assert {name for name in metrics if "canned" in name} == names
+    # The failed sample of one prompt counts nowhere, and nothing is said of three where two are left.
+    whole: list[Any] = [row for row in scores(3) if None not in row]
+    assert len(whole) == 3
+    assert metrics["val/canned/mean_at_3"] == pytest.approx(mean(mean(row) for row in scores(3)))
+    assert metrics["val/canned/best_at_3"] == pytest.approx(mean(best_at(row, 3) for row in whole))
+    assert len(stage.validation_samples) == 12
+
+
+def test_prompts_of_all_ranks_are_counted() -> None:
+    # The other rank's prompt is of another source, and comes first.
+    SecondOfTwo.others = {-1: ("elsewhere", {"mean@1": 0.125})}
+    _, metrics = validate(1, SecondOfTwo)
+    assert metrics["val/elsewhere/mean_at_1"] == 0.125
+    assert metrics["val/canned/mean_at_1"] == pytest.approx(mean(row[0] for row in scores(1)))
