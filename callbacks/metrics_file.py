@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 
 class JsonLinesLogger(Logger):
-    """Appends `{"step": n, "train/reward": ...}` for every call of `log_metrics`.
+    """Appends `{"step": n, "time": seconds since 1970, "train/reward": ...}` for every call of `log_metrics`.
 
     After a resume a step may stand there twice; `run_folder.read_metrics` takes the later one.
     """
@@ -37,7 +38,7 @@ class JsonLinesLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+            file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
 
     @override
     @rank_zero_only

@@ -1,7 +1,8 @@
 """MLflow as a Lightning logger that never makes training wait, and never makes it stop.
 
-Calls go to a queue; one thread of rank 0 sends them through Lightning's `MLFlowLogger`. While the server is away they
-stay in the queue, in order, and are tried again; what could not be sent when the run ends is counted and said.
+Calls go to a queue; one thread of rank 0 sends them. Metrics are read from the run's metrics file, so they outlive this
+process: whatever the store lacks, after an outage or a restart, is sent when it answers again. Other calls wait in the
+queue; what could not be sent when the run ends is counted and said.
 """
 
 from __future__ import annotations
@@ -14,49 +15,46 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
+
+from rl_plugins.callbacks.metrics_tail import MetricsTail
+from rl_plugins.callbacks.mlflow_run import Facts, TrackedRun, open_run
+from rl_plugins.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 5.0
 _FINISH_TIMEOUT_S = 60.0
+_STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
+
+Call = Callable[[TrackedRun], None]
 
 
 class MLflowTracking(Logger):
-    """One MLflow run per training run; a resumed run continues it.
+    """One MLflow run per training run; a resumed run continues it, without a gap or a repeated point.
 
     Only the sending thread of rank 0 imports MLflow and opens the store: several ranks that create one SQLite store at
-    once would break it.
+    once would break it. The metrics are those that a `JsonLinesLogger`, which comes before this one among the
+    trainer's loggers, writes to the folder.
 
     Args:
         uri: of the tracking store.
         experiment: name of the experiment.
-        run_name: name of the run.
-        run_id_file: holds the id of the run once it exists.
-        config_file: the resolved configuration, logged as an artifact.
-        parent_run: id of the run that this one belongs to.
+        folder: of the run, whose name is that of the MLflow run.
+        facts: what is said of the run when it begins.
     """
 
-    def __init__(
-        self,
-        *,
-        uri: str,
-        experiment: str,
-        run_name: str,
-        run_id_file: Path,
-        config_file: Path | None = None,
-        parent_run: str | None = None,
-    ) -> None:
+    def __init__(self, *, uri: str, experiment: str, folder: RunFolder, facts: Facts | None = None) -> None:
         super().__init__()
-        self._uri, self._experiment, self._run_name = uri, experiment, run_name
-        self._run_id_file, self._config_file = run_id_file, config_file
-        self._tags = {} if parent_run is None else {"mlflow.parentRunId": parent_run}
-        self._queue: queue.Queue[Callable[[MLFlowLogger], None] | None] = queue.Queue()
+        self._uri, self._experiment, self._folder = uri, experiment, folder
+        self._facts = facts or Facts()
+        self._tail = MetricsTail(folder.metrics)
+        self._queue: queue.Queue[Call | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
+        self._unsent = 0
         self.failures = 0
 
     @property
@@ -67,12 +65,12 @@ class MLflowTracking(Logger):
     @property
     @override
     def version(self) -> str:
-        return self._run_name
+        return self._folder.path.name
 
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self.submit(lambda mlflow: mlflow.log_metrics(metrics, step))
+        self.submit(self._send_metrics)
 
     @override
     @rank_zero_only
@@ -81,76 +79,92 @@ class MLflowTracking(Logger):
 
     @rank_zero_only
     def log_table(self, data: Mapping[str, list[Any]], file: str) -> None:
-        """A table as an artifact that MLflow's pages show."""
-        self.submit(lambda mlflow: mlflow.experiment.log_table(mlflow.run_id, dict(data), file))
+        """A table as an artifact that MLflow's pages show; a resumed run that makes it again replaces it."""
+        self.submit(lambda run: run.log_table(data, file))
 
     @rank_zero_only
     def log_artifact(self, path: Path) -> None:
         """A file as an artifact."""
-        self.submit(lambda mlflow: mlflow.experiment.log_artifact(mlflow.run_id, str(path)))
+        self.submit(lambda run: run.client.log_artifact(run.run_id, str(path)))
 
-    def submit(self, call: Callable[[MLFlowLogger], None]) -> None:
-        """Have the sending thread make a call, after all earlier ones."""
+    def submit(self, call: Call) -> None:
+        """Have the sending thread make a call, after all earlier ones; it may be made again after a failure."""
         if self._thread is None:
+            self._ending.clear()
             self._thread = threading.Thread(target=self._send, name="mlflow", daemon=True)
             self._thread.start()
         self._queue.put(call)
 
     @override
     @rank_zero_only
-    def finalize(self, status: str = "success") -> None:
+    def finalize(self, status: str = "success", deadline_s: float = _FINISH_TIMEOUT_S) -> None:
         """Send what is queued, within a deadline, and end the MLflow run."""
         if self._thread is None:
             return
-        self.submit(lambda mlflow: mlflow.finalize(status))
+        self.submit(lambda run: run.client.set_terminated(run.run_id, _STATUS.get(status, status)))
         self._queue.put(None)
         self._ending.set()
-        self._thread.join(_FINISH_TIMEOUT_S)
-        if self._queue.qsize():
+        self._thread.join(deadline_s)
+        # The mark of the end is no call.
+        self._unsent = max(0, self._queue.qsize() - 1)
+        if self._thread.is_alive() or self._unsent or self._tail.unsent():
             logger.error(
-                "MLflow at %s did not take the last %d calls; the metrics are in the run's metrics.jsonl",
+                "MLflow at %s did not take the last %d calls; all metrics are in %s: rl-plugins sync %s sends what is "
+                "missing",
                 self._uri,
-                self._queue.qsize(),
+                self._unsent,
+                self._folder.metrics,
+                self._folder.path,
             )
+            self._queue = queue.Queue()
         self._thread = None
+
+    def all_sent(self) -> bool:
+        """Whether the store has everything, after `finalize`."""
+        return not self._unsent and not self._tail.unsent()
+
+    def _send_metrics(self, run: TrackedRun) -> None:
+        for points in self._tail.batches():
+            run.log_points(points)
 
     def _send(self) -> None:
         quiet_mlflow()
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
 
-        logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)
-        mlflow: MLFlowLogger | None = None
-        while (call := self._queue.get()) is not None:
+        run: TrackedRun | None = None
+        calls = self._queue
+        while (call := calls.get()) is not None:
             while True:
                 try:
-                    mlflow = mlflow or self._open()
-                    call(mlflow)
+                    if run is None:
+                        run = open_run(self._uri, self._experiment, self._folder, self._facts)
+                        self._tail.start_over(run.last_steps())
+                    call(run)
                     break
                 except (MlflowException, SQLAlchemyError, OSError) as error:
+                    if run is not None and _is_refused(error):
+                        logger.error("MLflow at %s: something could not be recorded: %s", self._uri, error)
+                        break
+                    # What it has taken of the call is asked when it is back.
+                    run = None
                     self.failures += 1
                     if self.failures == 1:
                         logger.error("MLflow at %s is away, metrics wait for it: %s", self._uri, error)
                     if self._ending.is_set():
+                        calls.put(call)
                         return
                     self._ending.wait(_RETRY_S)
 
-    def _open(self) -> MLFlowLogger:
-        run_id = self._run_id_file.read_text().strip() if self._run_id_file.is_file() else None
-        mlflow = MLFlowLogger(
-            self._experiment,
-            run_name=self._run_name,
-            tracking_uri=self._uri,
-            tags=self._tags,
-            run_id=run_id,
-            artifact_location=artifact_location(self._uri),
-        )
-        if run_id is None:
-            assert mlflow.run_id is not None
-            self._run_id_file.write_text(mlflow.run_id)
-            if self._config_file is not None and self._config_file.is_file():
-                mlflow.experiment.log_artifact(mlflow.run_id, str(self._config_file))
-        return mlflow
+
+def _is_refused(error: Exception) -> bool:
+    """Whether the call would fail again: the store has understood it and says no, or a file is gone."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, FileNotFoundError):
+        return True
+    status = error.get_http_status_code() if isinstance(error, MlflowException) else 500
+    return 400 <= status < 500 and status not in (401, 403, 408, 429)
 
 
 def quiet_mlflow() -> None:
@@ -160,16 +174,10 @@ def quiet_mlflow() -> None:
     """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT", "600")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    # A trace is sent by the thread that makes it, which is not the one that trains.
+    os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def artifact_location(uri: str) -> str | None:
-    """Where a new experiment keeps its artifacts: beside an SQLite store; a server knows itself.
-
-    MLflow's default for SQLite is the working directory, and that of a Ray worker is a temporary one.
-    """
-    prefix = "sqlite:///"
-    if not uri.startswith(prefix):
-        return None
-    return (Path(uri.removeprefix(prefix)).absolute().parent / "mlartifacts").as_uri()

@@ -31,7 +31,14 @@ class SampleTable(Callback):
         name = f"step_{pl_module.step:08d}.json"
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / name).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
-        columns = {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
         for logger in trainer.loggers:
-            if isinstance(logger, MLflowTracking) and columns:
-                logger.log_table(columns, f"samples/{name}")
+            if isinstance(logger, MLflowTracking):
+                log_samples(logger, self._folder / name)
+
+
+def log_samples(tracking: MLflowTracking, file: Path) -> None:
+    """Send a file of samples as a table."""
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    if rows:
+        columns = {key: [row[key] for row in rows] for key in rows[0]}
+        tracking.log_table(columns, f"samples/{file.name}")

@@ -2,79 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from integration_tests.conftest import Recipe, free_port
+from integration_tests.conftest import Recipe
+from integration_tests.mlflow_server import Server
 from rl_plugins.run_folder import read_metrics
 
 STEPS = 60
-
-
-class Server:
-    """`mlflow server` over an SQLite file."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.port = folder, free_port()
-        self.uri, self.store = f"http://127.0.0.1:{self.port}", f"sqlite:///{folder}/server.db"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self, timeout_s: float = 120) -> None:
-        command = [
-            sys.executable, "-m", "mlflow", "server", "--backend-store-uri", self.store,
-            "--artifacts-destination", str(self.folder / "artifacts"),
-            "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",
-        ]  # fmt: skip
-        with (self.folder / "server.log").open("a") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-            )
-        deadline = time.monotonic() + timeout_s
-        while True:
-            assert self.process.poll() is None, (self.folder / "server.log").read_text()
-            assert time.monotonic() < deadline, "the server did not come up"
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                time.sleep(0.2)
-
-    def kill(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(30)
-
-    def metrics(self, experiment: str) -> tuple[str, dict[str, dict[int, float]]]:
-        """Status and metrics of the one run, read from the file: the server need not be there."""
-        from mlflow import MlflowClient
-
-        client = MlflowClient(self.store)
-        found = client.get_experiment_by_name(experiment)
-        runs = [] if found is None else client.search_runs([found.experiment_id])
-        if not runs:
-            return "", {}
-        (run,) = runs
-        histories = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
-        return run.info.status, {name: {m.step: m.value for m in history} for name, history in histories.items()}
-
-    def wait_for_metrics(self, run: Recipe, timeout_s: float = 60) -> None:
-        deadline = time.monotonic() + timeout_s
-        while len(self.metrics(run.name)[1].get("train/loss", {})) < 2:
-            assert run.process.poll() is None and time.monotonic() < deadline, f"no metrics arrived:\n{run.tail()}"
-            time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -92,20 +31,20 @@ def gate(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(start_recipe: Callable[..., Recipe], server: Server, gate: Path) -> Callable[[str], Recipe]:
-    def start(name: str) -> Recipe:
+def start(start_recipe: Callable[..., Recipe], server: Server, gate: Path) -> Callable[..., Recipe]:
+    def start(name: str, *overrides: str) -> Recipe:
         return start_recipe(
             "grpo", name, "launcher=local", "rollout.engine=transformers", f"run.steps={STEPS}", "run.eval_every=0",
             "batch.prompts_per_step=2", "batch.samples_per_prompt=2", f"tracking.uri={server.uri}",
             f"tracking.experiment={name}", "reward.deadline_s=120",
             "reward.functions.default._target_=integration_tests.rewards.held",
-            f"+reward.functions.default.gate={gate}",
+            f"+reward.functions.default.gate={gate}", *overrides,
         )  # fmt: skip
 
     return start
 
 
-def test_a_server_that_comes_back_gets_everything(start: Callable[[str], Recipe], server: Server, gate: Path) -> None:
+def test_a_server_that_comes_back_gets_everything(start: Callable[..., Recipe], server: Server, gate: Path) -> None:
     run = start("back")
     run.wait_for_step(2)
     gate.touch()
@@ -118,14 +57,14 @@ def test_a_server_that_comes_back_gets_everything(start: Callable[[str], Recipe]
     server.start()
     gate.unlink()
     assert run.wait(120) == 0, run.tail()
-    status, metrics = server.metrics("back")
+    status, metrics, points = server.metrics("back")
     assert status == "FINISHED"
-    assert metrics == read_metrics(run.run / "metrics.jsonl")
+    assert metrics == read_metrics(run.run / "metrics.jsonl") and points == sum(map(len, metrics.values()))
     (away,) = said(run)
     assert f"MLflow at {server.uri} is away, metrics wait for it" in away
 
 
-def test_training_ends_well_without_the_server(start: Callable[[str], Recipe], server: Server, gate: Path) -> None:
+def test_training_ends_well_without_the_server(start: Callable[..., Recipe], server: Server, gate: Path) -> None:
     run = start("gone")
     run.wait_for_step(2)
     gate.touch()
@@ -139,6 +78,34 @@ def test_training_ends_well_without_the_server(start: Callable[[str], Recipe], s
     assert away.startswith(f"MLflow at {server.uri} is away, metrics wait for it")
     assert lost.startswith(f"MLflow at {server.uri} did not take the last") and "metrics.jsonl" in lost
     assert len(server.metrics("gone")[1]["train/loss"]) < STEPS
+    server.start()
+    sync = subprocess.run(
+        [sys.executable, "-m", "rl_plugins", "sync", str(run.run)], capture_output=True, text=True, timeout=120
+    )
+    assert sync.returncode == 0 and f"{server.uri} has all of {run.run}" in sync.stdout, sync.stdout + sync.stderr
+    status, metrics, points = server.metrics("gone")
+    assert status == "FINISHED"
+    assert metrics == read_metrics(run.run / "metrics.jsonl") and points == sum(map(len, metrics.values()))
+
+
+def test_a_run_killed_in_an_outage_goes_on_without_a_gap_or_a_repeated_point(
+    start: Callable[..., Recipe], server: Server, gate: Path
+) -> None:
+    run = start("killed", "run.checkpoint_every=4")
+    run.wait_for_step(5)
+    gate.touch()
+    server.wait_for_metrics(run)
+    server.kill()
+    gate.unlink()
+    run.wait_for_step(len(run.metrics()) + 4)
+    run.kill()
+    server.start()
+    resumed = start("killed", "run.resume=true")
+    assert resumed.wait(180) == 0, resumed.tail()
+    status, metrics, points = server.metrics("killed")
+    assert status == "FINISHED" and list(metrics["train/loss"]) == list(range(1, STEPS + 1))
+    assert points == sum(map(len, metrics.values())), "a point came twice"
+    assert metrics.keys() == read_metrics(run.run / "metrics.jsonl").keys()
 
 
 def said(run: Recipe) -> list[str]:

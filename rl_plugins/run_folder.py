@@ -22,13 +22,28 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line: `step` and the metrics of that step."""
+        """One JSON object a line: `step`, `time`, and the metrics of that step."""
         return self.path / "metrics.jsonl"
 
     @property
     def config(self) -> Path:
         """The resolved configuration."""
         return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """The versions of everything that was installed when the run was started."""
+        return self.path / "environment.txt"
+
+    @property
+    def git_state(self) -> Path:
+        """The commit that the run was started from, and which files differed from it."""
+        return self.path / "git.json"
+
+    @property
+    def git_diff(self) -> Path:
+        """How they differed."""
+        return self.path / "git.diff"
 
     @property
     def resumes(self) -> Path:
@@ -53,6 +68,11 @@ class RunFolder:
     def tracking_run(self) -> Path:
         """Holds the id of the MLflow run."""
         return self.path / "mlflow_run_id"
+
+    @property
+    def curves(self) -> Path:
+        """The main metrics as one picture."""
+        return self.path / "curves.png"
 
     @property
     def curve(self) -> Path:
@@ -92,7 +112,7 @@ def read_metrics(path: Path) -> dict[str, dict[int, float]]:
     if path.is_file():
         for line in path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines():
             row = json.loads(line)
-            step = int(row.pop("step"))
+            step, _ = int(row.pop("step")), row.pop("time", None)
             for name, value in row.items():
                 if not math.isnan(value):
                     series.setdefault(name, {})[step] = value

@@ -16,6 +16,8 @@ COMMANDS = {
     "generate": "sample responses to prompts, parquet in and out",
     "evaluate": "score samples, and compare two policies",
     "export": "turn a checkpoint into a Hugging Face folder",
+    "submit": "run a recipe as a Ray job, and follow it",
+    "sync": "send MLflow what a run could not send itself",
     "show": "a run's curves, times and samples in the terminal",
 }
 """Every command, a module of this package, with what it does."""

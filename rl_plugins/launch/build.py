@@ -10,19 +10,24 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.checkpoint_reference import CheckpointReference
+from rl_plugins.callbacks.curves import Curves
 from rl_plugins.callbacks.data_report import DataReport
 from rl_plugins.callbacks.metrics_file import JsonLinesLogger
 from rl_plugins.callbacks.mlflow import MLflowTracking
 from rl_plugins.callbacks.progress import StepProgress
 from rl_plugins.callbacks.reference_update import ReferenceUpdate
 from rl_plugins.callbacks.samples import SampleTable
+from rl_plugins.callbacks.system_metrics import SystemMetrics
+from rl_plugins.callbacks.traces import RolloutTraces
 from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.launch.config import RecipeConfig, rollout_dtype
-from rl_plugins.launch.preflight import tracking_uri
 from rl_plugins.launch.quiet import quiet_libraries
 from rl_plugins.launch.stages import build_data, build_stage
+from rl_plugins.launch.tracking import register, tracking_logger
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.sampling import Scorer
+from rl_plugins.stages.sampling import SamplingStage, Scorer
+from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import CRITIC
 
 
@@ -32,16 +37,7 @@ def build_trainer(
     """A Lightning trainer whose epochs, validation and checkpoints follow the stage's clock."""
     loggers: list[Any] = [JsonLinesLogger(folder.metrics)]
     if config.tracking.enabled:
-        loggers.append(
-            MLflowTracking(
-                uri=tracking_uri(config),
-                experiment=config.tracking.experiment,
-                run_name=config.run.name,
-                run_id_file=folder.tracking_run,
-                config_file=folder.config,
-                parent_run=config.tracking.parent_run,
-            )
-        )
+        loggers.append(tracking_logger(config, folder))
     callbacks: list[Callback] = [
         PolicyCheckpoint(
             folder.path,
@@ -54,6 +50,11 @@ def build_trainer(
         SampleTable(folder.samples, rows=config.tracking.samples),
         StepProgress(config.run.steps, label=config.run.name, in_ray=in_ray, every_s=redraw_s),
     ]
+    if config.tracking.enabled:
+        # After the checkpoints that it refers to.
+        callbacks += [CheckpointReference(folder.path), RolloutTraces(config.tracking.traces), Curves(folder.path)]
+    if config.tracking.system_metrics:
+        callbacks.append(SystemMetrics())
     if config.reference.update_every:
         # Before checkpoints, which hold what the reference has become.
         callbacks.insert(0, ReferenceUpdate(every=config.reference.update_every, keep=config.reference.keep))
@@ -89,6 +90,14 @@ def build_trainer(
     )
 
 
+def _example_prompt(stage: Stage, tokenizer: Any) -> str:
+    """A prompt as the policy sees it: the first that was validated on."""
+    samples = stage.validation_samples if isinstance(stage, SamplingStage) else []
+    content = samples[0]["prompt"] if samples else "Hello"
+    message = [{"role": "user", "content": content}]
+    return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+
+
 def validates(config: RecipeConfig) -> bool:
     """Whether the run validates at all."""
     return bool(config.data.val_files) and config.run.eval_every > 0
@@ -122,3 +131,6 @@ def fit(
     lightning.fit(stage, datamodule=data, ckpt_path=state, weights_only=False)
     if config.run.export:
         stage.export(folder.path / stage.trained, adapter=config.run.export_lora == "adapter")
+    tracking = next((logger for logger in lightning.loggers if isinstance(logger, MLflowTracking)), None)
+    if config.tracking.register_as and tracking is not None and lightning.is_global_zero:
+        register(config, folder, tracking, _example_prompt(stage, tokenizer))

@@ -117,14 +117,19 @@ def run_recipe(config: RecipeConfig) -> RunFolder:
 
     from rl_plugins.launch.batch import describe_batch
     from rl_plugins.launch.build_lock import clear_stale_build_locks
-    from rl_plugins.launch.preflight import preflight
+    from rl_plugins.launch.preflight import preflight, tracking_uri
+    from rl_plugins.launch.provenance import write_provenance
+    from rl_plugins.launch.registered_model import resolve_registered_models
 
+    config.tracking.uri = tracking_uri(config)
+    resolve_registered_models(config)
     preflight(config)
     for lock in clear_stale_build_locks(extensions_folder()):
         print(f"{config.run.name}: removed {lock}, left behind by a build that was killed", flush=True)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    write_provenance(folder)
     print(f"{config.run.name}: {describe_batch(config)}", flush=True)
     latest = folder.latest_checkpoint()
     if latest is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -412,9 +413,13 @@ class TrackingConfig:
 
     Attributes:
         enabled: record the run in MLflow; `metrics.jsonl` in the run's folder is always written.
-        uri: of the tracking store; null is an SQLite file in `run.output_dir`.
+        uri: of the tracking store; null is MLFLOW_TRACKING_URI, or an SQLite file in `run.output_dir`.
         experiment: MLflow experiment.
         samples: rows of the table of samples that each validation logs.
+        traces: samples of each step that become traces; each takes some 20 ms of a thread of the first worker.
+        system_metrics: record how busy the machines are.
+        register_as: name in the model registry under which the exported policy becomes a version; null for none.
+        champion_metric: a version that is better in it than the model's `champion`, on the same data, takes the alias.
         parent_run: id of the MLflow run that this one belongs to; null for none.
     """
 
@@ -422,6 +427,10 @@ class TrackingConfig:
     uri: str | None = None
     experiment: str = "rl_plugins"
     samples: int = 32
+    traces: int = 0
+    system_metrics: bool = True
+    register_as: str | None = None
+    champion_metric: str = "val/reward"
     parent_run: str | None = None
 
 
@@ -471,6 +480,8 @@ def parse_config(values: Any) -> RecipeConfig:
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RecipeConfig), plain))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from None
+    # MLflow sets the variable itself for what comes after it in a process, such as another run.
+    config.tracking.uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or None
     # Ray's workers have working directories of their own.
     config.run.output_dir = str(Path(config.run.output_dir).absolute())
     config.data.train_files = [str(Path(path).absolute()) for path in config.data.train_files]

@@ -5,6 +5,7 @@ A pipeline that was interrupted goes on: stages that are through are left alone,
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class PipelineConfig:
         name: of the pipeline and its MLflow run; its folder is `output_dir/name`, with a run's folder for each stage.
         output_dir: where it lives.
         model: what the first stage starts from.
-        tracking_uri: of the MLflow store; null is an SQLite file in its folder.
+        tracking_uri: of the MLflow store; null is MLFLOW_TRACKING_URI, or an SQLite file in its folder.
         experiment: MLflow experiment.
         resume: continue the pipeline of this name; false refuses to touch an existing one.
         folder: of the pipeline, for the stages to refer to.
@@ -124,7 +125,8 @@ def stage_configs(composed: Any) -> dict[str, RecipeConfig]:
         raise ConfigError(explain(error)) from None
     folder = (Path(pipeline.output_dir) / pipeline.name).absolute()
     run = {"output_dir": str(folder)}
-    tracking = {"uri": pipeline.tracking_uri or f"sqlite:///{folder}/mlflow.db", "experiment": pipeline.experiment}
+    uri = pipeline.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
+    tracking = {"uri": uri, "experiment": pipeline.experiment}
     configs = {}
     for name, stage in pipeline.stages.items():
         own = {"run": {**run, "name": name}, "tracking": tracking}
@@ -164,7 +166,8 @@ class ParentRun:
         """Create the run, or go on with the one whose id is in the file."""
         from mlflow import MlflowClient
 
-        from rl_plugins.callbacks.mlflow import artifact_location, quiet_mlflow
+        from rl_plugins.callbacks.mlflow import quiet_mlflow
+        from rl_plugins.callbacks.mlflow_run import find_experiment
 
         quiet_mlflow()
         self._client = MlflowClient(self._uri)
@@ -172,12 +175,7 @@ class ParentRun:
             self.run_id = id_file.read_text().strip()
             self._client.set_terminated(self.run_id, "RUNNING")
             return
-        experiment = self._client.get_experiment_by_name(self._experiment)
-        experiment_id = (
-            experiment.experiment_id
-            if experiment is not None
-            else self._client.create_experiment(self._experiment, artifact_location(self._uri))
-        )
+        experiment_id = find_experiment(self._client, self._uri, self._experiment)
         self.run_id = self._client.create_run(experiment_id, run_name=self._name).info.run_id
         id_file.write_text(self.run_id)
 

@@ -21,6 +21,8 @@ from rl_plugins.launch.values import check_values
 from rl_plugins.run_folder import RunFolder
 
 _CONNECT_TIMEOUT_S = 3.0
+# Ray unpacks what is sent with a job below a folder of this name.
+_JOB_FOLDERS = "working_dir_files"
 
 
 def preflight(config: RecipeConfig) -> None:
@@ -35,8 +37,8 @@ def preflight(config: RecipeConfig) -> None:
     check_this_machine(config)
     check_model(config)
     _check_output(config)
-    if config.tracking.enabled and config.tracking.uri:
-        check_tracking(config.tracking.uri)
+    if config.tracking.enabled:
+        check_tracking(tracking_uri(config))
     from rl_plugins.launch.trials import check_algorithm, check_prompts
 
     check_prompts(config)
@@ -53,6 +55,11 @@ def _check_output(config: RecipeConfig) -> None:
     output, name = Path(config.run.output_dir), config.run.name
     if name in (".", "..") or Path(name).name != name:
         raise ConfigError(f"run.name={name}: must be the name of a folder; the folders above it are run.output_dir")
+    if _JOB_FOLDERS in output.parts:
+        raise ConfigError(
+            f"run.output_dir={output} is in the folder that Ray made for this job, and goes away with it: give an "
+            "absolute path that all machines see"
+        )
     try:
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output):

@@ -70,6 +70,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
             "sampling.temperature", "validation.temperature", "optimizer.lr", "optimizer.weight_decay",
             "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.lr_end", "optimizer.gradient_clip",
             "placement.gpus_per_worker", "placement.engine_gpus", "placement.max_restarts", "tracking.samples",
+            "tracking.traces",
         ),
     ),
     (
@@ -139,6 +140,25 @@ def check_values(config: RecipeConfig) -> None:
         if workers % size:
             raise ConfigError(f"strategy.{option}={size} does not divide placement.num_workers={workers}: change one")
     _check_lora(config)
+    _check_registration(config)
+
+
+def _check_registration(config: RecipeConfig) -> None:
+    name = config.tracking.register_as
+    if name is None:
+        return
+    needed = {
+        "tracking.enabled=true": config.tracking.enabled,
+        "run.export=true": config.run.export,
+        "run.export_lora=merged": config.run.export_lora == "merged",
+    }
+    for option, holds in needed.items():
+        if not holds:
+            raise ConfigError(f"tracking.register_as={name} registers the exported policy: it needs {option}")
+    if not generates(config):
+        raise ConfigError(f"tracking.register_as={name}: stage={config.stage} makes no policy: leave it out")
+    if not name or set(name) & set("/:@"):
+        raise ConfigError(f"tracking.register_as={name}: a name without / : and @")
 
 
 def _check_lora(config: RecipeConfig) -> None:

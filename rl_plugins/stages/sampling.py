@@ -67,6 +67,9 @@ class SamplingStage(Stage):
         self.eval_sampling, self.seed = self.ending(eval_sampling), seed
         self.reference_is_base = False
         self.validation_samples: list[dict[str, Any]] = []
+        # How many samples of a step are kept to be shown, and these; a callback that shows them says how many.
+        self.shown_samples = 0
+        self.training_samples: list[dict[str, Any]] = []
         self._val_scores: list[Score] = []
         self._val_measures: dict[int, tuple[str, dict[str, float]]] = {}
 
@@ -140,6 +143,8 @@ class SamplingStage(Stage):
         experience.scores = torch.tensor([score.value or 0.0 for score in scores])
         experience.valid = torch.tensor([score.failure is None for score in scores])
         experience.response_mask = experience.response_mask * experience.valid[:, None]
+        if self.shown_samples and self.trainer.training:
+            self.training_samples = sample_rows(experience, scores)[: self.shown_samples]
         return scores
 
     # Validation -------------------------------------------------------------------------------------------------
@@ -159,13 +164,7 @@ class SamplingStage(Stage):
         scores = self.score(experience)
         self._val_scores += scores
         self._measure(prompts, scores, experience.columns["response"])
-        columns = experience.columns
-        for prompt, response, reward_model, score in zip(
-            *(columns[name] for name in ("prompt", "response", "reward_model")), scores, strict=True
-        ):
-            row = {"prompt": prompt[-1]["content"], "response": response, "score": score.value}
-            truth = (reward_model or {}).get("ground_truth")
-            self.validation_samples.append({**row, "ground_truth": truth, "failure": score.failure})
+        self.validation_samples += sample_rows(experience, scores)
 
     def _measure(self, prompts: PromptBatch, scores: list[Score], responses: list[str]) -> None:
         """Keep what the samples of each prompt say, under the number of its row."""
@@ -186,6 +185,23 @@ class SamplingStage(Stage):
         metrics |= interval_metrics(summarize([source for source, _ in measured], [of for _, of in measured]))
         self.track({f"val/{name}": value for name, value in metrics.items()})
         self.track({f"val/{name}": value for name, value in self._strategy.phases.drain().items()})
+
+
+def sample_rows(experience: Experience, scores: Sequence[Score]) -> list[dict[str, Any]]:
+    """What a table shows of each sample."""
+    columns = experience.columns
+    return [
+        {
+            "prompt": prompt[-1]["content"],
+            "response": response,
+            "score": score.value,
+            "ground_truth": (reward_model or {}).get("ground_truth"),
+            "failure": score.failure,
+        }
+        for prompt, response, reward_model, score in zip(
+            *(columns[name] for name in ("prompt", "response", "reward_model")), scores, strict=True
+        )
+    ]
 
 
 def greedy(sampling: SamplingConfig) -> SamplingConfig:

@@ -156,6 +156,9 @@ CASES = [
     ("run exists", ["run.name=old"], ["outputs/old exists", "run.resume=true", "run.name"]),
     ("nothing to resume", ["run.resume=true"], ["run.resume=true", "no checkpoint", "without run.resume"]),
     ("no tracking server", ["tracking.uri=http://127.0.0.1:1"], ["http://127.0.0.1:1", "tracking.enabled=false"]),
+    ("model not registered", ["model.path=models:/nobody@champion"], ["model.path=models:/nobody", "no MLflow store"]),
+    ("bad registered name", ["tracking.register_as=a/b"], ["tracking.register_as=a/b"]),
+    ("no export to register", ["tracking.register_as=a", "run.export=false"], ["it needs run.export=true"]),
     ("bad port", ["tracking.uri=http://localhost:abc"], ["localhost:abc", "tracking.enabled=false"]),
     ("no folder for SQLite", ["tracking.uri=sqlite:////gone/a.db"], ["sqlite:////gone/a.db", "folder /gone"]),
     # Data

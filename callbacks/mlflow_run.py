@@ -1,0 +1,136 @@
+"""An MLflow run: created once, continued by whoever has the run's folder, and told what the run is made of.
+
+Everything here may be done again: a call that was cut off by an outage is made a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.callbacks.data_digest import describe_file
+from rl_plugins.callbacks.metrics_tail import Point
+from rl_plugins.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is said of a run when it begins.
+
+    Attributes:
+        params: few, and short: the whole configuration is a file.
+        tags: name to text.
+        files: artifacts.
+        data: what a file is for (`training`, `validation`) to the files; they are logged with the digest of their
+            content.
+        parent_run: id of the run that this one belongs to.
+    """
+
+    params: Mapping[str, Any] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    files: Sequence[Path] = ()
+    data: Mapping[str, Sequence[Path]] = field(default_factory=dict)
+    parent_run: str | None = None
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run in a store that answers."""
+
+    client: MlflowClient
+    run_id: str
+    experiment_id: str
+
+    def last_steps(self) -> dict[str, int]:
+        """The highest step that the store has of each metric."""
+        return {metric.key: metric.step for metric in self.client.get_run(self.run_id).data._metric_objs}
+
+    def log_points(self, points: Sequence[Point]) -> None:
+        """Values of metrics, each with the time at which it was measured."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(point.name, point.value, point.time_ms, point.step) for point in points]
+        self.client.log_batch(self.run_id, metrics=metrics)
+
+    def log_table(self, data: Mapping[str, list[Any]], file: str) -> None:
+        """A table that MLflow's pages show."""
+        there = {found.path for found in self.client.list_artifacts(self.run_id, str(Path(file).parent))}
+        if file in there:
+            # MLflow would add the rows to those that are there.
+            rows = [list(row) for row in zip(*data.values(), strict=True)]
+            self.client.log_dict(self.run_id, {"columns": list(data), "data": rows}, file)
+        else:
+            self.client.log_table(self.run_id, dict(data), file)
+
+
+def open_run(uri: str, experiment: str, folder: RunFolder, facts: Facts) -> TrackedRun:
+    """Create the run, or go on with the one whose id is in the folder, and say the facts."""
+    import mlflow
+
+    # Tables and traces ask it, not their client.
+    mlflow.set_tracking_uri(uri)
+    client = mlflow.MlflowClient(uri)
+    file = folder.tracking_run
+    if file.is_file():
+        run = client.get_run(file.read_text().strip())
+        if run.info.status != "RUNNING":
+            client.update_run(run.info.run_id, "RUNNING")
+    else:
+        from mlflow.tracking.context.registry import resolve_tags
+
+        tags = {} if facts.parent_run is None else {"mlflow.parentRunId": facts.parent_run}
+        experiment_id = find_experiment(client, uri, experiment)
+        run = client.create_run(experiment_id, run_name=folder.path.name, tags=resolve_tags(tags))
+        file.write_text(run.info.run_id)
+    _say(client, run, facts)
+    return TrackedRun(client, run.info.run_id, run.info.experiment_id)
+
+
+def find_experiment(client: MlflowClient, uri: str, name: str) -> str:
+    """The id of an experiment, which is created if it is not there."""
+    found = client.get_experiment_by_name(name)
+    if found is not None and found.lifecycle_stage != "deleted":
+        return found.experiment_id
+    return client.create_experiment(name, artifact_location(uri))
+
+
+def artifact_location(uri: str) -> str | None:
+    """Where a new experiment keeps its artifacts: beside an SQLite store; a server knows itself.
+
+    MLflow's default for SQLite is the working directory, and that of a Ray worker is a temporary one.
+    """
+    prefix = "sqlite:///"
+    if not uri.startswith(prefix):
+        return None
+    return (Path(uri.removeprefix(prefix)).absolute().parent / "mlartifacts").as_uri()
+
+
+def _say(client: MlflowClient, run: Any, facts: Facts) -> None:
+    from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
+
+    run_id = run.info.run_id
+    # A parameter cannot be changed: what a resumed run was given in its place is in its configuration.
+    params = [Param(key, str(value)) for key, value in facts.params.items() if key not in run.data.params]
+    tags = [RunTag(key, value) for key, value in facts.tags.items()]
+    if params or tags:
+        client.log_batch(run_id, params=params, tags=tags)
+    for file in facts.files:
+        if file.is_file():
+            client.log_artifact(run_id, str(file))
+    known = {(one.dataset.name, one.dataset.digest) for one in run.inputs.dataset_inputs} if run.inputs else set()
+    inputs = []
+    for context, files in facts.data.items():
+        for path in filter(Path.is_file, files):
+            described = describe_file(path)
+            if (described.name, described.digest) not in known:
+                dataset = Dataset(
+                    described.name, described.digest, "local", described.source, schema=None, profile=described.profile
+                )
+                inputs.append(DatasetInput(dataset, [InputTag("mlflow.data.context", context)]))
+    if inputs:
+        client.log_inputs(run_id, inputs)

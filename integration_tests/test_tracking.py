@@ -1,0 +1,62 @@
+"""What a team finds on its MLflow server after a run, and how it goes on from the champion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from integration_tests.conftest import Recipe
+from integration_tests.mlflow_server import Server
+from rl_plugins.run_folder import read_metrics
+
+COMMON = (
+    "launcher=local", "rollout.engine=transformers", "run.steps=4", "run.eval_every=2", "run.checkpoint_every=2",
+    "batch.prompts_per_step=4", "batch.samples_per_prompt=4", "optimizer.lr=1e-3", "tracking.experiment=team",
+    "tracking.register_as=adder", "tracking.traces=2",
+    "reward.functions.default={_target_: integration_tests.rewards.shortness}",
+)  # fmt: skip
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "server").mkdir()
+    server = Server(tmp_path / "server")
+    server.start()
+    yield server
+    server.kill()
+
+
+def test_a_run_is_recorded_whole_and_its_policy_is_where_the_next_begins(
+    start_recipe: Callable[..., Recipe], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    first = start_recipe("grpo", "first", *COMMON)
+    assert first.wait(120) == 0, first.tail()
+    assert "adder version 1, the champion: the first one" in first.tail()
+
+    client = MlflowClient(server.uri)
+    run = client.get_run((first.run / "mlflow_run_id").read_text())
+    assert run.info.status == "FINISHED"
+    assert run.data.params["prompts_per_step"] == "4" and len(run.data.params) < 20
+    assert run.inputs is not None
+    used = {next(tag.value for tag in one.tags): one.dataset for one in run.inputs.dataset_inputs}
+    assert used["training"].name == "data/train.parquet" and used["validation"].name == "data/test.parquet"
+    files = Path(client.download_artifacts(run.info.run_id, "", str(tmp_path)))
+    assert (files / "config.yaml").read_text() == (first.run / "config.yaml").read_text()
+    assert (files / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "\ntorch==" in (files / "environment.txt").read_text()
+    assert len(json.loads((files / "samples" / "step_00000004.json").read_text())["data"]) == 32
+    newest = json.loads((files / "checkpoints" / "step_00000004.json").read_text())
+    assert newest["path"] == str(first.run / "checkpoint_00000004") == run.data.tags["checkpoint.path"]
+    assert len(client.search_traces(locations=[run.info.experiment_id], run_id=run.info.run_id)) == 8
+
+    second = start_recipe("grpo", "second", *COMMON, "model.path=models:/adder@champion", "tracking.traces=0")
+    assert second.wait(120) == 0, second.tail()
+    assert f"models:/adder@champion is {second.folder}/outputs/.models/adder/1" in second.log.read_text()
+    start = read_metrics(second.run / "metrics.jsonl")["val/reward"][0]
+    assert start == pytest.approx(read_metrics(first.run / "metrics.jsonl")["val/reward"][4])
+    assert client.get_model_version("adder", "2").run_id == (second.run / "mlflow_run_id").read_text()

@@ -1,0 +1,69 @@
+"""What MLflow is told of a recipe's run: which logger, which facts, and the policy at its end."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from rl_plugins.callbacks.data_digest import describe_file
+from rl_plugins.callbacks.mlflow import MLflowTracking
+from rl_plugins.callbacks.mlflow_run import Facts, TrackedRun
+from rl_plugins.callbacks.registry import Evaluation, register_policy
+from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.launch.preflight import tracking_uri
+from rl_plugins.launch.provenance import code_tags
+from rl_plugins.run_folder import RunFolder, read_metrics
+
+_REGISTER_TIMEOUT_S = 1800.0
+
+
+def tracking_logger(config: RecipeConfig, folder: RunFolder) -> MLflowTracking:
+    """The logger of a run."""
+    return MLflowTracking(
+        uri=tracking_uri(config), experiment=config.tracking.experiment, folder=folder, facts=facts_of(config, folder)
+    )
+
+
+def facts_of(config: RecipeConfig, folder: RunFolder) -> Facts:
+    """What is said of a run when it begins; the parameters are those by which runs are compared in a table."""
+    algorithm = config.algorithm if isinstance(config.algorithm, dict) else {}
+    params = {
+        "stage": config.stage,
+        "model": config.model.path,
+        "algorithm": algorithm.get("name", algorithm.get("_target_")),
+        "loss": config.loss.name,
+        "lr": config.optimizer.lr,
+        "lora_rank": config.model.lora.rank or None,
+        "prompts_per_step": config.batch.prompts_per_step,
+        "samples_per_prompt": config.batch.samples_per_prompt,
+        "max_tokens": config.sampling.max_tokens,
+        "temperature": config.sampling.temperature,
+        "steps": config.run.steps,
+        "seed": config.run.seed,
+        "workers": config.placement.num_workers,
+    }
+    return Facts(
+        params={key: value for key, value in params.items() if value is not None},
+        tags={"run_folder": str(folder.path), **code_tags(folder)},
+        files=(folder.config, folder.environment, folder.git_state, folder.git_diff),
+        data={
+            "training": [Path(path) for path in config.data.train_files],
+            "validation": [Path(path) for path in config.data.val_files],
+        },
+        parent_run=config.tracking.parent_run,
+    )
+
+
+def register(config: RecipeConfig, folder: RunFolder, tracking: MLflowTracking, example: str) -> None:
+    """Register the exported policy under `tracking.register_as`, and say what became of it."""
+    name, metric = str(config.tracking.register_as), config.tracking.champion_metric
+    values = list(read_metrics(folder.metrics).get(metric, {}).values())
+    digests = [describe_file(Path(path)).digest for path in config.data.val_files]
+    data = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
+    evaluation = Evaluation(metric, values[-1] if values else None, data)
+
+    def send(run: TrackedRun) -> None:
+        print(f"{config.run.name}: {register_policy(run, folder.export, name, evaluation, example)}", flush=True)
+
+    tracking.submit(send)
+    tracking.finalize("success", _REGISTER_TIMEOUT_S)

@@ -1,0 +1,49 @@
+"""A tracking store of the session, and runs in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.callbacks.mlflow import MLflowTracking
+from rl_plugins.callbacks.mlflow_run import Facts, TrackedRun, open_run
+from rl_plugins.run_folder import RunFolder
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture(autouse=True)
+def own_tracking_uri(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow sets its variable for what comes later in a process."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    (tmp_path / "run").mkdir()
+    return RunFolder(tmp_path / "run")
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> str:
+    return tmp_path.name
+
+
+@pytest.fixture
+def tracking(store: str, folder: RunFolder, experiment: str) -> Callable[..., MLflowTracking]:
+    """A logger of the run, as each of its processes makes one."""
+
+    def tracking(facts: Facts | None = None) -> MLflowTracking:
+        return MLflowTracking(uri=store, experiment=experiment, folder=folder, facts=facts)
+
+    return tracking
+
+
+@pytest.fixture
+def run(store: str, folder: RunFolder, experiment: str) -> TrackedRun:
+    return open_run(store, experiment, folder, Facts())

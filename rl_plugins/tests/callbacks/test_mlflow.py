@@ -1,0 +1,184 @@
+"""Runs in an SQLite store: what arrives, and what an outage does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
+
+from rl_plugins.callbacks import mlflow as module
+from rl_plugins.callbacks.checkpoint_reference import checkpoint_manifest, manifest_digest, record_checkpoint
+from rl_plugins.callbacks.metrics_file import JsonLinesLogger
+from rl_plugins.callbacks.mlflow import MLflowTracking
+from rl_plugins.callbacks.mlflow_run import Facts, TrackedRun
+from rl_plugins.callbacks.traces import log_trace
+from rl_plugins.run_folder import RunFolder
+
+
+class Trained:
+    """A run's two loggers."""
+
+    def __init__(self, folder: RunFolder, tracking: MLflowTracking) -> None:
+        self.loggers = [JsonLinesLogger(folder.metrics), tracking]
+        self.tracking = tracking
+
+    def steps(self, first: int, last: int, scale: float = 1.0) -> None:
+        for step in range(first, last + 1):
+            for logger in self.loggers:
+                logger.log_metrics({"loss": scale * step, "reward": 1.0}, step)
+
+
+def run_of(store: str, folder: RunFolder) -> Run:
+    return MlflowClient(store).get_run(folder.tracking_run.read_text())
+
+
+def history(store: str, folder: RunFolder) -> list[tuple[int, float]]:
+    points = MlflowClient(store).get_metric_history(folder.tracking_run.read_text(), "loss")
+    return [(point.step, point.value) for point in points]
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch):
+    monkeypatch.setattr(module, "_RETRY_S", 0.02)
+
+
+def test_a_run_says_what_it_is_made_of(store, folder, tracking, tmp_path):
+    (tmp_path / "data").mkdir()
+    data = tmp_path / "data" / "train.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), data)
+    folder.config.write_text("stage: sft\n")
+    facts = Facts(
+        params={"lr": 0.1},
+        tags={"run_folder": str(folder.path)},
+        files=[folder.config, folder.git_diff],
+        data={"training": [data]},
+        parent_run="parent",
+    )
+    trained = Trained(folder, tracking(facts))
+    trained.steps(1, 3)
+    trained.tracking.finalize("success")
+    run = run_of(store, folder)
+    assert run.info.status == "FINISHED" and run.info.run_name == "run"
+    assert run.data.params == {"lr": "0.1"} and run.data.tags["mlflow.parentRunId"] == "parent"
+    assert run.inputs is not None
+    (used,) = run.inputs.dataset_inputs
+    assert used.dataset.name == "data/train.parquet" and len(used.dataset.digest) == 32
+    assert json.loads(str(used.dataset.profile))["rows"] == 2
+    assert {tag.key: tag.value for tag in used.tags} == {"mlflow.data.context": "training"}
+    assert [file.path for file in MlflowClient(store).list_artifacts(run.info.run_id)] == ["config.yaml"]
+
+
+def test_a_resumed_run_goes_on_without_a_gap_or_a_repeated_point(store, folder, tracking):
+    first = Trained(folder, tracking(Facts(params={"lr": 0.1})))
+    first.steps(1, 3)
+    first.tracking.finalize("failed")
+    # What the killed process had written and not sent, and steps that are done again with other values.
+    for step in (4, 5):
+        JsonLinesLogger(folder.metrics).log_metrics({"loss": float(step)}, step)
+    second = Trained(folder, tracking(Facts(params={"lr": 0.2})))
+    second.steps(3, 7, scale=10.0)
+    second.tracking.finalize("success")
+    assert history(store, folder) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 60), (7, 70)]
+    assert second.tracking.all_sent()
+    assert run_of(store, folder).info.status == "FINISHED" and run_of(store, folder).data.params == {"lr": "0.1"}
+
+
+def test_a_call_that_arrived_and_seemed_to_fail_leaves_no_second_point(store, folder, tracking, monkeypatch):
+    log_points = TrackedRun.log_points
+
+    def slow(run, points):
+        log_points(run, points)
+        monkeypatch.setattr(TrackedRun, "log_points", log_points)
+        raise OSError("timed out")
+
+    monkeypatch.setattr(TrackedRun, "log_points", slow)
+    trained = Trained(folder, tracking())
+    trained.steps(1, 5)
+    wait_for(lambda: trained.tracking.failures == 1 and not trained.tracking._tail.unsent())
+    trained.tracking.finalize("success")
+    assert history(store, folder) == [(step, step) for step in range(1, 6)]
+
+
+def test_an_outage_to_the_end_is_said_and_sent_later(store, folder, tracking, monkeypatch, caplog):
+    def away(*_):
+        raise MlflowException("no connection")
+
+    trained = Trained(folder, tracking())
+    with monkeypatch.context() as outage:
+        outage.setattr(module, "open_run", away)
+        trained.steps(1, 4)
+        trained.tracking.finalize("success")
+    assert not trained.tracking.all_sent()
+    away_line, lost_line = (record.getMessage() for record in caplog.records if "MLflow at" in record.getMessage())
+    assert "is away, metrics wait for it: no connection" in away_line
+    assert "did not take the last 5 calls" in lost_line and f"rl-plugins sync {folder.path}" in lost_line
+    later = tracking()
+    later.log_metrics({})
+    later.finalize("success")
+    assert later.all_sent() and history(store, folder) == [(step, step) for step in range(1, 5)]
+
+
+def test_a_call_that_is_refused_holds_back_no_other(store, folder, tracking, caplog):
+    trained = Trained(folder, tracking())
+    trained.tracking.submit(lambda run: run.client.log_param(run.run_id, "a", 1))
+    trained.tracking.submit(lambda run: run.client.log_param(run.run_id, "a", 2))
+    trained.tracking.log_artifact(folder.path / "no such file")
+    trained.steps(1, 1)
+    trained.tracking.finalize("success")
+    assert history(store, folder) == [(1, 1)] and trained.tracking.failures == 0
+    assert sum("could not be recorded" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_a_table_that_is_made_again_is_replaced(store, folder, tracking, tmp_path):
+    logger = tracking()
+    for answer in ("first", "second"):
+        logger.log_table({"prompt": ["a"], "response": [answer]}, "samples/step_1.json")
+    logger.finalize("success")
+    run_id = folder.tracking_run.read_text()
+    path = MlflowClient(store).download_artifacts(run_id, "samples/step_1.json", str(tmp_path))
+    assert json.loads(Path(path).read_text()) == {"columns": ["prompt", "response"], "data": [["a", "second"]]}
+    assert "samples/step_1.json" in run_of(store, folder).data.tags["mlflow.loggedArtifacts"]
+
+
+def test_a_checkpoint_is_known_by_its_content(store, folder, run, tmp_path):
+    checkpoint = folder.checkpoint(20)
+    (checkpoint / "state").mkdir(parents=True)
+    (checkpoint / "state" / "large").write_bytes(b"a" * 5 * 2**20)
+    digests = set()
+    for last in (b"1", b"2"):
+        (checkpoint / "state" / "clock").write_bytes(last)
+        digests.add(manifest_digest(checkpoint_manifest(checkpoint)))
+        (checkpoint / "state" / "large").open("ab").write(last)
+        digests.add(manifest_digest(checkpoint_manifest(checkpoint)))
+    assert len(digests) == 4
+    record_checkpoint(run, checkpoint)
+    record_checkpoint(run, folder.checkpoint(40))
+    tags = run_of(store, folder).data.tags
+    assert tags["checkpoint.path"] == str(checkpoint) and tags["checkpoint.digest"] in digests
+    path = run.client.download_artifacts(run.run_id, "checkpoints/step_00000020.json", str(tmp_path))
+    assert json.loads(Path(path).read_text())["files"]["state/clock"]["bytes"] == 1
+
+
+def test_a_rollout_is_a_trace_of_its_run(run):
+    log_trace(run, 3, {"prompt": "1+1=", "response": "2", "score": 1.0, "ground_truth": "2", "failure": None})
+    (trace,) = run.client.search_traces(locations=[run.experiment_id], run_id=run.run_id)
+    assert trace.info.tags["step"] == "3"
+    (span,) = trace.data.spans
+    assert (span.inputs, span.outputs) == ({"prompt": "1+1="}, {"response": "2"})
+    assert span.get_attribute("score") == 1.0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    import time
+
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

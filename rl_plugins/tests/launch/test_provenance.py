@@ -1,0 +1,33 @@
+"""What a run was started from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+from rl_plugins.launch.provenance import code_tags, write_provenance
+from rl_plugins.run_folder import RunFolder
+
+
+def test_versions_and_the_state_of_the_code_are_files(tmp_path, monkeypatch):
+    git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com"]
+    (tmp_path / "train.py").write_text("old\n")
+    for command in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "start"]):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True)
+    (tmp_path / "train.py").write_text("new\n")
+    (tmp_path / "outputs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(tmp_path / "outputs")
+    write_provenance(folder)
+    assert "\ntorch==" in folder.environment.read_text()
+    assert "-old\n+new\n" in folder.git_diff.read_text()
+    state = json.loads(folder.git_state.read_text())
+    assert state["changes"][0] == " M train.py"
+    assert code_tags(folder)["mlflow.source.git.commit"] == state["commit"]
+
+
+def test_outside_of_git_there_are_the_versions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(tmp_path)
+    write_provenance(folder)
+    assert folder.environment.is_file() and code_tags(folder) == {}
