@@ -1,14 +1,14 @@
 """Run a recipe as a Ray job: send the project, follow the job, return its exit code.
 
-    rl-plugins submit -- grpo model.path=/shared/model 'data.train_files=[/shared/train.parquet]' \\
-        run.output_dir=/shared/outputs run.name=first
-    rl-plugins submit --address http://head:8265 --env HF_TOKEN -- grpo run.name=first run.resume=true ...
-    rl-plugins submit --no-wait -- python -m my_project.train --epochs 3
-    rl-plugins submit --dry-run -- grpo ...
-
 Sent is what git tracks in the current folder, and what is new and not ignored; never .git, environments, data, outputs
 and checkpoints. Paths in the command are those of the cluster. Nothing is installed there: its machines have the
 environment. Ctrl-C stops the job; `run.resume=true` goes on from its last checkpoint.
+
+  rl-plugins submit -- grpo model.path=/shared/model 'data.train_files=[/shared/train.parquet]' \\
+      run.output_dir=/shared/outputs run.name=first
+  rl-plugins submit --address http://head:8265 --env HF_TOKEN -- grpo run.name=first run.resume=true ...
+  rl-plugins submit --no-wait -- python -m my_project.train --epochs 3
+  rl-plugins submit --dry-run -- grpo ...
 """
 
 from __future__ import annotations

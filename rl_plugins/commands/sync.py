@@ -1,10 +1,10 @@
 """Send MLflow what it lacks of a run: after an outage that outlasted the run, or to another store.
 
-    rl-plugins sync outputs/first
-    rl-plugins sync outputs/first --uri http://tracking:5000
-
 Metrics come from the run's `metrics.jsonl`, tables from its samples, the rest from its folder. Nothing is sent twice.
 To another store a run goes as a new one, and from then on belongs there.
+
+  rl-plugins sync outputs/first
+  rl-plugins sync outputs/first --uri http://tracking:5000
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def test_every_command_line_is_accepted(root, texts):
                 assert instantiate(config.algorithm, _convert_="all")
             seen += 1
     # A page each, and two recipes for the losses of preferences.
-    assert seen == len(texts) - 3 + len(PREFERENCE_LOSSES)
+    assert seen == len(texts) - 4 + len(PREFERENCE_LOSSES)
 
 
 def test_every_object_among_the_common_options_can_be_set(texts):
