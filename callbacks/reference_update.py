@@ -32,6 +32,7 @@ class ReferenceUpdate(Callback):
         if not 0 <= keep < 1:
             raise ConfigError(f"reference.keep={keep}: must be from 0 to below 1")
         self._every, self._keep = every, keep
+        self._moved_at = -1
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -50,6 +51,9 @@ class ReferenceUpdate(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if clock(pl_module) % self._every == 0:
+        step = clock(pl_module)
+        # A run that was rolled back comes by its checkpoint's step again, and has moved it then.
+        if step % self._every == 0 and step != self._moved_at:
+            self._moved_at = step
             strategy: Any = trainer.strategy
             strategy.blend_weights(POLICY, REFERENCE, self._keep)

@@ -10,3 +10,10 @@ class ConfigError(ValueError):
 
 class DeadlineExceeded(TimeoutError):
     """A wait outlasted its deadline. The message names who waited, in which phase, and for what."""
+
+
+class RunStopped(Exception):
+    """The run ended before its last step, in good order: it was asked to. The message says how it goes on.
+
+    The command-line entry points print it as one line and exit with status 75, "try again later" of sysexits.h.
+    """

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CHECKPOINT = re.compile(r"checkpoint_(\d{8})$")
+_UNFINISHED = re.compile(r"\.(checkpoint|best)_\d{8}\.(partial|removed)$")
+_BEST = re.compile(r"best_\d{8}$")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class RunFolder:
         return self.path / "samples"
 
     @property
+    def rollouts(self) -> Path:
+        """What the newest steps have sampled, if it is kept."""
+        return self.path / "rollouts"
+
+    @property
     def export(self) -> Path:
         """The policy as a Hugging Face folder."""
         return self.path / "policy"
@@ -75,6 +82,16 @@ class RunFolder:
         return self.path / "curves.png"
 
     @property
+    def stop(self) -> Path:
+        """Asks the run to save and end after the step that runs, if somebody makes it."""
+        return self.path / "stop"
+
+    @property
+    def stopped(self) -> Path:
+        """Says after which step and why the run has ended before its last one."""
+        return self.path / "stopped.txt"
+
+    @property
     def curve(self) -> Path:
         """The learning curve."""
         return self.path / "learning_curve.png"
@@ -83,11 +100,25 @@ class RunFolder:
         """The checkpoint after `step` steps."""
         return self.path / f"checkpoint_{step:08d}"
 
+    def best(self, step: int) -> Path:
+        """The checkpoint after `step` steps, if it is kept as one of the best."""
+        return self.path / f"best_{step:08d}"
+
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        if not self.path.is_dir():
-            return []
-        return sorted(path for path in self.path.iterdir() if _CHECKPOINT.search(path.name))
+        return self._named(_CHECKPOINT)
+
+    def bests(self) -> list[Path]:
+        """The best checkpoints, oldest first."""
+        return self._named(_BEST)
+
+    def unfinished(self) -> list[Path]:
+        """Checkpoints that are half written or half removed."""
+        return self._named(_UNFINISHED)
+
+    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
+        # From the beginning: a dot before the name marks what is not complete, or no longer.
+        return sorted(path for path in self.path.iterdir() if pattern.match(path.name)) if self.path.is_dir() else []
 
     def latest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint."""

@@ -37,10 +37,7 @@ class HasEngines(Protocol):
         """Name to model, after `configure_model`."""
 
     def gradient_clip(self, engine: str) -> float:
-        """Bound on the global gradient norm of a trained engine; 0 for no bound.
-
-        (Lightning refuses its own `Trainer(gradient_clip_val=...)` in manual optimization.)
-        """
+        """Bound on the global gradient norm of a trained engine; 0 for no bound."""
 
 
 class RolloutStrategy(Protocol):
@@ -89,6 +86,15 @@ class RolloutStrategy(Protocol):
 
     def exchange(self, parcels: list[Any]) -> list[Any]:
         """Give `parcels[i]` to rank i; returns what every rank gave to this one, in their order. Collective."""
+
+    def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Name and this rank's part of each parameter of engine `name`. Collective.
+
+        Whoever writes to the parts of the policy says so with `weights_changed`.
+        """
+
+    def weights_changed(self) -> None:
+        """The rollout engine's copy of the weights is out of date."""
 
     def blend_weights(self, source: str, target: str, keep: float) -> None:
         """The weights of engine `target` become `keep * target + (1 - keep) * source`, shard by shard. Collective."""

@@ -240,10 +240,14 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         steps would be lost in rounding.
         """
         masters = self._masters.setdefault(target, {})
-        others = self._engines[source].parameters()
-        for (name, own), other in zip(self._engines[target].named_parameters(), others, strict=True):
-            blend_shard(shard_of(own), shard_of(other), keep, masters, name)
+        for (name, own), (_, other) in zip(self.shards(target), self.shards(source), strict=True):
+            blend_shard(own, other, keep, masters, name)
         self._moved.add(target)
+
+    def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name, and what this rank has of it."""
+        for key, parameter in self._engines[name].named_parameters():
+            yield key, shard_of(parameter)
 
     @override
     def _trained(self) -> list[str]:

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import plain_weights
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
@@ -43,11 +44,16 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: Any) -> None:
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ConfigError("precision=16-mixed: clipping here knows nothing of scaled losses: use bf16-mixed")
         super().setup(trainer)
         if isinstance(self.lightning_module, HasEngines) and trainer.state.fn == TrainerFn.FITTING:
             for model in self.lightning_module.engine_modules().values():
                 if not any(_holds(optimizer, model) for optimizer in self.optimizers):
                     model.eval().requires_grad_(False)
+                elif self.precision_plugin.precision == "bf16-mixed":
+                    # Small steps would be lost in rounding.
+                    model.float()
         self.connect_rollout(0, 1)
 
     @contextmanager
@@ -112,8 +118,13 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
 
     def blend_weights(self, source: str, target: str, keep: float) -> None:
         """`keep * target + (1 - keep) * source`."""
-        for own, other in zip(self.engine(target).parameters(), self.engine(source).parameters(), strict=True):
-            own.data.lerp_(other.data.to(own), 1 - keep)
+        for (_, own), (_, other) in zip(self.shards(target), self.shards(source), strict=True):
+            own.lerp_(other.to(own), 1 - keep)
+
+    def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter whole."""
+        for key, parameter in self.engine(name).named_parameters():
+            yield key, parameter.data
 
     @override
     def weight_source(self, name: str = POLICY) -> WeightSource:

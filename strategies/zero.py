@@ -282,14 +282,17 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         steps would be lost in rounding.
         """
         masters = self._masters.setdefault(target, {})
-        for (name, own), other in zip(
-            self._module_of(target).named_parameters(), self._module_of(source).parameters(), strict=True
-        ):
-            if self.zero_stage_3:
-                # Small parameters stay gathered: given up, they are gathered anew from the blended shards.
-                own.partition()  # type: ignore[attr-defined]
-            blend_shard(_shard(own), _shard(other), keep, masters, name)
+        for (name, own), (_, other) in zip(self.shards(target), self.shards(source), strict=True):
+            blend_shard(own, other, keep, masters, name)
         self._moved.add(target)
+
+    def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name, and what this rank has of it."""
+        for key, parameter in self._module_of(name).named_parameters():
+            if self.zero_stage_3:
+                # Small parameters stay gathered: given up, they are gathered anew from shards that were written.
+                parameter.partition()  # type: ignore[attr-defined]
+            yield key, _shard(parameter)
 
     def _module_of(self, name: str) -> nn.Module:
         module: nn.Module = getattr(self._engines[name], "module", self._engines[name])

@@ -2,78 +2,50 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch import Trainer, seed_everything
 
-from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
-from rl_plugins.callbacks.checkpoint_reference import CheckpointReference
-from rl_plugins.callbacks.curves import Curves
-from rl_plugins.callbacks.data_report import DataReport
+from rl_plugins.callbacks.checkpoint import callbacks_of
+from rl_plugins.callbacks.graceful_stop import GracefulStop
 from rl_plugins.callbacks.metrics_file import JsonLinesLogger
 from rl_plugins.callbacks.mlflow import MLflowTracking
-from rl_plugins.callbacks.progress import StepProgress
-from rl_plugins.callbacks.reference_update import ReferenceUpdate
-from rl_plugins.callbacks.samples import SampleTable
-from rl_plugins.callbacks.system_metrics import SystemMetrics
-from rl_plugins.callbacks.traces import RolloutTraces
+from rl_plugins.callbacks.policy_average import PolicyAverage
 from rl_plugins.data.tokenization import load_tokenizer
+from rl_plugins.launch.callbacks import build_callbacks
 from rl_plugins.launch.config import RecipeConfig, rollout_dtype
 from rl_plugins.launch.quiet import quiet_libraries
 from rl_plugins.launch.stages import build_data, build_stage
 from rl_plugins.launch.tracking import register, tracking_logger
+from rl_plugins.launch.values import validates
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.sampling import SamplingStage, Scorer
 from rl_plugins.stages.stage import Stage
-from rl_plugins.strategies.contract import CRITIC
 
 
 def build_trainer(
-    config: RecipeConfig, folder: RunFolder, strategy: Any, *, in_ray: bool, redraw_s: float, **trainer: Any
+    config: RecipeConfig,
+    folder: RunFolder,
+    strategy: Any,
+    *,
+    in_ray: bool,
+    redraw_s: float,
+    started: float,
+    **trainer: Any,
 ) -> Trainer:
     """A Lightning trainer whose epochs, validation and checkpoints follow the stage's clock."""
     loggers: list[Any] = [JsonLinesLogger(folder.metrics)]
     if config.tracking.enabled:
         loggers.append(tracking_logger(config, folder))
-    callbacks: list[Callback] = [
-        PolicyCheckpoint(
-            folder.path,
-            every=config.run.checkpoint_every,
-            keep_last=config.run.keep_checkpoints,
-            report_to_ray=in_ray,
-            keep_engines={CRITIC: config.critic.keep_checkpoints} if config.critic.keep_checkpoints else {},
-        ),
-        DataReport(config.run.name),
-        SampleTable(folder.samples, rows=config.tracking.samples),
-        StepProgress(config.run.steps, label=config.run.name, in_ray=in_ray, every_s=redraw_s),
-    ]
-    if config.tracking.enabled:
-        # After the checkpoints that it refers to.
-        callbacks += [CheckpointReference(folder.path), RolloutTraces(config.tracking.traces), Curves(folder.path)]
-    if config.tracking.system_metrics:
-        callbacks.append(SystemMetrics())
-    if config.reference.update_every:
-        # Before checkpoints, which hold what the reference has become.
-        callbacks.insert(0, ReferenceUpdate(every=config.reference.update_every, keep=config.reference.keep))
-    if config.run.target_reward is not None:
-        callbacks.append(
-            EarlyStopping(
-                "val/reward",
-                mode="max",
-                stopping_threshold=config.run.target_reward,
-                patience=config.run.steps,
-                check_on_train_epoch_end=False,
-            )
-        )
     validating = validates(config)
     return Trainer(
         strategy=strategy,
         precision=config.model.precision,  # type: ignore[arg-type]
         logger=loggers,
-        callbacks=callbacks,
+        callbacks=build_callbacks(config, folder, in_ray=in_ray, redraw_s=redraw_s, started=started),
         # The stage stops after `run.steps` steps of its own clock.
         max_epochs=-1,
         val_check_interval=config.run.eval_every if validating else None,
@@ -98,11 +70,6 @@ def _example_prompt(stage: Stage, tokenizer: Any) -> str:
     return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
 
 
-def validates(config: RecipeConfig) -> bool:
-    """Whether the run validates at all."""
-    return bool(config.data.val_files) and config.run.eval_every > 0
-
-
 def dtype_of(config: RecipeConfig) -> torch.dtype:
     """The dtype of a rollout engine's weights."""
     dtype: torch.dtype = getattr(torch, rollout_dtype(config))
@@ -118,6 +85,7 @@ def fit(
     *,
     in_ray: bool,
     redraw_s: float,
+    started: float,
     **trainer: Any,
 ) -> None:
     """Build everything, validate the starting point if asked to, train, and export the policy."""
@@ -126,11 +94,19 @@ def fit(
     tokenizer = load_tokenizer(config.model.path)
     stage = build_stage(config, tokenizer, scorer)
     data = build_data(config, tokenizer)
-    lightning = build_trainer(config, folder, strategy, in_ray=in_ray, redraw_s=redraw_s, **trainer)
+    lightning = build_trainer(config, folder, strategy, in_ray=in_ray, redraw_s=redraw_s, started=started, **trainer)
     state = None if checkpoint is None else str(Path(checkpoint) / "state")
     lightning.fit(stage, datamodule=data, ckpt_path=state, weights_only=False)
+    callbacks = callbacks_of(lightning)
+    stopped = any(isinstance(one, GracefulStop) and one.stopped for one in callbacks)
+    if stopped:
+        return
     if config.run.export:
-        stage.export(folder.path / stage.trained, adapter=config.run.export_lora == "adapter")
+        with ExitStack() as averaged:
+            for one in callbacks:
+                if isinstance(one, PolicyAverage):
+                    averaged.enter_context(one.in_place(lightning))
+            stage.export(folder.path / stage.trained, adapter=config.run.export_lora == "adapter")
     tracking = next((logger for logger in lightning.loggers if isinstance(logger, MLflowTracking)), None)
     if config.tracking.register_as and tracking is not None and lightning.is_global_zero:
         register(config, folder, tracking, _example_prompt(stage, tokenizer))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, RunStopped
 from rl_plugins.launch.config import RecipeConfig, parse_config, register_schema
 from rl_plugins.launch.config_difference import difference
 from rl_plugins.launch.hydra_errors import CONFIG_FOLDER, explain
@@ -20,17 +20,20 @@ from rl_plugins.run_folder import RunFolder
 
 
 def recipe_main(config_name: str) -> None:
-    """The entry point of a recipe; exits with status 2 after a `ConfigError`."""
+    """The entry point of a recipe; exits with status 2 after a `ConfigError`, with 75 after `RunStopped`."""
     exit_on_config_error(lambda: [run_recipe(config) for config in _compose_for_command_line(config_name)])
 
 
 def exit_on_config_error(run: Callable[[], object]) -> None:
-    """Run; a `ConfigError` becomes one line on stderr and status 2."""
+    """Run; a `ConfigError` becomes one line on stderr and status 2, `RunStopped` one on stdout and status 75."""
     try:
         run()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except RunStopped as stopped:
+        print(stopped, flush=True)
+        sys.exit(os.EX_TEMPFAIL)
 
 
 def compose_config(config_name: str, overrides: list[str]) -> Any:
@@ -112,6 +115,7 @@ def run_recipe(config: RecipeConfig) -> RunFolder:
 
     Raises:
         ConfigError: something in the configuration or around it is wrong; nothing heavy has started.
+        RunStopped: the run was asked to stop, and has saved.
     """
     from omegaconf import OmegaConf
 
@@ -131,6 +135,8 @@ def run_recipe(config: RecipeConfig) -> RunFolder:
     folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
     write_provenance(folder)
     print(f"{config.run.name}: {describe_batch(config)}", flush=True)
+    for left in (folder.stop, folder.stopped):
+        left.unlink(missing_ok=True)
     latest = folder.latest_checkpoint()
     if latest is not None:
         print(f"{config.run.name}: continuing from {latest}", flush=True)
@@ -140,6 +146,11 @@ def run_recipe(config: RecipeConfig) -> RunFolder:
     else:
         from rl_plugins.launch.ray_train import train
     train(config, folder, checkpoint)
+    if folder.stopped.is_file():
+        raise RunStopped(
+            f"{config.run.name}: stopped {folder.stopped.read_text(encoding='utf-8')}; "
+            "the same command with run.resume=true goes on"
+        )
     return folder
 
 

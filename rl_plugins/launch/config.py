@@ -362,6 +362,8 @@ class PlacementConfig:
         gpus_per_worker: Ray GPUs of a training worker; a share below 1 leaves room for a colocated engine.
         engine_gpus: Ray GPUs of the engine; 1 or more puts it on GPUs of its own.
         max_restarts: how often Ray Train restarts the workers from the last checkpoint after a failure.
+        peak_tflops: dense peak of a training device in the precision of the run, for the metric `throughput/mfu`; null
+            is what is known of the device.
     """
 
     num_workers: int = 2
@@ -370,6 +372,63 @@ class PlacementConfig:
     gpus_per_worker: float = 0.7
     engine_gpus: float = 0.3
     max_restarts: int = 2
+    peak_tflops: float | None = None
+
+
+@dataclass
+class GuardOptions:
+    """Signs that training diverges, looked for after every step; null for no bound.
+
+    Attributes:
+        action: `warn`; `stop`, with an error; or `roll_back` to the newest checkpoint, past the data of bad steps.
+        max_rollbacks: after so many, `roll_back` is `stop`.
+        finite: loss and gradient norms must be numbers.
+        kl: largest mean KL to the reference, nats.
+        ppo_kl: largest mean KL between the policy that sampled and the one that is updated, nats.
+        entropy_min: smallest mean entropy of the policy, nats a token.
+        entropy_max: largest one.
+        rollout_gap: largest mean difference between the log-probs of trainer and sampler.
+        gradient_norm: largest global norm of the gradient of any engine, before clipping.
+        reward_drop: how far the moving average of the training reward may fall below its best.
+        reward_window: about how many steps that average covers.
+    """
+
+    action: str = "stop"
+    max_rollbacks: int = 3
+    finite: bool = True
+    kl: float | None = None
+    ppo_kl: float | None = None
+    entropy_min: float | None = None
+    entropy_max: float | None = None
+    rollout_gap: float | None = None
+    gradient_norm: float | None = None
+    reward_drop: float | None = None
+    reward_window: int = 20
+
+
+@dataclass
+class AverageOptions:
+    """A moving average of the trained weights, in float32: validations are its, and so is the exported model.
+
+    Attributes:
+        keep: share that a step keeps, such as 0.99; 0 for no average.
+    """
+
+    keep: float = 0.0
+
+
+@dataclass
+class DebugOptions:
+    """To look at a run closely.
+
+    Attributes:
+        dump_rollouts: newest steps whose samples are kept in `rollouts/` of the run's folder; 0 for none.
+        replay: such a folder: the run trains on its samples in place of sampling, without a rollout engine; null
+            samples.
+    """
+
+    dump_rollouts: int = 0
+    replay: str | None = None
 
 
 @dataclass
@@ -385,6 +444,11 @@ class RunConfig:
         deterministic: bit-for-bit repeatable arithmetic.
         checkpoint_every: steps between checkpoints; the last step always makes one.
         keep_checkpoints: newest checkpoints that are kept.
+        keep_best: best checkpoints that are kept besides, as `best_<step>`.
+        best_metric: by which they are the best: one of validation, such as `val/reward`, or of training steps.
+        best_mode: `max` or `min`.
+        time_limit: from the start of the command, such as `3h50m`: the step that runs then is the last, and is saved;
+            null for no limit. SIGTERM and the file `stop` in the run's folder do the same. The command exits with 75.
         eval_every: steps between validations; 0 for none.
         eval_before: validate before the first step.
         target_reward: stop when a validation reaches this reward; null trains all steps.
@@ -400,6 +464,10 @@ class RunConfig:
     deterministic: bool = False
     checkpoint_every: int = 50
     keep_checkpoints: int = 2
+    keep_best: int = 0
+    best_metric: str = "val/reward"
+    best_mode: str = "max"
+    time_limit: str | None = None
     eval_every: int = 20
     eval_before: bool = True
     target_reward: float | None = None
@@ -465,6 +533,9 @@ class RecipeConfig:
     strategy: StrategyOptions = field(default_factory=StrategyOptions)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    average: AverageOptions = field(default_factory=AverageOptions)
+    guard: GuardOptions = field(default_factory=GuardOptions)
+    debug: DebugOptions = field(default_factory=DebugOptions)
     algorithm: Any = None
 
 
@@ -486,6 +557,8 @@ def parse_config(values: Any) -> RecipeConfig:
     config.run.output_dir = str(Path(config.run.output_dir).absolute())
     config.data.train_files = [str(Path(path).absolute()) for path in config.data.train_files]
     config.data.val_files = [str(Path(path).absolute()) for path in config.data.val_files]
+    if config.debug.replay:
+        config.debug.replay = str(Path(config.debug.replay).absolute())
     if config.strategy.offload.folder:
         config.strategy.offload.folder = str(Path(config.strategy.offload.folder).absolute())
     for reward in config.reward.functions.values():

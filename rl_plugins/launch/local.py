@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
+import psutil
+
 from rl_plugins.launch.config import RecipeConfig
-from rl_plugins.launch.values import generates
+from rl_plugins.launch.values import generates, needs_engine
 from rl_plugins.run_folder import RunFolder
 
 
@@ -23,10 +25,11 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
 
     device = "cuda" if config.placement.device == "cuda" else "cpu"
     rollout, scorer = None, None
-    if generates(config):
+    if needs_engine(config):
         rollout = TransformersRollout(
             config.model.path, dtype=dtype_of(config), device=device, check_updates=config.rollout.check_updates
         )
+    if generates(config):
         scorer = InlineScorer(
             config.reward.functions,
             deadline_s=config.reward.deadline_s,
@@ -35,5 +38,5 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     strategy = SingleDeviceRolloutStrategy(device, rollout=rollout)
     fit(
         config, folder, strategy, scorer, checkpoint,
-        in_ray=False, redraw_s=redraw_interval_s(), accelerator=device,
+        in_ray=False, redraw_s=redraw_interval_s(), started=psutil.Process().create_time(), accelerator=device,
     )  # fmt: skip

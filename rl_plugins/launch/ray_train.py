@@ -10,9 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from rl_plugins.launch.config import RecipeConfig, num_engines, rollout_dtype
 from rl_plugins.launch.resources import check_resources, local_gpus
-from rl_plugins.launch.values import generates
+from rl_plugins.launch.values import generates, needs_engine
 from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -39,12 +41,13 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     if not ray.is_initialized():
         start_ray(config, environment)
     check_resources(config, device, ray.cluster_resources(), "the cluster")
-    rollout = vllm_rollout(config, device) if config.rollout.engine == "vllm" and generates(config) else None
+    rollout = vllm_rollout(config, device) if config.rollout.engine == "vllm" and needs_engine(config) else None
     if rollout is not None:
         rollout.start()
     from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    from rl_plugins.callbacks.graceful_stop import stop_on_sigterm
     from rl_plugins.callbacks.progress import redraw_interval_s
     from rl_plugins.launch.worker_errors import StopOnConfigError, config_errors_unwrapped, without_traceback
 
@@ -61,6 +64,7 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
             "rollout": rollout,
             # The bar is drawn here, on the driver.
             "redraw_s": redraw_interval_s(),
+            "started": psutil.Process().create_time(),
         },
         torch_config=TorchConfig(
             backend="nccl" if device == "cuda" else "gloo",
@@ -80,7 +84,7 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
         ),
     )
     try:
-        with config_errors_unwrapped():
+        with stop_on_sigterm(folder), config_errors_unwrapped():
             trainer.fit()
     finally:
         if rollout is not None:
@@ -113,7 +117,8 @@ def train_worker(arguments: dict[str, Any]) -> None:
             deadline_s=config.reward.deadline_s,
             max_failure_rate=config.reward.max_failure_rate,
         )
-        rollout = rollout or TransformersRollout(
+    if rollout is None and needs_engine(config):
+        rollout = TransformersRollout(
             config.model.path, dtype=dtype_of(config), device=device, check_updates=config.rollout.check_updates
         )
     strategy = ray_strategy(config, rollout)
@@ -123,7 +128,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     fit(
         config, folder, strategy, scorer, checkpoint,
-        in_ray=True, redraw_s=arguments["redraw_s"], accelerator=device, devices="auto",
+        in_ray=True, redraw_s=arguments["redraw_s"], started=arguments["started"], accelerator=device, devices="auto",
         plugins=[RayLightningEnvironment()],
     )  # fmt: skip
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.launch.duration import seconds_of
 from rl_plugins.rollout.vllm.config import check_adapter
 
 SAMPLING_STAGES = ("policy_optimization", "prime", "online_preference_optimization")
 """Stages that train on samples of their own."""
+COLLECTING_STAGES = ("policy_optimization", "prime")
+"""Those of them that make experience."""
 GIVEN_RESPONSE_STAGES = ("reward_modeling", "preference_optimization")
 """Stages whose training rows hold preferences or labels in place of a reward."""
 STAGES = ("sft", *GIVEN_RESPONSE_STAGES, *SAMPLING_STAGES)
@@ -20,6 +24,11 @@ STAGES = ("sft", *GIVEN_RESPONSE_STAGES, *SAMPLING_STAGES)
 def generates(config: RecipeConfig) -> bool:
     """Whether the stage samples from its model, to train on it or to validate; a reward model says nothing."""
     return config.stage != "reward_modeling"
+
+
+def needs_engine(config: RecipeConfig) -> bool:
+    """Whether there is a rollout engine; what is replayed is not sampled."""
+    return generates(config) and config.debug.replay is None
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -36,6 +45,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "model.precision": ("32-true", "bf16-true", "bf16-mixed"),
     "data.overlong_prompts": ("filter", "error"),
     "run.export_lora": ("merged", "adapter"),
+    "run.best_mode": ("max", "min"),
+    "guard.action": ("warn", "stop", "roll_back"),
 }
 
 # Written so that NaN is in no range.
@@ -49,8 +60,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
             "batch.tokens_per_micro_batch", "batch.updates_per_step", "batch.passes_per_step",
             "sampling.max_tokens", "validation.samples_per_prompt", "rollout.max_num_seqs",
             "rollout.cpu_kv_cache_gib", "rollout.tensor_parallel_size", "rollout.bucket_mb", "reward.num_workers",
-            "placement.num_workers", "strategy.tensor_parallel",
-            "strategy.sequence_parallel",
+            "placement.num_workers", "strategy.tensor_parallel", "strategy.sequence_parallel", "guard.reward_window",
         ),
     ),
     (
@@ -65,7 +75,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         "must be 0 or more",
         lambda value: value >= 0,
         (
-            "run.seed", "run.eval_every", "reference.update_every", "critic.warmup_steps", "critic.optimizer.lr",
+            "run.seed", "run.eval_every", "run.keep_best", "guard.max_rollbacks", "debug.dump_rollouts",
+            "reference.update_every", "critic.warmup_steps", "critic.optimizer.lr",
             "rollout.check_updates", "model.lora.rank", "critic.lora.rank",
             "sampling.temperature", "validation.temperature", "optimizer.lr", "optimizer.weight_decay",
             "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.lr_end", "optimizer.gradient_clip",
@@ -78,11 +89,23 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         lambda value: 0 < value <= 1,
         ("sampling.top_p", "validation.top_p", "rollout.gpu_memory_utilization"),
     ),
-    ("must be from 0 to below 1", lambda value: 0 <= value < 1, ("model.lora.dropout", "critic.lora.dropout")),
+    (
+        "must be from 0 to below 1",
+        lambda value: 0 <= value < 1,
+        ("model.lora.dropout", "critic.lora.dropout", "average.keep"),
+    ),
     (
         "must be all-linear, a list of layers' names, or a regular expression",
         lambda value: bool(value) and isinstance(value, str | list) and all(isinstance(name, str) for name in value),
         ("model.lora.target_modules", "critic.lora.target_modules"),
+    ),
+    (
+        "must be above 0, or null",
+        lambda value: value is None or value > 0,
+        (
+            "guard.kl", "guard.ppo_kl", "guard.entropy_min", "guard.entropy_max", "guard.rollout_gap",
+            "guard.gradient_norm", "guard.reward_drop", "placement.peak_tflops",
+        ),
     ),
     ("must be between 0 and 1", lambda value: 0 <= value <= 1, ("reward.max_failure_rate",)),
     ("must be at least 1, or -1 to keep all", lambda value: value == -1 or value >= 1, ("sampling.top_k",)),
@@ -141,6 +164,10 @@ def check_values(config: RecipeConfig) -> None:
             raise ConfigError(f"strategy.{option}={size} does not divide placement.num_workers={workers}: change one")
     _check_lora(config)
     _check_registration(config)
+    _check_best(config)
+    _check_debug(config)
+    if config.run.time_limit is not None:
+        seconds_of("run.time_limit", config.run.time_limit)
 
 
 def _check_registration(config: RecipeConfig) -> None:
@@ -159,6 +186,30 @@ def _check_registration(config: RecipeConfig) -> None:
         raise ConfigError(f"tracking.register_as={name}: stage={config.stage} makes no policy: leave it out")
     if not name or set(name) & set("/:@"):
         raise ConfigError(f"tracking.register_as={name}: a name without / : and @")
+
+
+def _check_best(config: RecipeConfig) -> None:
+    if config.run.keep_best and config.run.best_metric.startswith("val/") and not validates(config):
+        raise ConfigError(
+            f"run.keep_best={config.run.keep_best} goes by run.best_metric={config.run.best_metric}, and nothing is "
+            "validated: name data.val_files and run.eval_every, or a metric of training such as train/reward"
+        )
+
+
+def _check_debug(config: RecipeConfig) -> None:
+    debug = config.debug
+    for option, value in {"debug.dump_rollouts": debug.dump_rollouts, "debug.replay": debug.replay}.items():
+        if value and config.stage not in COLLECTING_STAGES:
+            raise ConfigError(f"{option}={value}: is of {' and '.join(COLLECTING_STAGES)}, and not of {config.stage}")
+    if debug.replay and validates(config):
+        raise ConfigError(f"debug.replay={debug.replay} samples nothing, nor can it validate: add run.eval_every=0")
+    if debug.replay and not Path(debug.replay).is_dir():
+        raise ConfigError(f"debug.replay={debug.replay}: there is no such folder; it is `rollouts` of a run's folder")
+
+
+def validates(config: RecipeConfig) -> bool:
+    """Whether the run validates at all."""
+    return bool(config.data.val_files) and config.run.eval_every > 0
 
 
 def _check_lora(config: RecipeConfig) -> None:

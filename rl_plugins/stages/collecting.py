@@ -54,6 +54,11 @@ class RewardModelConfig:
 class CollectingStage(SamplingStage):
     """Holds the models of an algorithm and makes its experience.
 
+    Attributes:
+        on_rollout: called with the samples of a batch of prompts, their scores, and how many batches the step drew
+            before; what it is given changes later.
+        replayed: gives the same, by that number, in place of sampling.
+
     Args:
         policy: see `Stage`.
         sampling: how training samples are drawn; `num_samples` is the group size. Stop tokens: see `SamplingStage`.
@@ -102,6 +107,8 @@ class CollectingStage(SamplingStage):
         self._critic_path = None if self.critic_config is None else self.critic_config.path or own_path
         self.kl_controller = self.algorithm.kl.controller()
         self.entropy_controller = self.algorithm.entropy.controller()
+        self.on_rollout: Callable[[Experience, list[Score], int], None] | None = None
+        self.replayed: Callable[[int], tuple[Experience, list[Score]]] | None = None
         self._draws = 0
         self._sampled = SampleMetrics()
         has_reference = self._reference_path or comes_with_adapter(policy)
@@ -177,10 +184,16 @@ class CollectingStage(SamplingStage):
 
     def rollout(self, prompts: PromptBatch) -> Experience:
         """Samples with their scores, and the scores of greedy responses where they are the baseline."""
-        experience = self.sample(prompts, self.sampling, self._seeds(prompts, self._draws))
+        experience, scores = self._scored(prompts) if self.replayed is None else self.replayed(self._draws)
+        if self.on_rollout is not None:
+            self.on_rollout(experience, scores, self._draws)
         self._draws += 1
-        scores = self.score(experience)
         self._sampled.add(experience, scores)
+        return experience
+
+    def _scored(self, prompts: PromptBatch) -> tuple[Experience, list[Score]]:
+        experience = self.sample(prompts, self.sampling, self._seeds(prompts, self._draws))
+        scores = self.score(experience)
         if "baseline_rewards_B" in self.algorithm.needs:
             baseline = self.sample(prompts, greedy(self.sampling), self._seeds(prompts))
             self.score(baseline)
@@ -189,7 +202,7 @@ class CollectingStage(SamplingStage):
             experience.valid = experience.valid & baseline.valid.repeat_interleave(self.sampling.num_samples)
             experience.response_mask = experience.response_mask * experience.valid[:, None]
             experience.baseline_scores = filled(baseline.scores).repeat_interleave(self.sampling.num_samples)
-        return experience
+        return experience, scores
 
     @override
     def score(self, experience: Experience) -> list[Score]:

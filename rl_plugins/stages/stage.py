@@ -6,13 +6,14 @@ evaluation, logging and schedules use this clock; Lightning's `global_step` coun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from typing_extensions import override
@@ -26,6 +27,7 @@ from rl_plugins.models.lora import LoraConfig, MergedWeightSource, adapted_layer
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.micro_batches import Cutter
 from rl_plugins.stages.optimizer import OptimizerConfig, only_one
+from rl_plugins.stages.trainer_flags import check_trainer, take_gradient_clip
 from rl_plugins.strategies.contract import POLICY
 
 _DTYPES = {
@@ -48,12 +50,16 @@ class StageOptions(TypedDict, total=False):
 class Stage(LightningModule):
     """A stage that trains a model, the one it is about (`trained`), and perhaps others beside it.
 
+    Attributes:
+        further_metrics: called on every rank with the metrics of a step; what they give is added.
+
     Args:
         model: a Hugging Face name or folder, a model with the forward of a Hugging Face causal language model, or a
             LightningModule that holds one as `.model` (since its constructor or its `configure_model`), whose
             `configure_optimizers` is used. Its other hooks are not called.
         tokenizer: the one in the model's folder by default.
-        optimizer: for models that do not bring their own.
+        optimizer: for models that do not bring their own. `Trainer(gradient_clip_val=...)` goes before its bound on
+            gradient norms, and before that of every other engine.
         gradient_checkpointing: recompute activations (models loaded by name).
         lora: train an adapter in place of the model (models loaded by name; others may be peft models themselves).
         max_steps: steps of the clock after which training stops; 0 for no bound.
@@ -97,6 +103,20 @@ class Stage(LightningModule):
         self._gradient_checkpointing, self._lora = gradient_checkpointing, lora
         self._engine_of_optimizer: dict[int, str] = {}
         self._stepped: set[str] = set()
+        self._trainers_clip: float | None = None
+        self.further_metrics: list[Callable[[Mapping[str, float]], Mapping[str, float]]] = []
+
+    @override
+    def configure_callbacks(self) -> Any:
+        # The hook before Lightning refuses flags in manual optimization.
+        check_trainer(self.trainer)
+        self._trainers_clip = take_gradient_clip(self.trainer)
+        return super().configure_callbacks()
+
+    @override
+    def teardown(self, stage: str) -> None:
+        # For the next stage that the trainer is given.
+        self.trainer.gradient_clip_val = self._trainers_clip
 
     # Models -----------------------------------------------------------------------------------------------------
 
@@ -161,7 +181,8 @@ class Stage(LightningModule):
 
     def gradient_clip(self, engine: str) -> float:
         """Bound on the global gradient norm of an engine; 0 for no bound."""
-        return self.optimizer_configs()[engine].gradient_clip
+        bound = self._trainers_clip
+        return self.optimizer_configs()[engine].gradient_clip if bound is None else bound
 
     @override
     def configure_optimizers(self) -> Any:
@@ -227,7 +248,10 @@ class Stage(LightningModule):
         self.step += 1
         self._step_schedulers("step", self.step)
         self._stepped.clear()
-        self.track({**metrics, **rates, **self._strategy.phases.drain()})
+        metrics = {**metrics, **rates, **self._strategy.phases.drain()}
+        for further in self.further_metrics:
+            metrics = {**metrics, **further(metrics)}
+        self.track(metrics)
         if self.max_steps and self.step >= self.max_steps:
             self.trainer.should_stop = True
 
@@ -254,10 +278,15 @@ class Stage(LightningModule):
 
     def track(self, metrics: Mapping[str, float]) -> None:
         """Send metrics to every logger on the stage's clock, and make them known to callbacks and progress bars."""
-        for logger in self.trainer.loggers:
-            logger.log_metrics(dict(metrics), step=self.step)
+        # Of `trainer.validate` Lightning returns what it logs itself; it takes a metric `step` for the axis.
+        alone = self.trainer.state.fn == TrainerFn.VALIDATING
+        if alone:
+            metrics = {**metrics, "step": float(self.step)}
+        else:
+            for logger in self.trainer.loggers:
+                logger.log_metrics(dict(metrics), step=self.step)
         for name, value in metrics.items():
-            self.log(name, value, logger=False)
+            self.log(name, value, logger=alone)
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -287,6 +316,23 @@ class Stage(LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.step = checkpoint["stage"]["step"]
+
+    def restore(self, state: Path) -> None:
+        """Go back to a checkpoint while training goes on. Collective.
+
+        The engines get their weights, optimizers and schedules back, and the stage its clock and controllers.
+        Lightning's loops and the position in the data stay where they are.
+
+        Args:
+            state: `state` of a checkpoint's folder.
+        """
+        checkpoint = self._strategy.load_checkpoint(state, weights_only=False)
+        self.on_load_checkpoint(checkpoint)
+        self._strategy.load_model_state_dict(checkpoint)
+        if self._strategy.lightning_restore_optimizer:
+            self._strategy.load_optimizer_state_dict(checkpoint)
+        for config, saved in zip(self.trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
+            config.scheduler.load_state_dict(saved)
 
 
 def comes_with_adapter(model: str | nn.Module) -> bool:

@@ -74,6 +74,20 @@ CASES = [
         ["tensor_parallel=2", "sequence_parallel=2", "set one of them to 1"],
     ),
     ("a stage of ZeRO under FSDP2", ["strategy.name=fsdp", "strategy.zero_stage=2"], ["zero_stage=2", "name=zero"]),
+    ("no duration", ["run.time_limit=4 hours"], ["run.time_limit=4 hours", "3h50m"]),
+    ("no time at all", ["run.time_limit=0m"], ["run.time_limit=0m", "3h50m"]),
+    ("an unknown guard", ["guard.action=panic"], ["guard.action=panic", "warn, stop, roll_back"]),
+    ("a bound below 0", ["guard.kl=-1"], ["guard.kl=-1", "must be above 0, or null"]),
+    (
+        "the best by nothing", ["run.keep_best=2", "run.eval_every=0"],
+        ["run.keep_best=2", "val/reward", "nothing is validated", "run.eval_every"],
+    ),
+    ("an average that keeps all", ["average.keep=1"], ["average.keep=1", "from 0 to below 1"]),
+    ("a replay that validates", ["debug.replay=/"], ["debug.replay=/", "run.eval_every=0"]),
+    (
+        "a replay of nothing", ["debug.replay=/not/there", "run.eval_every=0"],
+        ["debug.replay=/not/there", "no such folder"],
+    ),
     ("unknown transport", ["rollout.transport=tcp"], ["rollout.transport=tcp", "shared_memory"]),
     (
         "weights given back that adapters do not bring",

@@ -144,6 +144,15 @@ class AllReduceStrategy(SingleDeviceRolloutStrategy):
         super().__init__(**options)
         self.global_rank, self.world_size = rank, world_size
 
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @override
+    def barrier(self, *arguments: Any, **options: Any) -> None:
+        torch.distributed.barrier()
+
     @override
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         return small_all_reduce(values, self.root_device, torch.distributed.ReduceOp.SUM)

@@ -1,0 +1,92 @@
+"""The callbacks of a recipe, in the order in which they must stand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
+
+from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.checkpoint_reference import CheckpointReference
+from rl_plugins.callbacks.curves import Curves
+from rl_plugins.callbacks.data_report import DataReport
+from rl_plugins.callbacks.divergence_guard import Bounds, DivergenceGuard
+from rl_plugins.callbacks.graceful_stop import GracefulStop
+from rl_plugins.callbacks.policy_average import PolicyAverage
+from rl_plugins.callbacks.progress import StepProgress
+from rl_plugins.callbacks.reference_update import ReferenceUpdate
+from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
+from rl_plugins.callbacks.samples import SampleTable
+from rl_plugins.callbacks.system_metrics import SystemMetrics
+from rl_plugins.callbacks.throughput import Throughput
+from rl_plugins.callbacks.traces import RolloutTraces
+from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.launch.duration import seconds_of
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.strategies.contract import CRITIC
+
+
+def build_callbacks(
+    config: RecipeConfig, folder: RunFolder, *, in_ray: bool, redraw_s: float, started: float
+) -> list[Callback]:
+    """What watches, changes and saves in this order, so that no checkpoint holds what has diverged."""
+    run = config.run
+    callbacks: list[Callback] = [_guard(config, folder)]
+    if config.debug.dump_rollouts:
+        callbacks.append(RolloutDump(folder.rollouts, keep_last=config.debug.dump_rollouts))
+    if config.debug.replay:
+        callbacks.append(RolloutReplay(Path(config.debug.replay)))
+    if config.reference.update_every:
+        # Checkpoints hold what the reference has become.
+        callbacks.append(ReferenceUpdate(every=config.reference.update_every, keep=config.reference.keep))
+    if config.average.keep:
+        callbacks.append(PolicyAverage(keep=config.average.keep))
+    callbacks.append(
+        PolicyCheckpoint(
+            folder.path,
+            every=run.checkpoint_every,
+            keep_last=run.keep_checkpoints,
+            report_to_ray=in_ray,
+            keep_engines={CRITIC: config.critic.keep_checkpoints} if config.critic.keep_checkpoints else {},
+        )
+    )
+    if run.keep_best:
+        callbacks.append(BestCheckpoints(folder.path, metric=run.best_metric, mode=run.best_mode, keep=run.keep_best))
+    if config.tracking.enabled:
+        # After the checkpoints that it refers to.
+        callbacks += [CheckpointReference(folder.path), RolloutTraces(config.tracking.traces), Curves(folder.path)]
+    if config.tracking.system_metrics:
+        callbacks.append(SystemMetrics())
+    callbacks += [
+        GracefulStop(
+            folder.path,
+            time_limit_s=None if run.time_limit is None else seconds_of("run.time_limit", run.time_limit),
+            started=started,
+            # The launcher switches the watcher off where nobody takes nodes away.
+            ray_notices=in_ray and os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER") != "0",
+        ),
+        Throughput(config.placement.peak_tflops),
+        DataReport(run.name),
+        SampleTable(folder.samples, rows=config.tracking.samples),
+        StepProgress(run.steps, label=run.name, in_ray=in_ray, every_s=redraw_s),
+    ]
+    if run.target_reward is not None:
+        callbacks.append(
+            EarlyStopping(
+                "val/reward",
+                mode="max",
+                stopping_threshold=run.target_reward,
+                patience=run.steps,
+                check_on_train_epoch_end=False,
+            )
+        )
+    return callbacks
+
+
+def _guard(config: RecipeConfig, folder: RunFolder) -> DivergenceGuard:
+    bounds = dict(vars(config.guard))
+    action, max_rollbacks = bounds.pop("action"), bounds.pop("max_rollbacks")
+    return DivergenceGuard(Bounds(**bounds), action=action, folder=folder.path, max_rollbacks=max_rollbacks)

@@ -1,0 +1,41 @@
+"""Which flags and callbacks of a team's own Lightning trainer a stage follows, and which it refuses, with a way out.
+
+Stages optimize manually, where Lightning itself would refuse some flags and let some callbacks do nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+from rl_plugins.errors import ConfigError
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse what a stage cannot follow.
+
+    Raises:
+        ConfigError: names the flag or the callback, and what does the same here.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigError(
+                f"{type(callback).__name__} copies the whole module before its models are loaded and sharded, and the "
+                "rollout engine would not see its weights: use rl_plugins.callbacks.policy_average.PolicyAverage"
+            )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): a stage accumulates over its own "
+            "micro-batches: leave the flag out, and bound their size with tokens_per_micro_batch"
+        )
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+        raise ConfigError(
+            "Trainer(gradient_clip_algorithm='value'): an engine clips by norm only: leave the flag out, or use 'norm'"
+        )
+
+
+def take_gradient_clip(trainer: Any) -> float | None:
+    """The trainer's bound on gradient norms; the flag is taken off the trainer, which would refuse it."""
+    bound, trainer.gradient_clip_val = trainer.gradient_clip_val, None
+    return None if bound is None else float(bound)

@@ -1,0 +1,109 @@
+"""The best checkpoints stay, whatever the retention of the newest ones does, and whenever the process dies."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from rl_plugins.callbacks import checkpoint as checkpoint_module
+from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.errors import ConfigError
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.callbacks.training import AfterStep, alter, build_stage, train, weights
+from rl_plugins.tests.stages import canned
+
+REWARDS = [0.1, 0.5, 0.3, 0.5, 0.9, math.nan]
+STEPS = len(REWARDS)
+
+
+def rewarded(steps: int = STEPS) -> Any:
+    stage = build_stage(steps)
+    alter(stage, {step: {"train/reward": reward} for step, reward in enumerate(REWARDS, start=1)})
+    return stage
+
+
+def steps_of(paths: list[Path]) -> list[int]:
+    return [int(path.name[-8:]) for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("mode", "keep", "best"), [("max", 2, [2, 5]), ("min", 2, [1, 3]), ("max", 9, [1, 2, 3, 4, 5])]
+)
+def test_the_best_by_a_training_metric_stay(tmp_path: Path, mode: str, keep: int, best: list[int]) -> None:
+    folder = RunFolder(tmp_path)
+    keeper = BestCheckpoints(tmp_path, metric="train/reward", mode=mode, keep=keep)
+    train(rewarded(), [PolicyCheckpoint(tmp_path, every=1, keep_last=1), keeper])
+    assert steps_of(folder.checkpoints()) == [STEPS]
+    assert steps_of(folder.bests()) == best
+    # A run goes on from one of the best as from any checkpoint.
+    resumed = build_stage(STEPS, seed=9)
+    train(resumed, [PolicyCheckpoint(tmp_path / "other", every=99)], resume=folder.best(best[0]))
+    again = build_stage(STEPS)
+    train(again, [PolicyCheckpoint(tmp_path / "third", every=99)])
+    assert all(torch.equal(*pair) for pair in zip(weights(resumed), weights(again), strict=True))
+
+
+def test_a_step_that_is_saved_takes_no_room_twice(tmp_path: Path) -> None:
+    keeper = BestCheckpoints(tmp_path, metric="train/reward")
+    train(rewarded(2), [PolicyCheckpoint(tmp_path, every=1, keep_last=9), keeper])
+    folder = RunFolder(tmp_path)
+    assert os.path.samefile(folder.best(2) / "state", folder.checkpoint(2) / "state")
+
+
+def test_after_a_validation_between_two_checkpoints(tmp_path: Path) -> None:
+    module = build_stage(4)
+    trainer = Trainer(
+        strategy=SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()), logger=False, max_epochs=-1,
+        callbacks=[PolicyCheckpoint(tmp_path, every=3), BestCheckpoints(tmp_path, keep=2)], val_check_interval=2,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    batch = canned.prompt_batch(canned.PROMPTS)
+    trainer.fit(module, canned.loader([batch] * 9), canned.loader([batch]))
+    folder = RunFolder(tmp_path)
+    assert steps_of(folder.checkpoints()) == [3, 4] and steps_of(folder.bests()) == [2, 4]
+
+
+def test_an_unknown_metric_is_named(tmp_path: Path) -> None:
+    keeper = BestCheckpoints(tmp_path, metric="train/rewrad")
+    with pytest.raises(ConfigError, match=r"run\.best_metric=train/rewrad: there is no such metric; .* train/reward,"):
+        train(build_stage(2), [PolicyCheckpoint(tmp_path, every=1), keeper])
+
+
+@pytest.mark.parametrize("moment", ["save_checkpoint", "replace", "rmtree"])
+def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends while it writes, renames or removes; the next one goes on and cleans up."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    def arm(trainer: Any, stage: Any) -> None:
+        if moment == "save_checkpoint":
+            monkeypatch.setattr(trainer, moment, killed)
+        else:
+            monkeypatch.setattr(
+                getattr(checkpoint_module, {"replace": "os", "rmtree": "shutil"}[moment]), moment, killed
+            )
+
+    folder = RunFolder(tmp_path)
+    with pytest.raises(Killed):
+        train(build_stage(4), [AfterStep([3], arm), PolicyCheckpoint(tmp_path, every=1, keep_last=2)])
+    monkeypatch.undo()
+    newest = folder.latest_checkpoint()
+    assert newest is not None
+    resumed = build_stage(4, seed=9)
+    train(resumed, [PolicyCheckpoint(tmp_path, every=1, keep_last=2)], resume=newest)
+    assert resumed.step == 4 and folder.unfinished() == []
+    assert steps_of(folder.checkpoints()) == [3, 4]

@@ -1,0 +1,170 @@
+"""What counts as diverged, and what is done about it, on one device and on several ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.divergence_guard import BestAverage, Bounds, DivergenceGuard
+from rl_plugins.errors import ConfigError
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.callbacks.training import AfterStep, alter, build_stage, sharded, train, weights
+from rl_plugins.tests.ranks import run_ranks
+
+STEPS = 6
+
+
+def spoil(trainer: Any, stage: Any) -> None:
+    """What one bad update does."""
+    with torch.no_grad():
+        for parameter in stage.policy.parameters():
+            parameter.data.fill_(math.nan)
+
+
+BAD = {"train/gradient_norm": math.nan}
+
+
+def bad_at(*steps: int) -> Any:
+    """A stage whose gradient is no number at these steps."""
+    stage = build_stage(STEPS)
+    alter(stage, dict.fromkeys(steps, BAD))
+    return stage
+
+
+def once(act: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    done: list[bool] = []
+
+    def act_once(trainer: Any, stage: Any) -> None:
+        if not done:
+            done.append(True)
+            act(trainer, stage)
+
+    return act_once
+
+
+@pytest.mark.parametrize(
+    ("bounds", "metric", "option"),
+    [
+        (Bounds(entropy_min=99.0), "train/entropy", "guard.entropy_min=99"),
+        (Bounds(entropy_max=0.1), "train/entropy", "guard.entropy_max=0.1"),
+        (Bounds(rollout_gap=1e-6), "train/rollout_gap", "guard.rollout_gap=1e-06"),
+        (Bounds(gradient_norm=1e-6), "train/gradient_norm", "guard.gradient_norm=1e-06"),
+        (Bounds(ppo_kl=-1.0), "train/ppo_kl", "guard.ppo_kl=-1"),
+    ],
+)
+def test_a_stop_names_metric_value_bound_step_and_the_way_out(bounds: Bounds, metric: str, option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"diverges at step 1: {metric} is \S+ \({option}\)\. Lower .*optimizer\.lr"):
+        train(build_stage(STEPS), [DivergenceGuard(bounds)])
+
+
+def test_nothing_is_found_within_the_bounds() -> None:
+    bounds = Bounds(1.0, 1.0, 1e-3, 99.0, 99.0, 1e6, reward_drop=1.0, reward_window=2)
+    stage = build_stage(STEPS)
+    train(stage, [DivergenceGuard(bounds)])
+    assert stage.step == STEPS
+
+
+def test_numbers_that_are_none_stop_the_run_before_they_are_saved(tmp_path: Path) -> None:
+    guard = DivergenceGuard(Bounds(), folder=tmp_path)
+    callbacks = [guard, PolicyCheckpoint(tmp_path, every=2)]
+    newest = RunFolder(tmp_path).checkpoint(2)
+    with pytest.raises(ConfigError, match=f"step 4: train/gradient_norm is nan.*newest checkpoint .* is {newest}"):
+        train(bad_at(4), callbacks)
+    assert RunFolder(tmp_path).checkpoints() == [newest]
+
+
+def test_a_warning_is_given_once_for_steps_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    stage = build_stage(STEPS)
+    alter(stage, {step: {"train/entropy": 50.0} for step in (2, 3, 5)})
+    train(stage, [DivergenceGuard(Bounds(entropy_max=40.0), action="warn")])
+    assert stage.step == STEPS
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("divergence_guard")]
+    assert said == [f"step {step}: train/entropy is 50 (guard.entropy_max=40)" for step in (2, 5)]
+
+
+def test_a_roll_back_gives_weights_and_optimizer_back_and_leaves_the_data_behind(tmp_path: Path) -> None:
+
+    guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path)
+    checkpoint = PolicyCheckpoint(tmp_path, every=2, keep_last=9)
+    seen: list[list[int]] = []
+    stage = bad_at(3)
+    sample = stage.sample
+
+    def watched(prompts: Any, *arguments: Any) -> Any:
+        seen.append(list(prompts.rows))
+        return sample(prompts, *arguments)
+
+    stage.sample = watched
+    kept: dict[str, Any] = {}
+    look = AfterStep([2], once(lambda _, module: kept.update(weights=weights(module))))
+
+    def check(trainer: Any, module: Any) -> None:
+        if guard.rollbacks and "after" not in kept:
+            kept["after"], kept["step"] = weights(module), module.step
+            kept["rate"] = trainer.optimizers[0].param_groups[0]["lr"]
+
+    _, log = train(stage, [look, AfterStep([3], once(spoil)), guard, AfterStep([2, 3], check), checkpoint])
+    assert guard.rollbacks == 1 and stage.step == STEPS
+    assert kept["step"] == 2
+    for one, other in zip(kept["weights"], kept["after"], strict=True):
+        assert torch.equal(one, other)
+    assert kept["rate"] == pytest.approx(0.01 * 3 / 4)
+    assert all(torch.isfinite(weight).all() for weight in weights(stage))
+    # One step more was sampled than there are steps: the bad one, whose prompts do not come again.
+    assert len(seen) == STEPS + 1
+    epoch = [row for rows in seen[:4] for row in rows]
+    assert sorted(epoch) == sorted(2 * list(range(4)))
+    assert [row["guard/rollbacks"] for _, row in log.rows if "guard/rollbacks" in row] == [1.0]
+
+
+def test_roll_backs_are_bounded(tmp_path: Path) -> None:
+    guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path, max_rollbacks=2)
+    stage = bad_at(3, 4, 5)
+    with pytest.raises(ConfigError, match=r"step 5: .* It was rolled back 2 times"):
+        train(stage, [guard, PolicyCheckpoint(tmp_path, every=2)])
+
+
+def test_without_a_checkpoint_there_is_nothing_to_roll_back_to(tmp_path: Path) -> None:
+    guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"step 1: .*no checkpoint yet to roll back to"):
+        train(bad_at(1), [guard, PolicyCheckpoint(tmp_path, every=2)])
+
+
+def test_the_average_of_the_reward_may_not_fall_far_below_its_best() -> None:
+    average = BestAverage(window=3)
+    # Young, the average forgives everything.
+    assert [average.drop_after(value) for value in (1.0, 0.0)] == [0.0, 0.0]
+    assert [round(average.drop_after(value), 3) for value in (1.0, 1.0, 0.5, math.nan, 0.0)] == [0, 0, 0.188, 0, 0.531]
+    again = BestAverage(window=3)
+    again.load_state_dict(average.state_dict())
+    assert again.drop_after(0.0) == average.drop_after(0.0)
+
+
+def roll_back_on_ranks(rank: int, folder: Path, name: str) -> tuple[int, int, bool]:
+    # Only one rank finds something, and weights of both are spoilt.
+    policy = bad_at(3) if rank == 0 else build_stage(STEPS)
+    run = folder / name
+    guard = DivergenceGuard(Bounds(), action="roll_back", folder=run)
+    strategy = sharded(name)
+    train(
+        policy,
+        [AfterStep([3], once(spoil)), guard, PolicyCheckpoint(run, every=2)],
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        num_nodes=2,
+    )
+    source = list(strategy.weight_source())
+    return policy.step, guard.rollbacks, all(bool(torch.isfinite(tensor).all()) for _, tensor in source)
+
+
+@pytest.mark.parametrize("name", ["zero-2", "zero-3", "fsdp"])
+def test_ranks_roll_back_together(tmp_path: Path, name: str) -> None:
+    results = [result for result, _ in run_ranks(roll_back_on_ranks, tmp_path, name)]
+    assert results == [(STEPS, 1, True)] * 2

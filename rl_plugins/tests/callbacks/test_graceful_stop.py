@@ -1,0 +1,136 @@
+"""A run that is asked to stop ends after its step with a checkpoint, and goes on from there as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.graceful_stop import GracefulStop
+from rl_plugins.errors import ConfigError
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.callbacks.training import AfterStep, build_stage, train, weights
+from rl_plugins.tests.ranks import run_ranks
+from rl_plugins.tests.stages import canned
+
+STEPS = 5
+
+
+def callbacks(folder: Path, *others: Any, **options: Any) -> list[Any]:
+    return [*others, PolicyCheckpoint(folder, every=100), GracefulStop(folder, **options)]
+
+
+def test_sigterm_saves_the_step_and_the_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    whole = build_stage(STEPS)
+    train(whole, callbacks(tmp_path / "whole"))
+
+    folder = RunFolder(tmp_path / "broken")
+    before = signal.getsignal(signal.SIGTERM)
+    folder.path.mkdir()
+    broken = build_stage(STEPS)
+    kill = AfterStep([3], lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    made = callbacks(folder.path, kill)
+    train(broken, made)
+    assert broken.step == 3 and made[-1].stopped
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert folder.stopped.read_text() == "after step 3: SIGTERM" and not folder.stop.exists()
+    assert folder.checkpoints() == [folder.checkpoint(3)]
+
+    resumed = build_stage(STEPS, seed=9)
+    train(resumed, callbacks(folder.path), resume=folder.checkpoint(3))
+    assert resumed.step == STEPS
+    for one, other in zip(weights(resumed), weights(whole), strict=True):
+        assert torch.equal(one, other)
+
+
+def terminate_twice(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_second_sigterm_means_what_it_meant_before(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        twice = AfterStep([1], terminate_twice)
+        stage = build_stage(STEPS)
+        # Lightning's own handler stands before the one that was there.
+        with pytest.raises(SystemExit):
+            train(stage, callbacks(tmp_path, twice))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM] and stage.step == 1
+
+
+def test_the_time_limit_counts_from_the_start_of_the_run(tmp_path: Path) -> None:
+    stage = build_stage(STEPS)
+    train(stage, callbacks(tmp_path, time_limit_s=50.0, started=time.time() - 60))
+    assert stage.step == 1
+    assert RunFolder(tmp_path).stopped.read_text() == "after step 1: the time limit of 50 s"
+    stage = build_stage(STEPS)
+    train(stage, callbacks(tmp_path / "other", time_limit_s=5000.0, started=time.time() - 60))
+    assert stage.step == STEPS
+
+
+def test_no_validation_after_the_request_and_none_forgotten_without(tmp_path: Path) -> None:
+    def ask(trainer: Any, stage: Any) -> None:
+        RunFolder(tmp_path).stop.touch()
+
+    stage = build_stage(STEPS)
+    made = callbacks(tmp_path, AfterStep([2], ask))
+    from lightning.pytorch import Trainer
+
+    from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+
+    rollout = canned.CannedRollout()
+    trainer = Trainer(
+        strategy=SingleDeviceRolloutStrategy(rollout=rollout), callbacks=made, logger=False, max_epochs=-1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    batch = canned.prompt_batch(canned.PROMPTS)
+    trainer.fit(stage, canned.loader([batch] * 9), canned.loader([batch]))
+    assert stage.step == 2 and rollout.calls.count("generate") == 2
+    assert "asked by" in RunFolder(tmp_path).stopped.read_text()
+
+
+def test_a_notice_of_ray_train_saves_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notice = SimpleNamespace(preempted_node_ids=["node"])
+    answers = iter([None, notice, notice, None, notice])
+    monkeypatch.setattr("ray.train.get_preemption_info", lambda: next(answers), raising=False)
+    stage = build_stage(STEPS)
+    train(stage, [PolicyCheckpoint(tmp_path, every=100, keep_last=9), GracefulStop(tmp_path, ray_notices=True)])
+    assert [path.name[-1] for path in RunFolder(tmp_path).checkpoints()] == ["2", "5"]
+
+
+def test_without_a_policy_checkpoint_there_is_nothing_to_save_with(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="saves by PolicyCheckpoint, and the trainer has none"):
+        train(build_stage(STEPS), [GracefulStop(tmp_path)])
+
+
+def stop_on_one_rank(rank: int, folder: Path) -> int:
+    torch.distributed.init_process_group("gloo")
+    others = [] if rank == 0 else [AfterStep([2], lambda *_: os.kill(os.getpid(), signal.SIGTERM))]
+    if rank == 0:
+        # The request of the other rank is there when this one looks.
+        others = [AfterStep([2], lambda *_: wait_for(RunFolder(folder).stop))]
+    stage = build_stage(STEPS)
+    train(stage, callbacks(folder, *others), strategy=canned.AllReduceStrategy(rank, 2, rollout=canned.CannedRollout()))
+    return stage.step
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_ranks_end_after_the_same_step(tmp_path: Path) -> None:
+    assert [step for step, _ in run_ranks(stop_on_one_rank, tmp_path)] == [2, 2]

@@ -1,0 +1,133 @@
+"""The average is what one computes by hand, training does not feel it, and checkpoints go on with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.policy_average import PolicyAverage
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.lora import LoraConfig
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.callbacks.training import AfterStep, build_policy, build_stage, sharded, train, weights
+from rl_plugins.tests.ranks import run_ranks
+from rl_plugins.tests.stages import canned
+
+STEPS, KEEP = 4, 0.75
+
+
+def averaged(trainer: Any, average: PolicyAverage) -> dict[str, Tensor]:
+    """The whole weights of the average."""
+    with average.in_place(trainer):
+        return {name: tensor.clone() for name, tensor in trainer.strategy.weight_source()}
+
+
+def by_hand(seen: list[dict[str, Tensor]], start: dict[str, Tensor]) -> dict[str, Tensor]:
+    average = {name: tensor.float() for name, tensor in start.items()}
+    for step in seen:
+        average = {name: KEEP * tensor + (1 - KEEP) * step[name].float() for name, tensor in average.items()}
+    return average
+
+
+def run(folder: Path, stage: Any, **options: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+    """Train; the trainer, the average, and the average by hand."""
+    seen: list[dict[str, Tensor]] = []
+
+    def look(trainer: Any, module: Any) -> None:
+        seen.append({name: tensor.clone() for name, tensor in trainer.strategy.weight_source()})
+
+    average = PolicyAverage(keep=KEEP)
+    start = {name: tensor.detach().clone() for name, tensor in build_policy().named_parameters()}
+    callbacks = [AfterStep(range(STEPS + 1), look), average, PolicyCheckpoint(folder, every=2, keep_last=9)]
+    trainer, _ = train(stage, callbacks, **options)
+    return trainer, averaged(trainer, average), by_hand(seen, start)
+
+
+def test_an_average_by_hand_and_training_does_not_feel_it(tmp_path: Path) -> None:
+    stage, alone = build_stage(STEPS), build_stage(STEPS)
+    _, average, expected = run(tmp_path, stage)
+    train(alone, [])
+    assert all(torch.equal(*pair) for pair in zip(weights(stage), weights(alone), strict=True))
+    for name, tensor in average.items():
+        torch.testing.assert_close(tensor, expected[name])
+    moved = [not torch.equal(tensor, dict(stage.policy.named_parameters())[name]) for name, tensor in average.items()]
+    assert any(moved)
+
+
+def test_a_resumed_average_has_the_same_bits(tmp_path: Path) -> None:
+    _, whole, _ = run(tmp_path / "whole", build_stage(STEPS))
+    stage, average = build_stage(STEPS, seed=9), PolicyAverage(keep=KEEP)
+    checkpoint = RunFolder(tmp_path / "whole").checkpoint(2)
+    callbacks = [average, PolicyCheckpoint(tmp_path / "resumed", every=99)]
+    (tmp_path / "resumed").mkdir()
+    trainer, _ = train(stage, callbacks, resume=checkpoint)
+    again = averaged(trainer, average)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
+    assert "random states, average" in (tmp_path / "resumed" / "resumes.txt").read_text()
+
+
+def test_validation_sees_the_average(tmp_path: Path) -> None:
+    class Watching(canned.CannedRollout):
+        def update_weights(self, source: Any, version: int) -> None:
+            self.last = {name: tensor.clone() for name, tensor in source}
+
+    from lightning.pytorch import Trainer
+
+    from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+
+    rollout, average, stage = Watching(), PolicyAverage(keep=KEEP), build_stage(STEPS)
+    trainer = Trainer(
+        strategy=SingleDeviceRolloutStrategy(rollout=rollout), callbacks=[average], logger=False, max_epochs=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    batch = canned.prompt_batch(canned.PROMPTS)
+    trainer.fit(stage, canned.loader([batch] * 2), canned.loader([batch]))
+    own, expected = dict(stage.policy.named_parameters()), averaged(trainer, average)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in rollout.last.items())
+    assert not all(torch.equal(tensor, own[name]) for name, tensor in rollout.last.items())
+
+
+def test_small_steps_are_not_lost_in_bfloat16(tmp_path: Path) -> None:
+    average = PolicyAverage(keep=0.999)
+    stage = build_stage(STEPS, policy=str(save_tiny_policy(tmp_path)))
+    train(stage, [average], precision="bf16-true")
+    state = average.rank_state()
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in state.values())
+
+
+def test_of_an_adapter_only_what_is_trained(tmp_path: Path) -> None:
+    average = PolicyAverage(keep=KEEP)
+    stage = build_stage(2, policy=str(save_tiny_policy(tmp_path)), lora=LoraConfig(rank=2))
+    train(stage, [average])
+    assert all("lora" in name for name in average.rank_state())
+
+
+@pytest.mark.parametrize("keep", [0.0, 1.0])
+def test_a_share_that_averages_nothing_is_refused(keep: float) -> None:
+    with pytest.raises(ConfigError, match=r"average\.keep="):
+        PolicyAverage(keep=keep)
+
+
+def average_on_ranks(rank: int, folder: Path) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    results = {}
+    for name in ("zero-2", "zero-3", "fsdp"):
+        options = {"strategy": sharded(name), "accelerator": "cpu", "devices": 1, "num_nodes": 2}
+        trainer, average, expected = run(folder / name, build_stage(STEPS), **options)
+        after = {key: tensor.clone() for key, tensor in trainer.strategy.weight_source()}
+        assert any(not torch.equal(tensor, average[key]) for key, tensor in after.items())
+        results[name] = (average, expected)
+    return results
+
+
+def test_ranks_average_their_shards(tmp_path: Path) -> None:
+    for results, _ in run_ranks(average_on_ranks, tmp_path):
+        for average, expected in results.values():
+            for name, tensor in average.items():
+                torch.testing.assert_close(tensor, expected[name])

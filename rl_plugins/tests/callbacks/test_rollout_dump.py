@@ -1,0 +1,96 @@
+"""A run on dumped samples is the run that sampled them, without an engine; also among another number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.group_filter import GroupFilter
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
+from rl_plugins.data.experience import Experience
+from rl_plugins.errors import ConfigError
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.stages.sft import SFT
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.callbacks.training import build_policy, build_stage, train, weights
+from rl_plugins.tests.ranks import run_ranks
+from rl_plugins.tests.stages import canned
+
+STEPS = 4
+ALGORITHMS = {
+    "grpo": Algorithm(),
+    "a greedy baseline": Algorithm(advantage="remax"),
+    "dynamic sampling": Algorithm(group_filter=GroupFilter(max_batches=9, oversampling=1)),
+}
+
+
+def same_weights(one: Any, other: Any) -> bool:
+    return all(torch.equal(*pair) for pair in zip(weights(one), weights(other), strict=True))
+
+
+def no_engine() -> SingleDeviceRolloutStrategy:
+    return SingleDeviceRolloutStrategy()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=list(ALGORITHMS))
+def test_a_replay_is_the_run_bit_for_bit(tmp_path: Path, algorithm: Algorithm) -> None:
+    run = build_stage(STEPS, algorithm=algorithm, updates_per_step=2)
+    _, log = train(run, [RolloutDump(tmp_path, keep_last=9)])
+    replay = build_stage(STEPS, algorithm=algorithm, updates_per_step=2)
+    _, again = train(replay, [RolloutReplay(tmp_path)], strategy=no_engine())
+    assert replay.step == STEPS and same_weights(run, replay)
+    assert not torch.equal(weights(run)[0], next(build_policy().parameters()))
+    for (step, row), (same_step, other) in zip(log.rows, again.rows, strict=True):
+        assert step == same_step
+        for name in ("train/reward", "train/loss", "train/truncated", "train/reward_raised"):
+            assert row[name] == other[name], (step, name)
+
+
+def test_one_step_from_its_checkpoint_and_only_the_newest_are_kept(tmp_path: Path) -> None:
+    run, folder = build_stage(STEPS), RunFolder(tmp_path)
+    train(run, [RolloutDump(folder.rollouts, keep_last=2), PolicyCheckpoint(tmp_path, every=1, keep_last=9)])
+    assert [path.name for path in sorted(folder.rollouts.iterdir())] == ["step_00000003", "step_00000004"]
+    replay = build_stage(STEPS, seed=9)
+    train(replay, [RolloutReplay(folder.rollouts)], strategy=no_engine(), resume=folder.checkpoint(3))
+    assert same_weights(run, replay)
+    message = r"step_00000001 does not hold .*rollouts has the steps 3, 4\. Start from the checkpoint"
+    with pytest.raises(ConfigError, match=message):
+        train(build_stage(STEPS), [RolloutReplay(folder.rollouts)], strategy=no_engine())
+
+
+def test_a_file_holds_texts_scores_and_versions(tmp_path: Path) -> None:
+    train(build_stage(1), [RolloutDump(tmp_path, keep_last=1)])
+    experience = Experience.load(tmp_path / "step_00000001" / "draw_0_rank_0_of_1.pt")
+    assert set(experience.columns["response"]) <= {text for texts in canned.RESPONSES.values() for text in texts}
+    assert {score.failure for score in experience.columns["scored"]} <= {None, "raised"}
+    assert experience.policy_version.tolist() == [0] * len(experience)
+    # As they came: nothing is computed yet.
+    assert experience.advantages is None and experience.old_log_probs is None
+
+
+def test_another_stage_is_refused(tmp_path: Path) -> None:
+    stage = build_stage(1)
+    sft = SFT(stage._source[0], tokenizer=canned.tokenizer, scorer=canned.CannedScorer(), eval_sampling=stage.sampling)
+    with pytest.raises(ConfigError, match="SFT collects no experience"):
+        train(sft, [RolloutDump(tmp_path, keep_last=1)])  # type: ignore[arg-type]
+
+
+def dump_on_ranks(rank: int, folder: Path) -> list[Any]:
+    torch.distributed.init_process_group("gloo")
+    stage = build_stage(STEPS)
+    strategy = canned.AllReduceStrategy(rank, 2, rollout=canned.CannedRollout())
+    train(stage, [RolloutDump(folder, keep_last=9)], strategy=strategy)
+    return weights(stage)
+
+
+def test_one_rank_replays_what_two_have_sampled(tmp_path: Path) -> None:
+    dumped, _ = run_ranks(dump_on_ranks, tmp_path)[0]
+    replay = build_stage(STEPS)
+    train(replay, [RolloutReplay(tmp_path)], strategy=no_engine())
+    for one, other in zip(dumped, weights(replay), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,73 @@
+"""Tokens and arithmetic of a step, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl_plugins.callbacks.throughput import PEAK_TFLOPS, Throughput, flops_per_token, known_peak
+from rl_plugins.models.lora import LoraConfig, add_adapter
+from rl_plugins.models.tiny import build_model
+from rl_plugins.tests.callbacks.training import build_stage, train
+from rl_plugins.tests.stages import canned
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_what_is_trained_and_sampled(packing: bool) -> None:
+    stage = build_stage(4, packing=packing, updates_per_step=2, passes_per_step=2, tokens_per_micro_batch=20)
+    _, log = train(stage, [Throughput(peak_tflops=2.0)])
+    texts = [(prompt, response) for prompt, responses in canned.RESPONSES.items() for response in responses]
+    lengths = {pair: sum(len(canned.tokenizer.encode(text)) for text in pair) for pair in texts}
+    rows = [row for _, row in log.rows]
+    trained = [row for row in rows if "throughput/mfu" in row]
+    timed = [row for row in rows if "time/step" in row]
+    assert len(trained) == 4
+    # Two passes over all prompts, each of which comes twice in an epoch.
+    tokens = [
+        row["throughput/trained_tokens_per_s"] * own["time/step"] for row, own in zip(trained, timed, strict=True)
+    ]
+    assert sum(tokens) == pytest.approx(4 * sum(lengths.values()))
+    responses = sum(len(canned.tokenizer.encode(response)) for _, response in texts)
+    sampled = [
+        row["throughput/sampled_tokens_per_s"] * own["time/rollout"] for row, own in zip(trained, timed, strict=True)
+    ]
+    assert sum(sampled) == pytest.approx(2 * responses)
+    matrices, attention = flops_per_token(stage.policy)
+    flops = sum(
+        row["throughput/mfu"] * own["time/update_policy"] * 2e12 for row, own in zip(trained, timed, strict=True)
+    )
+    assert flops == pytest.approx(4 * sum(length * matrices + length**2 * attention for length in lengths.values()))
+    assert not stage.policy._forward_pre_hooks
+
+
+def test_without_a_known_peak_there_is_no_mfu() -> None:
+    _, log = train(build_stage(1), [Throughput()])
+    names = {name for _, row in log.rows for name in row if name.startswith("throughput/")}
+    assert names == {"throughput/trained_tokens_per_s", "throughput/sampled_tokens_per_s"}
+    assert known_peak(torch.device("cpu")) is None
+
+
+def test_arithmetic_of_a_model() -> None:
+    tied = build_model(hidden_size=32, intermediate_size=48)
+    config = tied.config
+    assert config.tie_word_embeddings
+    matrices, attention = flops_per_token(tied)
+    assert matrices == 6 * sum(p.numel() for p in tied.parameters())
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert attention == 12 * config.num_hidden_layers * config.num_attention_heads * width
+    adapted = add_adapter(build_model(hidden_size=32, intermediate_size=48), LoraConfig(rank=2))
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in adapted.parameters()) - trained
+    assert flops_per_token(adapted) == (6 * trained + 4 * frozen, attention)
+    assert flops_per_token(torch.nn.Linear(3, 2)) == (6 * 8, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H200", 989.0), ("NVIDIA H100 NVL", 835.0), ("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA L40S", 362.0),
+     ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA L4", 121.0), ("Quadro K2000", None)],
+)  # fmt: skip
+def test_peaks_by_name(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    assert known_peak(torch.device("cuda")) == peak
+    assert all(value > 100 for value in PEAK_TFLOPS.values())

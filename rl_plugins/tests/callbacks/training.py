@@ -1,0 +1,108 @@
+"""Short runs of canned steps with callbacks around them, on one device or on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+from typing_extensions import override
+
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.data.sampler import StepLoader
+from rl_plugins.models.tiny import build_model
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.fsdp import FSDPStrategy
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.strategies.zero import ZeroStrategy
+from rl_plugins.tests.stages import canned
+from rl_plugins.tests.stages.test_stage import Log
+
+
+class Prompts:
+    """Every prompt twice, so that an epoch is four steps of two."""
+
+    fingerprint = "canned"
+    texts = 2 * canned.PROMPTS
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def batch(self, indices: Sequence[int], epoch: int) -> PromptBatch:
+        return canned.prompt_batch([self.texts[index] for index in indices])
+
+
+class AfterStep(Callback):
+    """Calls `act(trainer, stage)` after the steps that are named."""
+
+    def __init__(self, steps: Sequence[int], act: Callable[[Trainer, Any], object]) -> None:
+        self.steps, self.act = steps, act
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *arguments: Any) -> None:
+        if pl_module.step in self.steps:
+            self.act(trainer, pl_module)
+
+
+def alter(stage: Any, values: Mapping[int, Mapping[str, float]]) -> None:
+    """Have the stage say other values of its metrics, at the first time that it is through with a step."""
+    track, left = stage.track, dict(values)
+
+    def altered(metrics: Mapping[str, float]) -> None:
+        track({**metrics, **left.pop(stage.step)} if "time/step" in metrics and stage.step in left else metrics)
+
+    stage.track = altered
+
+
+def build_policy(seed: int = 5) -> nn.Module:
+    return build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=seed)
+
+
+def build_stage(steps: int, seed: int = 5, policy: Any = None, **options: Any) -> PolicyOptimization:
+    arguments: dict[str, Any] = {
+        "tokenizer": canned.tokenizer,
+        "scorer": canned.CannedScorer(),
+        "sampling": SamplingConfig(max_tokens=20, num_samples=3),
+        "optimizer": OptimizerConfig(lr=0.01, warmup_steps=3),
+        "max_steps": steps,
+    }
+    return PolicyOptimization(policy or build_policy(seed), **{"algorithm": Algorithm(), **arguments, **options})
+
+
+def train(
+    stage: PolicyOptimization,
+    callbacks: list[Callback],
+    *,
+    strategy: Any = None,
+    resume: Path | None = None,
+    **flags: Any,
+) -> tuple[Trainer, Log]:
+    """Train; the trainer and what was logged."""
+    log = Log()
+    trainer = Trainer(
+        strategy=strategy or SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()),
+        callbacks=callbacks,
+        logger=log,
+        **({"max_epochs": -1, "enable_checkpointing": False} | flags),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    loader = StepLoader(Prompts(), prompts_per_step=2, seed=3, rank=trainer.global_rank, world_size=trainer.world_size)
+    trainer.fit(stage, loader, ckpt_path=None if resume is None else resume / "state", weights_only=False)
+    return trainer, log
+
+
+def sharded(name: str) -> Any:
+    """The strategy `zero-2`, `zero-3` or `fsdp`."""
+    options: dict[str, Any] = {"timeout_s": 100, "rollout": canned.CannedRollout()}
+    return FSDPStrategy(**options) if name == "fsdp" else ZeroStrategy(stage=int(name[-1]), **options)
+
+
+def weights(stage: PolicyOptimization) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in stage.policy.parameters()]

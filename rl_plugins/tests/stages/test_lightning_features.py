@@ -1,0 +1,187 @@
+"""What a team has around its Lightning trainer keeps working with a stage: callbacks, profilers, flags, loggers."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import build_model, save_tiny_policy
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.stages import canned
+
+BATCH = canned.prompt_batch(canned.PROMPTS)
+
+
+def stage(policy: Any = None, **options: Any) -> PolicyOptimization:
+    arguments = {
+        "tokenizer": canned.tokenizer,
+        "scorer": canned.CannedScorer(),
+        "sampling": SamplingConfig(max_tokens=8, num_samples=3),
+        "optimizer": OptimizerConfig(lr=0.01),
+    }
+    model = build_model(hidden_size=32, intermediate_size=48, seed=5) if policy is None else policy
+    return PolicyOptimization(model, **(arguments | options))
+
+
+def make_trainer(folder: Path, **options: Any) -> Trainer:
+    """A team's trainer: everything that is not named is Lightning's default, but for what prints."""
+    defaults = {"max_epochs": 2, "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+    return Trainer(strategy=strategy, default_root_dir=folder, **(defaults | options))
+
+
+def fit(trainer: Trainer, module: PolicyOptimization, steps: int = 3, **options: Any) -> Any:
+    """Epochs of `steps` steps, and a batch of validation."""
+    trainer.fit(module, canned.loader([BATCH] * steps), canned.loader([BATCH]), **options)
+    return trainer
+
+
+def weights(module: PolicyOptimization) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in module.policy.parameters()]
+
+
+def logged(folder: Path) -> list[dict[str, str]]:
+    (file,) = folder.glob("logs/version_0/metrics.csv")
+    return list(csv.DictReader(file.read_text().splitlines()))
+
+
+def test_model_checkpoint_keeps_the_best_and_a_run_goes_on_from_it(tmp_path: Path) -> None:
+    saved = ModelCheckpoint(tmp_path, "{step}", monitor="train/reward", mode="max", save_top_k=2, every_n_train_steps=1)
+    whole = stage()
+    fit(make_trainer(tmp_path, callbacks=[saved], logger=False), whole)
+    # Every step has the same reward, so the first two stay.
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=1.ckpt", "step=2.ckpt"]
+    resumed = stage(build_model(hidden_size=32, intermediate_size=48, seed=9))
+    trainer = make_trainer(tmp_path, logger=False, enable_checkpointing=False)
+    fit(trainer, resumed, ckpt_path=tmp_path / "step=2.ckpt", weights_only=False)
+    assert resumed.step == whole.step == 6
+    for one, other in zip(weights(resumed), weights(whole), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_model_checkpoint_counts_optimizer_steps(tmp_path: Path) -> None:
+    saved = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=4)
+    fit(make_trainer(tmp_path, callbacks=[saved], logger=False), stage(updates_per_step=2))
+    # Six steps of two updates.
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=12.ckpt", "step=4.ckpt", "step=8.ckpt"]
+
+
+@pytest.mark.parametrize("monitor", ["train/reward", "val/reward"])
+def test_early_stopping_follows_the_stages_metrics(tmp_path: Path, monitor: str) -> None:
+    stopping = EarlyStopping(monitor, mode="max", patience=1)
+    module = stage()
+    fit(make_trainer(tmp_path, callbacks=[stopping], max_epochs=9, logger=False, enable_checkpointing=False), module)
+    # The canned reward never improves: the second epoch is the last.
+    assert module.step == 6
+
+
+def test_learning_rate_monitor_and_the_teams_logger(tmp_path: Path) -> None:
+    options = {"logger": CSVLogger(tmp_path, "logs"), "callbacks": [LearningRateMonitor("step")]}
+    module = stage(optimizer=OptimizerConfig(lr=0.5, warmup_steps=3))
+    fit(make_trainer(tmp_path, enable_checkpointing=False, max_epochs=1, **options), module)
+    rows = logged(tmp_path)
+    rates = [float(row["lr-AdamW"]) for row in rows if row.get("lr-AdamW")]
+    assert rates == pytest.approx([0.125, 0.25, 0.375])
+    assert [int(row["step"]) for row in rows if row["train/reward"]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("callback", [StochasticWeightAveraging(0.1), EMAWeightAveraging()])
+def test_lightnings_weight_averages_are_refused(tmp_path: Path, callback: Any) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[callback], logger=False)
+    with pytest.raises(ConfigError, match=f"{type(callback).__name__} copies the whole module"):
+        fit(trainer, stage())
+
+
+@pytest.mark.parametrize("profiler", [SimpleProfiler, AdvancedProfiler])
+def test_profilers_see_the_stages_steps(tmp_path: Path, profiler: Any) -> None:
+    options = {"profiler": profiler(tmp_path, "profile"), "logger": False, "enable_checkpointing": False}
+    fit(make_trainer(tmp_path, max_epochs=1, **options), stage())
+    report = (tmp_path / "fit-profile.txt").read_text()
+    assert "run_training_batch" in report and "optimizer_step" in report
+
+
+def test_validate_before_and_after_training(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, "logs")
+    trainer, module = make_trainer(tmp_path, logger=logger, enable_checkpointing=False, max_epochs=1), stage()
+    (before,) = trainer.validate(module, canned.loader([BATCH]), verbose=False)
+    fit(trainer, module)
+    (after,) = trainer.validate(module, canned.loader([BATCH]), verbose=False)
+    assert before["val/reward"] == pytest.approx(after["val/reward"])
+    assert len(module.validation_samples) == len(canned.PROMPTS)
+    # Before, Lightning's check, after the epoch, and after training: once each, on the stage's clock.
+    assert [int(row["step"]) for row in logged(tmp_path) if row["val/reward"]] == [0, 0, 3, 3]
+
+
+@pytest.mark.parametrize("runs", [True, 2])
+def test_fast_dev_run(tmp_path: Path, runs: Any) -> None:
+    module = stage()
+    saved = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    fit(
+        make_trainer(tmp_path, fast_dev_run=runs, callbacks=[saved, TQDMProgressBar()], enable_progress_bar=True),
+        module,
+    )
+    assert module.step == int(runs)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_trainers_clipping_flag_is_the_bound_of_every_engine(tmp_path: Path) -> None:
+    norms = {}
+    for bound in (None, 1e-3):
+        own = canned.OwnPolicy()
+        trainer = make_trainer(
+            tmp_path,
+            gradient_clip_val=bound,
+            max_steps=1,
+            precision="64-true",
+            logger=False,
+            enable_checkpointing=False,
+        )
+        fit(trainer, stage(own, optimizer=OptimizerConfig(gradient_clip=0.0)))
+        (gradient,) = own.recorder.gradients
+        norms[bound] = float(torch.cat([g.flatten() for g in gradient]).norm())
+    assert norms[None] > 1e-2
+    assert norms[1e-3] == pytest.approx(1e-3, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by norm only"),
+        ({"accumulate_grad_batches": 2}, "tokens_per_micro_batch"),
+        # Lightning takes the flag 16-mixed for bf16-mixed where there is no GPU.
+        ({"plugins": [MixedPrecision("16-mixed", "cpu")]}, "bf16-mixed"),
+    ],
+)
+def test_flags_that_a_stage_cannot_follow_are_refused(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(make_trainer(tmp_path, logger=False, **flags), stage())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "64-true"])
+def test_precision_flags(tmp_path: Path, precision: str) -> None:
+    module = stage(str(save_tiny_policy(tmp_path / "policy")))
+    trainer = make_trainer(tmp_path, precision=precision, max_steps=2, logger=False, enable_checkpointing=False)
+    fit(trainer, module)
+    held = {"32-true": torch.float32, "bf16-mixed": torch.float32, "64-true": torch.float64}
+    assert {parameter.dtype for parameter in module.policy.parameters()} == {held.get(precision, torch.bfloat16)}
+    assert float(trainer.callback_metrics["train/gradient_norm"]) > 0
