@@ -37,6 +37,7 @@ METRICS = {
     *(f"train/reward_{failure}" for failure in ("raised", "timeout", "not_finite", "died")),
     *(f"{kind}/{phase}" for kind in ("time", "memory") for phase in (*PHASES, "update_policy")),
     *("time/step", "tokens_per_s", "samples_per_s", *ENGINE_MEMORY),
+    *(f"throughput/{kind}_tokens_per_s" for kind in ("trained", "sampled")),
 }
 VALIDATION = {"val/reward", *(f"val/addition/mean_at_1{end}" for end in ("", "_low", "_high"))}
 # Where a validation comes between, it is the validation that brings the engine the new weights.

@@ -24,6 +24,7 @@ LOCAL = (
     "batch.updates_per_step=2",
     "optimizer.lr=1e-3",
     "algorithm.kl.coefficient=0.05",
+    "data.curriculum.share=0.5",
     "tracking.enabled=false",
 )
 WITHOUT_RAY = "reward.functions.default={_target_: integration_tests.rewards.without_ray}"

@@ -34,6 +34,7 @@ NAMES = [
 # What only some of them measure.
 ALSO = {
     "grpo": {"time/check_weights", "memory/engine_awake", "memory/engine_asleep"},
+    "grpo_mixture": {"curriculum/seen", "curriculum/reward", "curriculum/learnability"},
     "ppo": {"train/critic/loss", "train/critic/lr", "train/critic/explained_variance", "time/update_critic"},
     "dapo": {"time/rollout", "train/uniform_groups"},
     "reinforce_plus_plus": {"train/kl", "time/ref_log_probs", "time/old_log_probs"},

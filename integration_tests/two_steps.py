@@ -33,6 +33,16 @@ STAGES: dict[str, tuple[str, list[str]]] = {
     **{name: ("preference_optimization", [f"loss.name={name}", PAIRS]) for name in PREFERENCE_LOSSES},
     "online_dpo": ("online_preference_optimization", []),
     **{f"grpo_zero_{stage}": ("grpo", [f"strategy.zero_stage={stage}"]) for stage in (1, 2)},
+    # The same file twice, as if they were two.
+    "grpo_mixture": (
+        "grpo",
+        [
+            "data.train_files=[]",
+            "data.curriculum.share=0.5",
+            "data.mixture={one: {files: [WORKPLACE/data/train.parquet], weight: 3}, "
+            "two: {files: [WORKPLACE/data/train.parquet]}}",
+        ],
+    ),
     # At this rate the adapter has moved the log-probs by more than the gap that is allowed after its first step.
     "grpo_lora": ("grpo", ["model.lora.rank=4", "optimizer.lr=1e-2", "algorithm.kl.coefficient=0.01"]),
     "ppo_lora": ("ppo", ["model.lora.rank=4", "critic.lora.rank=2", "optimizer.lr=1e-2"]),

@@ -11,8 +11,10 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Algorithm": "algorithms.algorithm",
+    "CurriculumConfig": "data.curriculum",
     "FSDPStrategy": "strategies.fsdp",
     "InlineScorer": "rewards.inline",
+    "MixturePart": "data.mixture",
     "OptimizerConfig": "stages.optimizer",
     "PolicyOptimization": "stages.policy_optimization",
     "PromptDataModule": "data.prompts",

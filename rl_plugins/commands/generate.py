@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import warnings
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,7 @@ def run(arguments: Namespace) -> int:
     _prepare_process(job)
     with samples.open():
         num_parts = len(samples.missing())
-        print(f"{samples.path}: {len(rows.rows)} prompts x {job.num_samples} samples, {num_parts} parts to make")
+        print(f"{samples.path}: {len(rows)} prompts x {job.num_samples} samples, {num_parts} parts to make")
         prompt_ids, tokenizer = _tokenize(rows, model, job)
         longest = max(map(len, prompt_ids))
         engine = _vllm(model, job, longest) if job.engine == "vllm" else _transformers(model, job)
@@ -156,7 +157,7 @@ def _prepare_process(job: Job) -> None:
     warnings.simplefilter("ignore", FutureWarning)
 
 
-def _tokenize(rows: PromptRows, model: str, job: Job) -> tuple[list[list[int]], object]:
+def _tokenize(rows: PromptRows, model: str, job: Job) -> tuple[Sequence[list[int]], object]:
     """The prompts' token ids, and the tokenizer."""
     from transformers import AutoConfig
 

@@ -13,6 +13,7 @@ from rl_plugins.errors import ConfigError
 
 COMMANDS = {
     "doctor": "say what is installed here and what will work",
+    "prepare": "make data files from raw ones, and check them",
     "generate": "sample responses to prompts, parquet in and out",
     "evaluate": "score samples, and compare two policies",
     "export": "turn a checkpoint into a Hugging Face folder",

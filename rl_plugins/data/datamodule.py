@@ -11,10 +11,13 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowSource, load_rows
+from rl_plugins.data.mixture import Source, load_parts, mixed
+from rl_plugins.data.orders import Mixture, Order
+from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.sampler import BatchSource, EvalLoader, StepLoader
 from rl_plugins.data.tokenization import Overlong, check_chat_template, load_tokenizer
 from rl_plugins.errors import ConfigError
@@ -30,7 +33,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
 
     def __init__(
         self,
-        train: Paths | RowSource | None,
+        train: Source | None,
         validation: Paths | RowSource | None = None,
         *,
         tokenizer: str | PreTrainedTokenizerBase,
@@ -43,8 +46,8 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         """Set the options.
 
         Args:
-            train: path of a parquet file, several paths, or a data set: any sequence of mappings with the
-                same columns.
+            train: path of a parquet file, several paths, a mapping of names to `MixturePart`s, or a data set: any
+                sequence of mappings with the same columns.
             validation: the same, or None for no validation.
             tokenizer: a tokenizer with a chat template, or the folder or hub name to load it from.
             prompts_per_step: prompts of one training step, over all ranks; the rows of an epoch's incomplete
@@ -58,7 +61,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         super().__init__()
         if overlong_prompts not in ("filter", "error"):
             raise ConfigError(f"overlong_prompts={overlong_prompts!r}: choose 'filter' or 'error'.")
-        self.files = {"train": train, "validation": validation}
+        self.files: dict[str, Source | None] = {"train": train, "validation": validation}
         self.tokenizer = tokenizer
         self.prompts_per_step = prompts_per_step
         self.eval_batch_size = eval_batch_size
@@ -67,6 +70,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.dropped_prompts: dict[str, int] = {}
         self.sources: dict[str, BatchSource[Any]] = {}
+        self._firsts: list[int] = []
         self._train_loader: StepLoader[Batch] | None = None
         self._state_to_load: Mapping[str, Any] | None = None
 
@@ -88,13 +92,15 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             source = self.files[split]
             if source is None or split in self.sources:
                 continue
-            rows = load_rows(source, self.columns(split))
+            rows, firsts = load_parts(source, self.columns(split))
+            if split == "train":
+                self._firsts = firsts
             if isinstance(self.tokenizer, str):
                 self.tokenizer = load_tokenizer(self.tokenizer)
             check_chat_template(self.tokenizer)
             self.sources[split] = self.build(rows, self.tokenizer, split)
             kept = len(self.sources[split])
-            self.dropped_prompts[split] = len(rows.rows) - kept
+            self.dropped_prompts[split] = len(rows) - kept
             rank_zero_info(f"{split}: {kept} prompts, {self.dropped_prompts[split]} dropped as too long")
 
     def train_dataloader(self) -> StepLoader[Batch]:
@@ -105,6 +111,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             self.sources["train"],
             prompts_per_step=self.prompts_per_step,
             seed=self.seed,
+            order=self.order(self.sources["train"]),
             first_epoch=self._epochs_done(),
             in_flight=self._batches_in_flight,
             **self._place(),
@@ -113,6 +120,18 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             self._train_loader.load_state_dict(self._state_to_load)
             self._state_to_load = None
         return self._train_loader
+
+    def order(self, source: BatchSource[Any]) -> Order | None:
+        """Which rows the steps take; None is every row once in an epoch, in a random order."""
+        return self.mixture(source) if isinstance(self.files["train"], Mapping) else None
+
+    def mixture(self, source: BatchSource[Any]) -> Mixture:
+        """The parts of the training data in their shares; all of it as a single part where none are named."""
+        train = self.files["train"]
+        assert train is not None
+        # Rows that are too long are not served, so a part may have fewer than its files.
+        firsts = np.searchsorted(source.kept, self._firsts).tolist()
+        return mixed(train, firsts, len(source), prompts_per_step=self.prompts_per_step, seed=self.seed)
 
     def val_dataloader(self) -> EvalLoader[Any] | list[Any]:
         """Return the loader of this rank's validation rows; an empty list tells Lightning of none."""

@@ -3,25 +3,28 @@
 The columns are those of verl: `prompt`, a list of {role, content}; `data_source` and `ability`, strings;
 `reward_model`, a mapping with `ground_truth`; `extra_info`, a mapping. More columns are welcome and ride
 along. Needs pyarrow alone, so that a launcher can check the files in a moment, before anything heavy is
-imported.
+imported. Files are read a few rows at a time and kept on disk (`on_disk`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.data.on_disk import MappedRows
+from rl_plugins.errors import ConfigError, RowError
 
 COLUMNS = ("prompt", "data_source", "ability", "reward_model", "extra_info")
 UNSCORED_COLUMNS = tuple(name for name in COLUMNS if name != "reward_model")
 """Of rows whose responses are given, and so need no reward."""
+
+_BATCH_ROWS = 1024
 
 Row = Mapping[str, Any]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -34,7 +37,7 @@ class RowSource(Protocol):
         """Return the number of rows."""
 
     def __getitem__(self, index: int, /) -> Row:
-        """Return a row."""
+        """Return a row, the same whenever it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,22 @@ class PromptRows:
     """Checked rows, in the order of their files; a row's number in this order is the identity of its prompt.
 
     Attributes:
-        rows: the rows.
+        rows: the rows; those of files are on disk and made when they are asked for.
         origins: name of each file (or of the data set's class) and the number of its first row.
+        columns: the columns that a row may have.
     """
 
-    rows: Sequence[Row]
+    rows: RowSource
     origins: Sequence[tuple[str, int]]
+    columns: Sequence[str]
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield all rows, a few in memory at a time."""
+        return iter(self.rows) if isinstance(self.rows, Iterable) else map(self.rows.__getitem__, range(len(self)))
 
     def where(self, number: int) -> str:
         """Name a row for a message: its file and its place there, counted from 0."""
@@ -56,85 +69,114 @@ class PromptRows:
 
 
 def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS) -> PromptRows:
-    """Read one parquet file, several, or a data set, and check every row for the columns.
+    """Open one parquet file, several, or a data set, and check every row for the columns.
 
     Raises:
         ConfigError: a file or a column is missing, or a row is malformed; names the file, the row and the
             column.
     """
     if isinstance(source, str | os.PathLike):
-        return _read_files([source], columns)
+        return _open_files([source], columns)
     if len(source) == 0:
         raise ConfigError("There are no prompts: name at least one parquet file, or a data set with rows.")
-    entries: list[Any] = [source[number] for number in range(len(source))]
-    if all(isinstance(entry, str | os.PathLike) for entry in entries):
-        return _read_files(entries, columns)
-    name = type(source).__name__
-    rows = [_checked(row, f"{name}, row {number}", columns) for number, row in enumerate(entries)]
-    return PromptRows(rows, [(name, 0)])
+    if isinstance(source, Sequence) and all(isinstance(entry, str | os.PathLike) for entry in source):
+        return _open_files(source, columns)
+    name, names = type(source).__name__, dict.fromkeys(columns)
+    for number in range(len(source)):
+        row: Any = source[number]
+        check_row(row, f"{name}, row {number}", columns)
+        names |= dict.fromkeys(row)
+    return PromptRows(cast(RowSource, source), [(name, 0)], list(names))
 
 
 def check_row(row: Any, where: str, columns: Sequence[str] = COLUMNS) -> None:
-    """Raise a ConfigError that names `where` and the column unless the row is well formed."""
+    """Raise a RowError that names `where` and the column unless the row is well formed."""
     if not isinstance(row, Mapping):
-        raise ConfigError(f"{where}: expected a mapping with the columns {', '.join(columns)}, got {_kind(row)}.")
+        raise RowError(where, "row", f"expected a mapping with the columns {', '.join(columns)}, got {_kind(row)}.")
     missing = [name for name in columns if name not in row]
     if missing:
-        raise ConfigError(f"{where}: column {missing[0]!r} is missing; the row has {', '.join(map(str, row))}.")
+        raise RowError(where, f"column {missing[0]!r}", f"it is missing; the row has {', '.join(map(str, row))}.")
     _check_prompt(row["prompt"], where)
     for name in ("data_source", "ability"):
         if not isinstance(row[name], str):
-            raise ConfigError(f"{where}, column {name!r}: expected a string, got {_kind(row[name])}.")
+            raise RowError(where, f"column {name!r}", f"expected a string, got {_kind(row[name])}.")
     for name in ("reward_model", "extra_info"):
         if name in columns and not isinstance(row[name], Mapping):
-            raise ConfigError(f"{where}, column {name!r}: expected a mapping, got {_kind(row[name])}.")
+            raise RowError(where, f"column {name!r}", f"expected a mapping, got {_kind(row[name])}.")
     if "reward_model" in columns and "ground_truth" not in row["reward_model"]:
-        raise ConfigError(f"{where}, column 'reward_model': it has no 'ground_truth'.")
+        raise RowError(where, "column 'reward_model'", "it has no 'ground_truth'.")
 
 
 def _check_prompt(prompt: Any, where: str) -> None:
-    where = f"{where}, column 'prompt'"
+    column = "column 'prompt'"
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        raise ConfigError(f"{where}: expected a list of {{role, content}} messages, got {_kind(prompt)}.")
+        raise RowError(where, column, f"expected a list of {{role, content}} messages, got {_kind(prompt)}.")
     for position, message in enumerate(prompt):
         for key in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
-                raise ConfigError(f"{where}: message {position} has no string {key!r}.")
+                raise RowError(where, column, f"message {position} has no string {key!r}.")
     if not any(message["content"].strip() for message in prompt):
-        raise ConfigError(f"{where}: the prompt is empty; remove the row or give it a message with text.")
+        raise RowError(where, column, "the prompt is empty; remove the row or give it a message with text.")
 
 
-def _read_files(paths: Sequence[str | os.PathLike[str]], columns: Sequence[str]) -> PromptRows:
-    rows: list[Row] = []
-    origins = []
+class ParquetRows:
+    """A parquet file, read a few rows at a time.
+
+    Raises:
+        ConfigError: there is no such file, it is not parquet, it has no rows, or not these columns.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
+        """Open the file; nothing but its schema is read."""
+        if not path.is_file():
+            found = "it is a folder: name the parquet files in it" if path.is_dir() else "there is no such file"
+            raise ConfigError(f"{path}: {found}. `rl-plugins prepare --help` lists the data sets it can make.")
+        self.path = path
+        try:
+            # Without memory_map and pre_buffer, a row group is in memory as a whole.
+            self._file = pq.ParquetFile(path, memory_map=True, pre_buffer=False)
+        except pa.ArrowInvalid as error:
+            raise self._unreadable(error) from error
+        schema = self._file.schema_arrow
+        missing = [name for name in columns if name not in schema.names]
+        if missing:
+            raise ConfigError(f"{path}: column {missing[0]!r} is missing; the file has {', '.join(schema.names)}.")
+        if self._file.metadata.num_rows == 0:
+            raise ConfigError(f"{path}: the file has no rows.")
+        # Arrow's files hold one dictionary for all batches, parquet's one for each.
+        self.schema = pa.schema([
+            field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in schema
+        ])  # fmt: skip
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield all rows, in batches of at most 1,024."""
+        try:
+            for batch in self._file.iter_batches(_BATCH_ROWS, use_threads=False):
+                yield batch.cast(self.schema)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> ConfigError:
+        return ConfigError(f"{self.path}: not a readable parquet file ({str(error).splitlines()[0]}).")
+
+
+def _open_files(paths: Sequence[Any], columns: Sequence[str]) -> PromptRows:
+    rows, origins, names = MappedRows(), [], dict.fromkeys(columns)
     for path in map(Path, paths):
         origins.append((str(path), len(rows)))
-        rows += _read_file(path, columns)
-    return PromptRows(rows, origins)
+        file = ParquetRows(path, columns)
+        rows.append_file(_checked(file, columns), file.schema)
+        names |= dict.fromkeys(file.schema.names)
+    return PromptRows(rows, origins, list(names))
 
 
-def _read_file(path: Path, columns: Sequence[str]) -> list[Row]:
-    if not path.is_file():
-        found = "it is a folder: name the parquet files in it" if path.is_dir() else "there is no such file"
-        raise ConfigError(
-            f"{path}: {found}. `python -m rl_plugins.data.prepare --help` lists the data sets it can make."
-        )
-    try:
-        # Not `read_table`, which imports pandas and takes half a second.
-        table = pq.ParquetFile(path).read()
-    except pa.ArrowInvalid as error:
-        raise ConfigError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]}).") from error
-    missing = [name for name in columns if name not in table.column_names]
-    if missing:
-        raise ConfigError(f"{path}: column {missing[0]!r} is missing; the file has {', '.join(table.column_names)}.")
-    if table.num_rows == 0:
-        raise ConfigError(f"{path}: the file has no rows.")
-    return [_checked(row, f"{path}, row {number}", columns) for number, row in enumerate(table.to_pylist())]
-
-
-def _checked(row: Any, where: str, columns: Sequence[str]) -> Row:
-    check_row(row, where, columns)
-    return row
+def _checked(file: ParquetRows, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    number = 0
+    for batch in file.batches():
+        for row in batch.to_pylist():
+            check_row(row, f"{file.path}, row {number}", columns)
+            number += 1
+        yield batch
 
 
 def _kind(value: Any) -> str:

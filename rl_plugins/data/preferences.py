@@ -6,19 +6,20 @@ sequence, as the policy must end it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rl_plugins.data.columns import find, find_text, refuse
 from rl_plugins.data.datamodule import StepDataModule
-from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows, Row, RowSource
+from rl_plugins.data.given_responses import Pair, read_judged, read_pair
+from rl_plugins.data.mixture import Source
+from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import TokenizedPrompts, build_prompts
-from rl_plugins.data.tokenization import digest, within_limit
+from rl_plugins.data.tokenization import digest, tokenize_responses, within_both
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,60 +97,64 @@ class UnpairedBatch:
 
 @dataclass(frozen=True)
 class TokenizedPreferencePairs:
-    """Token ids and margins of the pairs to serve."""
+    """Token ids and margins of all pairs, and the numbers of the rows to serve."""
 
     prompt_ids: Sequence[list[int]]
     chosen_ids: Sequence[list[int]]
     rejected_ids: Sequence[list[int]]
-    margins: Sequence[float]
-    rows: Sequence[int]
+    margins: np.ndarray
+    kept: np.ndarray
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all token ids and margins."""
-        margins = np.asarray(self.margins, dtype=np.float64).view(np.int64).tolist()
-        return digest([*self.prompt_ids, *self.chosen_ids, *self.rejected_ids, margins])
+        """A digest of all token ids and margins that are served."""
+        columns = (self.prompt_ids, self.chosen_ids, self.rejected_ids)
+        ids = (column[number] for column in columns for number in self.kept)
+        return digest(chain(ids, [self.margins[self.kept].view(np.int64)]))
 
     def __len__(self) -> int:
         """Return the number of pairs."""
-        return len(self.rows)
+        return len(self.kept)
 
     def batch(self, indices: Sequence[int], epoch: int) -> PairBatch:
         """Return the pairs at these indices."""
+        numbers = self.kept[indices].tolist()
         return PairBatch(
-            prompt_ids=[self.prompt_ids[index] for index in indices],
-            chosen_ids=[self.chosen_ids[index] for index in indices],
-            rejected_ids=[self.rejected_ids[index] for index in indices],
-            margins=[self.margins[index] for index in indices],
-            rows=[self.rows[index] for index in indices],
+            prompt_ids=[self.prompt_ids[number] for number in numbers],
+            chosen_ids=[self.chosen_ids[number] for number in numbers],
+            rejected_ids=[self.rejected_ids[number] for number in numbers],
+            margins=self.margins[numbers].tolist(),
+            rows=numbers,
         )
 
 
 @dataclass(frozen=True)
 class TokenizedUnpaired:
-    """Token ids and labels of the responses to serve."""
+    """Token ids and labels of all responses, and the numbers of the rows to serve."""
 
     prompt_ids: Sequence[list[int]]
     response_ids: Sequence[list[int]]
-    labels: Sequence[bool]
-    rows: Sequence[int]
+    labels: np.ndarray
+    kept: np.ndarray
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all token ids and labels."""
-        return digest([*self.prompt_ids, *self.response_ids, [int(label) for label in self.labels]])
+        """A digest of all token ids and labels that are served."""
+        ids = (column[number] for column in (self.prompt_ids, self.response_ids) for number in self.kept)
+        return digest(chain(ids, [self.labels[self.kept]]))
 
     def __len__(self) -> int:
         """Return the number of responses."""
-        return len(self.rows)
+        return len(self.kept)
 
     def batch(self, indices: Sequence[int], epoch: int) -> UnpairedBatch:
         """Return the responses at these indices."""
+        numbers = self.kept[indices].tolist()
         return UnpairedBatch(
-            prompt_ids=[self.prompt_ids[index] for index in indices],
-            response_ids=[self.response_ids[index] for index in indices],
-            labels=[self.labels[index] for index in indices],
-            rows=[self.rows[index] for index in indices],
+            prompt_ids=[self.prompt_ids[number] for number in numbers],
+            response_ids=[self.response_ids[number] for number in numbers],
+            labels=self.labels[numbers].tolist(),
+            rows=numbers,
         )
 
 
@@ -158,7 +163,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
 
     def __init__(
         self,
-        train: Paths | RowSource | None,
+        train: Source | None,
         validation: Paths | RowSource | None = None,
         *,
         chosen_key: str = "chosen",
@@ -231,72 +236,35 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
     def _pairs(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, prompts: TokenizedPrompts
     ) -> TokenizedPreferencePairs:
-        chosen, rejected, margins = [], [], []
-        for number, row in enumerate(rows.rows):
-            where = rows.where(number)
-            chosen.append(find_text(row, self.chosen_key, "chosen_key", where))
-            rejected.append(find_text(row, self.rejected_key, "rejected_key", where))
-            margins.append(0.0 if self.margin_key is None else _find_number(row, self.margin_key, where))
-            if chosen[-1] == rejected[-1]:
-                raise ConfigError(
-                    f"{where}: chosen_key={self.chosen_key!r} and rejected_key={self.rejected_key!r} hold the same "
-                    f"text {chosen[-1][:40]!r}: remove the row."
-                )
-        chosen_ids, rejected_ids = _responses(chosen, tokenizer), _responses(rejected, tokenizer)
-        kept = self._kept(rows, prompts, [max(map(len, pair)) for pair in zip(chosen_ids, rejected_ids, strict=True)])
-        return TokenizedPreferencePairs(
-            [prompts.prompt_ids[i] for i in kept],
-            [chosen_ids[i] for i in kept],
-            [rejected_ids[i] for i in kept],
-            [margins[i] for i in kept],
-            kept,
-        )
+        def checked() -> Iterator[Pair]:
+            for number, row in enumerate(rows):
+                yield read_pair(row, self.chosen_key, self.rejected_key, self.margin_key, rows.where(number))
+
+        chosen_ids = tokenize_responses((pair.chosen for pair in checked()), tokenizer)
+        rejected_ids = tokenize_responses((pair.rejected for pair in checked()), tokenizer)
+        margins = np.fromiter((pair.margin for pair in checked()), dtype=np.float64)
+        kept = self._kept(rows, prompts, np.maximum(chosen_ids.lengths, rejected_ids.lengths))
+        return TokenizedPreferencePairs(prompts.prompt_ids, chosen_ids, rejected_ids, margins, kept)
 
     def _unpaired(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, prompts: TokenizedPrompts, label_key: str
     ) -> TokenizedUnpaired:
-        texts, labels = [], []
-        for number, row in enumerate(rows.rows):
-            where = rows.where(number)
-            texts.append(find_text(row, self.response_key, "response_key", where))
-            labels.append(_find_label(row, label_key, where))
-        response_ids = _responses(texts, tokenizer)
-        kept = self._kept(rows, prompts, [len(ids) for ids in response_ids])
+        def checked() -> Iterator[tuple[str, bool]]:
+            for number, row in enumerate(rows):
+                yield read_judged(row, self.response_key, label_key, rows.where(number))
+
+        response_ids = tokenize_responses((text for text, _ in checked()), tokenizer)
+        labels = np.fromiter((label for _, label in checked()), dtype=np.bool_)
         return TokenizedUnpaired(
-            [prompts.prompt_ids[i] for i in kept], [response_ids[i] for i in kept], [labels[i] for i in kept], kept
+            prompts.prompt_ids, response_ids, labels, self._kept(rows, prompts, response_ids.lengths)
         )
 
-    def _kept(self, rows: PromptRows, prompts: TokenizedPrompts, lengths: Sequence[int]) -> list[int]:
-        short = within_limit(
+    def _kept(self, rows: PromptRows, prompts: TokenizedPrompts, lengths: np.ndarray) -> np.ndarray:
+        return within_both(
             rows,
+            prompts.kept,
             lengths,
-            option="max_response_tokens",
-            limit=self.max_response_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_response_tokens=self.max_response_tokens,
             overlong=self.overlong_prompts,
         )
-        kept = sorted(set(prompts.kept) & set(short))
-        if not kept:
-            raise ConfigError(
-                f"Every row is longer than max_prompt_tokens={self.max_prompt_tokens} or "
-                f"max_response_tokens={self.max_response_tokens}: raise them."
-            )
-        return kept
-
-
-def _responses(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    return [[*ids, tokenizer.eos_token_id] for ids in encoded]
-
-
-def _find_number(row: Row, key: str, where: str) -> float:
-    value = find(row, key, "margin_key", where)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        refuse(where, "margin_key", key, value, "a finite number")
-    return float(value)
-
-
-def _find_label(row: Row, key: str, where: str) -> bool:
-    value = find(row, key, "label_key", where)
-    if not isinstance(value, bool):
-        refuse(where, "label_key", key, value, "true (desirable) or false")
-    return value

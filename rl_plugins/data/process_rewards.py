@@ -7,16 +7,21 @@ with the separator, the last one with the end of sequence; its label stands on t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.data.columns import find, refuse
+import numpy as np
+
 from rl_plugins.data.datamodule import StepDataModule
-from rl_plugins.data.parquet import UNSCORED_COLUMNS, Paths, PromptRows, Row, RowSource
+from rl_plugins.data.given_responses import read_steps
+from rl_plugins.data.mixture import Source
+from rl_plugins.data.on_disk import Ragged
+from rl_plugins.data.parquet import UNSCORED_COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import build_prompts
-from rl_plugins.data.tokenization import digest, within_limit
+from rl_plugins.data.tokenization import digest, within_both
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,30 +62,31 @@ class ProcessRewardBatch:
 
 @dataclass(frozen=True)
 class TokenizedSteps:
-    """Token ids of prompts and responses, and the labels of the responses' tokens, of the rows to serve."""
+    """Token ids of all prompts and responses, the labels of the responses' tokens, and the rows to serve."""
 
     prompt_ids: Sequence[list[int]]
     response_ids: Sequence[list[int]]
     labels: Sequence[list[float]]
-    rows: Sequence[int]
+    kept: np.ndarray
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all token ids, and of the labels in thousandths."""
-        thousandths = [[-1 if math.isnan(label) else round(1000 * label) for label in row] for row in self.labels]
-        return digest([*self.prompt_ids, *self.response_ids, *thousandths])
+        """A digest of all token ids that are served, and of their labels in thousandths."""
+        ids = (column[number] for column in (self.prompt_ids, self.response_ids) for number in self.kept)
+        return digest(chain(ids, (_thousandths(self.labels[number]) for number in self.kept)))
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self.rows)
+        return len(self.kept)
 
     def batch(self, indices: Sequence[int], epoch: int) -> ProcessRewardBatch:
         """Return the rows at these indices."""
+        numbers = self.kept[indices].tolist()
         return ProcessRewardBatch(
-            prompt_ids=[self.prompt_ids[index] for index in indices],
-            response_ids=[self.response_ids[index] for index in indices],
-            labels=[self.labels[index] for index in indices],
-            rows=[self.rows[index] for index in indices],
+            prompt_ids=[self.prompt_ids[number] for number in numbers],
+            response_ids=[self.response_ids[number] for number in numbers],
+            labels=[self.labels[number] for number in numbers],
+            rows=numbers,
         )
 
 
@@ -89,7 +95,7 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
 
     def __init__(
         self,
-        train: Paths | RowSource | None,
+        train: Source | None,
         validation: Paths | RowSource | None = None,
         *,
         steps_key: str = "extra_info.steps",
@@ -131,67 +137,41 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         """
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"The tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set one.")
-        limits: dict[str, Any] = {"overlong": self.overlong_prompts}
         prompts = build_prompts(
             rows,
             tokenizer,
             template_options=self.chat_template_kwargs,
             max_prompt_tokens=self.max_prompt_tokens,
-            **limits,
+            overlong=self.overlong_prompts,
         )
-        responses = [self._response(row, rows.where(number), tokenizer) for number, row in enumerate(rows.rows)]
-        lengths = [len(ids) for ids, _ in responses]
-        short = within_limit(rows, lengths, option="max_response_tokens", limit=self.max_response_tokens, **limits)
-        kept = sorted(set(prompts.kept) & set(short))
-        if not kept:
-            raise ConfigError(
-                f"Every row is longer than max_prompt_tokens={self.max_prompt_tokens} or "
-                f"max_response_tokens={self.max_response_tokens}: raise them."
-            )
-        return TokenizedSteps(
-            [prompts.prompt_ids[i] for i in kept],
-            [responses[i][0] for i in kept],
-            [responses[i][1] for i in kept],
-            kept,
+        response_ids = Ragged(ids for ids, _ in self._responses(rows, tokenizer))
+        labels = Ragged((labels for _, labels in self._responses(rows, tokenizer)), np.float64)
+        kept = within_both(
+            rows,
+            prompts.kept,
+            response_ids.lengths,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_response_tokens=self.max_response_tokens,
+            overlong=self.overlong_prompts,
         )
+        return TokenizedSteps(prompts.prompt_ids, response_ids, labels, kept)
 
-    def _response(self, row: Row, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[float]]:
-        """Token ids of the steps one after the other, and the labels of those tokens."""
-        steps, labels = self._checked_steps(row, where)
-        texts = [f"{step}{self.step_separator}" for step in steps[:-1]] + steps[-1:]
-        ids_of_steps = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        ids_of_steps[-1] = [*ids_of_steps[-1], tokenizer.eos_token_id]
-        response: list[int] = []
-        labels_of_tokens: list[float] = []
-        for ids, label in zip(ids_of_steps, labels, strict=True):
-            response += ids
-            labels_of_tokens += [NO_LABEL] * (len(ids) - 1) + [NO_LABEL if label is None else float(label)]
-        return response, labels_of_tokens
-
-    def _checked_steps(self, row: Row, where: str) -> tuple[list[str], list[float | None]]:
-        steps = _find_list(row, self.steps_key, "steps_key", where)
-        labels = _find_list(row, self.labels_key, "labels_key", where)
-        for position, step in enumerate(steps):
-            if not isinstance(step, str) or not step.strip():
-                raise ConfigError(f"{where}: steps_key={self.steps_key!r}: step {position} is {step!r}, not a text.")
-        if len(labels) != len(steps):
-            raise ConfigError(
-                f"{where}: labels_key={self.labels_key!r} has {len(labels)} labels for the {len(steps)} steps under "
-                f"steps_key={self.steps_key!r}: give every step one, null for none."
-            )
-        for position, label in enumerate(labels):
-            if label is not None and not (isinstance(label, int | float) and 0 <= label <= 1):
-                raise ConfigError(
-                    f"{where}: labels_key={self.labels_key!r}: label {position} is {label!r}, not a number between 0 "
-                    "(wrong) and 1 (right), or null."
-                )
-        if all(label is None for label in labels):
-            raise ConfigError(f"{where}: labels_key={self.labels_key!r} labels no step: remove the row.")
-        return steps, labels
+    def _responses(
+        self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[tuple[list[int], list[float]]]:
+        """Token ids of the steps of each row one after the other, and the labels of those tokens."""
+        for number, row in enumerate(rows):
+            steps, labels = read_steps(row, self.steps_key, self.labels_key, rows.where(number))
+            texts = [f"{step}{self.step_separator}" for step in steps[:-1]] + steps[-1:]
+            ids_of_steps = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            ids_of_steps[-1] = [*ids_of_steps[-1], tokenizer.eos_token_id]
+            response: list[int] = []
+            labels_of_tokens: list[float] = []
+            for ids, label in zip(ids_of_steps, labels, strict=True):
+                response += ids
+                labels_of_tokens += [NO_LABEL] * (len(ids) - 1) + [NO_LABEL if label is None else float(label)]
+            yield response, labels_of_tokens
 
 
-def _find_list(row: Row, key: str, option: str, where: str) -> list[Any]:
-    value = find(row, key, option, where)
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        refuse(where, option, key, value, "a list with an entry for every step")
-    return list(value)
+def _thousandths(labels: Sequence[float]) -> list[int]:
+    return [-1 if math.isnan(label) else round(1000 * label) for label in labels]

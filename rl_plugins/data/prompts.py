@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from typing_extensions import override
+
+from rl_plugins.data.curriculum import Curriculum, CurriculumConfig
 from rl_plugins.data.datamodule import StepDataModule
-from rl_plugins.data.parquet import Paths, PromptRows, Row, RowSource
+from rl_plugins.data.mixture import Source
+from rl_plugins.data.orders import Order
+from rl_plugins.data.parquet import Paths, PromptRows, RowSource
+from rl_plugins.data.sampler import BatchSource
 from rl_plugins.data.tokenization import Overlong, digest, tokenize_prompts, within_limit
 
 if TYPE_CHECKING:
@@ -53,12 +61,12 @@ class TokenizedPrompts:
     Attributes:
         rows: all rows of the data set.
         prompt_ids: token ids of each of them.
-        kept: numbers of the rows to serve.
+        kept: int64 [N], numbers of the rows to serve.
     """
 
-    rows: Sequence[Row]
+    rows: PromptRows
     prompt_ids: Sequence[list[int]]
-    kept: Sequence[int]
+    kept: np.ndarray
 
     def __len__(self) -> int:
         """Return the number of rows to serve."""
@@ -67,20 +75,16 @@ class TokenizedPrompts:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the rows to serve: their numbers and token ids."""
-        return digest([self.kept, *(self.prompt_ids[number] for number in self.kept)])
-
-    @cached_property
-    def _columns(self) -> list[str]:
-        return list(dict.fromkeys(name for number in self.kept for name in self.rows[number]))
+        return digest(chain([self.kept], map(self.prompt_ids.__getitem__, self.kept)))
 
     def batch(self, indices: Sequence[int], epoch: int) -> PromptBatch:
         """Return the prompts at these indices; a column that a row lacks is None there."""
-        numbers = [self.kept[index] for index in indices]
-        rows = [self.rows[number] for number in numbers]
+        numbers = self.kept[indices].tolist()
+        rows = [self.rows.rows[number] for number in numbers]
         return PromptBatch(
             prompt_ids=[self.prompt_ids[number] for number in numbers],
             rows=numbers,
-            columns={name: [row.get(name) for row in rows] for name in self._columns},
+            columns={name: [row.get(name) for row in rows] for name in self.rows.columns},
             epoch=epoch,
         )
 
@@ -90,10 +94,11 @@ class PromptDataModule(StepDataModule[PromptBatch]):
 
     def __init__(
         self,
-        train: Paths | RowSource | None,
+        train: Source | None,
         validation: Paths | RowSource | None = None,
         *,
         max_prompt_tokens: int = 1024,
+        curriculum: CurriculumConfig | None = None,
         **options: Any,
     ) -> None:
         """Set the options; those that are not described here are `StepDataModule`'s.
@@ -102,11 +107,25 @@ class PromptDataModule(StepDataModule[PromptBatch]):
             train: rows for training.
             validation: rows for validation.
             max_prompt_tokens: longest prompt, in tokens, chat template included.
+            curriculum: draw prompts by how the policy did on them so far; off by default. Needs a stage that samples.
             options: `tokenizer`, `prompts_per_step`, `eval_batch_size`, `overlong_prompts`, `seed`,
                 `chat_template_kwargs`.
         """
         super().__init__(train, validation, **options)
         self.max_prompt_tokens = max_prompt_tokens
+        self.curriculum = curriculum
+
+    @override
+    def order(self, source: BatchSource[Any]) -> Order | None:
+        if self.curriculum is None:
+            return super().order(source)
+        return Curriculum(
+            self.mixture(source),
+            self.curriculum,
+            kept=source.kept,
+            prompts_per_step=self.prompts_per_step,
+            seed=self.seed,
+        )
 
     def build(self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str) -> TokenizedPrompts:
         """Tokenise the prompts and apply `max_prompt_tokens`."""
@@ -129,6 +148,7 @@ def build_prompts(
 ) -> TokenizedPrompts:
     """Tokenise the prompts and apply the limit."""
     prompt_ids = tokenize_prompts(rows, tokenizer, template_options)
-    lengths = [len(ids) for ids in prompt_ids]
-    kept = within_limit(rows, lengths, option="max_prompt_tokens", limit=max_prompt_tokens, overlong=overlong)
-    return TokenizedPrompts(rows.rows, prompt_ids, kept)
+    kept = within_limit(
+        rows, prompt_ids.lengths, option="max_prompt_tokens", limit=max_prompt_tokens, overlong=overlong
+    )
+    return TokenizedPrompts(rows, prompt_ids, kept)

@@ -1,9 +1,9 @@
-"""The order in which a data set is served: a pure function of (seed, step), so one number is the whole state.
+"""Loaders: each rank's share of what an order serves, and of the rows for validation.
 
-Step `s` of training belongs to epoch `s // steps_per_epoch`; the epoch's order is a seeded permutation of the
-rows, its last incomplete batch is dropped, and the rows of the step's global batch are dealt to the ranks in
-turn. The share depends on the world size, the global batch does not: a run may resume on another number of
-ranks, and the first k rows of every rank are together the first k x world_size rows of the global batch.
+The order is a pure function of (seed, step), so one number is the whole state; a curriculum adds what it has seen.
+Step `s` of training belongs to epoch `s // steps_per_epoch`, and the rows of its global batch are dealt to the ranks in
+turn. The share depends on the world size, the global batch does not: a run may resume on another number of ranks, and
+the first k rows of every rank are together the first k x world_size rows of the global batch.
 
 `StepLoader` implements the `state_dict` / `load_state_dict` protocol by which Lightning stores a train loader
 in the checkpoint. One iteration is always `len(loader)` steps from where the loader stands, across the border
@@ -18,6 +18,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from rl_plugins.data.curriculum import Curriculum
+from rl_plugins.data.orders import Order, Shuffled
 from rl_plugins.errors import ConfigError
 
 Batch = TypeVar("Batch", covariant=True)
@@ -25,6 +27,10 @@ Batch = TypeVar("Batch", covariant=True)
 
 class BatchSource(Protocol[Batch]):
     """A data set that can put any of its rows together."""
+
+    @property
+    def kept(self) -> np.ndarray:
+        """Number of each row in the data set as it was read, ascending, int64 [N]."""
 
     @property
     def fingerprint(self) -> str:
@@ -37,12 +43,6 @@ class BatchSource(Protocol[Batch]):
         """Return the rows at these indices."""
 
 
-def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
-    """Return the permutation of the rows for one epoch, the same with every version of NumPy."""
-    # NumPy promises stable streams for the bit generators alone, not for `Generator.permutation`.
-    return np.argsort(np.random.PCG64([seed, epoch]).random_raw(rows), kind="stable")
-
-
 class StepLoader(Generic[Batch]):
     """Serve one rank's share of the global batch of every training step."""
 
@@ -52,6 +52,7 @@ class StepLoader(Generic[Batch]):
         *,
         prompts_per_step: int,
         seed: int = 0,
+        order: Order | None = None,
         first_epoch: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -63,6 +64,7 @@ class StepLoader(Generic[Batch]):
             source: the data set.
             prompts_per_step: rows in the global batch of one step, over all ranks.
             seed: seed of the order.
+            order: which rows the steps take; by default every row once in an epoch, in a random order.
             first_epoch: the epoch to begin with, unless a state is loaded.
             rank: this process among `world_size`.
             world_size: number of processes that train together.
@@ -86,11 +88,11 @@ class StepLoader(Generic[Batch]):
         self.source = source
         self.prompts_per_step = prompts_per_step
         self.seed = seed
+        self.order = order or Shuffled(len(source), prompts_per_step=prompts_per_step, seed=seed)
         self._rank = rank
         self._world_size = world_size
         self._in_flight = in_flight
         self.step = self._first_step = first_epoch * len(self)
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch; the rows of an incomplete last batch are dropped."""
@@ -103,18 +105,21 @@ class StepLoader(Generic[Batch]):
 
     def draw(self) -> Batch:
         """Return this rank's share of the next step: for a step that needs more prompts than one batch."""
-        epoch, position = divmod(self.step, len(self))
-        if self._order[0] != epoch:
-            self._order = (epoch, epoch_order(self.seed, epoch, len(self.source)))
-        start = position * self.prompts_per_step
-        indices = self._order[1][start + self._rank : start + self.prompts_per_step : self._world_size].tolist()
+        epoch = self.step // len(self)
+        indices = self.order.batch(self.step)[self._rank :: self._world_size].tolist()
         self.step += 1
         return self.source.batch(indices, epoch)
 
+    @property
+    def curriculum(self) -> Curriculum | None:
+        """The order, if it learns from the groups of finished steps."""
+        return self.order if isinstance(self.order, Curriculum) else None
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of finished steps, and what they depend on."""
+        """Return the number of finished steps, what they depend on, and what a curriculum has seen."""
         unfinished = min(self._in_flight(), self.step - self._first_step)
-        return {"step": self.step - unfinished, **self._identity()}
+        seen = {} if self.curriculum is None else {"curriculum": self.curriculum.state_dict()}
+        return {"step": self.step - unfinished, **seen, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the steps of `state`.
@@ -133,6 +138,8 @@ class StepLoader(Generic[Batch]):
                 "resume, or start a new run from the checkpoint's weights."
             )
         self.step = self._first_step = int(state["step"])
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state["curriculum"])
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -140,6 +147,7 @@ class StepLoader(Generic[Batch]):
             "rows": len(self.source),
             "prompts_per_step": self.prompts_per_step,
             "fingerprint": self.source.fingerprint,
+            "order": self.order.identity or None,
         }
 
 

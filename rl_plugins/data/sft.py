@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rl_plugins.data.columns import find_text
 from rl_plugins.data.datamodule import StepDataModule
+from rl_plugins.data.mixture import Source
 from rl_plugins.data.parquet import Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import TokenizedPrompts, build_prompts
-from rl_plugins.data.tokenization import digest, within_limit
+from rl_plugins.data.tokenization import digest, tokenize_responses, within_both
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,25 +25,27 @@ SFTBatch = dict[str, list[list[int]]]
 
 @dataclass(frozen=True)
 class TokenizedPairs:
-    """Token ids of prompts and of their responses."""
+    """Token ids of all prompts and responses, and the numbers of the rows to serve."""
 
     prompt_ids: Sequence[list[int]]
     response_ids: Sequence[list[int]]
+    kept: np.ndarray
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all token ids."""
-        return digest([*self.prompt_ids, *self.response_ids])
+        """A digest of all token ids that are served."""
+        return digest(ids[number] for ids in (self.prompt_ids, self.response_ids) for number in self.kept)
 
     def __len__(self) -> int:
         """Return the number of pairs."""
-        return len(self.prompt_ids)
+        return len(self.kept)
 
     def batch(self, indices: Sequence[int], epoch: int) -> SFTBatch:
         """Return the pairs at these indices."""
+        numbers = self.kept[indices]
         return {
-            "prompt_ids": [self.prompt_ids[index] for index in indices],
-            "response_ids": [self.response_ids[index] for index in indices],
+            "prompt_ids": [self.prompt_ids[number] for number in numbers],
+            "response_ids": [self.response_ids[number] for number in numbers],
         }
 
 
@@ -49,7 +54,7 @@ class SFTDataModule(StepDataModule[SFTBatch]):
 
     def __init__(
         self,
-        train: Paths | RowSource | None,
+        train: Source | None,
         validation: Paths | RowSource | None = None,
         *,
         response_key: str = "reward_model.ground_truth",
@@ -82,25 +87,27 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         Raises:
             ConfigError: a row has no text under `response_key`, or the tokenizer no end-of-sequence token.
         """
-        limits: dict[str, Any] = {"overlong": self.overlong_prompts}
         prompts = build_prompts(
             rows,
             tokenizer,
             template_options=self.chat_template_kwargs,
             max_prompt_tokens=self.max_prompt_tokens,
-            **limits,
+            overlong=self.overlong_prompts,
         )
         if split == "validation":
             return prompts
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"The tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set one.")
-        responses = [
-            find_text(row, self.response_key, "response_key", rows.where(number))
-            for number, row in enumerate(rows.rows)
-        ]
-        encoded = tokenizer(responses, add_special_tokens=False)["input_ids"]
-        response_ids = [[*ids, tokenizer.eos_token_id] for ids in encoded]
-        lengths = [len(ids) for ids in response_ids]
-        short = within_limit(rows, lengths, option="max_response_tokens", limit=self.max_response_tokens, **limits)
-        kept = sorted(set(prompts.kept) & set(short))
-        return TokenizedPairs([prompts.prompt_ids[i] for i in kept], [response_ids[i] for i in kept])
+        response_ids = tokenize_responses(
+            (find_text(row, self.response_key, "response_key", rows.where(number)) for number, row in enumerate(rows)),
+            tokenizer,
+        )
+        kept = within_both(
+            rows,
+            prompts.kept,
+            response_ids.lengths,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_response_tokens=self.max_response_tokens,
+            overlong=self.overlong_prompts,
+        )
+        return TokenizedPairs(prompts.prompt_ids, response_ids, kept)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rl_plugins.data.parquet import PromptRows
+from rl_plugins.data.on_disk import Ragged
+from rl_plugins.data.parquet import PromptRows, Row
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Overlong = Literal["filter", "error"]
+_CHUNK = 1024
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -64,35 +67,79 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def tokenize_prompts(
-    rows: PromptRows, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]
-) -> list[list[int]]:
+    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]
+) -> Ragged:
     """Return the token ids of each row's messages, up to and including the start of the assistant's turn."""
-    messages = [row["prompt"] for row in rows.rows]
-    ids: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template_options
-    )
-    return ids
+
+    def tokenized(messages: list[Any]) -> Any:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template_options
+        )
+
+    return _in_chunks((row["prompt"] for row in rows), tokenized)
 
 
-def within_limit(rows: PromptRows, lengths: Sequence[int], *, option: str, limit: int, overlong: Overlong) -> list[int]:
+def tokenize_responses(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Ragged:
+    """Return the token ids of responses, each with the end of sequence."""
+
+    def tokenized(chunk: list[str]) -> list[list[int]]:
+        encoded = tokenizer(chunk, add_special_tokens=False)["input_ids"]
+        return [[*ids, tokenizer.eos_token_id] for ids in encoded]
+
+    return _in_chunks(texts, tokenized)
+
+
+def _in_chunks(items: Iterable[Any], tokenized: Callable[[list[Any]], Iterable[list[int]]]) -> Ragged:
+    remaining = iter(items)
+    chunks = iter(lambda: list(islice(remaining, _CHUNK)), [])
+    return Ragged(ids for chunk in chunks for ids in tokenized(chunk))
+
+
+def within_limit(rows: PromptRows, lengths: np.ndarray, *, option: str, limit: int, overlong: Overlong) -> np.ndarray:
     """Return the numbers of the rows of at most `limit` tokens.
 
     Raises:
         ConfigError: a row is longer and `overlong` is "error", or every row is longer; names `option`.
     """
-    kept = [number for number, length in enumerate(lengths) if length <= limit]
+    kept = np.flatnonzero(lengths <= limit)
     if len(kept) < len(lengths) and overlong == "error":
-        worst = max(range(len(lengths)), key=lengths.__getitem__)
+        worst = int(np.argmax(lengths))
         raise ConfigError(
             f"{rows.where(worst)}: {lengths[worst]} tokens, more than {option}={limit} "
             f"({len(lengths) - len(kept)} such rows). Raise {option}, or set overlong_prompts=filter."
         )
-    if not kept:
+    if not len(kept):
         raise ConfigError(f"Every row has more tokens than {option}={limit} (the shortest {min(lengths)}): raise it.")
     return kept
 
 
-def digest(sequences: Sequence[Sequence[int]]) -> str:
+def within_both(
+    rows: PromptRows,
+    prompts: np.ndarray,
+    response_lengths: np.ndarray,
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    overlong: Overlong,
+) -> np.ndarray:
+    """Return the numbers of the rows whose responses are within their limit, out of `prompts` that are within theirs.
+
+    Raises:
+        ConfigError: a response is longer and `overlong` is "error", or no row is left.
+    """
+    short = within_limit(
+        rows, response_lengths, option="max_response_tokens", limit=max_response_tokens, overlong=overlong
+    )
+    kept = np.intersect1d(prompts, short, assume_unique=True)
+    if not len(kept):
+        raise ConfigError(
+            f"Every row is longer than max_prompt_tokens={max_prompt_tokens} or "
+            f"max_response_tokens={max_response_tokens}: raise them."
+        )
+    return kept
+
+
+def digest(sequences: Iterable[Sequence[int] | np.ndarray]) -> str:
     """Return a short digest of token sequences and their order."""
     hasher = hashlib.blake2b(digest_size=8)
     for ids in sequences:

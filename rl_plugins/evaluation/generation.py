@@ -62,7 +62,7 @@ class Job:
     def settings(self, rows: PromptRows, model: str) -> dict[str, Any]:
         """What the samples depend on, the weights of the model among it."""
         prompts = hashlib.blake2b(digest_size=8)
-        for row in rows.rows:
+        for row in rows:
             prompts.update(json.dumps(row, sort_keys=True, default=str).encode())
         return {**asdict(self), "weights": fingerprint(model), "prompts": prompts.hexdigest()}
 
@@ -89,7 +89,7 @@ def open_samples(path: Path, rows: PromptRows, job: Job, model: str) -> SampleFi
     taken = [name for name in COLUMNS if name in rows.rows[0]]
     if taken:
         raise ConfigError(f"{rows.where(0)}: there is a column {taken[0]!r} already: name a file of prompts")
-    samples = SampleFile(path, -(-len(rows.rows) // job.prompts_per_part), job.settings(rows, model))
+    samples = SampleFile(path, -(-len(rows) // job.prompts_per_part), job.settings(rows, model))
     samples.check()
     return samples
 
@@ -112,7 +112,7 @@ def generate(
     """
     sampling, missing = job.sampling((tokenizer.eos_token_id,)), samples.missing()
     # Of all rows at once, so that every part has the same types.
-    table = _table(rows.rows)
+    table = _table([*rows])
     for number in missing:
         start = time.perf_counter()
         part = slice(number * job.prompts_per_part, (number + 1) * job.prompts_per_part)

@@ -64,7 +64,7 @@ def load_samples(path: Path) -> Sequence[Row]:
     Raises:
         ConfigError: a column is missing, a row is malformed, or rows have different numbers of responses.
     """
-    rows = load_rows(path, (*COLUMNS, *SAMPLE_COLUMNS)).rows
+    rows = [*load_rows(path, (*COLUMNS, *SAMPLE_COLUMNS))]
     size = len(rows[0]["responses"] or ())
     for number, row in enumerate(rows):
         if not size or any(len(row[name] or ()) != size for name in SAMPLE_COLUMNS):

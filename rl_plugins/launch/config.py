@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_plugins.errors import ConfigError
@@ -75,12 +75,40 @@ class TeacherOptions:
 
 
 @dataclass
+class MixtureOptions:
+    """A part of the training data.
+
+    Attributes:
+        files: its parquet files.
+        weight: its share of the prompts of every step, as a number that is compared with the other parts'.
+    """
+
+    files: list[str] = field(default_factory=list)
+    weight: float = 1.0
+
+
+@dataclass
+class CurriculumOptions:
+    """Prompts that the policy sometimes solves come more often (stages that sample).
+
+    Attributes:
+        share: of a step's prompts that is drawn by the variance of the rewards seen so far; 0 is off.
+        keep: of what is known of a prompt when its next group comes; 0 believes the last group alone.
+    """
+
+    share: float = 0.0
+    keep: float = 0.5
+
+
+@dataclass
 class DataConfig:
     """The prompts.
 
     Attributes:
         train_files: parquet files with the columns prompt, data_source, ability, reward_model, extra_info.
-        val_files: the same, for validation; may be empty.
+        mixture: in place of `train_files`, parts in given shares: a mapping of names to `files` and `weight`.
+        curriculum: prompts by their difficulty; off by default.
+        val_files: parquet files for validation; may be empty.
         max_prompt_tokens: longest prompt.
         overlong_prompts: `filter` drops longer ones and says how many, `error` refuses them.
         eval_batch_size: prompts of one validation batch on one rank.
@@ -95,6 +123,8 @@ class DataConfig:
     """
 
     train_files: list[str] = field(default_factory=list)
+    mixture: Any = None
+    curriculum: CurriculumOptions = field(default_factory=CurriculumOptions)
     val_files: list[str] = field(default_factory=list)
     max_prompt_tokens: int = 512
     overlong_prompts: str = "filter"
@@ -549,6 +579,7 @@ def parse_config(values: Any) -> RecipeConfig:
         # As plain values: Hydra's `+key=value` lets unknown keys into what it composes.
         plain = OmegaConf.to_container(values) if OmegaConf.is_config(values) else values
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RecipeConfig), plain))
+        config.data.mixture = _parse_mixture(config.data.mixture)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from None
     # MLflow sets the variable itself for what comes after it in a process, such as another run.
@@ -556,6 +587,8 @@ def parse_config(values: Any) -> RecipeConfig:
     # Ray's workers have working directories of their own.
     config.run.output_dir = str(Path(config.run.output_dir).absolute())
     config.data.train_files = [str(Path(path).absolute()) for path in config.data.train_files]
+    for part in config.data.mixture.values():
+        part.files = [str(Path(path).absolute()) for path in part.files]
     config.data.val_files = [str(Path(path).absolute()) for path in config.data.val_files]
     if config.debug.replay:
         config.debug.replay = str(Path(config.debug.replay).absolute())
@@ -586,3 +619,10 @@ def num_engines(config: RecipeConfig) -> int:
 def rollout_dtype(config: RecipeConfig) -> str:
     """Name of the dtype of a rollout engine's weights: as configured, or the one that the policy computes in."""
     return config.rollout.dtype or ("float32" if config.model.precision == "32-true" else "bfloat16")
+
+
+def _parse_mixture(parts: Any) -> dict[str, MixtureOptions]:
+    """The parts by their names; the type of the option itself is open, or Hydra would refuse names it does not know."""
+    node = OmegaConf.create({"data": {"mixture": DictConfig({}, element_type=MixtureOptions)}})
+    merged: Any = OmegaConf.merge(node, {"data": {"mixture": parts or {}}})
+    return {str(name): part for name, part in cast(Any, OmegaConf.to_object(merged))["data"]["mixture"].items()}

@@ -15,6 +15,7 @@ from rl_plugins.data.process_rewards import ProcessRewardDataModule
 from rl_plugins.data.prompts import PromptDataModule
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.launch.config import LoraOptions, OptimizerOptions, RecipeConfig
+from rl_plugins.launch.trials import curriculum_config, training_data
 from rl_plugins.models.lora import LoraConfig
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.collecting import RewardModelConfig
@@ -38,10 +39,9 @@ def build_stage(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> 
 def build_data(config: RecipeConfig, tokenizer: Any) -> StepDataModule[Any]:
     """The data module of the stage."""
     data = config.data
-    train = instantiate(data.dataset, _convert_="all") if data.dataset is not None else list(data.train_files)
     return _DATA[config.stage](
         config,
-        train,
+        training_data(config),
         {
             "validation": list(data.val_files) or None,
             "tokenizer": tokenizer,
@@ -191,7 +191,8 @@ def _oversampling(config: RecipeConfig) -> int:
 
 
 def _prompts(config: RecipeConfig, train: Any, options: dict[str, Any]) -> StepDataModule[Any]:
-    return PromptDataModule(train, **options)
+    curriculum = curriculum_config(config) if config.data.curriculum.share else None
+    return PromptDataModule(train, curriculum=curriculum, **options)
 
 
 def _responses(config: RecipeConfig, train: Any, options: dict[str, Any]) -> StepDataModule[Any]:

@@ -42,12 +42,13 @@ def facts_of(config: RecipeConfig, folder: RunFolder) -> Facts:
         "seed": config.run.seed,
         "workers": config.placement.num_workers,
     }
+    mixed = [path for part in config.data.mixture.values() for path in part.files]
     return Facts(
         params={key: value for key, value in params.items() if value is not None},
         tags={"run_folder": str(folder.path), **code_tags(folder)},
         files=(folder.config, folder.environment, folder.git_state, folder.git_diff),
         data={
-            "training": [Path(path) for path in config.data.train_files],
+            "training": [Path(path) for path in [*config.data.train_files, *mixed]],
             "validation": [Path(path) for path in config.data.val_files],
         },
         parent_run=config.tracking.parent_run,

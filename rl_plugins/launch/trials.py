@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,10 @@ from rl_plugins.launch.config import RecipeConfig
 from rl_plugins.launch.values import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, generates
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
+    from rl_plugins.data.curriculum import CurriculumConfig
     from rl_plugins.data.parquet import PromptRows, Row
 
 _REWARD_DEADLINE_S = 10.0
@@ -26,27 +29,58 @@ def check_prompts(config: RecipeConfig) -> None:
         ConfigError: a file or row is malformed, there are too few rows, a data source has no reward or its reward
             fails, or prompts are too long.
     """
+    import numpy as np
+
+    from rl_plugins.data.curriculum import Curriculum
+    from rl_plugins.data.mixture import load_parts, mixed
     from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, load_rows
 
     data, needed = config.data, config.batch.prompts_per_step
-    if data.dataset is None and not data.train_files:
-        raise ConfigError("data.train_files is empty: name one or more parquet files")
-    source = data.train_files if data.dataset is None else instantiate_node("data.dataset", data.dataset)
-    train = load_rows(source, UNSCORED_COLUMNS if config.stage in GIVEN_RESPONSE_STAGES else COLUMNS)
-    if len(train.rows) < needed:
+    source = training_data(config)
+    train, firsts = load_parts(source, UNSCORED_COLUMNS if config.stage in GIVEN_RESPONSE_STAGES else COLUMNS)
+    if len(train) < needed:
         raise ConfigError(
-            f"the training data has {len(train.rows)} rows, fewer than batch.prompts_per_step={needed}: "
-            "lower it or add data"
+            f"the training data has {len(train)} rows, fewer than batch.prompts_per_step={needed}: lower it or add data"
         )
+    if data.mixture or data.curriculum.share:
+        size = {"prompts_per_step": needed, "seed": config.run.seed}
+        mixture = mixed(source, firsts, len(train), **size)
+        if data.curriculum.share:
+            Curriculum(mixture, curriculum_config(config), kept=np.arange(len(train)), **size)
     val_columns = COLUMNS if generates(config) else UNSCORED_COLUMNS
     validation = load_rows(data.val_files, val_columns) if data.val_files else None
     # Rows whose responses are generated, and so scored.
-    scored = [*train.rows] if config.stage in SAMPLING_STAGES else []
-    scored += validation.rows if validation and generates(config) else []
-    _check_rewards(config, scored)
+    scored = [train] if config.stage in SAMPLING_STAGES else []
+    scored += [validation] if validation and generates(config) else []
+    _check_rewards(config, chain.from_iterable(scored))
     if (Path(config.model.path) / "tokenizer.json").is_file():
         for rows in filter(None, (train, validation)):
             _check_lengths(config, rows)
+
+
+def training_data(config: RecipeConfig) -> Any:
+    """What the data module of the stage is to train on.
+
+    Raises:
+        ConfigError: nothing is named, or the custom data set cannot be made.
+    """
+    from rl_plugins.data.mixture import MixturePart
+
+    data = config.data
+    if data.dataset is not None:
+        return instantiate_node("data.dataset", data.dataset)
+    if data.mixture:
+        return {name: MixturePart(part.files, part.weight) for name, part in data.mixture.items()}
+    if not data.train_files:
+        raise ConfigError("data.train_files is empty: name one or more parquet files")
+    return list(data.train_files)
+
+
+def curriculum_config(config: RecipeConfig) -> CurriculumConfig:
+    """The settings of a curriculum that is on."""
+    from rl_plugins.data.curriculum import CurriculumConfig
+
+    return CurriculumConfig(**vars(config.data.curriculum))
 
 
 def instantiate_node(option: str, node: Any) -> Any:
@@ -68,13 +102,15 @@ def instantiate_node(option: str, node: Any) -> Any:
         raise ConfigError(f"{option}: {' '.join(str(error.__cause__ or error).split())}") from None
 
 
-def _check_rewards(config: RecipeConfig, rows: Sequence[Row]) -> None:
+def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> None:
     from rl_plugins.rewards.inline import check_reward
     from rl_plugins.rewards.records import ScoringRequest
     from rl_plugins.rewards.routing import check_routes
 
-    first_of_source = {row["data_source"]: row for row in reversed(rows)}
-    if not rows:
+    first_of_source: dict[str, Row] = {}
+    for row in rows:
+        first_of_source.setdefault(row["data_source"], row)
+    if not first_of_source:
         return
     check_routes(config.reward.functions, first_of_source)
     for source, row in first_of_source.items():
@@ -102,9 +138,9 @@ def _looked_at(algorithm: Any) -> list[tuple[str, str]]:
 
 def _check_lengths(config: RecipeConfig, rows: PromptRows) -> None:
     """Measure the prompts with the most or the fewest characters, so that a large data set takes no longer."""
+    import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-    from rl_plugins.data.parquet import PromptRows
     from rl_plugins.data.tokenization import check_chat_template, tokenize_prompts, within_limit
 
     limit, refuse = config.data.max_prompt_tokens, config.data.overlong_prompts == "error"
@@ -112,21 +148,21 @@ def _check_lengths(config: RecipeConfig, rows: PromptRows) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
     check_chat_template(tokenizer)
 
-    def measure(numbers: Sequence[int]) -> list[int]:
-        chosen = PromptRows([rows.rows[number] for number in numbers], rows.origins)
-        return [len(ids) for ids in tokenize_prompts(chosen, tokenizer, {})]
+    def measure(numbers: Sequence[int]) -> np.ndarray:
+        return tokenize_prompts((rows.rows[number] for number in numbers), tokenizer, {}).lengths
 
-    by_characters = sorted(range(len(rows.rows)), key=lambda number: _characters(rows.rows[number]))
+    by_characters = np.argsort([_characters(row) for row in rows], kind="stable").tolist()
     measured = by_characters[-_PROMPTS_MEASURED:] if refuse else by_characters[:_PROMPTS_MEASURED]
-    lengths = dict(zip(measured, measure(measured), strict=True))
+    lengths = np.zeros(len(rows), dtype=np.int64)
+    lengths[measured] = measure(measured)
     if not refuse:
-        if min(lengths.values()) <= limit:
+        if lengths[measured].min() <= limit:
             return
         rest = by_characters[_PROMPTS_MEASURED:]
-        lengths |= dict(zip(rest, measure(rest), strict=True)) if rest else {}
+        lengths[rest] = measure(rest)
     within_limit(
         rows,
-        [lengths.get(number, 0) for number in range(len(rows.rows))],
+        lengths,
         option="data.max_prompt_tokens",
         limit=limit,
         overlong=config.data.overlong_prompts,  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -92,7 +93,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (
         "must be from 0 to below 1",
         lambda value: 0 <= value < 1,
-        ("model.lora.dropout", "critic.lora.dropout", "average.keep"),
+        ("model.lora.dropout", "critic.lora.dropout", "average.keep", "data.curriculum.share", "data.curriculum.keep"),
     ),
     (
         "must be all-linear, a list of layers' names, or a regular expression",
@@ -162,6 +163,7 @@ def check_values(config: RecipeConfig) -> None:
     for option, size in (("tensor_parallel", tensor_parallel), ("sequence_parallel", sequence_parallel)):
         if workers % size:
             raise ConfigError(f"strategy.{option}={size} does not divide placement.num_workers={workers}: change one")
+    _check_data(config)
     _check_lora(config)
     _check_registration(config)
     _check_best(config)
@@ -210,6 +212,26 @@ def _check_debug(config: RecipeConfig) -> None:
 def validates(config: RecipeConfig) -> bool:
     """Whether the run validates at all."""
     return bool(config.data.val_files) and config.run.eval_every > 0
+
+
+def _check_data(config: RecipeConfig) -> None:
+    data = config.data
+    others = [option for option in ("train_files", "dataset") if getattr(data, option)]
+    if data.mixture and others:
+        raise ConfigError(f"data.mixture and data.{others[0]} both name the training data: leave one of them out")
+    for name, part in data.mixture.items():
+        if not part.files:
+            raise ConfigError(f"data.mixture.{name}.files is empty: name one or more parquet files")
+        if not (part.weight > 0 and math.isfinite(part.weight)):
+            raise ConfigError(f"data.mixture.{name}.weight={part.weight}: must be above 0")
+    share = data.curriculum.share
+    if share and config.stage not in SAMPLING_STAGES:
+        raise ConfigError(f"data.curriculum.share={share}: stage={config.stage} has no rewards to see: leave it at 0")
+    if share and config.batch.samples_per_prompt < 2:
+        raise ConfigError(
+            f"data.curriculum.share={share} goes by how rewards vary among the samples of a prompt: raise "
+            "batch.samples_per_prompt to 2 or more"
+        )
 
 
 def _check_lora(config: RecipeConfig) -> None:

@@ -6,10 +6,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.masked import group_statistics
+from rl_plugins.algorithms.masked import GroupStatistics, group_statistics
+from rl_plugins.data.curriculum import GroupResult
 from rl_plugins.data.experience import Experience
 from rl_plugins.evaluation.measures import Summary
 from rl_plugins.rewards.failures import failure_counts
@@ -102,6 +104,7 @@ class SampleMetrics:
     """
 
     numbers: dict[str, float] = field(default_factory=dict)
+    _groups: list[tuple[Tensor, GroupStatistics]] = field(default_factory=list)
     _batches: list[dict[str, tuple[Tensor, Tensor]]] = field(default_factory=list)
     _failed: Tensor = field(default_factory=lambda: torch.zeros(len(_FAILURES), dtype=torch.float64))
     _size: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
@@ -111,6 +114,7 @@ class SampleMetrics:
         assert experience.scores is not None
         rewards_B, valid_B, everything_B = experience.scores.double(), experience.valid, torch.ones(len(scores)).bool()
         groups = group_statistics(rewards_B, experience.groups, valid_B)
+        self._groups.append((experience.groups, groups))
         self._batches.append({
             "reward": (rewards_B, valid_B),
             "response_length": (experience.response_lengths.double(), everything_B),
@@ -121,6 +125,19 @@ class SampleMetrics:
         counts = failure_counts(scores)
         self._failed += torch.tensor([float(counts.get(kind, 0)) for kind in _FAILURES])
         self._size += torch.stack([torch.tensor(len(scores)), experience.sequence_lengths.sum()])
+
+    def group_results(self) -> list[GroupResult]:
+        """How the prompts of this rank were rewarded; nothing of those with fewer than two valid samples."""
+        results = []
+        for draw, (groups_B, statistics) in enumerate(self._groups):
+            # NumPy's unique says where each group begins.
+            rows, firsts = np.unique(groups_B.numpy(), return_index=True)
+            for row, first in zip(rows.tolist(), firsts.tolist(), strict=True):
+                count = float(statistics.count_B[first])
+                if count >= 2:
+                    variance = float(statistics.std_B[first]) ** 2 * (count - 1) / count
+                    results.append(GroupResult(draw, row, float(statistics.mean_B[first]), variance))
+        return results
 
     def averages(self, prefix: str, sum_over_ranks: Reduce, seconds: float) -> dict[str, float]:
         """`<prefix>/<name>` over all ranks, and the throughput. Collective."""

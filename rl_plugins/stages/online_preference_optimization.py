@@ -57,7 +57,8 @@ class OnlinePreferenceOptimization(PreferenceOptimization):
         start = time.perf_counter()
         metrics = self.update(self.collect(prompts))
         seconds = time.perf_counter() - start
-        self.end_step({**self._sampled.averages("train", self._strategy.sum_over_ranks, seconds), **metrics})
+        sampled = self._sampled.averages("train", self._strategy.sum_over_ranks, seconds)
+        self.end_step({**sampled, **metrics, **self.tell_curriculum(self._sampled)})
 
     def collect(self, prompts: PromptBatch) -> list[PreferenceExamples]:
         """Sample, score, and pair; the pairs of each update. Collective.

@@ -35,7 +35,8 @@ class PolicyOptimization(CollectingStage):
         experience = self.collect(prompts)
         metrics = self.update(experience)
         seconds = time.perf_counter() - start
-        self.end_step({**self._sampled.averages("train", self._strategy.sum_over_ranks, seconds), **metrics})
+        sampled = self._sampled.averages("train", self._strategy.sum_over_ranks, seconds)
+        self.end_step({**sampled, **metrics, **self.tell_curriculum(self._sampled)})
 
     def update(self, experience: Experience) -> dict[str, float]:
         """Optimizer steps on the experience; returns the metrics of the step, averaged over all ranks."""

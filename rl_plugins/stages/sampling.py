@@ -14,13 +14,14 @@ from typing_extensions import Unpack, override
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.data.sampler import StepLoader
 from rl_plugins.evaluation.answers import final_answer
 from rl_plugins.evaluation.measures import measure, summarize
 from rl_plugins.models.lora import adapter_off, has_adapter
 from rl_plugins.rewards.default import Reward, default_scorer
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations, SamplingConfig
-from rl_plugins.stages.metrics import interval_metrics, mean_over_ranks
+from rl_plugins.stages.metrics import SampleMetrics, interval_metrics, mean_over_ranks
 from rl_plugins.stages.stage import Stage, StageOptions
 from rl_plugins.strategies.contract import POLICY, REFERENCE
 
@@ -146,6 +147,19 @@ class SamplingStage(Stage):
         if self.shown_samples and self.trainer.training:
             self.training_samples = sample_rows(experience, scores)[: self.shown_samples]
         return scores
+
+    def tell_curriculum(self, sampled: SampleMetrics) -> dict[str, float]:
+        """Tell a curriculum, where there is one, how the prompts were rewarded; returns its metrics. Collective.
+
+        Args:
+            sampled: all samples of the step on this rank.
+        """
+        loader = self.trainer.train_dataloader
+        if not isinstance(loader, StepLoader) or loader.curriculum is None:
+            return {}
+        told = self._strategy.gather(sampled.group_results())
+        loader.curriculum.observe(result for theirs in told for result in theirs)
+        return loader.curriculum.metrics()
 
     # Validation -------------------------------------------------------------------------------------------------
 

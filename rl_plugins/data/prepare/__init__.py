@@ -1,6 +1,6 @@
-"""Make the prompt files: one module for each known layout of raw data, and a table of them.
+"""Make data files: one module for each known layout of raw data, and a conversion of any other.
 
-A layout turns its raw data into rows of the five columns for the splits `train` and `test`; reading raw
-files, checking the rows, writing the parquet files and the command line (`python -m rl_plugins.data.prepare`)
-are common.
+A layout turns its raw data into rows of the five columns for the splits `train` and `test`; `conversion` goes by the
+names of fields. Reading raw records, checking the rows and writing the parquet files are common; the command line is
+`rl-plugins prepare`.
 """

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
+from rl_plugins.data.prepare.records import read_records
 from rl_plugins.errors import ConfigError
 
 SPLITS = ("train", "test")
@@ -53,14 +51,14 @@ def build_splits(folder: Path, keys: Sequence[str], make_row: MakeRow) -> dict[s
     for split in SPLITS:
         path = _find(folder, split)
         splits[split] = []
-        for index, (line, record) in enumerate(_read(path)):
+        for index, (where, record) in enumerate(read_records(path)):
             for key in keys:
                 if not isinstance(record.get(key), str):
-                    raise ConfigError(f"{path}, line {line}: no text under {key!r}; it has {', '.join(record)}.")
+                    raise ConfigError(f"{where}: no text under {key!r}; it has {', '.join(record)}.")
             try:
                 splits[split].append(make_row(record, split, index))
             except ValueError as error:
-                raise ConfigError(f"{path}, line {line}: {error}") from error
+                raise ConfigError(f"{where}: {error}") from error
     return splits
 
 
@@ -70,20 +68,3 @@ def _find(folder: Path, split: str) -> Path:
         names = ", ".join(path.name for path in found) or "none"
         raise ConfigError(f"{folder}: expected one {split}.jsonl or {split}.parquet, found {names}.")
     return found[0]
-
-
-def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    if path.suffix == ".parquet":
-        yield from enumerate(pq.ParquetFile(path).read().to_pylist(), start=1)
-        return
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}, line {number}: not valid JSON ({error}).") from error
-            if not isinstance(record, dict):
-                raise ConfigError(f"{path}, line {number}: expected a JSON object, got {line.strip()[:40]!r}.")
-            yield number, record

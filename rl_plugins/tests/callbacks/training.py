@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from typing_extensions import override
@@ -29,6 +30,7 @@ class Prompts:
 
     fingerprint = "canned"
     texts = 2 * canned.PROMPTS
+    kept = np.arange(len(texts))
 
     def __len__(self) -> int:
         return len(self.texts)

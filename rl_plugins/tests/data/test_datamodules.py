@@ -123,7 +123,7 @@ def test_sft_validates_on_prompts_alone(row, tokenizer):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("extra_info.solution", "list, row 0: .* leads nowhere at 'solution'; there is split, index, answer"),
+        ("extra_info.solution", "list, row 0, .*: leads nowhere at 'solution'; there is split, index, answer"),
         ("data_source.x", "leads nowhere at 'x'; there is no further keys"),
         ("extra_info.index", "holds 0, not a text"),
     ],

@@ -268,7 +268,7 @@ def test_a_saved_slice_does_not_drag_its_batch_along(tmp_path):
 
 def test_importing_the_package_and_checking_files_needs_no_heavy_library():
     code = (
-        "import sys, rl_plugins.data.parquet, rl_plugins.data.prepare.__main__\n"
+        "import sys, rl_plugins.data.parquet, rl_plugins.commands.prepare\n"
         "assert not {'torch', 'lightning', 'transformers', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

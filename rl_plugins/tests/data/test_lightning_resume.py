@@ -7,7 +7,9 @@ import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
+from rl_plugins.data.curriculum import CurriculumConfig, GroupResult
 from rl_plugins.data.prompts import PromptBatch, PromptDataModule
+from rl_plugins.data.sampler import StepLoader
 from rl_plugins.errors import ConfigError
 
 ROWS, PER_STEP, EPOCHS = 13, 4, 4
@@ -44,6 +46,17 @@ class Recorder(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Rewarded(Recorder):
+    """Tells the curriculum that odd prompts are sometimes solved, and even ones never."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        results = [GroupResult(0, row, row % 2 / 2, row % 2 / 4) for row in batch.rows]
+        loader = self.trainer.train_dataloader
+        assert isinstance(loader, StepLoader) and loader.curriculum is not None
+        loader.curriculum.observe(results)
 
 
 class SaveAt(pl.Callback):
@@ -99,12 +112,12 @@ def data(row, tokenizer):
     return make
 
 
-def interrupt_and_resume(tmp_path, data, hook, step, **options):
+def interrupt_and_resume(tmp_path, data, hook, step, module=Recorder, **options):
     path = tmp_path / "stopped.ckpt"
     fail_at = step if hook == "exception" else None
     with pytest.raises(Stopped):
-        fit(tmp_path, data(), Recorder(fail_at), SaveAt(hook, step, path), **options)
-    return fit(tmp_path, data(), Recorder(), ckpt_path=path, **options)
+        fit(tmp_path, data(), module(fail_at), SaveAt(hook, step, path), **options)
+    return fit(tmp_path, data(), module(), ckpt_path=path, **options)
 
 
 EPOCH_LIMIT = {"max_epochs": EPOCHS}
@@ -115,9 +128,9 @@ EPOCH_ENDS = [("epoch", STEPS), ("epoch", 2 * STEPS)]
 VALIDATIONS = [("validation", STEPS), ("validation", 2 * STEPS)]
 
 
-def check_resume(tmp_path, make_data, hook, step, **options):
-    whole = fit(tmp_path, make_data(), Recorder(), **options)
-    resumed = interrupt_and_resume(tmp_path, make_data, hook, step, **options)
+def check_resume(tmp_path, make_data, hook, step, module=Recorder, **options):
+    whole = fit(tmp_path, make_data(), module(), **options)
+    resumed = interrupt_and_resume(tmp_path, make_data, hook, step, module, **options)
     assert resumed.seen == whole.seen[step:]
     assert resumed.epochs == whole.epochs[step:]
     return whole
@@ -146,6 +159,12 @@ def test_resume_with_shortened_epochs(tmp_path, data, hook, step):
     whole = check_resume(tmp_path, data, hook, step, limit_train_batches=2)
     assert len(whole.seen) == 2 * EPOCHS
     assert len({row for rows in whole.seen[:STEPS] for row in rows}) == STEPS * PER_STEP
+
+
+@pytest.mark.parametrize(("hook", "step"), [("batch", 1), ("batch", 5), ("exception", 4), *EPOCH_ENDS])
+def test_resume_with_a_curriculum(tmp_path, data, hook, step):
+    whole = check_resume(tmp_path, lambda: data(curriculum=CurriculumConfig()), hook, step, Rewarded)
+    assert all(len(set(rows)) == PER_STEP for rows in whole.seen)
 
 
 def test_epochs_differ_and_each_row_is_served_once_per_epoch(tmp_path, data):

@@ -10,11 +10,11 @@ def test_rows_are_numbered_over_all_files(row, write_rows):
     first = write_rows([row(0), row(1)], "a.parquet")
     second = write_rows([row(2), row(3)], "b.parquet")
     loaded = load_rows([first, str(second)])
-    assert [entry["extra_info"]["index"] for entry in loaded.rows] == [0, 1, 2, 3]
+    assert [entry["extra_info"]["index"] for entry in loaded] == [0, 1, 2, 3]
     assert loaded.where(1) == f"{first}, row 1"
     assert loaded.where(3) == f"{second}, row 1"
-    assert len(loaded.rows) == 4
-    assert len(load_rows(first).rows) == 2
+    assert len(loaded) == 4
+    assert len(load_rows(first)) == 2
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_missing_column_is_named(row, write_rows):
     bare = {name: value for name, value in row(0).items() if name != "ability"}
     with pytest.raises(ConfigError, match=r"train.parquet: column 'ability' is missing; the file has prompt"):
         load_rows(write_rows([bare]))
-    with pytest.raises(ConfigError, match="list, row 1: column 'ability' is missing"):
+    with pytest.raises(ConfigError, match="list, row 1, column 'ability': it is missing"):
         load_rows([row(0), bare])
 
 
@@ -70,7 +70,7 @@ def test_a_data_set_is_any_sequence_of_mappings(row):
             return row(index**2)
 
     loaded = load_rows(Squares())
-    assert [entry["extra_info"]["index"] for entry in loaded.rows] == [0, 1, 4]
+    assert [entry["extra_info"]["index"] for entry in loaded] == [0, 1, 4]
     assert loaded.where(2) == "Squares, row 2"
-    with pytest.raises(ConfigError, match=r"list, row 0: expected a mapping .* got int"):
+    with pytest.raises(ConfigError, match=r"list, row 0, row: expected a mapping .* got int"):
         load_rows([1])  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ def test_validation_serves_prompts_or_pairs(row, pair_row, tokenizer):
     assert isinstance(batch, PromptBatch) and batch.rows == [0, 1]
     batch = validation_batch([pair_row(0), pair_row(1)], tokenizer, validate_on="pairs")
     assert isinstance(batch, PairBatch) and batch.rows == [0, 1]
-    with pytest.raises(ConfigError, match="list, row 0: chosen_key='chosen' leads nowhere"):
+    with pytest.raises(ConfigError, match="list, row 0, chosen_key='chosen': leads nowhere"):
         validation_batch([row(0)], tokenizer, validate_on="pairs")
 
 
@@ -131,36 +131,38 @@ def test_other_texts_margins_labels_or_orders_are_other_data(pair_row, judged_ro
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"chosen": None}, "chosen_key='chosen' holds None, not a text"),
-        ({"chosen": " "}, "chosen_key='chosen' holds ' ', not a text"),
-        ({"rejected": 7}, "rejected_key='rejected' holds 7, not a text"),
-        ({"rejected": "it is 2"}, "chosen_key='chosen' and rejected_key='rejected' hold the same text 'it is 2'"),
-        ({"margin": math.nan}, "margin_key='margin' holds nan, not a finite number"),
-        ({"margin": True}, "margin_key='margin' holds True, not a finite number"),
-        ({"margin": "1"}, "margin_key='margin' holds '1', not a finite number"),
+        ({"chosen": None}, "chosen_key='chosen': holds None, not a text"),
+        ({"chosen": " "}, "chosen_key='chosen': holds ' ', not a text"),
+        ({"rejected": 7}, "rejected_key='rejected': holds 7, not a text"),
+        ({"rejected": "it is 2"}, "chosen_key='chosen' and rejected_key='rejected': they hold the same text 'it is 2'"),
+        ({"margin": math.nan}, "margin_key='margin': holds nan, not a finite number"),
+        ({"margin": True}, "margin_key='margin': holds True, not a finite number"),
+        ({"margin": "1"}, "margin_key='margin': holds '1', not a finite number"),
     ],
 )
 def test_a_bad_pair_is_named(pair_row, tokenizer, changes, message):
-    with pytest.raises(ConfigError, match=f"list, row 1: {message}"):
+    with pytest.raises(ConfigError, match=f"list, row 1, {message}"):
         train_batches([pair_row(0), pair_row(1, **changes)], tokenizer, margin_key="margin")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"response": ""}, "response_key='response' holds '', not a text"),
-        ({"good": 1}, r"label_key='good' holds 1, not true \(desirable\) or false"),
-        ({"good": None}, "label_key='good' holds None"),
+        ({"response": ""}, "response_key='response': holds '', not a text"),
+        ({"good": 1}, r"label_key='good': holds 1, not true \(desirable\) or false"),
+        ({"good": None}, "label_key='good': holds None"),
     ],
 )
 def test_a_bad_judged_row_is_named(judged_row, tokenizer, changes, message):
-    with pytest.raises(ConfigError, match=f"list, row 1: {message}"):
+    with pytest.raises(ConfigError, match=f"list, row 1, {message}"):
         train_batches([judged_row(0), judged_row(1, **changes)], tokenizer, label_key="good")
 
 
 def test_a_missing_key_is_named_with_its_file(pair_row, write_rows, tokenizer):
     path = write_rows([pair_row(0)])
-    message = rf"{path}, row 0: rejected_key='extra_info.worse' leads nowhere at 'worse'; there is split, index, answer"
+    message = (
+        rf"{path}, row 0, rejected_key='extra_info.worse': leads nowhere at 'worse'; there is split, index, answer"
+    )
     with pytest.raises(ConfigError, match=message):
         train_batches(str(path), tokenizer, rejected_key="extra_info.worse")
 

@@ -8,12 +8,12 @@ import pytest
 
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.preferences import PreferenceDataModule
-from rl_plugins.data.prepare.__main__ import main
 from rl_plugins.data.prepare.addition import addition_rows
 from rl_plugins.data.prepare.competition_math import last_boxed
 from rl_plugins.data.prepare.gsm8k import final_answer
 from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.errors import ConfigError
+from rl_plugins.tests.data.prepare_command import main
 
 
 def write_raw(folder, records):
@@ -45,7 +45,7 @@ def test_the_command_writes_files_and_names_the_next(tmp_path, capsys):
     output = tmp_path / "add"
     command = ["addition", "--output", str(output), "--num-train", "30", "--num-test", "5"]
     assert main(command) == 0
-    assert len(load_rows([output / "train.parquet", output / "test.parquet"]).rows) == 35
+    assert len(load_rows([output / "train.parquet", output / "test.parquet"])) == 35
     printed = capsys.readouterr().out
     assert f"{output / 'train.parquet'}: 30 rows" in printed
     assert f"data.train_files=[{output / 'train.parquet'}]" in printed
@@ -62,8 +62,8 @@ def test_the_command_writes_pairs_too(tmp_path, tokenizer):
         assert pq.read_table(output / f"{name}.parquet").equals(pq.read_table(tmp_path / "plain" / f"{name}.parquet"))
     assert not list((tmp_path / "plain").glob("*_pairs.parquet"))
     for name, size in {"train": 80, "dev": 20}.items():
-        rows = load_rows(output / f"{name}_pairs.parquet").rows
-        assert [row["prompt"] for row in rows] == [row["prompt"] for row in load_rows(output / f"{name}.parquet").rows]
+        rows = [*load_rows(output / f"{name}_pairs.parquet")]
+        assert [row["prompt"] for row in rows] == [row["prompt"] for row in load_rows(output / f"{name}.parquet")]
         assert len(rows) == size and len({row["margin"] for row in rows}) > 1
         for row in rows:
             right, wrong = int(row["reward_model"]["ground_truth"]), int(row["rejected"])
@@ -85,7 +85,7 @@ def test_gsm8k_from_jsonl_and_parquet(tmp_path):
     (raw / "test.jsonl").unlink()
     pq.write_table(pa.Table.from_pylist(records), raw / "test-00000.parquet")
     assert main(["gsm8k", "--input", str(raw), "--output", str(tmp_path / "out"), "--instruction", "Go."]) == 0
-    rows = load_rows([tmp_path / "out" / "train.parquet", tmp_path / "out" / "test.parquet"]).rows
+    rows = [*load_rows([tmp_path / "out" / "train.parquet", tmp_path / "out" / "test.parquet"])]
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["42", "42"]
     assert [row["extra_info"]["split"] for row in rows] == ["train", "test"]
     assert rows[0]["prompt"] == [{"role": "user", "content": "How many? Go."}]

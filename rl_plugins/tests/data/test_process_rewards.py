@@ -80,10 +80,10 @@ def test_other_labels_are_other_data(steps_row, tokenizer):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": "7+5"}, r"steps_key='extra_info.steps' holds '7\+5', not a list"),
-        ({"steps": []}, r"steps_key='extra_info.steps' holds \[\], not a list"),
+        ({"steps": "7+5"}, r"steps_key='extra_info.steps': holds '7\+5', not a list"),
+        ({"steps": []}, r"steps_key='extra_info.steps': holds \[\], not a list"),
         ({"steps": ["a", " ", "b"]}, "steps_key='extra_info.steps': step 1 is ' ', not a text"),
-        ({"labels": [1, 0]}, "labels_key='extra_info.labels' has 2 labels for the 3 steps"),
+        ({"labels": [1, 0]}, "labels_key='extra_info.labels': it has 2 labels for the 3 steps"),
         ({"labels": [1, 0, -1]}, "label 2 is -1, not a number between 0"),
         ({"labels": [1, 0, math.nan]}, "label 2 is nan, not a number between 0"),
         ({"labels": [1, 0, "+"]}, r"label 2 is '\+', not a number"),
@@ -91,13 +91,13 @@ def test_other_labels_are_other_data(steps_row, tokenizer):
     ],
 )
 def test_a_bad_row_is_named(steps_row, tokenizer, changes, message):
-    with pytest.raises(ConfigError, match=f"list, row 1: .*{message}"):
+    with pytest.raises(ConfigError, match=f"list, row 1, .*{message}"):
         only_batch([steps_row(0), steps_row(1, **changes)], tokenizer)
 
 
 def test_a_missing_key_is_named_with_its_file(row, write_rows, tokenizer):
     path = write_rows([row(0)])
-    message = rf"{path}, row 0: steps_key='extra_info.steps' leads nowhere at 'steps'; there is split, index, answer"
+    message = rf"{path}, row 0, steps_key='extra_info.steps': leads nowhere at 'steps'; there is split, index, answer"
     with pytest.raises(ConfigError, match=message):
         only_batch(str(path), tokenizer)
 

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.data.sampler import EvalLoader, StepLoader, epoch_order
+from rl_plugins.data.orders import epoch_order
+from rl_plugins.data.sampler import EvalLoader, StepLoader
 from rl_plugins.errors import ConfigError
 
 
 class Numbers:
     def __init__(self, count, fingerprint="f"):
-        self.count, self.fingerprint = count, fingerprint
+        self.count, self.fingerprint, self.kept = count, fingerprint, np.arange(count)
 
     def __len__(self):
         return self.count

@@ -22,6 +22,8 @@ GOOD = [
     "placement.num_workers=1", "placement.device=cpu", "sampling.max_tokens=6", "data.max_prompt_tokens=26",
 ]  # fmt: skip
 
+MIXED = ["data.train_files=[]"]
+
 # What is wrong, the overrides that make it so, and what the message must say.
 CASES = [
     # The command line
@@ -177,7 +179,7 @@ CASES = [
     ("no folder for SQLite", ["tracking.uri=sqlite:////gone/a.db"], ["sqlite:////gone/a.db", "folder /gone"]),
     # Data
     ("no training files", ["data.train_files=[]"], ["data.train_files is empty", "parquet"]),
-    ("file missing", ["data.train_files=[gone.parquet]"], ["gone.parquet", "no such file", "data.prepare"]),
+    ("file missing", ["data.train_files=[gone.parquet]"], ["gone.parquet", "no such file", "rl-plugins prepare"]),
     ("file not parquet", ["data.val_files=[text.parquet]"], ["text.parquet", "not a readable parquet file"]),
     ("column missing", ["data.train_files=[no_column.parquet]"], ["no_column.parquet", "'reward_model' is missing"]),
     ("bad row", ["data.train_files=[bad_row.parquet]"], ["bad_row.parquet, row 1", "'data_source'", "a string"]),
@@ -186,6 +188,34 @@ CASES = [
     (
         "a prompt too long", ["data.train_files=[one_long.parquet]", "data.overlong_prompts=error"],
         ["one_long.parquet, row 0", "81 tokens", "data.max_prompt_tokens=26", "filter"],
+    ),
+    (
+        "parts and files", ["data.mixture={a: {files: [train.parquet]}}"],
+        ["data.mixture and data.train_files both", "leave one of them out"],
+    ),
+    ("part without files", [*MIXED, "data.mixture={a: {weight: 2}}"], ["data.mixture.a.files is empty", "parquet"]),
+    (
+        "weight of a part", [*MIXED, "data.mixture={a: {files: [train.parquet], weight: 0}}"],
+        ["data.mixture.a.weight=0", "above 0"],
+    ),
+    ("option of a part", [*MIXED, "data.mixture={a: {file: [train.parquet]}}"], ["no option 'data.mixture.a.file'"]),
+    (
+        "part too small",
+        [*MIXED, "data.mixture={a: {files: [train.parquet]}, b: {files: [few.parquet]}}", "batch.prompts_per_step=8"],
+        ["data.mixture.b: 1 rows are too few", "lower its weight"],
+    ),
+    ("share of a curriculum", ["data.curriculum.share=1"], ["data.curriculum.share=1", "below 1"]),
+    (
+        "curriculum without groups", ["data.curriculum.share=0.5", "batch.samples_per_prompt=1"],
+        ["data.curriculum.share=0.5", "batch.samples_per_prompt to 2"],
+    ),
+    (
+        "curriculum without rewards", ["data.curriculum.share=0.5", "stage=sft"],
+        ["data.curriculum.share=0.5", "stage=sft"],
+    ),
+    (
+        "curriculum that draws nothing", ["data.curriculum.share=0.01", "batch.prompts_per_step=4"],
+        ["share=0.01 of 4 prompts per step is 0"],
     ),
     ("data set missing", ["data.dataset={_target_: no_such.Rows}"], ["data.dataset", "no_such"]),
     # Rewards

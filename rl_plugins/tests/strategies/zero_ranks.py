@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
@@ -38,6 +39,7 @@ class Prompts:
 
     fingerprint = "canned"
     texts = 2 * canned.PROMPTS
+    kept = np.arange(len(texts))
 
     def __len__(self) -> int:
         return len(self.texts)

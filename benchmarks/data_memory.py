@@ -1,0 +1,127 @@
+"""Memory and time of a large prompt file: rows and token ids on disk, against the whole table in memory.
+
+`python -m benchmarks.data_memory [--megabytes 300]` writes a parquet file of that size and of one row group, whose rows
+have a prompt of 100 characters and 4 KB beside it. It prints, for each way in a process of its own: the peak of the
+memory that is not of files, over what the imports take (the kernel takes the pages of files back when it needs them);
+the seconds until rows can be served; and the time to serve a prompt in the order of training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROW_BYTES = 4096
+SERVED = 4096
+TIMEOUT_S = 1800
+
+
+def write_file(path: Path, megabytes: int) -> int:
+    """A parquet file of about this size; returns the number of its rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rng, rows = random.Random(0), megabytes * 2**20 // ROW_BYTES
+
+    def row(number: int) -> dict[str, Any]:
+        return {
+            "prompt": [{"role": "user", "content": rng.randbytes(50).hex()}],
+            "data_source": "random",
+            "ability": "none",
+            "reward_model": {"style": "rule", "ground_truth": str(number)},
+            # Twice as many characters as bytes that they can be compressed to.
+            "extra_info": {"index": number, "text": rng.randbytes(ROW_BYTES).hex()},
+        }
+
+    tables = [pa.Table.from_pylist([row(n) for n in range(i, min(i + 1000, rows))]) for i in range(0, rows, 1000)]
+    pq.write_table(pa.concat_tables(tables), path, compression="zstd", row_group_size=rows)
+    return rows
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is not of files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no RssAnon")
+
+
+def on_disk(path: Path) -> Any:
+    """What the data modules do."""
+    return path
+
+
+def in_memory(path: Path) -> Any:
+    """A data set that was read as a whole."""
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(path).read().to_pylist()
+
+
+def measure(way: str, path: Path) -> dict[str, float]:
+    """What one way takes; run in a process of its own."""
+    from rl_plugins.data.prompts import PromptDataModule
+    from rl_plugins.models.tiny import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    before, peak, done = anonymous_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            peak[0] = max(peak[0], anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.perf_counter()
+    data = PromptDataModule(WAYS[way](path), tokenizer=tokenizer, prompts_per_step=64)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    loader.state_dict()
+    ready = time.perf_counter()
+    for _ in range(SERVED // 64):
+        loader.draw()
+    served = time.perf_counter()
+    done.set()
+    watcher.join()
+    return {
+        "peak_mb": (peak[0] - before) / 2**20,
+        "ready_s": ready - start,
+        "serve_us": (served - ready) / SERVED * 1e6,
+    }
+
+
+WAYS = {"on disk": on_disk, "in memory": in_memory}
+
+
+def main() -> None:
+    """Measure both ways, or one in this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=300)
+    parser.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)
+    parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.way:
+        print(json.dumps(measure(options.way, options.path)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "train.parquet"
+        rows = write_file(path, options.megabytes)
+        print(f"{rows} rows, {path.stat().st_size / 2**20:.0f} MB")
+        print("| way | peak memory, MB | until rows can be served, s | to serve a prompt, us |\n|---|---|---|---|")
+        for way in WAYS:
+            command = [sys.executable, "-m", "benchmarks.data_memory", "--way", way, "--path", str(path)]
+            result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
+            numbers = json.loads(result.stdout.splitlines()[-1])
+            print(f"| {way} | {numbers['peak_mb']:.0f} | {numbers['ready_s']:.1f} | {numbers['serve_us']:.0f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Make data files for the recipes, and check them.
+
+examples:
+  rl-plugins prepare gsm8k --input raw/gsm8k --output data/gsm8k
+  rl-plugins prepare jsonl --train math.jsonl --output data/math --data-source math \\
+      --prompt question --ground-truth answer --test-share 0.05
+  rl-plugins prepare jsonl --train pairs.jsonl --output data/pairs --data-source chat \\
+      --prompt prompt --chosen chosen --rejected rejected
+  rl-plugins prepare hf --input saved_data_set --output data/sft --data-source chat \\
+      --prompt messages --response messages
+  rl-plugins prepare validate data/math/train.parquet --test data/math/test.parquet \\
+      --tokenizer MODEL --max-prompt-tokens 512
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.data.formats import FORMATS, Keys
+from rl_plugins.data.prepare import addition, competition_math, gsm8k
+from rl_plugins.data.prepare.conversion import converted
+from rl_plugins.data.prepare.conversion_options import (
+    add_conversion_arguments,
+    conversion,
+    json_records,
+    saved_records,
+)
+from rl_plugins.data.prepare.records import read_records
+from rl_plugins.data.prepare.writing import write_rows, write_splits
+
+if TYPE_CHECKING:
+    from rl_plugins.data.parquet import Row
+    from rl_plugins.data.validation import Findings
+
+LAYOUTS = {"addition": addition.LAYOUT, "gsm8k": gsm8k.LAYOUT, "math": competition_math.LAYOUT}
+_SHOWN = 50
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare a subcommand for each layout, for the conversions and for the check."""
+    commands = parser.add_subparsers(dest="source", required=True, metavar="source")
+
+    def command(name: str, summary: str, execute: Callable[[Namespace], int]) -> ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=summary)
+        added.set_defaults(execute=execute)
+        return added
+
+    for name, layout in LAYOUTS.items():
+        made = command(name, layout.summary, _make)
+        layout.add_arguments(made)
+        _add_output(made)
+    lines = command("jsonl", "JSON lines or parquet files of any layout", lambda o: _convert(o, json_records))
+    lines.add_argument("--train", type=Path, nargs="+", required=True, help="files to train on")
+    lines.add_argument("--test", type=Path, nargs="+", default=[], help="held-out files")
+    saved = command("hf", "a data set of Hugging Face, saved with save_to_disk", lambda o: _convert(o, saved_records))
+    saved.add_argument("--input", type=Path, required=True, help="its folder")
+    saved.add_argument("--train-split", default="train", help="split to train on (default: %(default)s)")
+    saved.add_argument("--test-split", help="held-out split, such as test")
+    for converting in (lines, saved):
+        _add_output(converting)
+        add_conversion_arguments(converting)
+    _add_validate(command("validate", "every bad row of data files, duplicates and prompt lengths", _validate))
+
+
+def run(arguments: Namespace) -> int:
+    """Make or check the files; returns 1 if what was checked is not good."""
+    status: int = arguments.execute(arguments)
+    return status
+
+
+def _add_output(parser: ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, required=True, help="folder for train.parquet and test.parquet")
+
+
+def _add_validate(parser: ArgumentParser) -> None:
+    parser.add_argument("train", type=Path, nargs="+", help="parquet files")
+    parser.add_argument(
+        "--test", type=Path, nargs="*", default=[], help="held-out files, which share no prompt with them"
+    )
+    parser.add_argument("--format", choices=[*FORMATS], default="prompts", help="of the rows (default: %(default)s)")
+    for key in fields(Keys):
+        parser.add_argument(f"--{key.name.replace('_', '-')}", default=key.default, help=f"as data.{key.name}")
+    parser.add_argument("--tokenizer", help="folder or name of a model, to measure prompts in tokens")
+    parser.add_argument("--max-prompt-tokens", type=int, help="count longer prompts (needs --tokenizer)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def _make(options: Namespace) -> int:
+    splits = LAYOUTS[options.source].build(options)
+    paths = write_splits(splits, options.output)
+    _say({path: len(splits[split]) for split, path in paths.items()}, splits["train"][0], "grpo")
+    return 0
+
+
+def _convert(options: Namespace, records: Callable[[Namespace], dict[str, Any]]) -> int:
+    made = conversion(options)
+    counts = write_rows(converted(records(options), made, options.test_share), made.schema, options.output)
+    files = {options.output / f"{split}.parquet": count for split, count in counts.items()}
+    _say(files, next(read_records(next(iter(files))))[1], made.recipe)
+    return 0
+
+
+def _say(files: dict[Path, int], row: Row, recipe: str) -> None:
+    """What was made, a row of it, and what to do next."""
+    for path, count in files.items():
+        print(f"{path}: {count} rows")
+    print(f"\nA row of them:\n{json.dumps(row, indent=2, ensure_ascii=False)}")
+    used = {path.stem: f"'data.{'train' if path.stem == 'train' else 'val'}_files=[{path}]'" for path in files}
+    named = " ".join(used[split] for split in ("train", "test") if split in used)
+    print(f"\nNext:\n  python -m rl_plugins.recipes.{recipe} model.path=MODEL {named}")
+
+
+def _validate(options: Namespace) -> int:
+    from rl_plugins.data.validation import validate
+
+    keys = Keys(**{key.name: getattr(options, key.name) for key in fields(Keys)})
+    findings = validate(
+        options.train,
+        options.test,
+        kind=options.format,
+        keys=keys,
+        measure=None if options.tokenizer is None else _tokens(options.tokenizer),
+        max_prompt_tokens=options.max_prompt_tokens,
+    )
+    if options.json:
+        print(json.dumps(asdict(findings), indent=2))
+    else:
+        _print(findings)
+    return 0 if findings.good else 1
+
+
+def _tokens(name: str) -> Callable[[list[Row]], Sequence[int]]:
+    from rl_plugins.data.tokenization import check_chat_template, load_tokenizer, tokenize_prompts
+
+    tokenizer = load_tokenizer(name)
+    check_chat_template(tokenizer)
+    return lambda rows: tokenize_prompts(rows, tokenizer, {}).lengths.tolist()
+
+
+def _print(findings: Findings) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True)
+    for path, rows in findings.rows.items():
+        bad = sum(bad_row.file == path for bad_row in findings.bad_rows)
+        console.print(f"{path}: {rows} rows, {bad} bad, {findings.duplicates[path]} duplicates", highlight=False)
+    if findings.prompt_tokens:
+        measured = ", ".join(f"{name} {value:g}" for name, value in findings.prompt_tokens.items())
+        console.print(f"prompt tokens: {measured}", highlight=False)
+    if findings.max_prompt_tokens is not None and findings.prompt_tokens:
+        console.print(f"longer than {findings.max_prompt_tokens} tokens: {findings.too_long} prompts", highlight=False)
+    if findings.bad_rows:
+        table = Table("file", "row", "field", "reason", title="bad rows", title_justify="left")
+        for bad_row in findings.bad_rows:
+            table.add_row(bad_row.file, "" if bad_row.row is None else str(bad_row.row), bad_row.field, bad_row.reason)
+        console.print(table)
+    for shared in findings.shared[:_SHOWN]:
+        console.print(
+            f"{shared.test_file}, row {shared.test_row} is also in {shared.train_file}, row {shared.train_row}",
+            highlight=False,
+        )
+    if len(findings.shared) > _SHOWN:
+        console.print(f"... and {len(findings.shared) - _SHOWN} more rows that both have; --json names all")

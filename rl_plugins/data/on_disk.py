@@ -1,0 +1,123 @@
+"""Rows and token ids on disk, read where they lie: a data set of any size takes a few bytes of memory a row.
+
+The files have no name once they are mapped, so a killed process leaves nothing behind; they lie in the folder for
+temporary files, which TMPDIR names. Any row is reached at once, so the training order may be any permutation: parquet
+decodes a whole row group for one row.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+
+from rl_plugins.errors import ConfigError
+
+
+class MappedRows(Sequence[Mapping[str, Any]]):
+    """Rows that are made when they are asked for, out of files in Arrow's format."""
+
+    def __init__(self) -> None:
+        """Begin without rows."""
+        self._batches: list[tuple[Any, int]] = []
+        self._starts: list[int] = []
+        self._rows = 0
+
+    def append_file(self, batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> None:
+        """Write batches of one schema to a file and map it.
+
+        Raises:
+            ConfigError: the disk is full.
+        """
+        sizes = []
+        with _enough_room(), tempfile.NamedTemporaryFile(prefix="rl_plugins_rows_") as file:
+            with pa.ipc.new_file(file, schema) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+                    sizes.append(batch.num_rows)
+            file.flush()
+            reader = pa.ipc.open_file(pa.memory_map(file.name))
+        for number, size in enumerate(sizes):
+            self._batches.append((reader, number))
+            self._starts.append(self._rows)
+            self._rows += size
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self._rows
+
+    @overload
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Mapping[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return a row, or a list of rows."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not 0 <= index < self._rows:
+            raise IndexError(f"row {index} of {self._rows}")
+        place = bisect_right(self._starts, index) - 1
+        reader, number = self._batches[place]
+        return reader.get_batch(number).slice(index - self._starts[place], 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        """Yield all rows, a batch of them in memory at a time."""
+        for reader, number in self._batches:
+            yield from reader.get_batch(number).to_pylist()
+
+
+class Ragged(Sequence[list[Any]]):
+    """Lists of numbers, such as token ids."""
+
+    def __init__(self, lists: Iterable[Sequence[float]], dtype: type[np.generic] = np.int32) -> None:
+        """Write the lists to a file and map it.
+
+        Raises:
+            ConfigError: the disk is full.
+        """
+        lengths = []
+        with _enough_room(), tempfile.TemporaryFile(prefix="rl_plugins_tokens_") as file:
+            for numbers in lists:
+                file.write(np.asarray(numbers, dtype=dtype).tobytes())
+                lengths.append(len(numbers))
+            file.flush()
+            self.lengths = np.asarray(lengths, dtype=np.int64)
+            self._ends = np.cumsum(self.lengths)
+            # A file without bytes cannot be mapped.
+            self._numbers = np.memmap(file, dtype, "r") if self.lengths.any() else np.empty(0, dtype)
+
+    def __len__(self) -> int:
+        """Return the number of lists."""
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> list[Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[Any]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return a list, or several."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"list {index} of {len(self)}")
+        end = self._ends[index]
+        return self._numbers[end - self.lengths[index] : end].tolist()
+
+
+@contextmanager
+def _enough_room() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise ConfigError(
+            f"{tempfile.gettempdir()}: the disk is full, and every worker keeps its rows and token ids there: make "
+            "room (about the size of the uncompressed data for each worker), or name another folder with TMPDIR"
+        ) from error

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.preferences import PreferenceDataModule
+from rl_plugins.data.prepare.writing import write_rows
+from rl_plugins.data.process_rewards import ProcessRewardDataModule
+from rl_plugins.data.sft import SFTDataModule
+from rl_plugins.errors import ConfigError
+from rl_plugins.tests.data.prepare_command import main
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "2+2?"}
+ASSISTANT = {"role": "assistant", "content": "4"}
+
+
+def write_lines(path: Path, *records: Any) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def convert(tmp_path: Path, records: list[Any], *options: str) -> list[Any]:
+    path = write_lines(tmp_path / "raw.jsonl", *records)
+    assert main(["jsonl", "--train", path, "--output", str(tmp_path / "out"), "--data-source", "mine", *options]) == 0
+    return pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+
+
+def test_prompts_with_answers_of_any_kind(tmp_path, capsys):
+    records = [{"q": "2+2?", "a": answer, "meta": {"level": 3}} for answer in ("4", 4, 4.5, ["4", "four"], True)]
+    fields = ["--prompt", "q", "--ground-truth", "a", "--extra", "meta.level", "--instruction", "Go."]
+    rows = convert(tmp_path, records, *fields)
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    assert truths == ["4", "4", "4.5", '["4", "four"]', "true"]
+    assert rows[1] == {
+        "prompt": [{"role": "user", "content": "2+2? Go."}],
+        "data_source": "mine",
+        "ability": "general",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 1, "meta.level": "3"},
+    }
+    out = tmp_path / "out" / "train.parquet"
+    assert f"recipes.grpo model.path=MODEL 'data.train_files=[{out}]'" in capsys.readouterr().out
+    assert len(load_rows(out)) == 5
+
+
+@pytest.mark.parametrize("prompt", ["2+2?", [USER], [USER, ASSISTANT]])
+@pytest.mark.parametrize("response", ["4", [USER, ASSISTANT]])
+def test_responses_to_learn(tmp_path, tokenizer, capsys, prompt, response):
+    convert(tmp_path, [{"p": prompt, "r": response}], "--prompt", "p", "--response", "r")
+    assert "recipes.sft data.response_key=response" in capsys.readouterr().out
+    path = str(tmp_path / "out" / "train.parquet")
+    data = SFTDataModule(path, tokenizer=tokenizer, prompts_per_step=1, response_key="response")
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    assert tokenizer.decode(batch["prompt_ids"][0]) == "<|user|>2+2?<|assistant|>"
+    assert tokenizer.decode(batch["response_ids"][0]) == "4<|end|>"
+
+
+def test_a_conversation_is_prompt_and_response(tmp_path):
+    (row,) = convert(tmp_path, [{"m": [SYSTEM, USER, ASSISTANT]}], "--prompt", "m", "--response", "m")
+    assert row["prompt"] == [SYSTEM, USER] and row["response"] == "4"
+
+
+def test_pairs_judged_responses_and_steps(tmp_path, tokenizer, capsys):
+    options: dict[str, Any] = {"tokenizer": tokenizer, "prompts_per_step": 1}
+    path = str(tmp_path / "out" / "train.parquet")
+    record = {"p": "2+2?", "good": [USER, ASSISTANT], "bad": "5", "by": 2}
+    convert(tmp_path, [record], "--prompt", "p", "--chosen", "good", "--rejected", "bad", "--margin", "by")
+    assert "recipes.preference_optimization data.margin_key=margin" in capsys.readouterr().out
+    pairs = PreferenceDataModule(path, margin_key="margin", **options)
+    convert(tmp_path, [{"p": "2+2?", "r": "4", "ok": True}], "--prompt", "p", "--response", "r", "--label", "ok")
+    assert "loss.name=kto data.response_key=response data.label_key=label" in capsys.readouterr().out
+    judged = PreferenceDataModule(path, response_key="response", label_key="label", **options)
+    judged.setup("fit")
+    record = {"p": "2+2?", "s": ["2+2", "4"], "l": [True, None]}
+    convert(tmp_path, [record], "--prompt", "p", "--steps", "s", "--labels", "l")
+    assert "loss.name=process_reward data.steps_key=steps data.labels_key=labels" in capsys.readouterr().out
+    steps = ProcessRewardDataModule(path, steps_key="steps", labels_key="labels", **options)
+    steps.setup("fit")
+    with pytest.raises(ConfigError, match="chosen_key='chosen'"):
+        pairs.setup("fit")
+
+
+def test_a_share_is_held_out_by_prompt(tmp_path):
+    records = [{"q": f"{number % 500}?", "a": "1"} for number in range(1000)]
+    path, out = write_lines(tmp_path / "raw.jsonl", *records), tmp_path / "out"
+    fields = ["--data-source", "m", "--prompt", "q", "--ground-truth", "a"]
+    assert main(["jsonl", "--train", path, "--output", str(out), *fields, "--test-share", "0.2"]) == 0
+    train, test = (load_rows(out / f"{split}.parquet") for split in ("train", "test"))
+    assert len(train) + len(test) == 1000 and 120 < len(test) < 280
+    assert not {row["prompt"][0]["content"] for row in train} & {row["prompt"][0]["content"] for row in test}
+    assert {row["extra_info"]["split"] for row in test} == {"test"}
+    assert main(["validate", str(out / "train.parquet"), "--test", str(out / "test.parquet")]) == 0
+    # With a file of their own, test rows come from there alone.
+    both = ["jsonl", "--train", path, "--test", path, "--output", str(out), *fields, "--test-share", "0.2"]
+    assert main(both) == 0
+    assert [len(load_rows(out / f"{split}.parquet")) for split in ("train", "test")] == [1000, 1000]
+
+
+def save_to_disk(folder: Path, rows: list[Any], files: int = 2) -> None:
+    """What `Dataset.save_to_disk` of Hugging Face's `datasets` writes."""
+    folder.mkdir(parents=True)
+    table, names = pa.Table.from_pylist(rows), [f"data-{n:05d}-of-{files:05d}.arrow" for n in range(files)]
+    for number, name in enumerate(names):
+        part = table.slice(number * len(rows) // files, len(rows) // files)
+        with pa.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(part, max_chunksize=2)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "f", "_split": folder.name}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_saved_data_sets(tmp_path, capsys):
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    rows = [{"question": f"{number}+1?", "answer": number + 1} for number in range(8)]
+    save_to_disk(saved / "train", rows)
+    save_to_disk(saved / "validation", rows[:2])
+    (saved / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
+    fields = ["--data-source", "m", "--prompt", "question", "--ground-truth", "answer"]
+    command = ["hf", "--input", str(saved), "--output", str(out), *fields]
+    assert main([*command, "--test-split", "test"]) == 2
+    assert "there is no split 'test'; there is train, validation" in capsys.readouterr().err
+    assert main([*command, "--test-split", "validation"]) == 0
+    assert [row["reward_model"]["ground_truth"] for row in load_rows(out / "train.parquet")] == list("12345678")
+    assert len(load_rows(out / "test.parquet")) == 2
+    # A single split, and a folder that is none.
+    assert main(["hf", "--input", str(saved / "train"), "--output", str(out), *fields]) == 0
+    assert main(["hf", "--input", str(tmp_path), "--output", str(out), *fields]) == 2
+    assert "no data set that was saved with save_to_disk" in capsys.readouterr().err
+    (saved / "train" / "data-00001-of-00002.arrow").write_bytes(b"nothing")
+    assert main([*command]) == 2
+    assert "data-00001-of-00002.arrow: not a readable arrow file" in capsys.readouterr().err
+
+
+PROMPTS = ["--prompt", "q", "--ground-truth", "a"]
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "message"),
+    [
+        ({"q": "1?"}, PROMPTS, "raw.jsonl, line 2, --ground-truth='a': leads nowhere at 'a'; there is q"),
+        ({"q": "1?", "a": None}, PROMPTS, "line 2, --ground-truth='a': holds nothing"),
+        ({"q": " ", "a": "1"}, PROMPTS, "line 2, column 'prompt': the prompt is empty"),
+        ({"q": 7, "a": "1"}, PROMPTS, "line 2, column 'prompt': expected a list"),
+        ({"q": [ASSISTANT], "a": "1"}, PROMPTS, "line 2, column 'prompt': the prompt is empty"),
+        ({"q": "1?", "a": "1"}, [*PROMPTS, "--extra", "level"], "line 2, --extra='level': leads nowhere"),
+        (
+            {"q": "1?", "a": 1},
+            ["--prompt", "q", "--response", "a"],
+            "line 2, response_key='response': holds 1, not a",
+        ),
+        (
+            {"q": "1?", "a": "1", "b": "1"},
+            ["--prompt", "q", "--chosen", "a", "--rejected", "b"],
+            "line 2, chosen_key='chosen' and rejected_key='rejected': they hold the same text",
+        ),
+        ({}, ["--prompt", "q"], "no field makes no file: give --ground-truth for prompts; --response for sft"),
+        ({}, ["--prompt", "q", "--chosen", "a"], "--chosen makes no file"),
+        ({}, [*PROMPTS, "--margin", "m"], "--ground-truth, --margin makes no file"),
+        ({}, [*PROMPTS, "--test-share", "1"], "--test-share=1.0: must be from 0 to below 1"),
+    ],
+)
+def test_what_cannot_be_converted_is_named_and_nothing_is_written(tmp_path, capsys, record, options, message):
+    good = {"q": "0?", "a": "0", "b": "1", "level": 1}
+    path = write_lines(tmp_path / "raw.jsonl", good, record)
+    assert main(["jsonl", "--train", path, "--output", str(tmp_path / "out"), "--data-source", "m", *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_a_missing_file_is_named(tmp_path, capsys):
+    path = str(tmp_path / "absent.jsonl")
+    assert main(["jsonl", "--train", path, "--output", str(tmp_path), "--data-source", "m", *PROMPTS]) == 2
+    assert "absent.jsonl: there is no such file" in capsys.readouterr().err
+
+
+def test_rows_that_do_not_fit_leave_the_old_files(tmp_path):
+    schema = pa.schema({"a": pa.int64()})
+    write_rows([("train", {"a": 1})], schema, tmp_path)
+    with pytest.raises(ConfigError, match="train, row 2"):
+        write_rows([("train", {"a": 1}), ("train", {"a": "x"})], schema, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.parquet"]
+    assert pq.read_table(tmp_path / "train.parquet").to_pylist() == [{"a": 1}]

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_plugins.data.on_disk import Ragged
+from rl_plugins.data.parquet import load_rows
+from rl_plugins.errors import ConfigError
+
+
+def test_rows_of_files_are_what_parquet_holds_in_any_order(row, tmp_path):
+    rows = [row(number, level=number % 3, mixed=None if number % 2 else [number]) for number in range(2500)]
+    first, second = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    pq.write_table(pa.Table.from_pylist(rows[:1700]), first, row_group_size=700)
+    pq.write_table(pa.Table.from_pylist([{**entry, "other": 1} for entry in rows[1700:]]), second)
+    loaded = load_rows([first, second])
+    assert list(loaded)[:1700] == rows[:1700]
+    assert loaded.rows[2499] == {**rows[2499], "other": 1}
+    assert [loaded.rows[number] for number in (1699, 0, 1024, 699, 700)] == [rows[n] for n in (1699, 0, 1024, 699, 700)]
+    assert set(loaded.columns) == {*rows[0], "other"}
+    assert loaded.where(1701) == f"{second}, row 1"
+
+
+def test_the_files_have_no_names_and_go_with_their_rows(row, write_rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    path = write_rows([row(0)])
+    loaded, ids = load_rows(path), Ragged([[1, 2]])
+    assert os.listdir(tmp_path / "temporary") == []
+    mapped = lambda: Path("/proc/self/maps").read_text().count(str(tmp_path / "temporary"))  # noqa: E731
+    assert mapped() == 2
+    assert loaded.rows[0] == row(0) and ids[0] == [1, 2]
+    del loaded, ids
+    gc.collect()
+    assert mapped() == 0
+
+
+def test_categories_become_texts(row, tmp_path):
+    table = pa.Table.from_pylist([row(number) for number in range(5)])
+    place = table.column_names.index("ability")
+    table = table.set_column(place, "ability", table["ability"].dictionary_encode())
+    pq.write_table(table, tmp_path / "train.parquet")
+    assert load_rows(tmp_path / "train.parquet").rows[4] == row(4)
+
+
+def test_lists_of_numbers():
+    lists = Ragged([[1, 2, 3], [], [4]])
+    assert [*lists] == [[1, 2, 3], [], [4]] and len(lists) == 3
+    assert lists.lengths.tolist() == [3, 0, 1]
+    assert lists[1:] == [[], [4]]
+    assert np.isnan(Ragged([[0.25, np.nan]], np.float64)[0][1])
+    assert [*Ragged([[], []])] == [[], []]
+    with pytest.raises(IndexError):
+        lists[3]
+
+
+def test_a_full_disk_is_named_with_the_way_out(row, write_rows, monkeypatch):
+    path = write_rows([row(0)])
+
+    class Full:
+        def __init__(self, *args, **kwargs):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", Full)
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", Full)
+    for make in (lambda: load_rows(path), lambda: Ragged([[1]])):
+        with pytest.raises(ConfigError, match=r"the disk is full.* name another folder with TMPDIR"):
+            make()
+
+
+def test_a_file_that_ends_too_soon_is_named(row, tmp_path):
+    path = tmp_path / "cut.parquet"
+    pq.write_table(pa.Table.from_pylist([row(number) for number in range(3000)]), path)
+    whole = bytearray(path.read_bytes())
+    # The footer is whole and the pages are not.
+    whole[200:2000] = bytes(1800)
+    path.write_bytes(whole)
+    with pytest.raises(ConfigError, match=r"cut.parquet: not a readable parquet file"):
+        load_rows(path)

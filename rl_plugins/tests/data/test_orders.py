@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_plugins.data.mixture import MixturePart
+from rl_plugins.data.orders import Mixture, Part
+from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.prompts import PromptDataModule
+from rl_plugins.data.sampler import StepLoader
+from rl_plugins.errors import ConfigError
+from rl_plugins.tests.data.test_sampler import Numbers
+
+
+def mixture(rows=(60, 200, 90), shares=(0.5, 0.25, 0.25), per_step=8, seed=3):
+    firsts = np.cumsum([0, *rows[:-1]]).tolist()
+    parts = [Part(str(i), *part) for i, part in enumerate(zip(firsts, rows, shares, strict=True))]
+    return Mixture(parts, prompts_per_step=per_step, seed=seed)
+
+
+def part_of(row, rows=(60, 200, 90)):
+    return int(np.searchsorted(np.cumsum(rows), row, side="right"))
+
+
+def test_every_step_has_the_shares_whatever_the_sizes():
+    order = mixture()
+    total: Counter[int] = Counter()
+    for step in range(400):
+        of_step = Counter(part_of(row) for row in order.batch(step))
+        assert abs(of_step[0] - 4) <= 1 and abs(of_step[1] - 2) <= 1 and abs(of_step[2] - 2) <= 1
+        total += of_step
+    assert abs(total[0] - 1600) <= 5 and abs(total[1] - 800) <= 5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(2, 12), st.integers(0, 5), st.data())
+def test_no_step_holds_a_row_twice_and_passes_are_whole(weights, per_step, seed, data):
+    rows = [data.draw(st.integers(3 * per_step, 5 * per_step)) for _ in weights]
+    order = mixture(rows, [weight / sum(weights) for weight in weights], per_step, seed)
+    served = []
+    for step in range(60):
+        batch = order.batch(step).tolist()
+        assert len(set(batch)) == len(batch) == per_step
+        served += batch
+    for part in order.parts:
+        own = [row for row in served if part.first <= row < part.first + part.rows]
+        # After a few passes, every row has come as often as any other, give or take one.
+        counts = Counter(own)
+        assert max(counts.values()) - min(counts[row] for row in range(part.first, part.first + part.rows)) <= 2
+
+
+def test_any_stretch_of_the_stream_is_the_same_and_has_no_row_twice():
+    order = mixture()
+    whole = order.take(0, 2000)
+    for start in (0, 7, 335, 343, 344, 345, 1001):
+        assert order.take(start, 8).tolist() == whole[start : start + 8].tolist()
+        assert len(set(whole[start : start + 8])) == 8
+    assert mixture(seed=4).take(0, 50).tolist() != whole[:50].tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_the_steps_and_a_restored_loader_goes_on(world_size):
+    def loaders():
+        return [
+            StepLoader(Numbers(350), prompts_per_step=8, order=mixture(), rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+
+    steps = [mixture().batch(step).tolist() for step in range(100)]
+    first = loaders()
+    for step in range(60):
+        assert [loader.draw()[1] for loader in first] == [steps[step][rank::world_size] for rank in range(world_size)]
+    second = loaders()
+    for loader, other in zip(second, first, strict=True):
+        loader.load_state_dict(other.state_dict())
+    for step in range(60, 100):
+        assert [loader.draw()[1] for loader in second] == [steps[step][rank::world_size] for rank in range(world_size)]
+
+
+def test_neighbouring_ranks_get_prompts_of_every_part():
+    order = mixture((100, 100), (0.5, 0.5))
+    first_rank = [part_of(row, (100, 100)) for step in range(50) for row in order.batch(step)[::2]]
+    assert 60 < sum(first_rank) < 140
+
+
+def test_a_part_that_cannot_have_its_share_is_named():
+    with pytest.raises(ConfigError, match=r"0: 60 rows are too few for a share of 0.9 .*it takes \d+"):
+        mixture(shares=(0.9, 0.05, 0.05), per_step=32)
+    with pytest.raises(ConfigError, match=r"0: its weight gives it none of the 344 prompts of an epoch"):
+        mixture(shares=(0.0001, 0.5, 0.4999))
+
+
+def test_other_weights_are_another_order():
+    state = StepLoader(Numbers(350), prompts_per_step=8, order=mixture()).state_dict()
+    with pytest.raises(ConfigError, match=r"order was \{'0': \[60, 0.5\]"):
+        StepLoader(Numbers(350), prompts_per_step=8, order=mixture(shares=(0.4, 0.3, 0.3))).load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"order was .* and is now None"):
+        StepLoader(Numbers(350), prompts_per_step=8).load_state_dict(state)
+
+
+def test_parts_of_files_with_long_prompts(row, write_rows, tokenizer):
+    long = [{"role": "user", "content": "9" * 50}]
+    easy = [write_rows([row(n) for n in range(start, start + 20)], f"{start}.parquet") for start in (0, 20)]
+    hard = write_rows([row(100 + n, **({"prompt": long} if n < 30 else {})) for n in range(100)], "hard.parquet")
+    parts = {"easy": MixturePart(easy, 1), "hard": MixturePart(hard, 3)}
+    data = PromptDataModule(parts, tokenizer=tokenizer, prompts_per_step=8, max_prompt_tokens=20)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    assert len(loader) == 110 // 8
+    numbers = [row for _ in range(40) for row in loader.draw().rows]
+    assert abs(sum(number < 40 for number in numbers) - 80) <= 2
+    assert not any(40 <= number < 70 for number in numbers)
+    assert load_rows([*easy, hard]).rows[max(numbers)]["extra_info"]["index"] == 199
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
+def test_a_weight_is_above_0(weight):
+    with pytest.raises(ConfigError, match="must be above 0"):
+        MixturePart("a.parquet", weight)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.tests.data.prepare_command import main
+
+
+def problems(capsys, *arguments):
+    status = main(["validate", *map(str, arguments), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert status == (1 if found["bad_rows"] or found["shared"] else 0)
+    return found
+
+
+def test_every_bad_row_is_reported(row, write_rows, capsys):
+    empty = [{"role": "user", "content": " "}]
+    rows = [row(number, **({"prompt": empty} if number in (3, 1500) else {})) for number in range(2000)]
+    rows[7] = row(7, ability=None)
+    first, second = write_rows(rows), write_rows([row(5000)], "b.parquet")
+    found = problems(capsys, first, second)
+    assert [(bad["row"], bad["field"]) for bad in found["bad_rows"]] == [
+        (3, "column 'prompt'"),
+        (7, "column 'ability'"),
+        (1500, "column 'prompt'"),
+    ]
+    assert "the prompt is empty" in found["bad_rows"][0]["reason"]
+    assert found["rows"] == {str(first): 2000, str(second): 1}
+    assert main(["validate", str(first)]) == 1
+    printed = capsys.readouterr().out
+    assert f"{first}: 2000 rows, 3 bad, 0 duplicates" in printed and "1500" in printed
+
+
+def test_files_that_are_none_do_not_hide_the_others(row, write_rows, tmp_path, capsys):
+    (tmp_path / "text.parquet").write_text("not parquet")
+    bare = write_rows([{name: value for name, value in row(0).items() if name != "ability"}], "bare.parquet")
+    bad = write_rows([row(0, data_source=None)], "bad.parquet")
+    found = problems(capsys, tmp_path / "absent.parquet", tmp_path / "text.parquet", bare, bad)
+    reasons = [(entry["row"], entry["reason"][:30]) for entry in found["bad_rows"]]
+    assert reasons == [
+        (None, "there is no such file. `rl-plu"),
+        (None, "not a readable parquet file (P"),
+        (None, "column 'ability' is missing; t"),
+        (0, "expected a string, got nothing"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "options", "field"),
+    [
+        ("sft", {"response": "1"}, {"response": " "}, ["--response-key", "response"], "response_key='response'"),
+        (
+            "preferences",
+            {"chosen": "1", "rejected": "2"},
+            {"chosen": "1", "rejected": None},
+            [],
+            "rejected_key='rejected'",
+        ),
+        (
+            "preferences",
+            {"chosen": "1", "rejected": "2", "by": 1.0},
+            {"chosen": "1", "rejected": "2", "by": None},
+            ["--margin-key", "by"],
+            "margin_key='by'",
+        ),
+        (
+            "judged",
+            {"response": "1", "label": True},
+            {"response": "1", "label": None},
+            ["--response-key", "response"],
+            "label_key='label'",
+        ),
+        (
+            "steps",
+            {"steps": ["1"], "labels": [1.0]},
+            {"steps": ["1", "2"], "labels": [1.0]},
+            ["--steps-key", "steps", "--labels-key", "labels"],
+            "labels_key='labels'",
+        ),
+    ],
+)
+def test_each_format(row, write_rows, capsys, kind, good, bad, options, field):
+    path = write_rows([row(0, **good), row(1, **bad)])
+    (found,) = problems(capsys, path, "--format", kind, *options)["bad_rows"]
+    assert (found["row"], found["field"]) == (1, field)
+
+
+def test_duplicates_and_rows_in_both(row, write_rows, capsys):
+    train = write_rows([row(0), row(1), row(0), row(2)])
+    test = write_rows([row(7), row(2), row(7)], "test.parquet")
+    found = problems(capsys, train, "--test", test)
+    assert found["duplicates"] == {str(train): 1, str(test): 1}
+    assert found["shared"] == [{"test_file": str(test), "test_row": 1, "train_file": str(train), "train_row": 3}]
+    assert main(["validate", str(train), "--test", str(test)]) == 1
+    assert f"{test}, row 1 is also in {train}, row 3" in capsys.readouterr().out
+
+
+def test_prompts_are_measured_in_tokens(row, write_rows, tmp_path, capsys):
+    long = [{"role": "user", "content": "9" * 50}]
+    path = write_rows([row(number) for number in range(9)] + [row(9, prompt=long)])
+    policy = save_tiny_policy(tmp_path / "policy")
+    found = problems(capsys, path, "--tokenizer", policy, "--max-prompt-tokens", 20)
+    assert found["too_long"] == 1
+    assert found["prompt_tokens"] == {"min": 6.0, "median": 6.0, "mean": 10.6, "p95": pytest.approx(31.3), "max": 52.0}
+    assert main(["validate", str(path), "--tokenizer", str(policy), "--max-prompt-tokens", "20"]) == 0
+    assert "longer than 20 tokens: 1 prompts" in capsys.readouterr().out
+
+
+def test_a_check_loads_nothing_heavy(row, write_rows):
+    path = write_rows([row(0)])
+    code = (
+        "import sys\nfrom rl_plugins.tests.data.prepare_command import main\n"
+        f"main(['validate', {str(path)!r}])\n"
+        "print(sorted({'torch', 'transformers', 'lightning', 'ray', 'pandas'} & set(sys.modules)))"
+    )
+    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.splitlines()[-1] == "[]"
