@@ -155,11 +155,28 @@ def test_mlflow_has_the_configuration_and_the_samples(
 def test_output_is_about_the_run(recipe: Recipe) -> None:
     log = recipe.tail(1_000_000)
     assert "stack: 4 RL steps of 8 prompts x 4 samples = 32 samples, 16 on each of 2 workers" in log
-    assert "4.00/4.00" in log and "reward" in log and "val" in log
-    lines = [line.strip() for line in re.split(r"[\r\n]", log)]
-    bar = re.compile(r"(step/s|s/step)\]$")
-    other = [line for line in lines if line and not bar.search(line) and not line.startswith("stack: ")]
+    assert re.search(r"stack: step 4 of 4, reward \S+, loss \S+, val \S+, kl \S+, ppo_kl \S+, \S+ s/step", log)
+    # Ray says which worker has printed a line.
+    ours = re.compile(r"(\(RayTrainWorker pid=\d+\) )?stack: ")
+    other = [line for line in log.splitlines() if line and not ours.match(line)]
     assert not other, "\n".join(other)
+    assert not {b"\r", b"\x1b"} & {bytes([code]) for code in recipe.log.read_bytes()}
+
+
+def test_report_is_whole(recipe: Recipe, tracked: tuple[MlflowClient, Run], tmp_path: Path) -> None:
+    page = recipe.run.joinpath("report.html").read_text()
+    assert page.endswith("</html>\n") and page.count("<section>") == page.count("</section>") == 8
+    for said in (
+        "4 of 4",
+        "<figcaption>Log-prob gap, trainer to sampler</figcaption>",
+        "optimizer.lr: 0.002  # recipe: ",
+    ):
+        assert said in page, said
+    for row in json.loads((recipe.run / "samples" / "step_00000004.json").read_text()):
+        assert row["prompt"] in page
+    client, run = tracked
+    sent = Path(client.download_artifacts(run.info.run_id, "report.html", str(tmp_path))).read_text()
+    assert sent.endswith("</html>\n") and "4 of 4" in sent
 
 
 def test_checkpoint_exports_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:

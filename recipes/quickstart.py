@@ -74,11 +74,11 @@ def run_stages(folder: Path, seed: int, overrides: list[str]) -> tuple[RunFolder
     quiet_libraries()
     save_tiny_policy(folder / "base", seed=seed)
     print("[3/4] SFT in this process", flush=True)
-    sft = run_recipe(sft_config)
+    sft = run_recipe(sft_config, "quickstart_sft")
     print("[4/4] GRPO: two ZeRO-3 workers and a vLLM engine; they need about a minute to start", flush=True)
     # The folders exist only now.
     grpo_config.model.path = str((folder / "sft" / "policy").absolute())
-    grpo = run_recipe(grpo_config)
+    grpo = run_recipe(grpo_config, "quickstart_grpo")
     return sft, grpo
 
 
@@ -87,7 +87,8 @@ def report(folder: Path, sft: RunFolder, grpo: RunFolder, seconds: float) -> boo
     from rich.console import Console
     from rich.table import Table
 
-    from rl_plugins.launch.report import plot_learning_curve, summarize
+    from rl_plugins.report.learning_curve import plot_learning_curve
+    from rl_plugins.report.summary import summarize
 
     curve = folder / "learning_curve.png"
     plot_learning_curve([sft, grpo], curve)
@@ -109,6 +110,7 @@ def report(folder: Path, sft: RunFolder, grpo: RunFolder, seconds: float) -> boo
         ("checkpoint", grpo.latest_checkpoint()),
         ("Hugging Face", grpo.export),
         ("learning curve", curve),
+        ("report", grpo.report),
         ("metrics", grpo.metrics),
         ("MLflow", f"mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db  (run {_mlflow_run(grpo)})"),
         ("log-prob gap", f"trainer against sampler at most {second.gap_max:.1e} nats"),

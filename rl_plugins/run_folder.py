@@ -57,6 +57,10 @@ class RunFolder:
         """Tables of validation samples, one file per validation."""
         return self.path / "samples"
 
+    def sample_files(self) -> list[Path]:
+        """The tables, oldest first."""
+        return sorted(self.samples.glob("step_*.json"))
+
     @property
     def rollouts(self) -> Path:
         """What the newest steps have sampled, if it is kept."""
@@ -96,6 +100,21 @@ class RunFolder:
         """The learning curve."""
         return self.path / "learning_curve.png"
 
+    @property
+    def changes(self) -> Path:
+        """What the configuration changes of its recipe."""
+        return self.path / "changes.yaml"
+
+    @property
+    def error(self) -> Path:
+        """The error that has ended the run, if one did."""
+        return self.path / "error.txt"
+
+    @property
+    def report(self) -> Path:
+        """The run on one page."""
+        return self.path / "report.html"
+
     def checkpoint(self, step: int) -> Path:
         """The checkpoint after `step` steps."""
         return self.path / f"checkpoint_{step:08d}"
@@ -125,6 +144,23 @@ class RunFolder:
         checkpoints = self.checkpoints()
         return checkpoints[-1] if checkpoints else None
 
+    def times_resumed(self) -> int:
+        """How often the run went on from a checkpoint."""
+        return len(self.resumes.read_text(encoding="utf-8").splitlines()) if self.resumes.is_file() else 0
+
+    def places(self) -> dict[str, Path]:
+        """What somebody may look for and there is, under the name that it has for a reader."""
+        known = {
+            "configuration": self.config,
+            "metrics": self.metrics,
+            "samples": self.samples,
+            "report": self.report,
+            "last checkpoint": self.latest_checkpoint(),
+            "exported model": self.exported(),
+            "resumes": self.resumes,
+        }
+        return {name: path for name, path in known.items() if path is not None and path.exists()}
+
 
 def checkpoint_step(path: Path) -> int:
     """The step at which a checkpoint folder was made, from its name."""
@@ -134,10 +170,14 @@ def checkpoint_step(path: Path) -> int:
     return int(match.group(1))
 
 
-def read_metrics(path: Path) -> dict[str, dict[int, float]]:
+def read_metrics(path: Path, *, finite: bool = True) -> dict[str, dict[int, float]]:
     """Each metric of a `metrics.jsonl` as step to value, in the order of the steps.
 
     A repeated step counts once, the later one; a line that was not written to its end does not count.
+
+    Args:
+        path: of the file; one that is not there has no metrics.
+        finite: leave out values that are no finite numbers.
     """
     series: dict[str, dict[int, float]] = {}
     if path.is_file():
@@ -145,6 +185,6 @@ def read_metrics(path: Path) -> dict[str, dict[int, float]]:
             row = json.loads(line)
             step, _ = int(row.pop("step")), row.pop("time", None)
             for name, value in row.items():
-                if not math.isnan(value):
+                if math.isfinite(value) or not finite:
                     series.setdefault(name, {})[step] = value
     return {name: dict(sorted(points.items())) for name, points in series.items()}

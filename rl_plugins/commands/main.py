@@ -20,6 +20,7 @@ COMMANDS = {
     "submit": "run a recipe as a Ray job, and follow it",
     "sync": "send MLflow what a run could not send itself",
     "show": "a run's curves, times and samples in the terminal",
+    "report": "a run on one page, for a browser",
 }
 """Every command, a module of this package, with what it does."""
 

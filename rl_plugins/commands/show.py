@@ -9,16 +9,17 @@ Of a run that is going on it shows what there is so far.
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from itertools import pairwise
-from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING
 
+from rl_plugins.commands.run_argument import add_run, run_of
 from rl_plugins.errors import ConfigError
+from rl_plugins.report.samples import read_samples
+from rl_plugins.report.summary import summarize
 from rl_plugins.run_folder import RunFolder, read_metrics
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _SHOWN_CHARACTERS = 400
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("run", type=Path, help="the folder of a run, such as outputs/grpo")
+    add_run(parser)
     parser.add_argument("--metrics", nargs="+", default=MAIN, metavar="PATTERN", help="other curves, such as 'time/*'")
     parser.add_argument("--samples", type=int, default=3, help="samples of the last validation (default: %(default)s)")
 
@@ -47,11 +48,7 @@ def run(arguments: Namespace) -> int:
     """Show."""
     from rich.console import Console
 
-    folder = RunFolder(arguments.run)
-    if not folder.metrics.is_file():
-        raise ConfigError(
-            f"{folder.path} is not the folder of a run: it has no {folder.metrics.name}{_runs_in(folder)}"
-        )
+    folder = run_of(arguments.run)
     series = read_metrics(folder.metrics)
     chosen = [name for pattern in arguments.metrics for name in series if fnmatch(name, pattern)]
     if not chosen:
@@ -60,7 +57,7 @@ def run(arguments: Namespace) -> int:
         )
     console = Console(highlight=False)
     _show_curves(console, {name: series[name] for name in chosen})
-    _show_phases(console, series)
+    _show_phases(console, folder)
     _show_samples(console, folder, arguments.samples)
     _show_places(console, folder)
     return 0
@@ -74,11 +71,6 @@ def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
     low, high = min(means), max(means)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
-
-
-def _runs_in(folder: RunFolder) -> str:
-    runs = sorted(path.parent.name for path in folder.path.glob(f"*/{folder.metrics.name}"))
-    return f"; there are runs in it: {', '.join(runs)}" if runs else ""
 
 
 def _show_curves(console: Console, series: Mapping[str, Mapping[int, float]]) -> None:
@@ -101,27 +93,22 @@ def _show_curves(console: Console, series: Mapping[str, Mapping[int, float]]) ->
     console.print(table)
 
 
-def _show_phases(console: Console, series: Mapping[str, Mapping[int, float]]) -> None:
-    """Median seconds of each phase of a step, as far as a step usually has it."""
-    seconds = {
-        name.removeprefix("time/"): median(points.values())
-        for name, points in series.items()
-        if name.startswith("time/") and name != "time/step"
-    }
+def _show_phases(console: Console, folder: RunFolder) -> None:
+    """Median seconds of each phase that a step usually has."""
+    seconds = summarize(folder).phases_s
     whole = sum(seconds.values())
     if whole:
         console.print("\nseconds of a step by phase (medians):")
         for phase, of in sorted(seconds.items(), key=lambda item: -item[1]):
-            if of >= 0.001:
-                console.print(f"  {phase:<22}{of:8.3f}  {of / whole:4.0%} {'█' * round(of / whole * _WIDTH)}")
+            console.print(f"  {phase:<22}{of:8.3f}  {of / whole:4.0%} {'█' * round(of / whole * _WIDTH)}")
 
 
 def _show_samples(console: Console, folder: RunFolder, count: int) -> None:
-    files = sorted(folder.samples.glob("step_*.json"))
-    if not files or count < 1:
+    tables = [(file, rows) for file in folder.sample_files() if (rows := read_samples(file)) is not None]
+    if not tables or count < 1:
         return
-    rows = json.loads(files[-1].read_text(encoding="utf-8"))
-    console.print(f"\n{min(count, len(rows))} of {len(rows)} samples in {files[-1]}:", soft_wrap=True)
+    file, rows = tables[-1]
+    console.print(f"\n{min(count, len(rows))} of {len(rows)} samples in {file}:", soft_wrap=True)
     for row in rows[:count]:
         score = f"failed ({row['failure']})" if row["failure"] else f"{row['score']:.4g}"
         console.print(f"  score {score}, ground truth {_cut(row['ground_truth'])}", markup=False)
@@ -135,20 +122,10 @@ def _cut(text: object) -> str:
 
 
 def _show_places(console: Console, folder: RunFolder) -> None:
-    run_id = folder.tracking_run
-    places = {
-        "configuration": folder.config,
-        "metrics": folder.metrics,
-        "samples": folder.samples,
-        "last checkpoint": folder.latest_checkpoint(),
-        "exported model": folder.exported(),
-    }
     console.print()
-    for name, path in places.items():
-        if path is not None and path.exists():
-            console.print(f"{name:<17}{path}", markup=False, soft_wrap=True)
-    if run_id.is_file():
-        console.print(f"{'MLflow run':<17}{run_id.read_text().strip()}", markup=False)
-    if folder.resumes.is_file():
-        times = len(folder.resumes.read_text(encoding="utf-8").splitlines())
-        console.print(f"{'resumed':<17}{times} times, see {folder.resumes}", markup=False)
+    for name, path in folder.places().items():
+        console.print(f"{name:<17}{path}", markup=False, soft_wrap=True)
+    if folder.tracking_run.is_file():
+        console.print(f"{'MLflow run':<17}{folder.tracking_run.read_text().strip()}", markup=False)
+    if times := folder.times_resumed():
+        console.print(f"{'resumed':<17}{times} times", markup=False)

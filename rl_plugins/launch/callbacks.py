@@ -18,6 +18,7 @@ from rl_plugins.callbacks.graceful_stop import GracefulStop
 from rl_plugins.callbacks.policy_average import PolicyAverage
 from rl_plugins.callbacks.progress import StepProgress
 from rl_plugins.callbacks.reference_update import ReferenceUpdate
+from rl_plugins.callbacks.report import RunReport
 from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
 from rl_plugins.callbacks.samples import SampleTable
 from rl_plugins.callbacks.system_metrics import SystemMetrics
@@ -71,6 +72,7 @@ def build_callbacks(
         Throughput(config.placement.peak_tflops),
         DataReport(run.name),
         SampleTable(folder.samples, rows=config.tracking.samples),
+        RunReport(folder.path),
         StepProgress(run.steps, label=run.name, in_ray=in_ray, every_s=redraw_s),
     ]
     if run.target_reward is not None:

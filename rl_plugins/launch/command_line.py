@@ -21,7 +21,7 @@ from rl_plugins.run_folder import RunFolder
 
 def recipe_main(config_name: str) -> None:
     """The entry point of a recipe; exits with status 2 after a `ConfigError`, with 75 after `RunStopped`."""
-    exit_on_config_error(lambda: [run_recipe(config) for config in _compose_for_command_line(config_name)])
+    exit_on_config_error(lambda: [run_recipe(*composed) for composed in _compose_for_command_line(config_name)])
 
 
 def exit_on_config_error(run: Callable[[], object]) -> None:
@@ -53,12 +53,15 @@ def compose_config(config_name: str, overrides: list[str]) -> Any:
             raise ConfigError(explain(error, lambda: _keys(compose(config_name)))) from None
 
 
-def _compose_for_command_line(config_name: str) -> list[RecipeConfig]:
+def _compose_for_command_line(config_name: str) -> list[tuple[RecipeConfig, str]]:
     """The configurations that sys.argv asks for: one; none after --help or --cfg; several with --multirun.
+
+    Each with the name of its recipe, which may be another with --config-name.
 
     `--cfg diff`, which is ours, prints what differs from the recipe.
     """
     import hydra
+    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
 
     if (asked := _asks_for_difference(sys.argv[1:])) is not None:
@@ -70,10 +73,10 @@ def _compose_for_command_line(config_name: str) -> list[RecipeConfig]:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     # Hydra's parser takes overrides in one row only: flags and their values go before them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: "=" in argument and not argument.startswith("-"))
-    composed: list[Any] = []
+    composed: list[tuple[Any, str]] = []
 
     def keep(config: Any) -> None:
-        composed.append(config)
+        composed.append((config, str(HydraConfig.get().job.config_name)))
 
     # The name that --help shows.
     keep.__module__ = f"rl_plugins.recipes.{config_name}"
@@ -84,7 +87,7 @@ def _compose_for_command_line(config_name: str) -> list[RecipeConfig]:
     # Hydra raises bare ValueErrors too.
     except (HydraException, ValueError) as error:
         raise ConfigError(explain(error, lambda: _keys(compose_config(config_name, [])))) from None
-    return [parse_config(config) for config in composed]
+    return [(parse_config(config), recipe) for config, recipe in composed]
 
 
 def _asks_for_difference(arguments: list[str]) -> argparse.Namespace | None:
@@ -110,8 +113,12 @@ def _dotted(node: Any, prefix: str = "") -> list[str]:
     return [*keys, *(key for name, child in keys.items() for key in _dotted(child, f"{name}."))]
 
 
-def run_recipe(config: RecipeConfig) -> RunFolder:
+def run_recipe(config: RecipeConfig, recipe: str | None = None) -> RunFolder:
     """Check, train, and say where things are.
+
+    Args:
+        config: what to do.
+        recipe: name of the recipe that it was composed from; what differs is noted in the run's folder.
 
     Raises:
         ConfigError: something in the configuration or around it is wrong; nothing heavy has started.
@@ -124,6 +131,7 @@ def run_recipe(config: RecipeConfig) -> RunFolder:
     from rl_plugins.launch.preflight import preflight, tracking_uri
     from rl_plugins.launch.provenance import write_provenance
     from rl_plugins.launch.registered_model import resolve_registered_models
+    from rl_plugins.launch.run_report import reported, write_changes
 
     config.tracking.uri = tracking_uri(config)
     resolve_registered_models(config)
@@ -134,6 +142,8 @@ def run_recipe(config: RecipeConfig) -> RunFolder:
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
     write_provenance(folder)
+    if recipe is not None:
+        write_changes(folder, recipe, compose_config(recipe, []), config)
     print(f"{config.run.name}: {describe_batch(config)}", flush=True)
     for left in (folder.stop, folder.stopped):
         left.unlink(missing_ok=True)
@@ -145,7 +155,8 @@ def run_recipe(config: RecipeConfig) -> RunFolder:
         from rl_plugins.launch.local import train
     else:
         from rl_plugins.launch.ray_train import train
-    train(config, folder, checkpoint)
+    with reported(folder):
+        train(config, folder, checkpoint)
     if folder.stopped.is_file():
         raise RunStopped(
             f"{config.run.name}: stopped {folder.stopped.read_text(encoding='utf-8')}; "

@@ -104,7 +104,7 @@ def run_pipeline(composed: Any) -> Path:
             config.tracking.parent_run = parent.run_id
             # What a stage starts from exists only now, and its folder becomes absolute.
             fresh = parse_config(OmegaConf.to_container(OmegaConf.structured(config)))
-            _with_name(name, partial(run_recipe, fresh))
+            _with_name(name, partial(run_recipe, fresh, composed.stages[name].recipe))
         parent.log(name, position, run)
     parent.close()
     return folder

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,9 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     os.environ.update(environment)
     # Ray would redraw the finished bar around every line that is printed later.
     os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
+    if not sys.stdout.isatty():
+        # Colours are for terminals.
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if not ray.is_initialized():
         start_ray(config, environment)
     check_resources(config, device, ray.cluster_resources(), "the cluster")
@@ -48,7 +52,7 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     from ray.train.torch import TorchConfig, TorchTrainer
 
     from rl_plugins.callbacks.graceful_stop import stop_on_sigterm
-    from rl_plugins.callbacks.progress import redraw_interval_s
+    from rl_plugins.callbacks.progress_view import redraw_interval_s
     from rl_plugins.launch.worker_errors import StopOnConfigError, config_errors_unwrapped, without_traceback
 
     placement = config.placement

@@ -1,0 +1,111 @@
+"""Progress in a file: a line every so often, and no other character."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+from rl_plugins.callbacks import progress_view
+from rl_plugins.callbacks.progress import StepProgress
+from rl_plugins.callbacks.progress_view import Lines, State, redraw_interval_s
+from rl_plugins.stages.stage import Stage
+
+
+class Clock(Stage):
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+        self.step = 0
+
+
+def trainer_of(**metrics: float) -> Any:
+    return SimpleNamespace(
+        is_global_zero=True,
+        strategy=SimpleNamespace(phases=SimpleNamespace(current="rollout")),
+        callback_metrics={name.replace("_", "/", 1): torch.tensor(value) for name, value in metrics.items()},
+    )
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    def set_time(seconds: float) -> None:
+        monkeypatch.setattr(progress_view.time, "monotonic", lambda: seconds)
+
+    set_time(0.0)
+    return set_time
+
+
+def test_a_file_gets_a_line_every_ten_seconds_while_steps_end(
+    at: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = Lines(100, "grpo")
+    for second in range(1, 26):
+        at(second)
+        lines.show(State(second, "reward 0.5", 1.0, "rollout"))
+    assert capsys.readouterr().out == (
+        "grpo: step 10 of 100, reward 0.5, 1 s/step, 0:01:30 left, in rollout\n"
+        "grpo: step 20 of 100, reward 0.5, 1 s/step, 0:01:20 left, in rollout\n"
+    )
+
+
+def test_a_long_step_is_told_once_a_minute(at: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(100, "grpo")
+    for second in range(1, 200):
+        at(second)
+        lines.show(State(3, "", None, "rollout"))
+    assert capsys.readouterr().out == "grpo: step 3 of 100, in rollout\n" * 4
+
+
+def test_the_last_step_is_told_once(at: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(2, "sft")
+    lines.show(State(1, "", None, None))
+    lines.close(State(2, "loss 0.1", 0.5, None))
+    lines.close(State(2, "loss 0.1", 0.5, None))
+    assert capsys.readouterr().out == "sft: step 2 of 2, loss 0.1, 0.5 s/step\n"
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("lost")])
+def test_a_run_ends_with_its_last_step_and_leaves_no_thread(
+    error: Exception | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress, trainer, stage = (
+        StepProgress(3, label="grpo", in_ray=False, every_s=0),
+        trainer_of(train_reward=0.5),
+        Clock(),
+    )
+    progress.on_train_start(trainer, stage)
+    for stage.step in (1, 2, 3):
+        progress.on_train_batch_end(trainer, stage, None, None, 0)
+    if error is None:
+        progress.on_train_end(trainer, stage)
+    else:
+        progress.on_exception(trainer, stage, error)
+    progress.teardown(trainer, stage, "fit")
+    out = capsys.readouterr().out
+    assert out.startswith("grpo: step 3 of 3, reward 0.5, ") and out.count("\n") == 1
+
+
+def test_a_phase_is_shown_while_it_lasts(capsys: pytest.CaptureFixture[str]) -> None:
+    progress, trainer, stage = StepProgress(3, label="grpo", in_ray=False, every_s=0.01), trainer_of(), Clock()
+    progress.on_train_start(trainer, stage)
+    deadline = time.monotonic() + 20
+    shown = ""
+    while "grpo rollout" not in shown and time.monotonic() < deadline:
+        time.sleep(0.02)
+        shown += capsys.readouterr().err
+    trainer.strategy.phases.current = "update_policy"
+    progress.on_train_end(trainer, stage)
+    assert "grpo rollout" in shown and "grpo update_policy" in capsys.readouterr().err
+
+
+def test_nothing_is_drawn_anew_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: False))
+    assert redraw_interval_s() == 0
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert redraw_interval_s() == 0.5

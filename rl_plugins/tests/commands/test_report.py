@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.commands.main import main
+
+
+def test_the_report_of_any_run_is_written_where_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
+    assert main(["report", str(tmp_path)]) == 0 and (tmp_path / "report.html").is_file()
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").read_text().endswith("</html>\n")
+    assert capsys.readouterr().out.splitlines()[1] == f"the report is in {tmp_path / 'other.html'}"
+
+
+def test_a_folder_of_runs_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "grpo").mkdir()
+    (tmp_path / "grpo" / "metrics.jsonl").touch()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is not the folder of a run: it has no metrics.jsonl; there are runs in it: grpo" in capsys.readouterr().err

