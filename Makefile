@@ -19,7 +19,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format typecheck unit integration gpu lock clean
+.PHONY: help install quickstart test lint format typecheck unit integration gpu docs lock clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,9 +64,13 @@ gpu:  ## the tests that need a GPU, in the environment of the `python` in use (i
 	python -c "import torch; assert torch.cuda.is_available(), 'no CUDA device is visible'"
 	python -m pytest -m gpu --timeout 1800
 
+docs: $(INSTALLED)  ## build the documentation site into site/ (needs no network)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	@echo "site/index.html; with its search: $(PY) -m http.server --directory site"
+
 lock: $(INSTALLED)  ## resolve pyproject.toml anew into the lock, keeping the pins that fit (UPGRADE=1: newest versions)
 	$(PY) requirements/lock.py $(INDEX) $(if $(UPGRADE),--upgrade)
 
 clean:  ## remove the environment, build products and caches
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Writes requirements/cpu.lock.txt: the exact version of all that `make quickstart` and `make test` install.
 
-pip resolves the project with its extras `cpu` and `dev` without installing anything, and the outcome is
+pip resolves the project with its extras `cpu`, `dev` and `docs` without installing anything, and the outcome is
 written down less what the CPU installation leaves out. Pins of the present lock are kept where they still
 fit; `--upgrade` forgets them. Other options go to pip.
 """
@@ -48,7 +48,9 @@ def resolve(pip_options: list[str], constraints: Path | None) -> dict[str, str]:
     command += pip_options
     if constraints is not None:
         command += ["--constraint", str(constraints)]
-    report = subprocess.run([*command, f"{LOCK.parent.parent}[cpu,dev]"], check=True, stdout=subprocess.PIPE).stdout
+    report = subprocess.run(
+        [*command, f"{LOCK.parent.parent}[cpu,dev,docs]"], check=True, stdout=subprocess.PIPE
+    ).stdout
     found = [item["metadata"] for item in json.loads(report)["install"]]
     return {normalized(item["name"]): f"{item['name']}=={item['version']}" for item in found}
 

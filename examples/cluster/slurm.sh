@@ -1,0 +1,42 @@
+#!/bin/bash
+# A recipe on machines that Slurm lends: sbatch examples/cluster/slurm.sh, and again with run.resume=true to go on.
+#SBATCH --job-name=grpo
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=16
+#SBATCH --gpus-per-node=4
+#SBATCH --time=04:00:00
+#SBATCH --signal=B:TERM@300
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+
+# One environment and one folder for what is written, both where every machine sees them.
+source "${ENVIRONMENT:?the folder of a virtual environment with rl-plugins[gpu]}/bin/activate"
+shared=${SHARED:?a folder that every machine can write}
+run=$shared/outputs/grpo
+
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address="$head:6379"
+
+# Five minutes before the end, or before a preemption: the step is finished and saved.
+trap '[ ! -d "$run" ] || touch "$run/stop"' TERM
+
+# Ray starts on every machine, the recipe on the first, and Ray ends when the recipe does.
+srun ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
+    --num-cpus "$SLURM_CPUS_PER_TASK" --num-gpus 4 -- \
+    env RAY_ADDRESS="$address" python -m rl_plugins.recipes.grpo \
+    run.output_dir="${run%/*}" run.name="${run##*/}" model.path="$shared/models/policy" model.precision=bf16-true \
+    "data.train_files=[$shared/data/train.parquet]" "data.val_files=[$shared/data/test.parquet]" reward=gsm8k \
+    batch.prompts_per_step=64 placement.num_workers=8 placement.device=cuda "$@" &
+job=$!
+status=0
+wait "$job" || status=$?
+# The signal has ended the wait, and the recipe goes on to the end of its step.
+while kill -0 "$job" 2>/dev/null; do
+    status=0
+    wait "$job" || status=$?
+done
+if [ "$status" -eq 75 ]; then
+    echo "stopped and saved: the same command with run.resume=true goes on"
+fi
+exit "$status"

@@ -1,0 +1,134 @@
+"""The pages that are read here, and what a shell command in one of them must name to be worth typing.
+
+Pages made from docstrings have tests of their own (test_algorithm_docs).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+from argparse import ArgumentParser
+from pathlib import Path
+
+from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.config import parse_config
+from rl_plugins.launch.pipeline import register_schema, stage_configs
+
+ROOT = Path(__file__).parents[3]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+}
+MADE = {page: text for page, text in PAGES.items() if text.startswith("<!-- Written by")}
+WRITTEN = {page: text for page, text in PAGES.items() if page not in MADE}
+
+_PIPELINES = {"sft_rm_ppo"}
+# Programs of others, whose arguments are theirs.
+_OTHERS = {".venv/bin/pre-commit", "cp", "kubectl", "mlflow", "pip", "ray", "sbatch"}
+# What stands for the reader's own words.
+_PLACEHOLDERS = {"...", "key=value"}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The code of the fenced blocks in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def sources() -> list[Path]:
+    """Every file of the package, without its tests."""
+    tops = ("rl_plugins", "strategies", "callbacks", "recipes")
+    return [path for top in tops for path in (ROOT / top).rglob("*.py") if "tests" not in path.parts]
+
+
+def text_of(node: ast.expr) -> str | None:
+    """A string of the code, with … for what is put into it; None for another expression."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def check_command(words: list[str]) -> None:
+    """Check a command against what it starts."""
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    program, *arguments = [word for word in words if word not in _PLACEHOLDERS]
+    if program == "rl-plugins":
+        _check_subcommand(*arguments)
+    elif program == "make":
+        _check_make(arguments)
+    elif program != "python":
+        assert program in _OTHERS, f"{program}: what is it?"
+        if "--" in arguments:
+            check_command(arguments[arguments.index("--") + 1 :])
+    elif arguments[0] == "-m":
+        _check_module(*arguments[1:])
+    elif arguments[0] == "-c":
+        exec(compile("\n".join(_imports(arguments[1])), "python -c", "exec"), {})
+    else:
+        _check_flags(arguments[1:], (ROOT / arguments[0]).read_text(encoding="utf-8"))
+
+
+def _check_module(module: str, *arguments: str) -> None:
+    """Check what `python -m` starts: a recipe by its options, another module by its flags."""
+    recipe = module.removeprefix("rl_plugins.recipes.")
+    if module == "rl_plugins":
+        _check_subcommand(*arguments)
+    elif recipe not in (module, "quickstart"):
+        assert (ROOT / "recipes" / f"{recipe}.py").is_file(), f"there is no recipe {recipe}"
+        _check_recipe(recipe, list(arguments))
+    else:
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None, f"there is no module {module}"
+        origin = Path(spec.origin)
+        files = origin.parent.glob("*.py") if origin.stem == "__init__" else [origin]
+        _check_flags(arguments, "".join(file.read_text(encoding="utf-8") for file in files))
+
+
+def _check_recipe(recipe: str, arguments: list[str]) -> None:
+    """The options compose with the recipe; groups of a configuration folder of the reader's are left to it."""
+    parser = ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    for flag in ("--cfg", "--config-name", "--config-dir"):
+        parser.add_argument(flag)
+    flags, options = parser.parse_known_args(arguments)
+    if flags.config_dir is not None:
+        groups = {path.parent.name for path in (ROOT / flags.config_dir).rglob("*.yaml")}
+        options = [option for option in options if option.partition("=")[0] not in groups]
+    if recipe in _PIPELINES:
+        register_schema()
+        stage_configs(compose_config(recipe, options))
+    else:
+        parse_config(compose_config(flags.config_name or recipe, ["model.path=MODEL", *options]))
+
+
+def _check_subcommand(name: str, *arguments: str) -> None:
+    """Check a line of `rl-plugins` with the command's own parser."""
+    command = importlib.import_module(f"rl_plugins.commands.{name}")
+    parser = ArgumentParser(prog=name)
+    command.add_arguments(parser)
+    parser.parse_args(arguments)
+    if name == "submit":
+        first, *rest = arguments[arguments.index("--") + 1 :]
+        is_recipe = (ROOT / "recipes" / f"{first}.py").is_file()
+        check_command(["python", "-m", f"rl_plugins.recipes.{first}", *rest] if is_recipe else [first, *rest])
+
+
+def _check_make(arguments: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for word in arguments:
+        variable, is_variable, _ = word.partition("=")
+        known = rf"\$\({variable}\)" if is_variable else rf"^{word}:"
+        assert re.search(known, makefile, re.MULTILINE), f"make knows no {variable}"
+
+
+def _check_flags(arguments: list[str] | tuple[str, ...], source: str) -> None:
+    """Each flag stands in the source of what is started."""
+    for word in arguments:
+        flag = word.partition("=")[0]
+        assert not flag.startswith("--") or flag == "--help" or f'"{flag}"' in source, f"{flag} is unknown"
+
+
+def _imports(code: str) -> list[str]:
+    """The import statements of a piece of code."""
+    return [ast.unparse(node) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]

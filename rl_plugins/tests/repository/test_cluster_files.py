@@ -1,0 +1,90 @@
+"""The files in examples/cluster are well-formed, and the recipes in them compose."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import time
+
+import pytest
+import yaml
+
+from rl_plugins.tests.repository.documentation import ROOT, check_command
+
+FOLDER = ROOT / "examples" / "cluster"
+
+
+@pytest.fixture
+def job() -> dict:
+    return yaml.safe_load((FOLDER / "rayjob.yaml").read_text(encoding="utf-8"))
+
+
+def test_the_manifest_is_a_job_of_kuberay(job):
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert set(job["spec"]) == {"entrypoint", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"}
+    check_command(shlex.split(job["spec"]["entrypoint"]))
+    version = job["spec"]["rayClusterSpec"]["rayVersion"]
+    assert f"\nray=={version}\n" in (ROOT / "requirements" / "cpu.lock.txt").read_text(encoding="utf-8")
+
+
+def test_every_pod_has_its_sizes_and_sees_the_shared_folder(job):
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["image"] and container["resources"]["requests"] == container["resources"]["limits"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert "/shared" in [mount["mountPath"] for mount in container["volumeMounts"]]
+
+
+def test_there_is_a_gpu_for_every_training_worker(job):
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert workers["minReplicas"] == workers["maxReplicas"] == workers["replicas"]
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    gpus = int(limits["nvidia.com/gpu"]) * workers["replicas"]
+    assert f"placement.num_workers={gpus}" in job["spec"]["entrypoint"].split()
+
+
+def test_the_script_is_a_job_of_slurm():
+    script = FOLDER / "slurm.sh"
+    outcome = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr
+    text = script.read_text(encoding="utf-8")
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", text, re.MULTILINE))
+    gpus = int(options["nodes"]) * int(options["gpus-per-node"])
+    assert f"placement.num_workers={gpus} " in text and f"--num-gpus {options['gpus-per-node']} " in text
+    (command,) = re.findall(r"python -m rl_plugins\.recipes.*?(?=\"\$@\")", text, re.DOTALL)
+    # What the shell puts in is a word to the recipe.
+    check_command(shlex.split(re.sub(r"\$\{[^}]*\}|\$\w+", "word", command.replace("\\\n", " "))))
+
+
+def test_the_script_asks_the_run_to_stop_in_time(tmp_path):
+    programs, run = tmp_path / "environment" / "bin", tmp_path / "outputs" / "grpo"
+    for folder in (programs, run):
+        folder.mkdir(parents=True)
+    shell = {
+        "activate": f"PATH={programs}:$PATH",
+        "scontrol": "echo machine-1; echo machine-2",
+        "srun": 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
+        "python": f"echo $RAY_ADDRESS; touch {tmp_path}/started; until [ -e {run}/stop ]; do sleep 0.05; done; exit 75",
+    }
+    for name, text in shell.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "machine-[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "16"}
+    environment = {**os.environ, **slurm, "ENVIRONMENT": str(programs.parent), "SHARED": str(tmp_path)}
+    script = subprocess.Popen(["bash", str(FOLDER / "slurm.sh")], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "started").exists():
+            assert script.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        script.terminate()
+        said, _ = script.communicate(timeout=20)
+    finally:
+        script.kill()
+        (run / "stop").touch()
+    assert script.returncode == 75
+    assert said.splitlines() == ["machine-1:6379", "stopped and saved: the same command with run.resume=true goes on"]

@@ -1,0 +1,127 @@
+"""What README and docs tell a reader to run does run, and the options that they name are there.
+
+Python blocks of a page are run one after the other in a temporary folder. Of shell blocks, every command is checked
+against what it starts: a recipe's options compose, a module or script is there and knows the flags, a make target
+exists, and so does every path of the repository.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.tests.repository.documentation import MADE, ROOT, WRITTEN, blocks, check_command
+
+# What the blocks of a page find in the folder where they run, made from the blocks themselves.
+GIVEN: dict[str, Callable[[Path, list[str]], object]] = {
+    "docs/rewards.md": lambda folder, code: (folder / "my_reward.py").write_text(code[0]),
+}
+OWN_FOLDERS = tuple(
+    f"{name}/" for name in ("benchmarks", "docs", "examples", "integration_tests", "recipes", "rl_plugins")
+)
+# Written like options, and something else.
+NOT_OPTIONS = {
+    "strategy.model",  # an attribute of Lightning's strategies
+    "reward_model.ground_truth",  # a column of the data
+}
+# Mappings whose keys are those of a function.
+FREE = ("algorithm.advantage_options.", "algorithm.policy_loss_options.", "loss.options.", "reward.functions.")
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Page and words of every command in a shell block; continued lines are one."""
+    for page, text in WRITTEN.items():
+        for block in blocks(text, "bash"):
+            for line in block.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    yield page, words
+
+
+COMMANDS = list(commands())
+
+
+def test_the_reader_finds_the_commands():
+    assert ("README.md", ["make", "quickstart"]) in COMMANDS
+    assert len(COMMANDS) > 50
+
+
+@pytest.mark.parametrize("page", sorted(page for page, text in WRITTEN.items() if blocks(text, "python")))
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = blocks(WRITTEN[page], "python")
+    if page in GIVEN:
+        GIVEN[page](tmp_path, found)
+    names: dict[str, object] = {"__name__": "page"}
+    for number, code in enumerate(found, 1):
+        exec(compile(code, f"{page}, block {number}", "exec"), names)
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), COMMANDS, ids=[f"{page}: {' '.join(words)[:60]}" for page, words in COMMANDS]
+)
+def test_a_command_names_what_is_there(page, words):
+    check_command(words)
+    missing = [word for word in words if word.startswith(OWN_FOLDERS) and not (ROOT / word).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("python -m rl_plugins.recipes.grpo sampling.max_token=5", ValueError),
+        ("python -m rl_plugins.recipes.gropo", AssertionError),
+        ("python -m benchmarks.nothing", AssertionError),
+        ("python -m benchmarks.packing --fast", AssertionError),
+        ("python examples/existing_project/train.py --rate 1", AssertionError),
+        ("make quikstart", AssertionError),
+        ("rl-plugins show outputs/run --curve x", SystemExit),
+        ("rl-plugins submit -- grpo run.nam=x", ValueError),
+        ("ray job submit -- python -m rl_plugins.recipes.grpo run.nam=x", ValueError),
+        ("rayy job submit", AssertionError),
+    ],
+)
+def test_a_wrong_command_is_found(command, error):
+    with pytest.raises(error):
+        check_command(shlex.split(command))
+
+
+def documented_options() -> set[str]:
+    """Every option in the tables that are made from the schema and the algorithms, and the groups above them."""
+    rows = r"^\| `(?:\+\+)?([a-z_0-9.]+)` \|"
+    options = {option for text in MADE.values() for option in re.findall(rows, text, re.MULTILINE)}
+    return options | {option[: dot.start()] for option in options for dot in re.finditer(r"\.", option)}
+
+
+def named_options(page: str) -> set[str]:
+    """Every `group.option` or `group.option=value` of a page, whose words stand between single backticks."""
+    # Of a table of names, the first column is ours.
+    lines = [line.split(" | ")[0] if page.endswith("coming_from.md") else line for line in WRITTEN[page].splitlines()]
+    quoted = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", "\n".join(lines))
+    words = [word.removeprefix("++").partition("=")[0] for quote in quoted for word in quote.split()]
+    groups = {option.partition(".")[0] for option in documented_options()}
+    named = {
+        word for word in words if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", word) and word.partition(".")[0] in groups
+    }
+    return {word for word in named if not word.endswith((".db", ".jsonl", ".md", ".py", ".txt", ".yaml"))}
+
+
+def test_options_are_found_in_pages():
+    assert {"placement.num_workers", "sampling.max_tokens"} <= documented_options()
+    assert {"placement.num_workers", "algorithm.kl.coefficient"} <= named_options("docs/coming_from.md")
+    assert "data.train_batch_size" not in named_options("docs/coming_from.md")
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_options_in_the_text_exist(page):
+    unknown = named_options(page) - documented_options() - NOT_OPTIONS
+    assert {option for option in unknown if not option.startswith(FREE)} == set()
+
+
+def test_every_row_of_the_table_of_names_is_whole():
+    rows = [line for line in WRITTEN["docs/coming_from.md"].splitlines() if line.startswith("| `")]
+    assert len(rows) > 50
+    assert {line.count(" | ") for line in rows} == {3}
