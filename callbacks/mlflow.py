@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rl_plugins.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 5.0
+_METRICS_EVERY_S = 5.0
 _FINISH_TIMEOUT_S = 60.0
 _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
 
@@ -54,6 +56,7 @@ class MLflowTracking(Logger):
         self._queue: queue.Queue[Call | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
+        self._metrics_due, self._metrics_sent = False, -_METRICS_EVERY_S
         self._unsent = 0
         self.failures = 0
 
@@ -70,7 +73,9 @@ class MLflowTracking(Logger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self.submit(self._send_metrics)
+        if not self._metrics_due:
+            self._metrics_due = True
+            self.submit(self._send_metrics)
 
     @override
     @rank_zero_only
@@ -124,6 +129,9 @@ class MLflowTracking(Logger):
         return not self._unsent and not self._tail.unsent()
 
     def _send_metrics(self, run: TrackedRun) -> None:
+        # The points of several steps cost the store, and this machine, little more than those of one.
+        self._ending.wait(max(0.0, self._metrics_sent + _METRICS_EVERY_S - time.monotonic()))
+        self._metrics_due, self._metrics_sent = False, time.monotonic()
         for points in self._tail.batches():
             run.log_points(points)
 
