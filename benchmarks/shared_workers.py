@@ -6,6 +6,7 @@ What a recipe does, without its start: for comparisons of many short runs. The r
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -75,6 +76,7 @@ def _train_all(arguments: dict[str, Any]) -> None:
         with pool as scorer:
             fit(
                 config, folder, strategy, scorer, None,
-                in_ray=False, redraw_s=60, accelerator="cpu", devices="auto", plugins=[RayLightningEnvironment()],
+                in_ray=False, redraw_s=60, started=time.time(), accelerator="cpu", devices="auto",
+                plugins=[RayLightningEnvironment()],
             )  # fmt: skip
         (folder.path / "done").touch()
