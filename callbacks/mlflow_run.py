@@ -5,6 +5,7 @@ Everything here may be done again: a call that was cut off by an outage is made 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,9 @@ from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+
+_STORE_VARIABLE = "MLFLOW_TRACKING_URI"
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,27 @@ class TrackedRun:
             self.client.log_table(self.run_id, dict(data), file)
 
 
+def use_store(uri: str) -> None:
+    """Name the store to what of MLflow asks no client: tables, traces, downloads.
+
+    MLflow itself would leave the name in the environment, and with it to every later run of this process and its
+    children, whatever store those have.
+    """
+    import mlflow
+
+    before = os.environ.get(_STORE_VARIABLE)
+    mlflow.set_tracking_uri(uri)
+    if before is None:
+        os.environ.pop(_STORE_VARIABLE, None)
+    else:
+        os.environ[_STORE_VARIABLE] = before
+
+
 def open_run(uri: str, experiment: str, folder: RunFolder, facts: Facts) -> TrackedRun:
     """Create the run, or go on with the one whose id is in the folder, and say the facts."""
     import mlflow
 
-    # Tables and traces ask it, not their client.
-    mlflow.set_tracking_uri(uri)
+    use_store(uri)
     client = mlflow.MlflowClient(uri)
     file = folder.tracking_run
     if file.is_file():

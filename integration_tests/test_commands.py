@@ -13,6 +13,7 @@ from pathlib import Path
 import mlflow
 import pyarrow.parquet as pq
 
+from rl_plugins.callbacks.mlflow_run import use_store
 from rl_plugins.models.tiny import save_tiny_policy
 
 TIMEOUT_S = 240
@@ -57,7 +58,7 @@ def test_sampling_with_vllm_goes_on_after_kill(workplace: Path, tmp_path: Path) 
 def test_two_policies_are_sampled_and_compared(workplace: Path, tmp_path: Path) -> None:
     """One of them from MLflow; scored by workers of Ray."""
     save_tiny_policy(tmp_path / "other", seed=3)
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    use_store(f"sqlite:///{tmp_path}/mlflow.db")
     mlflow.create_experiment("models", artifact_location=(tmp_path / "artifacts").as_uri())
     with mlflow.start_run(experiment_id=mlflow.get_experiment_by_name("models").experiment_id) as started:  # type: ignore[union-attr]
         mlflow.log_artifacts(str(tmp_path / "other"), "policy")

@@ -51,12 +51,13 @@ def fetch(option: str, uri: str, store: str, cache: Path) -> Path:
         raise ConfigError(f"{option}={uri}: there is no MLflow store {file}: name the one that has it by tracking.uri")
     check_tracking(store)
     from rl_plugins.callbacks.mlflow import quiet_mlflow
+    from rl_plugins.callbacks.mlflow_run import use_store
 
     quiet_mlflow()
     import mlflow
     from mlflow.exceptions import MlflowException
 
-    mlflow.set_tracking_uri(store)
+    use_store(store)
     try:
         client, name = mlflow.MlflowClient(store), parts["name"]
         version = parts["version"] or str(client.get_model_version_by_alias(name, parts["alias"]).version)

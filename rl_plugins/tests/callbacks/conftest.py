@@ -17,12 +17,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
 
 
-@pytest.fixture(autouse=True)
-def own_tracking_uri(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow sets its variable for what comes later in a process."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     (tmp_path / "run").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,3 +183,15 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("named", [None, "http://elsewhere:5000"])
+def test_the_store_of_a_run_is_not_that_of_the_next_one(named, store, folder, tracking, monkeypatch):
+    if named is None:
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    else:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", named)
+    trained = Trained(folder, tracking())
+    trained.steps(1, 1)
+    trained.tracking.finalize("success")
+    assert trained.tracking.all_sent() and os.environ.get("MLFLOW_TRACKING_URI") == named
