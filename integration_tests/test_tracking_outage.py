@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -54,6 +55,11 @@ def test_a_server_that_comes_back_gets_everything(start: Callable[..., Recipe], 
     run.wait_for_step(len(run.metrics()) + 3)
     gate.touch()
     assert run.metrics()[-1]["step"] < STEPS, "the run ended before the server could come back"
+    # Points are sent every few seconds.
+    deadline = time.monotonic() + 60
+    while not said(run):
+        assert time.monotonic() < deadline, run.tail()
+        time.sleep(0.2)
     server.start()
     gate.unlink()
     assert run.wait(120) == 0, run.tail()
