@@ -16,7 +16,6 @@ tokens of a sample with padding, `H` hidden, `D` width of a head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ from transformers import PreTrainedModel
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter
-from rl_plugins.models.packed_attention import boundaries, has_packed_attention
-from rl_plugins.strategies.gathering import gather_parts, sizes_of
+from rl_plugins.models.packed_attention import boundaries, has_packed_attention, starts_of
+from rl_plugins.strategies.gathering import gather_rows, inputs_of_pass
 
 
 class SequenceShards:
@@ -62,30 +61,23 @@ class SequenceShards:
     def _take_part(
         self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            kwargs = {"input_ids": args[0], **kwargs}
-        ids_BS, mask_BS, positions_BS = (kwargs.get(key) for key in ("input_ids", "attention_mask", "position_ids"))
-        if len(args) > 1 or ids_BS is None or kwargs.get("past_key_values") is not None:
-            raise ConfigError("under sequence parallelism a model takes input_ids, and nothing from earlier passes")
+        kwargs = inputs_of_pass(args, kwargs, "sequence parallelism")
+        ids_BS, mask_BS, positions_BS = kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids")
         is_token_BS = torch.ones_like(ids_BS).bool() if mask_BS is None else mask_BS.bool()
         if positions_BS is None:
             positions_BS = (is_token_BS.cumsum(dim=1) - 1).clamp(min=0)
-        own_M2 = torch.stack([ids_BS[is_token_BS], positions_BS.expand_as(ids_BS)[is_token_BS]], dim=1)
-        rows = sizes_of(own_M2, self._group)
-        ids_G, positions_G = torch.cat(gather_parts(own_M2, 0, rows, self._group)).unbind(dim=1)
+        positions_M = positions_BS.expand_as(ids_BS)[is_token_BS]
+        rows, ids_G, positions_G = gather_rows(ids_BS[is_token_BS], positions_M, self._group)
         slices = [part_of(len(ids_G), rank, self._size) for rank in range(self._size)]
         part, parts = slices[self._rank], [each.stop - each.start for each in slices]
         self._pass = _Pass(is_token_BS, overlaps(parts, rows), self._rank, self._group)
-        begins_G = positions_G.diff(prepend=positions_G[:1]) != 1
-        begins_G[:1] = True
-        starts = [*begins_G.nonzero().flatten().tolist(), len(ids_G)]
         return (), {
             **kwargs,
             "attention_mask": None,
             "input_ids": ids_G[None, part],
             "position_ids": positions_G[None, part],
             "head_exchange": HeadExchange(parts, self._rank, self._group),
-            **boundaries(torch.tensor([end - start for start, end in pairwise(starts)])),
+            **boundaries(starts_of(positions_G).diff()),
         }
 
     def _keep_own(self, body: nn.Module, inputs: Any, output: Any) -> None:

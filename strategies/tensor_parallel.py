@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries
-from rl_plugins.strategies.gathering import gather_parts, sizes_of
+from rl_plugins.strategies.gathering import gather_parts, gather_rows, inputs_of_pass, sizes_of
 
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
@@ -126,11 +126,8 @@ class GroupBatch:
     def _join_inputs(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            kwargs = {"input_ids": args[0], **kwargs}
-        ids, mask, positions = (kwargs.get(key) for key in ("input_ids", "attention_mask", "position_ids"))
-        if len(args) > 1 or ids is None or kwargs.get("past_key_values") is not None:
-            raise ConfigError("under tensor parallelism a model takes input_ids, and nothing from earlier passes")
+        kwargs = inputs_of_pass(args, kwargs, "tensor parallelism")
+        ids, mask, positions = kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids")
         if mask is None and positions is not None and len(ids) == 1:
             joined = self._join_rows(ids, positions, kwargs.get("cu_seq_lens_q"))
         else:
@@ -138,10 +135,8 @@ class GroupBatch:
         return (), {**kwargs, **joined}
 
     def _join_rows(self, ids_1M: Tensor, positions_1M: Tensor, starts: Tensor | None) -> dict[str, Any]:
-        own_M2 = torch.stack([ids_1M[0], positions_1M[0]], dim=1)
-        sizes = sizes_of(own_M2, self._group)
+        sizes, ids_G, positions_G = gather_rows(ids_1M[0], positions_1M[0], self._group)
         self._batch = _Batch(1, sizes, ids_1M, 0)
-        ids_G, positions_G = torch.cat(gather_parts(own_M2, 0, sizes, self._group)).unbind(dim=1)
         joined: dict[str, Any] = {"input_ids": ids_G[None], "position_ids": positions_G[None]}
         if starts is not None:
             lengths_B = starts.diff().to(ids_1M)

@@ -70,6 +70,12 @@ def boundaries(lengths_B: Tensor) -> dict[str, Any]:
     return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
 
 
+def starts_of(positions_M: Tensor) -> Tensor:
+    """Where the samples of a row begin, by its positions, and where the last one ends."""
+    begins_M = positions_M.diff(prepend=positions_M[:1]) != 1
+    return nn.functional.pad(begins_M.nonzero().flatten(), (0, 1), value=len(positions_M))
+
+
 def packed_sdpa(
     module: nn.Module,
     query: Tensor,
@@ -94,7 +100,9 @@ def packed_sdpa(
         ConfigError: a row, and a bias that depends on the distance between its tokens.
     """
     if attention_mask is None and cu_seq_lens_q is None and _may_be_a_row(query, key, position_ids):
-        cu_seq_lens_q = _starts(position_ids)
+        assert position_ids is not None
+        starts = starts_of(position_ids[0])
+        cu_seq_lens_q = starts if len(starts) > 2 else None
     if cu_seq_lens_q is None:
         others |= {"position_ids": position_ids, "position_bias": position_bias, "sliding_window": sliding_window}
         return sdpa_attention_forward(
@@ -150,15 +158,6 @@ def _may_be_a_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> bo
     """Whether it could be one that someone gave with its positions alone, as transformers takes it."""
     is_whole = query.shape[0] == 1 and query.shape[2] == key.shape[2]
     return is_whole and position_ids is not None and position_ids.ndim == 2
-
-
-def _starts(position_ids: Tensor | None) -> Tensor | None:
-    assert position_ids is not None
-    positions_M = position_ids[0]
-    begins_M = positions_M.diff(prepend=positions_M[:1]) != 1
-    if int(begins_M.sum()) == 1:
-        return None
-    return nn.functional.pad(begins_M.nonzero().flatten(), (0, 1), value=len(positions_M))
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

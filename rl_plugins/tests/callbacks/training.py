@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from typing_extensions import override
 
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.sampler import StepLoader
 from rl_plugins.models.tiny import build_model
 from rl_plugins.rollout.engine import SamplingConfig
@@ -23,20 +21,6 @@ from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.test_stage import Log
-
-
-class Prompts:
-    """Every prompt twice, so that an epoch is four steps of two."""
-
-    fingerprint = "canned"
-    texts = 2 * canned.PROMPTS
-    kept = np.arange(len(texts))
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def batch(self, indices: Sequence[int], epoch: int) -> PromptBatch:
-        return canned.prompt_batch([self.texts[index] for index in indices])
 
 
 class AfterStep(Callback):
@@ -95,7 +79,9 @@ def train(
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    loader = StepLoader(Prompts(), prompts_per_step=2, seed=3, rank=trainer.global_rank, world_size=trainer.world_size)
+    loader = StepLoader(
+        canned.Prompts(), prompts_per_step=2, seed=3, rank=trainer.global_rank, world_size=trainer.world_size
+    )
     trainer.fit(stage, loader, ckpt_path=None if resume is None else resume / "state", weights_only=False)
     return trainer, log
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer
@@ -186,6 +187,20 @@ def prompt_batch(texts: list[str]) -> PromptBatch:
         "extra_info": [{} for _ in texts],
     }
     return PromptBatch([tokenizer.encode(text) for text in texts], [PROMPTS.index(text) for text in texts], columns, 0)
+
+
+class Prompts:
+    """A data set that has every prompt twice."""
+
+    fingerprint = "canned"
+    texts = 2 * PROMPTS
+    kept = np.arange(len(texts))
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def batch(self, indices: Sequence[int], epoch: int) -> PromptBatch:
+        return prompt_batch([self.texts[index] for index in indices])
 
 
 class DrawingLoader(DataLoader[Any]):

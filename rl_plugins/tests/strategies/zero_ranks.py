@@ -5,18 +5,15 @@ What each run has measured is written to `FOLDER/<name>.pt`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
-from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.sampler import StepLoader
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.rollout.engine import SamplingConfig
@@ -32,20 +29,6 @@ from rl_plugins.tests.strategies.moving import WatchingRollout, moving
 STEPS, SAVED = 4, 2
 STAGES = (1, 2, 3)
 METRICS = ("loss", "gradient_norm", "critic/loss", "critic/gradient_norm", "kl", "reward", "lr")
-
-
-class Prompts:
-    """Every prompt twice, so that an epoch is two steps."""
-
-    fingerprint = "canned"
-    texts = 2 * canned.PROMPTS
-    kept = np.arange(len(texts))
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def batch(self, indices: Sequence[int], epoch: int) -> PromptBatch:
-        return canned.prompt_batch([self.texts[index] for index in indices])
 
 
 class Record(Callback):
@@ -96,7 +79,9 @@ def train(
         use_distributed_sampler=False,
         **({"precision": "32-true"} | options),
     )
-    loader = StepLoader(Prompts(), prompts_per_step=4, seed=3, rank=trainer.global_rank, world_size=trainer.world_size)
+    loader = StepLoader(
+        canned.Prompts(), prompts_per_step=4, seed=3, rank=trainer.global_rank, world_size=trainer.world_size
+    )
     trainer.fit(stage, loader, ckpt_path=None if resume is None else resume / "state", weights_only=False)
     if trainer.is_global_zero:
         torch.save({"steps": record.steps, "weights": record.weights}, folder / f"{name}.pt")
