@@ -26,6 +26,17 @@ from rl_plugins.stages.stage import clock
 
 
 @runtime_checkable
+class HasRankShares(Protocol):
+    """A module of whose state every rank holds a share, which another number of ranks can take over."""
+
+    def rank_share(self) -> Any:
+        """What `torch.save` can write; None on every rank if there is nothing."""
+
+    def load_rank_shares(self, shares: list[Any]) -> str:
+        """Go on from the shares of all ranks, or from this rank's alone if there were as many; says what goes on."""
+
+
+@runtime_checkable
 class HasRankState(Protocol):
     """A callback with a state of its own on every rank, which checkpoints hold."""
 
@@ -92,6 +103,7 @@ class PolicyCheckpoint(Callback):
             checkpoint = Path(trainer.ckpt_path).parent
             words = [self._load_random_state(trainer, checkpoint, self.saved_step)]
             words += self._load_rank_states(trainer, checkpoint)
+            words += _load_rank_shares(trainer, checkpoint)
             if trainer.is_global_zero:
                 self._report_resume(trainer, checkpoint, words)
 
@@ -192,12 +204,26 @@ def write_checkpoint(trainer: Trainer, final: Path) -> None:
     states = {name: callback.rank_state() for name, callback in _with_rank_state(trainer).items()}
     if states:
         torch.save(states, partial / f"callbacks_{trainer.global_rank}.pt")
+    module: Any = trainer.lightning_module
+    share = module.rank_share() if isinstance(module, HasRankShares) else None
+    if share is not None:
+        torch.save(share, partial / f"share_{trainer.global_rank}.pt")
     trainer.strategy.barrier("checkpoint written")
     if trainer.is_global_zero:
         if final.exists():
             remove(final)
         os.replace(partial, final)
     trainer.strategy.barrier("checkpoint in place")
+
+
+def _load_rank_shares(trainer: Trainer, checkpoint: Path) -> list[str]:
+    files = sorted(checkpoint.glob("share_*.pt"), key=lambda file: int(file.stem.removeprefix("share_")))
+    module: Any = trainer.lightning_module
+    if not files or not isinstance(module, HasRankShares):
+        return []
+    if len(files) == trainer.world_size:
+        files = [files[trainer.global_rank]]
+    return [module.load_rank_shares([torch.load(file, map_location="cpu", weights_only=False) for file in files])]
 
 
 def _with_rank_state(trainer: Trainer) -> dict[str, HasRankState]:

@@ -65,7 +65,7 @@ def test_every_update_brings_another_adapter(rollout: VLLMRollout, workplace: Pa
         # An adapter outlives a sleep; cached prefixes of the one before do not outlive an update.
         rollout.sleep()
         samples = rollout.generate([PROBE], SamplingConfig(num_samples=2, max_tokens=8), [version])
-        assert samples.policy_version == version
+        assert set(samples.policy_versions.tolist()) == {version}
         full = torch.tensor([[*PROBE, *samples.responses()[0]]])
         with torch.no_grad():
             log_probs_TV = model(input_ids=full).logits[0, len(PROBE) - 1 : -1].log_softmax(-1)

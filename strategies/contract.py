@@ -10,13 +10,13 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.engine import RolloutEngine
+from rl_plugins.rollout.engine import EngineLost, RolloutEngine
 from rl_plugins.rollout.memory import MemoryChange
 from rl_plugins.rollout.weight_check import PROBE, check_log_probs, tolerance_of
 from rl_plugins.rollout.weights import WeightSource
@@ -27,6 +27,11 @@ CRITIC = "critic"
 REFERENCE = "reference"
 REWARD_MODEL = "reward_model"
 TEACHER = "teacher"
+
+T = TypeVar("T")
+
+# In one phase of a step; beyond it something is wrong with what the engines are given to do.
+_MOST_LOSSES = 5
 
 
 @runtime_checkable
@@ -45,10 +50,12 @@ class RolloutStrategy(Protocol):
 
     Attributes:
         restored: engine to what the checkpoint that was loaded has given it, in words.
+        engines_lost: rollout engines that were lost and replaced so far.
     """
 
     phases: PhaseLog
     restored: Mapping[str, str]
+    engines_lost: int
 
     def engine(self, name: str) -> Any:
         """The callable that runs model `name`."""
@@ -74,6 +81,9 @@ class RolloutStrategy(Protocol):
 
     def rollout_phase(self, version: int) -> AbstractContextManager[RolloutEngine]:
         """Training gives way to sampling with the policy's current weights."""
+
+    def sampled(self, version: int, sample: Callable[[RolloutEngine], T]) -> T:
+        """What `sample` gives in a rollout phase; it is called again when an engine was lost. Collective."""
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Element-wise sum of a small tensor over all ranks."""
@@ -109,6 +119,7 @@ class RolloutMixin:
     _rollout_version: int | None = None
     _rollout_connected: bool = False
     _rollout_updates: int = 0
+    engines_lost: int = 0
 
     @property
     def rollout(self) -> RolloutEngine:
@@ -135,13 +146,57 @@ class RolloutMixin:
         """The engine's copy of the weights is out of date."""
         self._rollout_version = None
 
+    def sampled(self, version: int, sample: Callable[[RolloutEngine], T]) -> T:
+        """What `sample` gives in a rollout phase. Collective.
+
+        When an engine is lost, all ranks go on without it, and call again.
+
+        Args:
+            version: of the policy.
+            sample: called on every rank; what it keeps of a call that failed, it need not ask for again.
+
+        Raises:
+            EngineLost: engines are lost again and again.
+        """
+        for _ in range(_MOST_LOSSES):
+            with self.rollout_phase(version) as engine, self.phases.measure("rollout"):
+                try:
+                    result, lost = sample(engine), False
+                except EngineLost:
+                    lost = True
+            if not self._on_any_rank(lost):
+                return result
+            self._replace_lost()
+        raise EngineLost(
+            f"{_MOST_LOSSES} times in one phase rollout engines were lost: see their output for the reason"
+        )
+
+    def _update_engine(self, engine: RolloutEngine, version: int) -> None:
+        for _ in range(_MOST_LOSSES):
+            try:
+                lost = False
+                engine.update_weights(self.weight_source(), version)
+            except EngineLost:
+                lost = True
+            if not self._on_any_rank(lost):
+                return
+            self._replace_lost()
+        raise EngineLost(f"rollout engines were lost in {_MOST_LOSSES} weight updates: see their output for the reason")
+
+    def _replace_lost(self) -> None:
+        self.engines_lost += self.rollout.replace_lost()
+        self.weights_changed()
+
+    def _on_any_rank(self, happened: bool) -> bool:
+        return bool(self.max_over_ranks(torch.tensor([float(happened)])).item())
+
     @contextmanager
     def rollout_phase(self, version: int) -> Iterator[RolloutEngine]:
         """Sampling with the policy's current weights.
 
         The order bounds the memory: the trainer gives up its optimizer states, the engine takes room for weights, the
         weights stream in, the trainer gives up its parameters, and only then does the engine take its KV cache. What
-        is given up is measured, and must be as much as was expected.
+        is given up is measured, and must be as much as was expected. Beside an engine that never sleeps, nothing is.
 
         Args:
             version: of the policy; the samples carry it.
@@ -154,11 +209,12 @@ class RolloutMixin:
         policy_log_probs: list[float] = []
         slept: MemoryChange | None = None
         with self.phases.measure("offload"):
-            self._give_up("offload optimizer", self.offload_optimizer, self.optimizer_bytes())
+            if engine.sleeps:
+                self._give_up("offload optimizer", self.offload_optimizer, self.optimizer_bytes())
             engine.wake_up(["weights"])
         if self._rollout_version is None:
             with self.phases.measure("update_weights"):
-                engine.update_weights(self.weight_source(), version)
+                self._update_engine(engine, version)
             self._rollout_version = version
             self._rollout_updates += 1
             if engine.check_updates and self._rollout_updates % engine.check_updates == 0:
@@ -166,7 +222,8 @@ class RolloutMixin:
                     engine.check_weights(self.weight_source())
                     policy_log_probs, tolerance = self._probe()
         with self.phases.measure("offload"):
-            self._give_up("offload parameters", self.offload_parameters, self.parameter_bytes())
+            if engine.sleeps:
+                self._give_up("offload parameters", self.offload_parameters, self.parameter_bytes())
             engine.wake_up(["kv_cache"])
         if policy_log_probs:
             with self.phases.measure("check_weights"):
@@ -204,6 +261,10 @@ class RolloutMixin:
 
     def weight_source(self, name: str = POLICY) -> WeightSource:
         """The weights of engine `name`."""
+        raise NotImplementedError
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """Element-wise maximum of a small tensor over all ranks."""
         raise NotImplementedError
 
     def offload_optimizer(self) -> None:

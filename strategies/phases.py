@@ -52,6 +52,10 @@ class PhaseLog:
             phase.peak_bytes = max(phase.peak_bytes, peak)
             self.current = None
 
+    def seconds(self, name: str) -> float:
+        """What a phase has taken since the last `drain`."""
+        return self._phases[name].seconds if name in self._phases else 0.0
+
     def note(self, name: str, nbytes: int) -> None:
         """Keep the largest of a number of bytes as `memory/<name>`."""
         self._noted[name] = max(nbytes, self._noted.get(name, 0))

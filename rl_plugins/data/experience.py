@@ -29,9 +29,9 @@ COMPUTED_FIELDS = (
     "teacher_top_log_probs", "entropy", "sum_pi_squared", "values", "process_rewards",
     "rollout_weights", "advantages", "returns", "loss_mask", "selected",
 )  # fmt: skip
-TOKEN_FIELDS = ("responses", "response_mask", "rollout_log_probs", *COMPUTED_FIELDS)
+TOKEN_FIELDS = ("responses", "response_mask", "rollout_log_probs", "policy_versions", *COMPUTED_FIELDS)
 SAMPLE_FIELDS = (
-    "prompt_lengths", "response_lengths", "groups", "policy_version", "valid", "scores", "baseline_scores",
+    "prompt_lengths", "response_lengths", "groups", "valid", "scores", "baseline_scores",
     "component_scores",
 )  # fmt: skip
 TENSOR_FIELDS = ("prompts", *TOKEN_FIELDS, *SAMPLE_FIELDS)
@@ -49,8 +49,8 @@ class Experience(TensorClass, shadow=True):
         response_mask: float32 [B, T], 1 where the policy sampled the token and shall learn from it, 0 on
             padding and on observation tokens.
         rollout_log_probs: float32 [B, T], log-probs in nats as the rollout engine reported them.
+        policy_versions: int64 [B, T], the number of steps behind the policy that sampled each token.
         groups: int64 [B], equal for the samples of one prompt.
-        policy_version: int64 [B], the number of weight updates behind the policy that sampled.
         valid: bool [B], False where the reward failed or the row is padding: excluded from every statistic.
         rows: Python objects of these samples and of others: give a mapping of sequences of length B, read a list with
             `experience.columns["data_source"]`, add one with `set_column`.
@@ -82,8 +82,8 @@ class Experience(TensorClass, shadow=True):
     response_lengths: Tensor
     response_mask: Tensor
     rollout_log_probs: Tensor
+    policy_versions: Tensor
     groups: Tensor
-    policy_version: Tensor
     valid: Tensor
     rows: Any = None
     row: Tensor | None = None
@@ -121,7 +121,7 @@ class Experience(TensorClass, shadow=True):
         responses: Sequence[Sequence[int]],
         rollout_log_probs: Sequence[Sequence[float]],
         groups: Sequence[int],
-        policy_version: int | Sequence[int],
+        policy_versions: int | Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]] | None = None,
         pad_token_id: int = 0,
         *,
@@ -135,7 +135,7 @@ class Experience(TensorClass, shadow=True):
             responses: B lists of token ids, the end-of-sequence token included where it was sampled.
             rollout_log_probs: B lists, one log-prob per response token (anything on observation tokens).
             groups: B numbers, equal for the samples of one prompt.
-            policy_version: one number for all samples, or B numbers.
+            policy_versions: one number for all tokens, or B lists as long as the responses.
             columns: sequences of length B.
             pad_token_id: what fills the padding; nothing reads it.
             response_masks: B lists of 0 and 1 as long as the responses; all ones by default.
@@ -145,11 +145,16 @@ class Experience(TensorClass, shadow=True):
             ValueError: the lists disagree about the number of samples, or about the length of one response.
         """
         count = len(prompt_ids)
-        versions = [policy_version] * count if isinstance(policy_version, int) else policy_version
-        for name, values in {"responses": responses, "groups": groups, "policy_version": versions}.items():
+        versions: Sequence[Sequence[float]]
+        if isinstance(policy_versions, int):
+            versions = [[policy_versions] * len(response) for response in responses]
+        else:
+            versions = policy_versions
+        for name, values in {"responses": responses, "groups": groups}.items():
             if len(values) != count:
                 raise ValueError(f"{name} has {len(values)} entries for {count} prompts.")
-        for name, ragged in {"log-probs": rollout_log_probs, "mask": response_masks or responses}.items():
+        per_token = {"log-probs": rollout_log_probs, "versions": versions, "mask": response_masks or responses}
+        for name, ragged in per_token.items():
             ours, theirs = [len(row) for row in responses], [len(row) for row in ragged]
             if ours != theirs:
                 raise ValueError(f"responses and their {name} differ in length: {ours} and {theirs}.")
@@ -166,8 +171,8 @@ class Experience(TensorClass, shadow=True):
             response_lengths=lengths,
             response_mask=mask_BT,
             rollout_log_probs=pad_ragged(rollout_log_probs, value=0, dtype=torch.float32, side="right")[0],
+            policy_versions=pad_ragged(versions, value=0, dtype=torch.int64, side="right")[0],
             groups=torch.tensor(groups, dtype=torch.int64),
-            policy_version=torch.tensor(versions, dtype=torch.int64),
             valid=torch.ones(count, dtype=torch.bool),
             rows=dict(columns or {}),
             meta=dict(meta or {}),
@@ -190,7 +195,7 @@ class Experience(TensorClass, shadow=True):
             responses=responses,
             rollout_log_probs=[[0.0] * len(response) for response in responses],
             groups=range(len(responses)) if groups is None else groups,
-            policy_version=0,
+            policy_versions=0,
             pad_token_id=pad_token_id,
             response_masks=response_masks,
         )

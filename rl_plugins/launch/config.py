@@ -202,8 +202,8 @@ class RolloutConfig:
 
     Attributes:
         engine: `vllm` or `transformers`.
-        engines: how many vLLM engines: a number that divides `placement.num_workers`, or `per_worker`. Each samples for
-            its share of the workers, with one thread on CPU; more than one run on CPU only.
+        engines: how many vLLM engines, or `per_worker`. Each samples for its share of the prompts, with one thread on
+            CPU; more than one run on CPU only.
         dtype: of the engine's weights; null follows `model.precision`.
         max_num_seqs: responses sampled at once.
         prefix_caching: share the KV cache of common prefixes.
@@ -211,7 +211,8 @@ class RolloutConfig:
         cpu_kv_cache_gib: KV cache on CPU.
         tensor_parallel_size: GPUs of the engine.
         sleep: what vLLM engines give back while the workers train: `kv_cache`; `all`, the weights too, which are then
-            sent anew for every rollout; `none`, which saves the time of taking the KV cache back.
+            sent anew for every rollout; `none`, which saves the time of taking the KV cache back. Null is `kv_cache`,
+            or `none` where `schedule.max_staleness` has them work at the same time.
         lora: what vLLM is sent of a policy with an adapter: `adapter`, which the engine adds to the weights of
             `model.path` with every token, or `merged`, all weights with the adapter in them.
         check_updates: every how many weight updates the engine's weights are compared with the policy's, tensor by
@@ -220,6 +221,8 @@ class RolloutConfig:
         bucket_mb: memory for weights in flight (on GPUs).
         ready_timeout_s: deadline for the engine's start.
         generate_timeout_s: deadline for sampling one step.
+        stall_timeout_s: an engine that does not answer for so long is lost: it is started again, and its prompts go to
+            the others.
         update_timeout_s: deadline for each call of a weight update.
     """
 
@@ -231,14 +234,32 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.4
     cpu_kv_cache_gib: int = 1
     tensor_parallel_size: int = 1
-    sleep: str = "kv_cache"
+    sleep: str | None = None
     lora: str = "adapter"
     check_updates: int = 0
     transport: str = "auto"
     bucket_mb: int = 64
     ready_timeout_s: float = 300.0
     generate_timeout_s: float = 1800.0
+    stall_timeout_s: float = 120.0
     update_timeout_s: float = 300.0
+
+
+@dataclass
+class ScheduleOptions:
+    """How far sampling runs ahead of training.
+
+    Attributes:
+        max_staleness: how many steps may lie between the policy with which the sampling of a group began and the one
+            that is trained on it. 0 is synchronous: each step samples, then trains. From 1 on, engines sample for the
+            steps to come while the workers train, and weights change in flight; ratios are then to the policies that
+            sampled, unless `algorithm.rollout_correction` is another remedy.
+        ahead: how many steps' worth of groups are in flight beyond those of a step; null is `max_staleness`. With less,
+            such as 0.25, stragglers are left for a later step; with `max_staleness=0` they are dropped.
+    """
+
+    max_staleness: int = 0
+    ahead: float | None = None
 
 
 @dataclass
@@ -558,6 +579,7 @@ class RecipeConfig:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)
     strategy: StrategyOptions = field(default_factory=StrategyOptions)
@@ -614,6 +636,11 @@ def num_engines(config: RecipeConfig) -> int:
     """How many rollout engines there are."""
     engines = config.rollout.engines
     return config.placement.num_workers if engines == "per_worker" else int(engines)
+
+
+def rollout_sleep(config: RecipeConfig) -> str:
+    """What the engines give back while the workers train."""
+    return config.rollout.sleep or ("none" if config.schedule.max_staleness else "kv_cache")
 
 
 def rollout_dtype(config: RecipeConfig) -> str:

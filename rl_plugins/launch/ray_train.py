@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rl_plugins.launch.config import RecipeConfig, num_engines, rollout_dtype
+from rl_plugins.launch.config import RecipeConfig, num_engines, rollout_dtype, rollout_sleep
 from rl_plugins.launch.resources import check_resources, local_gpus
 from rl_plugins.launch.values import generates, needs_engine
 from rl_plugins.run_folder import RunFolder
@@ -236,13 +236,14 @@ def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
             prefix_caching=rollout.prefix_caching,
-            sleep=rollout.sleep,  # type: ignore[arg-type]
+            sleep=rollout_sleep(config),  # type: ignore[arg-type]
             check_updates=rollout.check_updates,
             transport=rollout.transport,  # type: ignore[arg-type]
             lora_rank=config.model.lora.rank if rollout.lora == "adapter" else 0,
             bucket_mb=rollout.bucket_mb,
             ready_timeout_s=rollout.ready_timeout_s,
             generate_timeout_s=rollout.generate_timeout_s,
+            stall_timeout_s=rollout.stall_timeout_s,
             update_timeout_s=rollout.update_timeout_s,
         ),
         num_engines=num_engines(config),

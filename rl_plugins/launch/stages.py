@@ -27,6 +27,7 @@ from rl_plugins.stages.preference_optimization import PreferenceOptimization
 from rl_plugins.stages.prime import PRIME
 from rl_plugins.stages.reward_modeling import RewardModeling
 from rl_plugins.stages.sampling import Scorer, greedy
+from rl_plugins.stages.schedule import Schedule
 from rl_plugins.stages.sft import SFT
 from rl_plugins.stages.stage import Stage
 
@@ -126,6 +127,7 @@ def _policy_optimization_options(config: RecipeConfig, tokenizer: Any, scorer: S
             critic.path, optimizer_config(critic.optimizer), critic.warmup_steps, lora_config(critic.lora)
         ),
         "reward_model": RewardModelConfig(model.path, model.weight, model.rule_weight) if model.path else None,
+        "schedule": Schedule(config.schedule.max_staleness, config.schedule.ahead),
         "updates_per_step": config.batch.updates_per_step,
         "passes_per_step": config.batch.passes_per_step,
     }

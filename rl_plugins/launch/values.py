@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.launch.config import RecipeConfig, rollout_sleep
 from rl_plugins.launch.duration import seconds_of
 from rl_plugins.rollout.vllm.config import check_adapter
+from rl_plugins.stages.schedule import Schedule
 
 SAMPLING_STAGES = ("policy_optimization", "prime", "online_preference_optimization")
 """Stages that train on samples of their own."""
@@ -37,7 +38,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "launcher": ("ray", "local"),
     "rollout.engine": ("vllm", "transformers"),
     "rollout.dtype": (None, "float32", "bfloat16", "float16"),
-    "rollout.sleep": ("kv_cache", "all", "none"),
+    "rollout.sleep": (None, "kv_cache", "all", "none"),
     "rollout.lora": ("merged", "adapter"),
     "rollout.transport": ("auto", "shared_memory", "ipc", "nccl"),
     "placement.device": ("auto", "cpu", "cuda"),
@@ -68,7 +69,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         "must be above 0",
         lambda value: value > 0,
         (
-            "rollout.ready_timeout_s", "rollout.generate_timeout_s", "rollout.update_timeout_s", "reward.deadline_s",
+            "rollout.ready_timeout_s", "rollout.generate_timeout_s", "rollout.stall_timeout_s",
+            "rollout.update_timeout_s", "reward.deadline_s",
             "strategy.collective_timeout_s", "placement.cpus_per_worker", "model.lora.alpha", "critic.lora.alpha",
         ),
     ),
@@ -140,10 +142,8 @@ def check_values(config: RecipeConfig) -> None:
             "the same response every time: give validation.temperature a value, such as 1"
         )
     engines, workers = config.rollout.engines, config.placement.num_workers
-    if engines != "per_worker" and not (isinstance(engines, int) and engines >= 1 and workers % engines == 0):
-        raise ConfigError(
-            f"rollout.engines={engines}: use per_worker, or a number that divides placement.num_workers={workers}"
-        )
+    if engines != "per_worker" and not (isinstance(engines, int) and engines >= 1):
+        raise ConfigError(f"rollout.engines={engines}: use per_worker, or a number of at least 1")
     if config.launcher == "local" and config.rollout.engine == "vllm":
         raise ConfigError("launcher=local runs in one process, without Ray and vLLM: add rollout.engine=transformers")
     if config.strategy.name == "fsdp" and config.strategy.zero_stage != 3:
@@ -164,12 +164,32 @@ def check_values(config: RecipeConfig) -> None:
         if workers % size:
             raise ConfigError(f"strategy.{option}={size} does not divide placement.num_workers={workers}: change one")
     _check_data(config)
+    _check_schedule(config)
     _check_lora(config)
     _check_registration(config)
     _check_best(config)
     _check_debug(config)
     if config.run.time_limit is not None:
         seconds_of("run.time_limit", config.run.time_limit)
+
+
+def _check_schedule(config: RecipeConfig) -> None:
+    schedule = config.schedule
+    Schedule(schedule.max_staleness, schedule.ahead)
+    if not (schedule.max_staleness or schedule.ahead):
+        return
+    chosen = f"schedule.max_staleness={schedule.max_staleness}"
+    if schedule.ahead:
+        chosen += f", schedule.ahead={schedule.ahead:g}"
+    if config.stage not in COLLECTING_STAGES:
+        raise ConfigError(f"{chosen}: is of {' and '.join(COLLECTING_STAGES)}, and not of {config.stage}")
+    if config.rollout.engine == "vllm" and schedule.max_staleness and rollout_sleep(config) != "none":
+        raise ConfigError(
+            f"{chosen} has engines sample while the workers train, and rollout.sleep={config.rollout.sleep} has them "
+            "sleep then: leave rollout.sleep out"
+        )
+    if config.debug.replay:
+        raise ConfigError(f"{chosen} with debug.replay={config.debug.replay}: what is replayed is not sampled")
 
 
 def _check_registration(config: RecipeConfig) -> None:
@@ -240,7 +260,7 @@ def _check_lora(config: RecipeConfig) -> None:
         if rank and config.strategy.tensor_parallel > 1:
             raise ConfigError(f"{option}={rank}: blocks with adapters are not cut: use strategy.tensor_parallel=1")
     if config.rollout.lora == "adapter":
-        check_adapter(config.model.lora.rank, config.rollout.sleep)
+        check_adapter(config.model.lora.rank, rollout_sleep(config))
     if config.model.lora.rank == 0:
         if config.run.export_lora == "adapter":
             raise ConfigError("run.export_lora=adapter, and there is no adapter: give model.lora.rank a value")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -63,24 +64,31 @@ class Generations:
     Attributes:
         token_ids: int64 [N], the tokens of all responses, one after the other.
         log_probs: float32 [N], of those tokens when they were sampled.
+        policy_versions: int64 [N], version of the weights that sampled each token.
         lengths: int64 [R], tokens of each of the R responses.
         finish_reasons: [R], `stop`, `length` or `abort`.
-        policy_version: version of the weights that sampled them.
     """
 
     token_ids: np.ndarray
     log_probs: np.ndarray
+    policy_versions: np.ndarray
     lengths: np.ndarray
     finish_reasons: list[str] = field(default_factory=list)
-    policy_version: int = 0
 
     def responses(self) -> list[list[int]]:
         """Token ids of each response."""
-        return [part.tolist() for part in np.split(self.token_ids, np.cumsum(self.lengths))[:-1]]
+        return self._split(self.token_ids)
 
     def response_log_probs(self) -> list[list[float]]:
         """Log-probs of each response."""
-        return [part.tolist() for part in np.split(self.log_probs, np.cumsum(self.lengths))[:-1]]
+        return self._split(self.log_probs)
+
+    def response_versions(self) -> list[list[int]]:
+        """Policy versions of each response."""
+        return self._split(self.policy_versions)
+
+    def _split(self, values_N: np.ndarray) -> list[list[Any]]:
+        return [part.tolist() for part in np.split(values_N, np.cumsum(self.lengths))[:-1]]
 
     @classmethod
     def from_responses(
@@ -88,16 +96,66 @@ class Generations:
         responses: Sequence[Sequence[int]],
         log_probs: Sequence[Sequence[float]],
         finish_reasons: Sequence[str],
-        policy_version: int,
+        policy_versions: int | Sequence[Sequence[int]],
     ) -> Generations:
-        """Flatten ragged lists."""
+        """Flatten ragged lists; one version stands for all tokens."""
+        tokens_N = np.fromiter((t for r in responses for t in r), dtype=np.int64)
         return cls(
-            token_ids=np.fromiter((t for r in responses for t in r), dtype=np.int64),
+            token_ids=tokens_N,
             log_probs=np.fromiter((p for r in log_probs for p in r), dtype=np.float32),
+            policy_versions=np.full_like(tokens_N, policy_versions)
+            if isinstance(policy_versions, int)
+            else np.fromiter((v for r in policy_versions for v in r), dtype=np.int64),
             lengths=np.fromiter((len(r) for r in responses), dtype=np.int64),
             finish_reasons=list(finish_reasons),
-            policy_version=policy_version,
         )
+
+    def split(self, count: int) -> list[Generations]:
+        """Cut into `count` parts of equally many responses each."""
+        if not count:
+            return []
+        size = len(self.lengths) // count
+        ends = [0, *np.cumsum(self.lengths)[size - 1 :: size].tolist()]
+        return [
+            Generations(
+                self.token_ids[start:stop],
+                self.log_probs[start:stop],
+                self.policy_versions[start:stop],
+                self.lengths[part * size : (part + 1) * size],
+                self.finish_reasons[part * size : (part + 1) * size],
+            )
+            for part, (start, stop) in enumerate(pairwise(ends))
+        ]
+
+    @classmethod
+    def concat(cls, parts: Sequence[Generations]) -> Generations:
+        """The responses of several, one behind the other."""
+        return cls(
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            log_probs=np.concatenate([part.log_probs for part in parts]),
+            policy_versions=np.concatenate([part.policy_versions for part in parts]),
+            lengths=np.concatenate([part.lengths for part in parts]),
+            finish_reasons=[reason for part in parts for reason in part.finish_reasons],
+        )
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """A prompt to be sampled from some time.
+
+    Attributes:
+        ticket: the rank's own number for it.
+        prompt: token ids.
+        seed: the same seed, weights and prompt give the same responses.
+    """
+
+    ticket: int
+    prompt: list[int]
+    seed: int
+
+
+class EngineLost(RuntimeError):
+    """An engine died, or does not move; what it was working on is gone."""
 
 
 class RolloutEngine(Protocol):
@@ -106,6 +164,10 @@ class RolloutEngine(Protocol):
     @property
     def keeps_weights(self) -> bool:
         """Whether the weights outlive a sleep; if not, an update comes before the next samples."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine gives way to the trainer, and the trainer to it; if not, both work at the same time."""
 
     @property
     def check_updates(self) -> int:
@@ -127,8 +189,51 @@ class RolloutEngine(Protocol):
             seeds: one per prompt: the same seed, weights and prompt give the same responses. None: unseeded.
         """
 
+    def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
+        """Have groups of `num_samples` responses sampled; does not wait for them.
+
+        Args:
+            requests: this rank's.
+            sampling: how to sample.
+            together: every rank calls this, and all their groups begin at once: then what is sampled does not depend
+                on who came first. Otherwise the groups begin now.
+        """
+
+    def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
+        """Wait for groups that this rank has submitted; returns those that are finished, by their tickets.
+
+        Args:
+            required: tickets that must be among them.
+            count: how many there must be; with 0, and nothing required, all that are finished now.
+
+        Raises:
+            EngineLost: see `lost_tickets`.
+        """
+
+    def drop(self, tickets: Sequence[int]) -> None:
+        """End groups, and forget them."""
+
+    def lost_tickets(self) -> list[int]:
+        """Of groups that went with a lost engine; whoever submitted them does so again."""
+
+    def replace_lost(self) -> int:
+        """Go on without the engines that any rank has lost; returns how many. Collective.
+
+        They come back with a later weight update. The next one is due now.
+        """
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the engine of this rank has worked so far, as it said last."""
+
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Replace the weights, drop cached prefixes, name the version. Collective."""
+        """Replace the weights, drop cached prefixes, name the version. Collective.
+
+        Groups that are being sampled go on with the new weights, from what has been sampled of them.
+
+        Raises:
+            EngineLost: not all engines have them now.
+        """
 
     def check_weights(self, source: WeightSource) -> None:
         """Compare the engine's weights with the source, bit by bit where the engine can be read. Collective.

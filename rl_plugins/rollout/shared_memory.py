@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from rl_plugins.errors import DeadlineExceeded
+from rl_plugins.rollout.engine import EngineLost
 from rl_plugins.rollout.shared_parameters import (
     LoadWeights,
     Piece,
@@ -43,6 +44,19 @@ _WORD = b"."
 _LENGTH_BYTES = 8
 
 
+class ReceiverLost(ConnectionError):
+    """An engine that weights were to be sent to has closed the connection, or does not answer.
+
+    Attributes:
+        position: of the engine among those of the sender.
+        silent: it does not answer.
+    """
+
+    def __init__(self, position: int, *, silent: bool, why: str) -> None:
+        super().__init__(f"rollout engine {position} was lost in a weight update: {why}")
+        self.position, self.silent = position, silent
+
+
 class Engine(Protocol):
     """What rank 0 asks of an engine."""
 
@@ -60,7 +74,6 @@ class SharedMemorySender:
         source: the weights.
         rank: this rank; rank 0 talks to the engine.
         world_size: number of ranks.
-        barrier: waits for all ranks.
         broadcast: sends rank 0's object to all ranks.
         engines: all engines (rank 0), nothing elsewhere.
         num_engines: how many there are.
@@ -75,7 +88,6 @@ class SharedMemorySender:
         *,
         rank: int,
         world_size: int,
-        barrier: Callable[[], None],
         broadcast: Callable[[Any], Any],
         engines: Sequence[Engine],
         num_engines: int = 1,
@@ -88,11 +100,16 @@ class SharedMemorySender:
         # What never changes; known when the first update is through.
         self._sent_for_good: set[str] = set()
         names = broadcast([f"rl_plugins-weights-{uuid.uuid4().hex}" for _ in range(num_engines)])
+        lost = False
         if engines:
             tensors = [(meta.name, dtype_name(meta.dtype), list(meta.shape)) for meta in source.metadata()]
             for name, engine in zip(names, engines, strict=True):
-                engine.init({"name": name, "num_ranks": world_size, "tensors": tensors, "timeout_s": timeout_s})
-        barrier()
+                try:
+                    engine.init({"name": name, "num_ranks": world_size, "tensors": tensors, "timeout_s": timeout_s})
+                except EngineLost:
+                    lost = True
+        if broadcast(lost):
+            raise EngineLost("an engine was lost while ranks connected to it")
         self._receivers = [
             (position, _Receiver(name, number, rank, timeout_s))
             for position, name in enumerate(names)
@@ -103,8 +120,7 @@ class SharedMemorySender:
         """Update the engines' weights to those of the source. Collective.
 
         Raises:
-            DeadlineExceeded: an engine did not stop for the update in time.
-            ConnectionError: an engine's process ended, or closed the connection because it failed.
+            ReceiverLost: an engine did not stop for the update in time, or its process ended or has failed.
         """
         loaded = [engine.load(version) for engine in self._engines]
         try:
@@ -164,10 +180,12 @@ def _own_error(loaded: Sequence[Callable[[], None]], position: int) -> Iterator[
     """What the engine itself has to say of a connection that it closed, if it lives to tell it (rank 0 hears it)."""
     try:
         yield
-    except ConnectionError:
+    except ConnectionError as error:
         if loaded:
             loaded[position]()
-        raise
+        raise ReceiverLost(position, silent=False, why=str(error)) from error
+    except DeadlineExceeded as error:
+        raise ReceiverLost(position, silent=True, why=str(error)) from error
 
 
 class _Receiver:

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.at_once import SampledAtOnce
 from rl_plugins.rollout.engine import Generations, SamplingConfig
 from rl_plugins.rollout.memory import MemoryChange
 from rl_plugins.rollout.weight_check import WeightsDiffer, tolerance_of
 from rl_plugins.rollout.weights import WeightSource
 
 
-class TransformersRollout:
+class TransformersRollout(SampledAtOnce):
     """An in-process engine with a KV cache, exact log-probs and per-sample seeds.
 
     Args:
@@ -38,6 +40,7 @@ class TransformersRollout:
         max_batch_size: int = 256,
         check_updates: int = 0,
     ) -> None:
+        super().__init__()
         self._path, self._dtype, self._device = model, dtype, torch.device(device)
         self._max_batch_size = max_batch_size
         self.check_updates = check_updates
@@ -58,6 +61,7 @@ class TransformersRollout:
                 self._parameters[name].copy_(tensor)
         self._version = version
 
+    @override
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         """Sample `num_samples` responses to each prompt."""
         if sampling.stop:

@@ -31,7 +31,9 @@ from rl_plugins.stages.dealing import GroupBuffer, Table, balance_over_ranks, re
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.optimizer import OptimizerConfig
-from rl_plugins.stages.sampling import SamplingOptions, SamplingStage, greedy
+from rl_plugins.stages.sampling import SamplingOptions, greedy
+from rl_plugins.stages.schedule import Schedule
+from rl_plugins.stages.scheduled import ScheduledStage
 from rl_plugins.stages.stage import comes_with_adapter
 from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER
 
@@ -51,7 +53,7 @@ class RewardModelConfig:
     rule_weight: float = 1.0
 
 
-class CollectingStage(SamplingStage):
+class CollectingStage(ScheduledStage):
     """Holds the models of an algorithm and makes its experience.
 
     Attributes:
@@ -64,6 +66,7 @@ class CollectingStage(SamplingStage):
         sampling: how training samples are drawn; `num_samples` is the group size. Stop tokens: see `SamplingStage`.
         algorithm: GRPO by default.
         eval_sampling: how `validate` samples; greedy with the same length by default.
+        schedule: how far sampling runs ahead of training; synchronous by default.
         reference: name or folder of the reference model; needed with a KL coefficient, the policy's own by default.
         teacher: name or folder of a model whose log-probs the algorithm asks for.
         critic: for algorithms that ask for values; its own default then.
@@ -82,6 +85,7 @@ class CollectingStage(SamplingStage):
         sampling: SamplingConfig,
         algorithm: Algorithm | None = None,
         eval_sampling: SamplingConfig | None = None,
+        schedule: Schedule | None = None,
         reference: str | None = None,
         teacher: str | None = None,
         critic: CriticConfig | None = None,
@@ -90,15 +94,26 @@ class CollectingStage(SamplingStage):
         passes_per_step: int = 1,
         **sampling_stage: Unpack[SamplingOptions],
     ) -> None:
-        super().__init__(policy, eval_sampling=eval_sampling or greedy(sampling), **sampling_stage)
+        super().__init__(
+            policy,
+            sampling=sampling,
+            schedule=schedule,
+            eval_sampling=eval_sampling or greedy(sampling),
+            **sampling_stage,
+        )
         self.algorithm = algorithm or Algorithm()
-        self.sampling = self.ending(sampling)
         self.updates_per_step, self.passes_per_step = updates_per_step, passes_per_step
         self.reference: Any = None
         self.teacher: Any = None
         self.critic: Any = None
         self.reward_model: Any = None
         needs = self.algorithm.needs
+        group_filter = self.algorithm.group_filter
+        if self.schedule.active and group_filter is not None and group_filter.oversampling > 1:
+            raise ConfigError(
+                f"algorithm.group_filter.oversampling={group_filter.oversampling} with a schedule: what runs ahead is "
+                "what fills up: use oversampling=1, and schedule.ahead or schedule.max_staleness for more"
+            )
         if "process_rewards_BT" in needs and not self.gives_process_rewards:
             raise ConfigError("the algorithm needs process_rewards_BT, which the stage PRIME computes: use stage=prime")
         own_path = policy if isinstance(policy, str) else None
@@ -164,8 +179,12 @@ class CollectingStage(SamplingStage):
     def collect(self, prompts: PromptBatch) -> Experience:
         """Sample, score, and compute all that the update needs, on this rank's prompts."""
         self._draws, self._sampled = 0, SampleMetrics()
+        self._of_step = len(prompts)
+        if self.replayed is None:
+            self.begin_schedule_metrics()
+            self.offer(prompts)
         gather = self.rollout if self.algorithm.group_filter is None else self.informative_groups
-        experience = gather(prompts)
+        experience = gather(self._of_step)
         if self.algorithm.resampling is not None:
             experience = resample_over_ranks(
                 experience, self.algorithm.resampling, self.sampling.num_samples, self._step_seed, self._table
@@ -182,17 +201,17 @@ class CollectingStage(SamplingStage):
         self.compute_advantages(experience)
         return experience
 
-    def rollout(self, prompts: PromptBatch) -> Experience:
-        """Samples with their scores, and the scores of greedy responses where they are the baseline."""
-        experience, scores = self._scored(prompts) if self.replayed is None else self.replayed(self._draws)
+    def rollout(self, num_groups: int) -> Experience:
+        """Samples with their scores, and the scores of greedy responses where they are the baseline. Collective."""
+        experience, scores = self._scored(num_groups) if self.replayed is None else self.replayed(self._draws)
         if self.on_rollout is not None:
             self.on_rollout(experience, scores, self._draws)
         self._draws += 1
         self._sampled.add(experience, scores)
         return experience
 
-    def _scored(self, prompts: PromptBatch) -> tuple[Experience, list[Score]]:
-        experience = self.sample(prompts, self.sampling, self._seeds(prompts, self._draws))
+    def _scored(self, num_groups: int) -> tuple[Experience, list[Score]]:
+        prompts, experience = self.take_groups(num_groups, self._of_step)
         scores = self.score(experience)
         if "baseline_rewards_B" in self.algorithm.needs:
             baseline = self.sample(prompts, greedy(self.sampling), self._seeds(prompts))
@@ -235,18 +254,24 @@ class CollectingStage(SamplingStage):
 
         return last_token_scores(self._per_token(experience, scores)["scores"], experience.response_lengths)
 
-    def informative_groups(self, prompts: PromptBatch) -> Experience:
-        """Sample batch after batch of prompts until enough groups teach something (dynamic sampling).
+    def informative_groups(self, num_groups: int) -> Experience:
+        """Take groups until enough teach something (dynamic sampling). Collective.
+
+        What is missing is asked for at once. Synchronously that is a whole batch of prompts; with groups in flight for
+        the steps to come it is as many groups as are missing, and the engine goes on with others.
 
         Raises:
             ConfigError: the batches that the filter allows did not yield enough groups, or the data loader cannot draw.
         """
         group_filter = self.algorithm.group_filter
         assert group_filter is not None
-        wanted = len(prompts.rows) // group_filter.oversampling * self.trainer.world_size
+        world_size = self.trainer.world_size
+        wanted = num_groups // group_filter.oversampling * world_size
         buffer = GroupBuffer(self._table, self.sampling.num_samples)
+        taken, missing = 0, num_groups
         while True:
-            experience = self.rollout(prompts)
+            experience = self.rollout(missing)
+            taken += missing
             kept_B = group_filter.informative(
                 scores_B=self._filtered_by(experience),
                 groups_B=experience.groups,
@@ -256,14 +281,14 @@ class CollectingStage(SamplingStage):
             groups = buffer.add(experience, kept_B, self._draws)
             if len(groups) >= wanted:
                 return buffer.take(groups[:wanted])
-            if self._draws == group_filter.max_batches:
+            if taken >= group_filter.max_batches * num_groups:
                 raise ConfigError(
-                    f"step {self.step}: {self._draws} batches of {len(prompts.rows) * self.trainer.world_size} prompts "
-                    f"gave {len(groups)} groups that teach something, and the step needs {wanted}: the prompts are too "
-                    "easy or too hard for this policy. Change the data, raise batch.samples_per_prompt or "
-                    "algorithm.group_filter.max_batches, or widen the filter"
+                    f"step {self.step}: {taken * world_size} prompts gave {len(groups)} groups that teach something, "
+                    f"and the step needs {wanted}: the prompts are too easy or too hard for this policy. Change the "
+                    "data, raise batch.samples_per_prompt or algorithm.group_filter.max_batches, or widen the filter"
                 )
-            prompts = self._next_prompts()
+            if self.schedule.active:
+                missing = -(-(wanted - len(groups)) // world_size)
 
     @property
     def _table(self) -> Table:
@@ -274,16 +299,6 @@ class CollectingStage(SamplingStage):
         if self.algorithm.group_filter.metric is None:
             return filled(experience.scores)
         return torch.tensor(list(experience.columns["filtered_by"]))
-
-    def _next_prompts(self) -> PromptBatch:
-        loader: Any = self.trainer.train_dataloader
-        if not hasattr(loader, "draw"):
-            raise ConfigError(
-                f"dynamic sampling draws further prompts, and {type(loader).__name__} has no `draw`: use "
-                "PromptDataModule, or a loader with a method `draw() -> PromptBatch`"
-            )
-        prompts: PromptBatch = loader.draw()
-        return prompts
 
     def shape_rewards(self, experience: Experience) -> None:
         """Change `scores` as the algorithm wants them."""
@@ -297,7 +312,7 @@ class CollectingStage(SamplingStage):
     def compute_log_probs(self, experience: Experience) -> None:
         """Fill the log-probs of policy, reference and teacher where the algorithm or the update needs them."""
         needs = self.algorithm.needs
-        bypasses = self.algorithm.rollout_correction.bypass
+        bypasses = self._ratio_to_rollout
         if bypasses:
             experience.old_log_probs = experience.rollout_log_probs
         if "old_log_probs_BT" in needs or (self._updates > 1 and not bypasses):
@@ -411,9 +426,15 @@ class CollectingStage(SamplingStage):
         return self.updates_per_step * self.passes_per_step
 
     @property
+    def _ratio_to_rollout(self) -> bool:
+        """Whether ratios are those to the policies that sampled: asked for, or nothing else corrects for their age."""
+        correction = self.algorithm.rollout_correction
+        return correction.bypass or (self.schedule.max_staleness > 0 and not correction.decoupled)
+
+    @property
     def _is_on_policy(self) -> bool:
-        # With one update the policy that sampled is the one that is updated: the ratio is 1 by construction.
-        return self._updates == 1 and not self.algorithm.rollout_correction.bypass
+        # With one update the old policy is the one that is updated: the ratio is 1 by construction.
+        return self._updates == 1 and not self._ratio_to_rollout
 
     def _micro_batches(self, experience: Experience) -> list[Tensor]:
         return self.cutter.indices(Lengths.of(experience))

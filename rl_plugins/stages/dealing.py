@@ -102,8 +102,6 @@ class GroupBuffer:
 
     def add(self, experience: Experience, kept_B: Tensor, draw: int) -> list[Hand]:
         """Keep the groups of a draw that are marked; returns all that are kept on all ranks. Collective."""
-        # A row may come back in the same step: every draw has group numbers of its own.
-        experience.groups = experience.groups + draw * 2**32
         self._parts.append(experience[kept_B])
         places = kept_B[:: self.group_size].nonzero().flatten().tolist()
         self._keys += [(draw, place * self.table.world_size + self.table.rank) for place in places]

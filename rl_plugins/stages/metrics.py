@@ -16,6 +16,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.evaluation.measures import Summary
 from rl_plugins.rewards.failures import failure_counts
 from rl_plugins.rewards.records import Score
+from rl_plugins.stages.trajectories import row_of
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -136,7 +137,7 @@ class SampleMetrics:
                 count = float(statistics.count_B[first])
                 if count >= 2:
                     variance = float(statistics.std_B[first]) ** 2 * (count - 1) / count
-                    results.append(GroupResult(draw, row, float(statistics.mean_B[first]), variance))
+                    results.append(GroupResult(draw, row_of(row), float(statistics.mean_B[first]), variance))
         return results
 
     def averages(self, prefix: str, sum_over_ranks: Reduce, seconds: float) -> dict[str, float]:

@@ -36,6 +36,8 @@ class PolicyOptimization(CollectingStage):
         metrics = self.update(experience)
         seconds = time.perf_counter() - start
         sampled = self._sampled.averages("train", self._strategy.sum_over_ranks, seconds)
+        if self.replayed is None:
+            sampled |= self.schedule_metrics(experience, seconds)
         self.end_step({**sampled, **metrics, **self.tell_curriculum(self._sampled)})
 
     def update(self, experience: Experience) -> dict[str, float]:

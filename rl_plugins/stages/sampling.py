@@ -20,7 +20,7 @@ from rl_plugins.evaluation.measures import measure, summarize
 from rl_plugins.models.lora import adapter_off, has_adapter
 from rl_plugins.rewards.default import Reward, default_scorer
 from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.engine import Generations, RolloutEngine, SamplingConfig
 from rl_plugins.stages.metrics import SampleMetrics, interval_metrics, mean_over_ranks
 from rl_plugins.stages.stage import Stage, StageOptions
 from rl_plugins.strategies.contract import POLICY, REFERENCE
@@ -102,11 +102,16 @@ class SamplingStage(Stage):
 
     def sample(self, prompts: PromptBatch, sampling: SamplingConfig, seeds: list[int] | None) -> Experience:
         """Responses to this rank's prompts with the policy's current weights. Collective."""
-        with self._strategy.rollout_phase(version=self.step) as engine, self._phase("rollout"):
-            generations = engine.generate(prompts.prompt_ids, sampling, seeds)
-        return self._experience(prompts, generations, sampling.num_samples)
 
-    def _experience(self, prompts: PromptBatch, generations: Generations, num_samples: int) -> Experience:
+        def generate(engine: RolloutEngine) -> Generations:
+            return engine.generate(prompts.prompt_ids, sampling, seeds)
+
+        generations = self._strategy.sampled(self.step, generate)
+        return self._experience(prompts, generations, sampling.num_samples, prompts.rows)
+
+    def _experience(
+        self, prompts: PromptBatch, generations: Generations, num_samples: int, numbers: Sequence[int]
+    ) -> Experience:
         responses = generations.responses()
         columns: dict[str, list[Any]] = {
             name: [value for value in values for _ in range(num_samples)] for name, values in prompts.columns.items()
@@ -117,17 +122,15 @@ class SamplingStage(Stage):
             prompt_ids=[ids for ids in prompts.prompt_ids for _ in range(num_samples)],
             responses=responses,
             rollout_log_probs=generations.response_log_probs(),
-            groups=[row for row in prompts.rows for _ in range(num_samples)],
-            policy_version=generations.policy_version,
+            groups=[number for number in numbers for _ in range(num_samples)],
+            policy_versions=generations.response_versions(),
             columns=columns,
             pad_token_id=self.tokenizer.pad_token_id,
         )
 
-    def _seeds(self, prompts: PromptBatch, draw: int = 0) -> list[int]:
+    def _seeds(self, prompts: PromptBatch) -> list[int]:
         # A sample's seed depends on what it is, not on the rank or batch it fell into.
-        place = [self.seed, self.step, *([draw] if draw else [])]
-        sequence = [np.random.SeedSequence([*place, row]).generate_state(1)[0] for row in prompts.rows]
-        return [int(seed) >> 1 for seed in sequence]
+        return [seed_of(self.seed, self.step, row) for row in prompts.rows]
 
     def score(self, experience: Experience) -> list[Score]:
         """Fill `scores` and `valid`; a sample whose reward failed is not valid and takes part in nothing."""
@@ -171,8 +174,7 @@ class SamplingStage(Stage):
     def validation_step(self, prompts: PromptBatch, batch_idx: int) -> None:
         if not prompts.rows:
             # A rank without rows still takes its place in the collective.
-            with self._strategy.rollout_phase(version=self.step) as engine:
-                engine.generate([], self.eval_sampling, [])
+            self._strategy.sampled(self.step, lambda engine: engine.generate([], self.eval_sampling, []))
             return
         experience = self.sample(prompts, self.eval_sampling, self._seeds(prompts))
         scores = self.score(experience)
@@ -216,6 +218,11 @@ def sample_rows(experience: Experience, scores: Sequence[Score]) -> list[dict[st
             *(columns[name] for name in ("prompt", "response", "reward_model")), scores, strict=True
         )
     ]
+
+
+def seed_of(*place: int) -> int:
+    """The seed of what is named by some numbers."""
+    return int(np.random.SeedSequence(place).generate_state(1)[0]) >> 1
 
 
 def greedy(sampling: SamplingConfig) -> SamplingConfig:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import DeadlineExceeded
-from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest, SamplingConfig
 from rl_plugins.rollout.memory import MemoryChange
 from rl_plugins.rollout.shared_memory import Run
 from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.rollout.vllm.round import Requests, Round
 
 _MEMORY = Path("/dev/shm")
 
@@ -30,18 +31,22 @@ class VLLMActor:
         from vllm import LLM
 
         from rl_plugins.rollout.vllm import plugin  # noqa: F401
+        from rl_plugins.rollout.vllm.engine_loop import EngineLoop
 
         self._config = config
         self._llm = LLM(**config.engine_arguments())
-        self._version = 0
+        self._llm.update_weight_version("0")
+        self._loop = EngineLoop(self._llm)
         self._adapter: Any = None
         # What keeps the weights from being sampled with; None if nothing does.
         self._unusable: str | None = None
         if config.device == "cpu" and config.sleeps:
             # vLLM writes the whole KV cache when it makes it.
             self._llm.collective_rpc("give_back", args=(False,))
-        self._waiting: dict[int, tuple[list[list[int]], list[int] | None]] = {}
-        self._round: asyncio.Future[dict[int, Generations]] | None = None
+        self._round = Round()
+        # Of each rank, the groups that it has submitted and not collected, in that order.
+        self._groups: dict[int, list[str]] = {}
+        self._calls = 0
         self._updating = False
 
     async def ready(self) -> str:
@@ -50,14 +55,20 @@ class VLLMActor:
 
         return str(vllm.__version__)
 
+    async def progress(self) -> int:
+        """How many steps the engine has taken; it answers between two of them."""
+        return self._loop.steps
+
     async def begin_session(self) -> None:
         """Forget what earlier training workers left unfinished: prompts of a round, half a weight update."""
-        if self._round is not None:
-            self._round.cancel()
-        self._waiting, self._round = {}, None
+        self._round.cancel()
+        self._groups.clear()
         await self.abort()
         if self._updating:
             await self.finish_weight_update()
+        await self._loop.go_on()
+
+    # Sampling -------------------------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -66,7 +77,7 @@ class VLLMActor:
         prompts: list[list[int]],
         sampling: SamplingConfig,
         seeds: list[int] | None,
-    ) -> Generations:
+    ) -> tuple[Generations, float]:
         """Sample this rank's prompts, in one batch with those of the other ranks of this engine.
 
         Args:
@@ -76,97 +87,74 @@ class VLLMActor:
             sampling: how to sample.
             seeds: one per prompt, or none at all.
 
+        Returns:
+            The responses, and the seconds that the engine has worked so far.
+
         Raises:
             DeadlineExceeded: the other ranks did not come.
             RuntimeError: the weights were given back, or only a part of new ones has come.
         """
-        if self._round is None:
-            self._round = asyncio.get_running_loop().create_future()
-        round_, self._waiting[rank] = self._round, (prompts, seeds)
-        if len(self._waiting) == len(ranks):
-            requests, self._waiting, self._round = self._waiting, {}, None
-            try:
-                round_.set_result(self._sample(requests, sampling))
-            except BaseException as error:
-                round_.set_exception(error)
-                raise
-        try:
-            # Shielded: one rank's deadline must not cancel the round of the others.
-            results = await asyncio.wait_for(asyncio.shield(round_), self._config.generate_timeout_s)
-        except TimeoutError:
-            missing = sorted(set(ranks) - set(self._waiting))
-            raise DeadlineExceeded(
-                f"rank {rank} waited {self._config.generate_timeout_s:.0f} s in generate for ranks {missing} "
-                "to hand in their prompts"
-            ) from None
-        return results[rank]
+        self._calls += 1
+        names = [f"{rank}-call-{self._calls}-{position}" for position in range(len(prompts))]
+        requests = {
+            name: (prompt, _parameters(sampling, None if seeds is None else seeds[position]))
+            for position, (name, prompt) in enumerate(zip(names, prompts, strict=True))
+        }
+        await self._start(rank, ranks, requests)
+        outputs = await self._loop.wait(names, names, 0)
+        return _generations([outputs[name] for name in names]), self._loop.busy_s
+
+    async def submit(
+        self, rank: int, ranks: Sequence[int], requests: Sequence[GroupRequest], sampling: SamplingConfig
+    ) -> None:
+        """Begin to sample groups, in one batch with those of `ranks`, or at once if that is empty. See `generate`."""
+        named = {_name(rank, one.ticket): (one.prompt, _parameters(sampling, one.seed)) for one in requests}
+        await self._start(rank, ranks, named)
+        self._groups.setdefault(rank, []).extend(named)
+
+    async def collect(
+        self, rank: int, required: Sequence[int], count: int
+    ) -> tuple[list[int], Generations | None, float]:
+        """Groups of this rank that are finished: all that are required, and `count` of them at least.
+
+        Returns:
+            Their tickets, their responses one behind the other, and the seconds that the engine has worked so far.
+        """
+        there = self._groups.setdefault(rank, [])
+        outputs = await self._loop.wait(there, [_name(rank, ticket) for ticket in required], count)
+        for name in outputs:
+            there.remove(name)
+        tickets = [int(name.split("-")[1]) for name in outputs]
+        return tickets, _generations(list(outputs.values())) if outputs else None, self._loop.busy_s
+
+    async def drop(self, rank: int, tickets: Sequence[int]) -> None:
+        """End groups of this rank, and forget them."""
+        names = {_name(rank, ticket) for ticket in tickets}
+        self._loop.abort(names)
+        self._groups[rank] = [name for name in self._groups.get(rank, []) if name not in names]
 
     async def drop_prefixes(self) -> None:
         """Forget cached prefixes: what is sampled next does not depend on what was sampled before."""
         self._llm.reset_prefix_cache()
 
-    def _sample(
-        self, requests: dict[int, tuple[list[list[int]], list[int] | None]], sampling: SamplingConfig
-    ) -> dict[int, Generations]:
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
+    async def _start(self, rank: int, ranks: Sequence[int], requests: Requests) -> None:
+        if not ranks:
+            self._begin(requests)
+            return
+        try:
+            await asyncio.wait_for(
+                self._round.join(rank, ranks, requests, self._begin), self._config.generate_timeout_s
+            )
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"rank {rank} waited {self._config.generate_timeout_s:.0f} s in generate for ranks "
+                f"{self._round.missing(ranks)} to hand in their prompts"
+            ) from None
 
-        prompts: list[Any] = []
-        parameters: list[Any] = []
-        for rank in sorted(requests):
-            rank_prompts, seeds = requests[rank]
-            for position, prompt in enumerate(rank_prompts):
-                prompts.append(TokensPrompt(prompt_token_ids=prompt))
-                parameters.append(
-                    SamplingParams(
-                        n=sampling.num_samples,
-                        max_tokens=sampling.max_tokens,
-                        temperature=sampling.temperature,
-                        top_p=sampling.top_p,
-                        top_k=sampling.top_k,
-                        seed=None if seeds is None else seeds[position],
-                        logprobs=0,
-                        stop_token_ids=list(sampling.stop_token_ids),
-                        stop=list(sampling.stop) or None,
-                        include_stop_str_in_output=bool(sampling.stop),
-                        detokenize=bool(sampling.stop),
-                        output_kind=RequestOutputKind.FINAL_ONLY,
-                    )
-                )
-        outputs = self._run(prompts, parameters) if prompts else []
-        results: dict[int, Generations] = {}
-        start = 0
-        for rank in sorted(requests):
-            stop = start + len(requests[rank][0])
-            results[rank] = self._collect(outputs[start:stop])
-            start = stop
-        return results
-
-    def _run(self, prompts: list[Any], parameters: list[Any]) -> list[Any]:
+    def _begin(self, requests: Requests) -> None:
         if self._unusable is not None:
             raise RuntimeError(f"the engine cannot sample: {self._unusable}; a weight update comes first")
-        try:
-            return self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=self._adapter)
-        except BaseException:
-            # What is left of these requests must not come out of the next ones.
-            self._abort_all()
-            raise
-
-    def _abort_all(self) -> None:
-        engine = self._llm.llm_engine
-        engine.abort_request(list(engine.output_processor.request_states), internal=True)
-
-    def _collect(self, outputs: Sequence[Any]) -> Generations:
-        completions = [completion for output in outputs for completion in output.outputs]
-        return Generations.from_responses(
-            responses=[completion.token_ids for completion in completions],
-            log_probs=[
-                [choice[token].logprob for choice, token in zip(c.logprobs, c.token_ids, strict=True)]
-                for c in completions
-            ],
-            finish_reasons=[completion.finish_reason for completion in completions],
-            policy_version=self._version,
-        )
+        self._loop.start(requests, self._adapter)
 
     # The four calls of vLLM's weight-sync protocol. ----------------------------------------------------------------
 
@@ -175,7 +163,8 @@ class VLLMActor:
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     async def start_weight_update(self) -> None:
-        """Begin."""
+        """Begin; nothing is sampled until the version of the new weights is named."""
+        self._loop.hold()
         self._llm.start_weight_update()
         self._updating = True
         self._unusable = "its last weight update did not end"
@@ -188,10 +177,10 @@ class VLLMActor:
         self._updating = True
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Complete; cached prefixes belong to the old weights and go."""
+        """Complete; what is cached belongs to the old weights and goes, that of requests that go on included."""
         self._llm.finish_weight_update(weight_version=weight_version)
         self._updating = False
-        self._llm.reset_prefix_cache()
+        self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def load_weights(self, version: int) -> None:
         """A whole update in one call, for a transport whose chunks need no calls of their own."""
@@ -209,6 +198,7 @@ class VLLMActor:
         """
         from vllm.lora.request import LoRARequest
 
+        self._loop.hold()
         self._unusable = "its last weight update did not end"
         # vLLM takes adapters from folders; this one is in memory where the machine has such a place.
         with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
@@ -217,7 +207,7 @@ class VLLMActor:
             self._llm.llm_engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
         # Requests name what is there, or every batch would read it again.
         self._adapter = LoRARequest("policy", 1, "loaded")
-        self._llm.reset_prefix_cache()
+        self._llm.reset_prefix_cache(reset_running_requests=True)
         await self.set_policy_version(version)
 
     async def checksums(self, runs: list[Run]) -> list[list[int]]:
@@ -227,16 +217,24 @@ class VLLMActor:
 
     async def prompt_log_probs(self, prompt: list[int]) -> list[float]:
         """Log-probs of a prompt's tokens after the first."""
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        (output,) = self._run([TokensPrompt(prompt_token_ids=prompt)], [parameters])
+        parameters = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        self._calls += 1
+        name = f"probe-{self._calls}"
+        self._begin({name: (prompt, parameters)})
+        output = (await self._loop.wait([name], [name], 1))[name]
         choices = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
         return [choice[token].logprob for choice, token in choices]
 
     async def set_policy_version(self, version: int) -> None:
         """Name the weights that samples carry from now on."""
-        self._version, self._unusable = version, None
+        self._llm.update_weight_version(str(version))
+        self._unusable = None
+        await self._loop.go_on()
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
@@ -269,4 +267,43 @@ class VLLMActor:
 
     async def abort(self) -> None:
         """End every unfinished request."""
-        self._abort_all()
+        self._loop.abort()
+
+
+def _name(rank: int, ticket: int) -> str:
+    return f"{rank}-{ticket}"
+
+
+def _parameters(sampling: SamplingConfig, seed: int | None) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=sampling.num_samples,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=seed,
+        logprobs=0,
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop) or None,
+        include_stop_str_in_output=bool(sampling.stop),
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _generations(outputs: Sequence[Any]) -> Generations:
+    completions = [completion for output in outputs for completion in output.outputs]
+    return Generations.from_responses(
+        responses=[completion.token_ids for completion in completions],
+        log_probs=[
+            [choice[token].logprob for choice, token in zip(c.logprobs, c.token_ids, strict=True)] for c in completions
+        ],
+        finish_reasons=[completion.finish_reason for completion in completions],
+        policy_versions=[
+            [int(span.version) for span in completion.weight_versions for _ in range(span.start, span.end)]
+            for completion in completions
+        ],
+    )

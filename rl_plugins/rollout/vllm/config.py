@@ -45,6 +45,7 @@ class VLLMConfig:
         bucket_mb: memory for weights in flight (CUDA; on CPU they are written to where they belong).
         ready_timeout_s: deadline for the start of the engine.
         generate_timeout_s: deadline for one `generate`.
+        stall_timeout_s: an engine that does not answer for so long between two of its steps is lost.
         update_timeout_s: deadline for each call of a weight update.
     """
 
@@ -65,6 +66,7 @@ class VLLMConfig:
     bucket_mb: int = 64
     ready_timeout_s: float = 300.0
     generate_timeout_s: float = 1800.0
+    stall_timeout_s: float = 120.0
     update_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ class OfflineVLLM:
         from rl_plugins.rollout.vllm.actor import VLLMActor
 
         self._engine = VLLMActor(config)
+        self._events = asyncio.new_event_loop()
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> Generations:
         """Sample; nothing is kept from earlier calls, so that the same call gives the same responses.
@@ -31,8 +32,9 @@ class OfflineVLLM:
             sampling: how to sample.
             seeds: one per prompt.
         """
-        return asyncio.run(self._generate(prompts, sampling, seeds))
+        return self._events.run_until_complete(self._generate(prompts, sampling, seeds))
 
     async def _generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> Generations:
         await self._engine.drop_prefixes()
-        return await self._engine.generate(0, [0], prompts, sampling, seeds)
+        generations, _ = await self._engine.generate(0, [0], prompts, sampling, seeds)
+        return generations

@@ -27,7 +27,7 @@ def make(lengths: list[tuple[int, int]], optional: tuple[str, ...] = ()) -> Expe
         responses,
         [[-float(token) for token in response] for response in responses],
         groups=[index // 2 for index in range(len(lengths))],
-        policy_version=3,
+        policy_versions=3,
         columns={
             "prompt": [[{"role": "user", "content": str(prompt)}] for prompt in prompts],
             "key": [(index, None) for index in range(len(lengths))],
@@ -166,11 +166,11 @@ def test_response_masks_mark_observations():
         [[5, 6, 7], [8]],
         [[-1.0, 0.0, -1.0], [-1.0]],
         [0, 0],
-        [1, 2],
+        [[1, 1, 2], [2]],
         response_masks=[[1, 0, 1], [1]],
     )
     assert experience.response_mask.tolist() == [[1, 0, 1], [1, 0, 0]]
-    assert experience.policy_version.tolist() == [1, 2]
+    assert experience.policy_versions.tolist() == [[1, 1, 2], [2, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,7 @@ def test_response_masks_mark_observations():
     [
         ({"responses": [[1]]}, "responses has 1 entries for 2 prompts"),
         ({"groups": [0, 0, 1]}, "groups has 3 entries"),
+        ({"policy_versions": [[1], []]}, "responses and their versions differ in length"),
         ({"rollout_log_probs": [[-1.0], []]}, "responses and their log-probs differ in length"),
         ({"columns": {"a": [1]}}, "column 'a' has 1 entries for 2 samples"),
     ],
@@ -188,7 +189,7 @@ def test_from_samples_refuses_samples_that_do_not_match(changes, message):
         "responses": [[3], [4]],
         "rollout_log_probs": [[-1.0], [-1.0]],
         "groups": [0, 0],
-        "policy_version": 0,
+        "policy_versions": 0,
     }
     Experience.from_samples(**good)
     with pytest.raises(ValueError, match=message):

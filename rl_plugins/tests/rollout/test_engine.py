@@ -26,7 +26,8 @@ def test_responses_come_back_as_they_went_in(responses: list[list[int]]) -> None
         assert received.responses() == responses
         assert received.response_log_probs() == log_probs
         assert received.lengths.tolist() == [len(response) for response in responses]
-        assert (received.finish_reasons, received.policy_version) == (["stop"] * len(responses), 7)
+        assert received.finish_reasons == ["stop"] * len(responses)
+        assert received.response_versions() == [[7] * len(response) for response in responses]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import DeadlineExceeded
-from rl_plugins.rollout.shared_memory import Run, SharedMemoryReceiver, SharedMemorySender
+from rl_plugins.rollout.shared_memory import ReceiverLost, Run, SharedMemoryReceiver, SharedMemorySender
 from rl_plugins.rollout.weight_check import WeightsDiffer
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightMeta
 
@@ -121,21 +121,19 @@ def make_senders(
     barrier = threading.Barrier(world_size, timeout=20)
     box: list[Any] = [None]
 
-    def wait() -> None:
-        barrier.wait()
-
     def make(rank: int) -> SharedMemorySender:
         def broadcast(value: Any) -> Any:
             if rank == 0:
                 box[0] = value
             barrier.wait()
-            return box[0]
+            value = box[0]
+            barrier.wait()
+            return value
 
         return SharedMemorySender(
             ModuleWeightSource(sources[rank], rank, world_size),
             rank=rank,
             world_size=world_size,
-            barrier=wait,
             broadcast=broadcast,
             engines=engines if rank == 0 else (),
             num_engines=len(engines),
@@ -357,7 +355,7 @@ def test_waits_have_a_deadline_that_says_what_for() -> None:
             return lambda: None
 
     (sender,) = make_senders([module(0)], Deaf(), timeout_s=0.1)
-    with pytest.raises(DeadlineExceeded, match="rank 0 waited 0 s for the engine to stop for new weights"):
+    with pytest.raises(ReceiverLost, match=r"engine 0 was lost .* rank 0 waited 0 s for the engine to stop"):
         sender.send(1)
 
     engine = EngineInThread()

@@ -27,6 +27,7 @@ from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rollout.at_once import SampledAtOnce
 from rl_plugins.rollout.engine import Generations, SamplingConfig
 from rl_plugins.rollout.memory import MemoryChange
 from rl_plugins.rollout.weights import WeightSource
@@ -60,7 +61,7 @@ def score(response: str) -> float | None:
 PROCESS_REWARDS = ProcessRewardConfig(optimizer=OptimizerConfig(lr=0.01, gradient_clip=0.0), success_above=0.5)
 
 
-class CannedRollout:
+class CannedRollout(SampledAtOnce):
     """The engine's protocol with fixed responses; counts the weight updates."""
 
     keeps_weights = True
@@ -68,11 +69,13 @@ class CannedRollout:
     log_prob_tolerance = 0.0
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[str] = []
 
     def connect(self, rank: int, world_size: int) -> None:
         self.calls.append(f"connect {rank}/{world_size}")
 
+    @override
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         texts = [tokenizer.decode(prompt) for prompt in prompts]
         responses = [tokenizer.encode(r) for text in texts for r in RESPONSES[text][: sampling.num_samples]]

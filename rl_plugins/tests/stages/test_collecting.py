@@ -82,7 +82,7 @@ def test_groups_that_teach_nothing_are_replaced_from_the_next_prompts() -> None:
 
 
 def test_a_step_that_never_gets_its_groups_is_an_error_that_says_why() -> None:
-    with pytest.raises(ConfigError, match=r"3 batches of 2 prompts gave 0 groups .* the step needs 2"):
+    with pytest.raises(ConfigError, match=r"6 prompts gave 0 groups .* the step needs 2"):
         train(Algorithm(group_filter=GroupFilter(max_batches=3)), prompts=["4+4", "4+4"])
 
 

@@ -24,7 +24,7 @@ def experience_of(rank: int, world_size: int) -> Experience:
         responses=[[10 * prompt + sample] * (1 + prompt % 3) for prompt, sample in rows],
         rollout_log_probs=[[0.0] * (1 + prompt % 3) for prompt, _ in rows],
         groups=[prompt for prompt, _ in rows],
-        policy_version=0,
+        policy_versions=0,
         columns={"name": [f"{prompt}/{sample}" for prompt, sample in rows]},
     )
 

@@ -87,7 +87,7 @@ def test_the_adapter_off_is_as_good_as_a_second_model(policy: str, copy: str, ma
     metrics = [fit(stage, batches) for stage in (alone, beside)]
     assert set(alone.engine_modules()) == {"policy"} and set(beside.engine_modules()) == {"policy", "reference"}
     for name, value in metrics[1].items():
-        assert metrics[0][name] == value or name.startswith(("time/", "memory/")) or name.endswith("_per_s")
+        assert metrics[0][name] == value or name.startswith(("time/", "memory/", "idle/")) or name.endswith("_per_s")
     expected = weights(beside)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(alone).items())
     base = dict(load_causal_lm(policy, dtype=torch.float32).named_parameters())

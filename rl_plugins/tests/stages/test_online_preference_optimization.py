@@ -28,7 +28,7 @@ def scored(scores: list[float], valid: list[bool], responses: list[list[int]] | 
         responses=responses or [[10 + index] for index in range(count)],
         rollout_log_probs=[[0.0] * len(ids) for ids in responses] if responses else [[0.0]] * count,
         groups=[index // 3 for index in range(count)],
-        policy_version=0,
+        policy_versions=0,
     )
     experience.scores, experience.valid = torch.tensor(scores), torch.tensor(valid)
     return experience

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from rl_plugins.rollout.engine import Generations, SamplingConfig
 from rl_plugins.strategies.host_memory import HostMemory
 from rl_plugins.strategies.sharded import ShardedStrategy
@@ -15,6 +17,7 @@ class WatchingRollout(canned.CannedRollout):
 
     strategy: Any = None
 
+    @override
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         host, tensors = self.strategy._on_host, everything(self.strategy)
         assert tensors and host.nbytes(tensors) == 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typing_extensions import override
 
+from rl_plugins.rollout.at_once import SampledAtOnce
 from rl_plugins.rollout.engine import Generations, SamplingConfig
 from rl_plugins.rollout.memory import MemoryChange, MemoryNotFreed
 from rl_plugins.rollout.weight_check import PROBE, WeightsDiffer
@@ -20,7 +21,7 @@ GIB = 2**30
 SAMPLING = SamplingConfig(max_tokens=1)
 
 
-class RecordingEngine:
+class RecordingEngine(SampledAtOnce):
     """Notes every call in a list that it shares with the strategy."""
 
     log_prob_tolerance = 1e-3
@@ -28,6 +29,7 @@ class RecordingEngine:
     def __init__(
         self, *, keeps_weights: bool = True, check_updates: int = 0, slept: MemoryChange | None = None
     ) -> None:
+        super().__init__()
         self.calls: list[str] = []
         self.keeps_weights, self.check_updates, self.slept = keeps_weights, check_updates, slept
         self.gap = 0.0
@@ -35,6 +37,7 @@ class RecordingEngine:
     def connect(self, rank: int, world_size: int) -> None:
         self.calls.append("connect")
 
+    @override
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         self.calls.append("generate")
         return Generations.from_responses([], [], [], 0)
@@ -80,6 +83,10 @@ class Strategy(RolloutMixin):
     def __init__(self, engine: RecordingEngine, *, stuck: str = "") -> None:
         self._rollout, self._calls, self._stuck = engine, engine.calls, stuck
         self.phases = self.memory = Memory()
+
+    @override
+    def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        return values
 
     @override
     def weight_source(self, name: str = "policy") -> Any:

@@ -1,0 +1,52 @@
+"""Engines that sample in the caller's own process: a group is finished when it has been submitted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rl_plugins.rollout.engine import Generations, GroupRequest, SamplingConfig
+
+
+class SampledAtOnce:
+    """The part of `RolloutEngine` that is about groups, by `generate`.
+
+    With a schedule that runs ahead, groups are as stale as those of an engine of its own, and nothing is won: that is
+    for debugging.
+    """
+
+    sleeps = True
+    busy_s = 0.0
+
+    def __init__(self) -> None:
+        self._finished: dict[int, Generations] = {}
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
+        """See `RolloutEngine`."""
+        raise NotImplementedError
+
+    def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
+        """Sample the groups."""
+        start = time.perf_counter()
+        generations = self.generate([one.prompt for one in requests], sampling, [one.seed for one in requests])
+        self.busy_s += time.perf_counter() - start
+        tickets = [one.ticket for one in requests]
+        self._finished |= zip(tickets, generations.split(len(tickets)), strict=True)
+
+    def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
+        """All groups that were submitted."""
+        finished, self._finished = self._finished, {}
+        return finished
+
+    def drop(self, tickets: Sequence[int]) -> None:
+        """Forget groups."""
+        for ticket in tickets:
+            self._finished.pop(ticket, None)
+
+    def lost_tickets(self) -> list[int]:
+        """None: this process is the engine's."""
+        return []
+
+    def replace_lost(self) -> int:
+        """Nobody: this process is the engine's."""
+        return 0

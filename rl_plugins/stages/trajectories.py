@@ -1,0 +1,171 @@
+"""Groups of samples on their way: to be asked for, being sampled, finished, and not yet trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.rollout.engine import Generations
+from rl_plugins.stages.schedule import Schedule
+
+_SLOT = 2**32
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt, and what has become of it.
+
+    Attributes:
+        prompt: a batch of this prompt alone.
+        slot: the batch of prompts that it came with, counted from 0.
+        place: in that batch of all ranks.
+        begun: version of the policy with which its sampling began; None before that.
+        generations: its responses, when they are finished.
+    """
+
+    prompt: PromptBatch
+    slot: int
+    place: int
+    begun: int | None = None
+    generations: Generations | None = None
+
+    @property
+    def number(self) -> int:
+        """Of the group among all that a step may train on: a row may come twice."""
+        return self.slot * _SLOT + self.prompt.rows[0]
+
+
+def row_of(number: int) -> int:
+    """The row in the data of the prompt of a group."""
+    return number % _SLOT
+
+
+class TrajectoryQueue:
+    """The groups of one rank, by tickets that rise in the order in which they came.
+
+    Args:
+        schedule: what bounds them.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._groups: dict[int, Group] = {}
+        self._tickets = 0
+
+    def __len__(self) -> int:
+        """Return the number of groups."""
+        return len(self._groups)
+
+    def __getitem__(self, ticket: int) -> Group:
+        """Return a group by its ticket."""
+        return self._groups[ticket]
+
+    def offer(self, prompts: PromptBatch, *, slot: int, rank: int, world_size: int) -> None:
+        """Take in this rank's prompts of a batch."""
+        for position in range(len(prompts)):
+            self._add(Group(single(prompts, position), slot, position * world_size + rank))
+
+    def _add(self, group: Group) -> None:
+        self._groups[self._tickets] = group
+        self._tickets += 1
+
+    def begin(self, in_flight: int, version: int) -> list[int]:
+        """The tickets of the groups to be asked for now, so that so many are on their way or finished."""
+        waiting = [ticket for ticket, group in self._groups.items() if group.begun is None]
+        chosen = waiting[: max(0, in_flight - (len(self) - len(waiting)))]
+        self.begun_anew(chosen, version)
+        return chosen
+
+    def begun_anew(self, tickets: Iterable[int], version: int) -> None:
+        """Their sampling begins now."""
+        for ticket in tickets:
+            self._groups[ticket] = replace(self._groups[ticket], begun=version)
+
+    def finish(self, finished: Mapping[int, Generations]) -> None:
+        """Take in responses."""
+        for ticket, generations in finished.items():
+            self._groups[ticket] = replace(self._groups[ticket], generations=generations)
+
+    def due(self, version: int) -> list[int]:
+        """Tickets of the groups that would be too stale for the step after this one."""
+        if self._schedule.drops:
+            return []
+        last = version - self._schedule.max_staleness
+        return [ticket for ticket, one in self._groups.items() if one.begun is not None and one.begun <= last]
+
+    def unfinished(self, tickets: Iterable[int]) -> list[int]:
+        """Those of them that are not finished."""
+        return [ticket for ticket in tickets if self._groups[ticket].generations is None]
+
+    @property
+    def num_finished(self) -> int:
+        """How many are finished."""
+        return sum(group.generations is not None for group in self._groups.values())
+
+    def take(self, count: int, version: int) -> list[Group]:
+        """Take out so many finished groups: those that are due, and then the oldest; in the order of their tickets."""
+        due = set(self.due(version))
+        finished = [ticket for ticket, group in self._groups.items() if group.generations is not None]
+        chosen = sorted(sorted(finished, key=lambda ticket: (ticket not in due, ticket))[:count])
+        assert len(chosen) == count, f"{len(chosen)} groups are finished, and {count} are wanted"
+        return [self._groups.pop(ticket) for ticket in chosen]
+
+    def drop_begun(self) -> list[int]:
+        """Forget all groups whose sampling has begun; returns their tickets."""
+        begun = [ticket for ticket, group in self._groups.items() if group.begun is not None]
+        for ticket in begun:
+            del self._groups[ticket]
+        return begun
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    def state(self) -> list[dict[str, Any]]:
+        """All groups, as `torch.save` can write them."""
+        return [
+            {
+                "prompt": {name: getattr(group.prompt, name) for name in PromptBatch.__slots__},
+                "slot": group.slot,
+                "place": group.place,
+                "begun": group.begun,
+                "generations": None if group.generations is None else vars(group.generations),
+            }
+            for group in self._groups.values()
+        ]
+
+    def load(self, shares: Sequence[Sequence[Mapping[str, Any]]], rank: int, world_size: int) -> str:
+        """Take over this rank's share of what the ranks of a checkpoint held; says in words what that is.
+
+        What was not finished is sampled from the start.
+
+        Args:
+            shares: the state of every rank of then, or this rank's own alone if there were as many as now.
+            rank: this one.
+            world_size: ranks of now.
+        """
+        held = sorted((group for share in shares for group in share), key=lambda one: (one["slot"], one["place"]))
+        self._groups, self._tickets = {}, 0
+        for state in held if len(shares) == 1 else held[rank::world_size]:
+            generations = None if state["generations"] is None else Generations(**state["generations"])
+            begun = None if generations is None else state["begun"]
+            prompt = PromptBatch(**state["prompt"])
+            self._add(Group(prompt, state["slot"], state["place"], begun, generations))
+        return f"{len(self)} groups of each worker's queue, {self.num_finished} of them sampled"
+
+
+def single(prompts: PromptBatch, position: int) -> PromptBatch:
+    """One prompt of a batch."""
+    columns = {name: [values[position]] for name, values in prompts.columns.items()}
+    return PromptBatch([prompts.prompt_ids[position]], [prompts.rows[position]], columns, prompts.epoch)
+
+
+def together(prompts: Sequence[PromptBatch]) -> PromptBatch:
+    """The prompts of several batches; a column that one lacks is None there."""
+    names = {name: None for batch in prompts for name in batch.columns}
+    return PromptBatch(
+        [ids for batch in prompts for ids in batch.prompt_ids],
+        [row for batch in prompts for row in batch.rows],
+        {name: [v for batch in prompts for v in batch.columns.get(name, [None] * len(batch))] for name in names},
+        prompts[0].epoch,
+    )
