@@ -120,7 +120,8 @@ class PolicyOptimization(CollectingStage):
                 counts=counts,
                 positive_counts=positive_counts,
             )
-            before_BT = old_BT if self._updates > 1 else current.log_probs_BT.detach()
+            measured = self._updates > 1 and not self._ratio_to_rollout
+            before_BT = old_BT if measured else current.log_probs_BT.detach()
             gap = (before_BT - micro.rollout_log_probs).abs()
             metrics.add_each({**values, "entropy": current.entropy_BT}, micro.response_mask)
             metrics.add({"rollout_gap": gap}, micro.response_mask, maximum=True)

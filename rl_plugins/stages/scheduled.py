@@ -88,6 +88,8 @@ class ScheduledStage(SamplingStage):
     def _in_flight(self, count: int, of_step: int) -> int:
         """How many groups are to be in flight: not more than training will take to its end."""
         wanted = self.schedule.in_flight(of_step) - (of_step - count)
+        if self.schedule.drops:
+            return wanted
         steps_left = self.max_steps - self.step if self.max_steps else self.schedule.max_staleness + 2
         return max(count, min(wanted, steps_left * of_step))
 

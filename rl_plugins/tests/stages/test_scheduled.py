@@ -1,0 +1,254 @@
+"""A stage that samples ahead: which groups a step trains on, how old they are, and what becomes of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from typing_extensions import override
+
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.group_filter import GroupFilter
+from rl_plugins.data.experience import Experience
+from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import build_model, save_tiny_policy
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, SamplingConfig
+from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.stages.schedule import Schedule
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.stages import canned
+
+pytestmark = pytest.mark.unit
+
+
+class Distant(canned.CannedRollout):
+    """An engine elsewhere: it notes what is asked of it, and what is slow comes only when it must.
+
+    Args:
+        slow: prompts that finish only when they are required, or nothing else is there.
+        loses_at: calls of `collect` in which the engine is lost.
+    """
+
+    sleeps = False
+
+    def __init__(self, slow: Sequence[str] = (), loses_at: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.slow, self.loses_at = slow, loses_at
+        self.version, self.collects = 0, 0
+        self.asked: list[str] = []
+        self.dropped: list[str] = []
+        self._open: dict[int, tuple[str, Generations]] = {}
+        self._gone: list[int] = []
+
+    @override
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        self.version = version
+
+    @override
+    def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
+        for one in requests:
+            text = canned.tokenizer.decode(one.prompt)
+            made = self.generate([one.prompt], sampling, None)
+            versions = torch.full((len(made.token_ids),), self.version).numpy()
+            self._open[one.ticket] = text, Generations(**{**vars(made), "policy_versions": versions})
+            self.asked.append(text)
+
+    @override
+    def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
+        self.collects += 1
+        if self.collects in self.loses_at:
+            self._gone, self._open = list(self._open), {}
+            raise EngineLost("gone")
+        done = [ticket for ticket, (text, _) in self._open.items() if text not in self.slow or ticket in required]
+        done += [ticket for ticket in self._open if ticket not in done][: max(0, count - len(done))]
+        assert len(done) >= count and set(required) <= set(done)
+        return {ticket: self._open.pop(ticket)[1] for ticket in done}
+
+    @override
+    def drop(self, tickets: Sequence[int]) -> None:
+        self.dropped += [self._open.pop(ticket)[0] for ticket in tickets if ticket in self._open]
+
+    @override
+    def lost_tickets(self) -> list[int]:
+        gone, self._gone = self._gone, []
+        return gone
+
+    @override
+    def replace_lost(self) -> int:
+        return 1
+
+
+class Keeping(PolicyOptimization):
+    """Keeps what every step trained on."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.trained_on: list[Experience] = []
+        self.metrics: list[dict[str, float]] = []
+
+    @override
+    def update(self, experience: Experience) -> dict[str, float]:
+        self.trained_on.append(experience)
+        return super().update(experience)
+
+    @override
+    def track(self, metrics: Any) -> None:
+        self.metrics.append(dict(metrics))
+
+    @property
+    def prompts(self) -> list[list[str]]:
+        """Those of each step."""
+        return [[message[0]["content"] for message in one.columns["prompt"][::3]] for one in self.trained_on]
+
+    @property
+    def ages(self) -> list[list[int]]:
+        """How many policies old the tokens of each step were."""
+        return [
+            sorted(set((step - one.policy_versions)[one.response_mask.bool()].tolist()))
+            for step, one in enumerate(self.trained_on)
+        ]
+
+
+TEXTS = ["1+1", "12+30", "100+1", "1+1"]
+
+
+class Loader:
+    """Two prompts a batch, over and over."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts, self.drawn = texts, 0
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield self.draw()
+
+    def draw(self) -> PromptBatch:
+        """The next two."""
+        first = 2 * self.drawn % len(self.texts)
+        self.drawn += 1
+        return canned.prompt_batch([self.texts[first], self.texts[(first + 1) % len(self.texts)]])
+
+
+def train(engine: Any, schedule: Schedule, steps: int = 4, texts: Sequence[str] = TEXTS, **options: Any) -> Keeping:
+    stage = Keeping(
+        build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2),
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3),
+        schedule=schedule,
+        optimizer=OptimizerConfig(lr=0.01),
+        max_steps=steps,
+        **options,
+    )
+    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=engine))
+    trainer.fit(stage, Loader(texts))  # type: ignore[arg-type]
+    return stage
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_each_step_trains_on_its_prompts_as_old_as_it_may(staleness: int) -> None:
+    engine = Distant()
+    stage = train(engine, Schedule(staleness))
+    assert stage.prompts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
+    assert stage.ages == [[min(step, staleness)] for step in range(4)]
+    # Nothing is asked for that nobody will train on.
+    assert engine.asked == TEXTS * 2
+    if staleness:
+        assert [metrics["rollout/staleness"] for metrics in stage.metrics] == [min(s, staleness) for s in range(4)]
+
+
+def test_stragglers_are_waited_for_only_when_they_would_be_too_stale() -> None:
+    stage = train(Distant(slow=["12+30"]), Schedule(1, ahead=0.5), steps=3)
+    assert stage.prompts == [["1+1", "100+1"], ["12+30", "1+1"], ["1+1", "100+1"]]
+    assert stage.ages == [[0], [0, 1], [0, 1]]
+
+
+def test_synchronous_sampling_drops_what_is_late() -> None:
+    engine = Distant(slow=["12+30"])
+    stage = train(engine, Schedule(0, ahead=0.5), steps=2)
+    assert stage.prompts == [["1+1", "100+1"], ["1+1", "1+1"]]
+    assert engine.dropped == ["12+30", "12+30"]
+    assert stage.ages == [[0], [0]]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_groups_of_a_lost_engine_are_sampled_again(staleness: int) -> None:
+    engine = Distant(loses_at=[2])
+    stage = train(engine, Schedule(staleness))
+    assert stage.prompts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
+    assert [metrics["rollout/engines_lost"] for metrics in stage.metrics] == [0, 1, 0, 0]
+    # The two groups that were being sampled are asked for twice.
+    assert len(engine.asked) == 10
+
+
+def test_engines_that_are_lost_again_and_again_end_the_run() -> None:
+    with pytest.raises(EngineLost, match="5 times in one phase rollout engines were lost"):
+        train(Distant(loses_at=range(1, 100)), Schedule())
+
+
+def test_dynamic_sampling_asks_for_what_is_missing_and_the_engine_goes_on() -> None:
+    texts = ["1+1", "4+4", "12+30", "100+1"]
+    engine = Distant()
+    stage = train(engine, Schedule(1), steps=2, texts=texts, algorithm=Algorithm(group_filter=GroupFilter()))
+    # 4+4 teaches nothing: the third group of those in flight takes its place.
+    assert stage.prompts[0] == ["1+1", "12+30"]
+    assert stage.metrics[0]["train/generation_batches"] == 2
+    assert engine.asked[:5] == ["1+1", "4+4", "12+30", "100+1", "1+1"]
+
+
+def test_oversampling_is_for_steps_without_a_schedule() -> None:
+    with pytest.raises(ConfigError, match=r"group_filter.oversampling=2 with a schedule"):
+        train(Distant(), Schedule(1), algorithm=Algorithm(group_filter=GroupFilter(oversampling=2)))
+
+
+def test_without_a_remedy_the_ratio_is_that_to_the_policy_that_sampled() -> None:
+    fresh, stale = train(Distant(), Schedule(), steps=1), train(Distant(), Schedule(1), steps=1)
+    # The engine says that every token had the log-prob -1.
+    assert fresh.metrics[0]["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
+    assert abs(stale.metrics[0]["train/ppo_kl"]) > 0.1
+
+
+class SamplesDirectly(Keeping):
+    """The synchronous mode, written down: one call of the engine for the prompts of the step."""
+
+    @override
+    def take_groups(self, count: int, of_step: int) -> tuple[PromptBatch, Experience]:
+        groups = [self._queue[ticket] for ticket in self._queue.begin(count, self.step)]
+        self._queue.drop_begun()
+        prompts = PromptBatch(
+            [one.prompt.prompt_ids[0] for one in groups],
+            [one.prompt.rows[0] for one in groups],
+            {name: [one.prompt.columns[name][0] for one in groups] for name in groups[0].prompt.columns},
+            0,
+        )
+        return prompts, self.sample(prompts, self.sampling, self._seeds(prompts))
+
+
+def test_nothing_ahead_is_the_synchronous_mode_bit_for_bit(tmp_path: Any) -> None:
+    folder = save_tiny_policy(tmp_path, hidden_size=32, intermediate_size=48, initializer_range=0.2)
+
+    def weights(kind: type[Keeping]) -> list[torch.Tensor]:
+        stage = kind(
+            str(folder),
+            scorer=canned.CannedScorer(),
+            sampling=SamplingConfig(max_tokens=8, num_samples=3),
+            optimizer=OptimizerConfig(lr=0.01),
+            max_steps=3,
+        )
+        trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(folder))))
+        trainer.fit(stage, Loader(["1+1", "12+30"]))  # type: ignore[arg-type]
+        return [parameter.detach() for parameter in stage.policy.parameters()]
+
+    scheduled, direct = weights(Keeping), weights(SamplesDirectly)
+    assert all(torch.equal(one, other) for one, other in zip(scheduled, direct, strict=True))
+    start = build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2)
+    assert not all(torch.equal(a, b) for a, b in zip(scheduled, start.parameters(), strict=True))

@@ -1,0 +1,129 @@
+"""The queue of groups: what is asked for, what a step must wait for, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.engine import Generations
+from rl_plugins.stages.schedule import Schedule
+from rl_plugins.stages.trajectories import TrajectoryQueue, row_of, together
+
+pytestmark = pytest.mark.unit
+
+
+def batch(*rows: int) -> PromptBatch:
+    return PromptBatch([[row, row] for row in rows], list(rows), {"data_source": [f"s{row}" for row in rows]}, 0)
+
+
+def answer(token: int) -> Generations:
+    return Generations.from_responses([[token]], [[-1.0]], ["stop"], 0)
+
+
+def filled(schedule: Schedule, batches: int = 3, size: int = 2, rank: int = 0, world_size: int = 1) -> TrajectoryQueue:
+    queue = TrajectoryQueue(schedule)
+    for slot in range(batches):
+        prompts = batch(*(10 * slot + place * world_size + rank for place in range(size)))
+        queue.offer(prompts, slot=slot, rank=rank, world_size=world_size)
+    return queue
+
+
+def rows(queue: TrajectoryQueue, count: int, version: int) -> list[int]:
+    return [group.prompt.rows[0] for group in queue.take(count, version)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"),
+    [
+        (Schedule(), 8),
+        (Schedule(1), 16),
+        (Schedule(2), 24),
+        (Schedule(2, ahead=0.25), 10),
+        (Schedule(0, ahead=0.5), 12),
+    ],
+)
+def test_groups_in_flight(schedule: Schedule, in_flight: int) -> None:
+    assert schedule.in_flight(8) == in_flight
+
+
+@pytest.mark.parametrize("wrong", [{"max_staleness": -1}, {"ahead": -0.1}, {"max_staleness": 2, "ahead": 3}])
+def test_a_schedule_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"schedule\."):
+        Schedule(**wrong)
+
+
+def test_first_in_first_out_where_as_much_is_ahead_as_may_be_stale() -> None:
+    queue = filled(Schedule(1))
+    assert queue.begin(4, version=0) == [0, 1, 2, 3]
+    queue.finish({ticket: answer(ticket) for ticket in (3, 2, 1, 0)})
+    assert queue.due(0) == []
+    assert rows(queue, 2, version=0) == [0, 1]
+    assert queue.begin(4, version=1) == [4, 5]
+    # Those that began under version 0 cannot wait for version 2.
+    assert queue.due(1) == [2, 3]
+
+
+def test_a_straggler_is_left_for_the_next_step_and_no_longer() -> None:
+    queue = filled(Schedule(1, ahead=0.5))
+    queue.begin(3, version=0)
+    queue.finish({0: answer(0), 2: answer(2)})
+    assert rows(queue, 2, version=0) == [0, 10]
+    assert queue.begin(3, version=1) == [3, 4]
+    assert queue.due(1) == [1]
+    assert queue.unfinished(queue.due(1)) == [1]
+    queue.finish({3: answer(3), 4: answer(4), 1: answer(1)})
+    # What is due goes first, whatever else is finished.
+    assert rows(queue, 2, version=1) == [1, 11]
+
+
+def test_what_is_dropped_is_forgotten_and_never_waited_for() -> None:
+    queue = filled(Schedule(0, ahead=0.5))
+    queue.begin(3, version=0)
+    queue.finish({1: answer(1), 2: answer(2)})
+    assert queue.due(0) == []
+    assert rows(queue, 2, version=0) == [1, 10]
+    assert queue.drop_begun() == [0]
+    assert len(queue) == 3
+
+
+def test_the_same_row_in_two_batches_is_two_groups() -> None:
+    queue = TrajectoryQueue(Schedule(1))
+    for slot in range(2):
+        queue.offer(batch(7), slot=slot, rank=0, world_size=1)
+    queue.begin(2, version=0)
+    queue.finish({0: answer(0), 1: answer(1)})
+    numbers = [group.number for group in queue.take(2, 0)]
+    assert len(set(numbers)) == 2 and {row_of(number) for number in numbers} == {7}
+
+
+def test_a_checkpoint_keeps_what_is_sampled_and_asks_for_the_rest_again() -> None:
+    queue = filled(Schedule(1))
+    queue.begin(4, version=5)
+    queue.finish({1: answer(1)})
+    again = TrajectoryQueue(Schedule(1))
+    said = again.load([queue.state()], rank=0, world_size=1)
+    assert said == "6 groups of each worker's queue, 1 of them sampled"
+    assert again.begin(6, version=6) == [0, 2, 3, 4, 5]
+    assert again.due(6) == [1]
+    assert again[1].generations is not None and again[1].generations.responses() == [[1]]
+    assert [again[ticket].prompt.rows for ticket in range(6)] == [queue[ticket].prompt.rows for ticket in range(6)]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_another_number_of_ranks_shares_the_groups_and_loses_none(world_size: int) -> None:
+    held = [filled(Schedule(1), rank=rank, world_size=2) for rank in range(2)]
+    shares = [queue.state() for queue in held]
+    new = [TrajectoryQueue(Schedule(1)) for _ in range(world_size)]
+    for rank, queue in enumerate(new):
+        queue.load(shares, rank, world_size)
+    dealt = [queue[ticket].prompt.rows[0] for queue in new for ticket in range(len(queue))]
+    assert sorted(dealt) == sorted(row for share in shares for group in share for row in group["prompt"]["rows"])
+
+
+def test_prompts_of_several_batches_are_one() -> None:
+    joined = together([batch(1), batch(2)])
+    assert (joined.rows, joined.prompt_ids) == ([1, 2], [[1, 1], [2, 2]])
+    assert joined.columns == {"data_source": ["s1", "s2"]}
