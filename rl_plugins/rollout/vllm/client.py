@@ -129,7 +129,11 @@ class VLLMRollout:
         timeout_s = self.config.ready_timeout_s
         started = [self._begin(e, "ready", timeout_s=timeout_s, phase="start-up of the engine") for e in self._beside]
         for wait in started:
-            wait()
+            try:
+                wait()
+            except EngineLost as lost:
+                # It has something to say of why it did not start.
+                raise (lost.__cause__ or lost) from None
         self._each("begin_session")
         # No rank samples or sends weights before the engines have forgotten the workers of before.
         _barrier()

@@ -1,0 +1,137 @@
+"""One live vLLM engine that samples group by group: weights change in flight, groups are left, taken and dropped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from rl_plugins.rollout.engine import Generations, GroupRequest, SamplingConfig
+from rl_plugins.rollout.vllm.client import VLLMRollout
+from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.rollout.weights import ModuleWeightSource
+
+pytestmark = pytest.mark.integration
+
+LONG = SamplingConfig(num_samples=2, max_tokens=200)
+SHORT = SamplingConfig(num_samples=2, max_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def rollout(workplace: Path) -> Iterator[VLLMRollout]:
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        config = VLLMConfig(str(workplace / "tiny"), max_model_len=256, sleep="none", update_timeout_s=30)
+        rollout = VLLMRollout(config)
+        rollout.connect(0, 1)
+        yield rollout
+        rollout.stop()
+    finally:
+        ray.shutdown()
+
+
+@torch.no_grad()
+def trained(policy: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """The policy after a step; returns a copy of it."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in policy.parameters():
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return deepcopy(policy)
+
+
+def requests(*tickets: int) -> list[GroupRequest]:
+    return [GroupRequest(ticket, [5 + ticket, 6, 7], seed=ticket) for ticket in tickets]
+
+
+def steps_taken(rollout: VLLMRollout) -> int:
+    return int(ray.get(rollout._actors[0].progress.remote(), timeout=30))
+
+
+def exact_log_probs(policy: torch.nn.Module, prompt: list[int], response: list[int]) -> np.ndarray:
+    ids = torch.tensor([prompt + response])
+    with torch.no_grad():
+        log_probs = policy(input_ids=ids).logits[0].log_softmax(-1)
+    chosen = log_probs[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])
+    return chosen.squeeze(-1).numpy()
+
+
+def test_every_token_is_of_the_weights_that_it_says(rollout: VLLMRollout, workplace: Path) -> None:
+    policy = AutoModelForCausalLM.from_pretrained(workplace / "tiny")
+    source, policies = ModuleWeightSource(policy), {}
+    policies[3] = trained(policy, 3)
+    rollout.update_weights(source, version=3)
+    before = steps_taken(rollout)
+    rollout.submit(requests(0, 1), LONG)
+    deadline = time.monotonic() + 30
+    while steps_taken(rollout) < before + 20:
+        assert time.monotonic() < deadline
+    policies[4] = trained(policy, 4)
+    rollout.update_weights(source, version=4)
+    groups = rollout.collect([0, 1], 2)
+
+    for request in requests(0, 1):
+        group = groups[request.ticket]
+        for response, log_probs, versions in zip(
+            group.responses(), group.response_log_probs(), group.response_versions(), strict=True
+        ):
+            assert versions == sorted(versions) and set(versions) == {3, 4}
+            # The new weights see the tokens of before through their own eyes: the KV cache was computed again.
+            for version, weights in policies.items():
+                theirs = np.array(versions) == version
+                exact = exact_log_probs(weights, request.prompt, response)
+                np.testing.assert_allclose(np.array(log_probs)[theirs], exact[theirs], atol=2e-4)
+    other = exact_log_probs(policies[3], requests(0)[0].prompt, groups[0].responses()[0])
+    late = np.array(groups[0].response_versions()[0]) == 4
+    assert np.abs(np.array(groups[0].response_log_probs()[0]) - other)[late].max() > 0.01, "the weights hardly differ"
+
+
+def test_what_is_finished_is_taken_and_the_rest_goes_on(rollout: VLLMRollout) -> None:
+    rollout.submit(requests(10), LONG)
+    rollout.submit(requests(11, 12), SHORT)
+    first = rollout.collect([], 2)
+    assert sorted(first) == [11, 12]
+    assert all(group.lengths.tolist() == [3, 3] for group in first.values())
+    # A call for all prompts of a step does not disturb it.
+    assert len(rollout.generate([[9, 8]], SHORT, [1]).lengths) == 2
+    (rest,) = rollout.collect([10], 0).values()
+    assert max(rest.lengths) > 3
+
+
+def test_groups_are_those_of_one_call_whatever_else_is_sampled(rollout: VLLMRollout) -> None:
+    def flat(groups: dict[int, Generations]) -> list[list[int]]:
+        return [response for ticket in sorted(groups) for response in groups[ticket].responses()]
+
+    rollout.submit(requests(20, 21), SHORT)
+    together = flat(rollout.collect([20, 21], 2))
+    once = rollout.generate([one.prompt for one in requests(20, 21)], SHORT, [20, 21])
+    assert together == once.responses()
+
+
+def test_dropped_groups_end_and_leave_nothing(rollout: VLLMRollout) -> None:
+    rollout.submit(requests(30, 31), LONG)
+    rollout.submit(requests(32), SHORT)
+    assert list(rollout.collect([32], 1)) == [32]
+    rollout.drop([30, 31])
+    rollout.submit(requests(33), SHORT)
+    assert list(rollout.collect([], 1)) == [33]
+    assert rollout.collect([], 0) == {}
+    ended = steps_taken(rollout)
+    time.sleep(0.3)
+    assert steps_taken(rollout) == ended
+
+
+def test_what_is_there_is_taken_without_waiting(rollout: VLLMRollout) -> None:
+    rollout.submit(requests(40), SHORT)
+    rollout.submit(requests(41), LONG)
+    assert 41 not in rollout.collect([40], 1)
+    start = time.monotonic()
+    assert rollout.collect([], 0) == {}
+    assert time.monotonic() - start < 1
+    assert list(rollout.collect([41], 1)) == [41]

@@ -1,0 +1,60 @@
+"""An engine that is killed or hangs in the middle of a run: the others do its work, and it comes back."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from integration_tests.conftest import Recipe
+
+pytestmark = pytest.mark.integration
+
+COMMON = (
+    "run.eval_every=0",
+    "run.checkpoint_every=1000",
+    "run.export=false",
+    "batch.prompts_per_step=8",
+    "batch.samples_per_prompt=4",
+    "rollout.check_updates=1",
+    "placement.max_restarts=0",
+    "tracking.enabled=false",
+)
+
+
+def engines(recipe: Recipe) -> list[psutil.Process]:
+    return [one for one in recipe.processes() if "VLLMActor" in " ".join(one.cmdline())]
+
+
+def finished(recipe: Recipe) -> dict[int, dict[str, float]]:
+    """Each step's metrics; every step was taken once."""
+    assert recipe.wait() == 0, recipe.tail()
+    rows = [row for row in recipe.metrics() if "train/loss" in row]
+    steps = [int(row["step"]) for row in rows]
+    assert steps == list(range(1, len(steps) + 1))
+    assert all(row["train/reward_died"] == 0 for row in rows)
+    return dict(zip(steps, rows, strict=True))
+
+
+@pytest.mark.parametrize("schedule", [(), ("schedule.max_staleness=1",)], ids=["synchronous", "ahead"])
+def test_a_killed_engine_is_replaced_while_the_other_works(
+    start_recipe: Callable[..., Recipe], schedule: tuple[str, ...]
+) -> None:
+    options = ("run.steps=150", "rollout.engines=2", *COMMON, *schedule)
+    run = start_recipe("grpo", f"killed{len(schedule)}", *options)
+    run.wait_for_step(10)
+    engines(run)[0].kill()
+    steps = finished(run)
+    assert len(steps) == 150
+    assert sum(row["rollout/engines_lost"] for row in steps.values()) == 1
+
+
+def test_a_hung_engine_is_found_by_its_deadline(start_recipe: Callable[..., Recipe]) -> None:
+    run = start_recipe("grpo", "hung", "run.steps=8", "rollout.stall_timeout_s=4", *COMMON)
+    run.wait_for_step(3)
+    engines(run)[0].send_signal(signal.SIGSTOP)
+    steps = finished(run)
+    assert len(steps) == 8
+    assert sum(row["rollout/engines_lost"] for row in steps.values()) == 1
