@@ -18,7 +18,7 @@ from rl_plugins.stages.stage import clock
 
 _SHOWN = {
     "train/reward": "reward", "train/accuracy": "accuracy", "train/loss": "loss", "val/reward": "val",
-    "train/kl": "kl", "train/ppo_kl": "ppo_kl",
+    "train/kl": "kl", "train/ppo_kl": "ppo_kl", "idle/trainer": "trainer idle", "idle/engine": "engine idle",
 }  # fmt: skip
 _WINDOW = 32
 """Steps whose duration says how long the next ones take; validations and checkpoints between them are included."""

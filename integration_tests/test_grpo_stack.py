@@ -38,6 +38,7 @@ METRICS = {
     *(f"{kind}/{phase}" for kind in ("time", "memory") for phase in (*PHASES, "update_policy")),
     *("time/step", "tokens_per_s", "samples_per_s", *ENGINE_MEMORY),
     *(f"throughput/{kind}_tokens_per_s" for kind in ("trained", "sampled")),
+    *("idle/trainer", "idle/engine", "rollout/engines", "rollout/engines_lost"),
 }
 VALIDATION = {"val/reward", *(f"val/addition/mean_at_1{end}" for end in ("", "_low", "_high"))}
 # Where a validation comes between, it is the validation that brings the engine the new weights.

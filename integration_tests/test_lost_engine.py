@@ -49,6 +49,9 @@ def test_a_killed_engine_is_replaced_while_the_other_works(
     steps = finished(run)
     assert len(steps) == 150
     assert sum(row["rollout/engines_lost"] for row in steps.values()) == 1
+    # The other one had the work of a step to itself at once, and not for ever.
+    assert {row["rollout/engines"] for row in steps.values()} == {1, 2}
+    assert steps[len(steps)]["rollout/engines"] == 2
 
 
 def test_a_hung_engine_is_found_by_its_deadline(start_recipe: Callable[..., Recipe]) -> None:

@@ -24,6 +24,9 @@ MAIN: dict[str, Sequence[str]] = {
     "Samples per second": ("samples_per_s",),
     "Tokens per second": ("tokens_per_s",),
     "Model FLOPs utilization": ("throughput/mfu",),
+    "Idle share of a step": ("idle/trainer", "idle/engine"),
+    "Staleness (policies)": ("rollout/staleness", "rollout/staleness_max"),
+    "Rollout engines": ("rollout/engines", "rollout/engines_lost"),
 }
 """Title of a picture to the metrics in it."""
 

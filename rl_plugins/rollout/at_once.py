@@ -17,6 +17,7 @@ class SampledAtOnce:
 
     sleeps = True
     busy_s = 0.0
+    num_living = 1
 
     def __init__(self) -> None:
         self._finished: dict[int, Generations] = {}

@@ -223,6 +223,10 @@ class RolloutEngine(Protocol):
         """
 
     @property
+    def num_living(self) -> int:
+        """Engines that work."""
+
+    @property
     def busy_s(self) -> float:
         """Seconds that the engine of this rank has worked so far, as it said last."""
 

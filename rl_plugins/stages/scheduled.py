@@ -144,6 +144,7 @@ class ScheduledStage(SamplingStage):
         metrics = {
             "idle/trainer": min(1.0, strategy.phases.seconds("rollout") / seconds),
             "idle/engine": min(1.0, max(0.0, 1 - busy_s / seconds)),
+            "rollout/engines": float(strategy.rollout.num_living),
             "rollout/engines_lost": float(strategy.engines_lost - self._lost_before),
         }
         if self.schedule.max_staleness:
@@ -177,4 +178,8 @@ class ScheduledStage(SamplingStage):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self._slots = checkpoint["stage"]["slots"]
+        # A run that is rolled back goes on with the data behind the bad steps.
+        self._slots = max(self._slots, checkpoint["stage"]["slots"])
+        if begun := self._queue.begin_again():
+            # The policy that was sampling them is no more.
+            self._strategy.rollout.drop(begun)

@@ -112,6 +112,15 @@ class TrajectoryQueue:
         assert len(chosen) == count, f"{len(chosen)} groups are finished, and {count} are wanted"
         return [self._groups.pop(ticket) for ticket in chosen]
 
+    def begin_again(self) -> list[int]:
+        """All groups are to be asked for anew; returns the tickets of those that had been."""
+        begun = [ticket for ticket, group in self._groups.items() if group.begun is not None]
+        groups = [replace(group, begun=None, generations=None) for group in self._groups.values()]
+        self._groups.clear()
+        for group in groups:
+            self._add(group)
+        return begun
+
     def drop_begun(self) -> list[int]:
         """Forget all groups whose sampling has begun; returns their tickets."""
         begun = [ticket for ticket, group in self._groups.items() if group.begun is not None]

@@ -92,6 +92,11 @@ class VLLMRollout:
         return tolerance_of(dtype_named(self.config.dtype))
 
     @property
+    def num_living(self) -> int:
+        """Engines that have the weights."""
+        return len(self._living)
+
+    @property
     def busy_s(self) -> float:
         """Mean over the engines beside this rank."""
         return sum(self._busy_s.values()) / max(len(self._busy_s), 1)

@@ -94,13 +94,13 @@ def test_a_roll_back_gives_weights_and_optimizer_back_and_leaves_the_data_behind
     checkpoint = PolicyCheckpoint(tmp_path, every=2, keep_last=9)
     seen: list[list[int]] = []
     stage = bad_at(3)
-    sample = stage.sample
+    offer = stage.offer
 
-    def watched(prompts: Any, *arguments: Any) -> Any:
+    def watched(prompts: Any) -> None:
         seen.append(list(prompts.rows))
-        return sample(prompts, *arguments)
+        offer(prompts)
 
-    stage.sample = watched
+    stage.offer = watched
     kept: dict[str, Any] = {}
     look = AfterStep([2], once(lambda _, module: kept.update(weights=weights(module))))
 

@@ -102,8 +102,18 @@ CASES = [
     ),
     ("unknown sleep", ["rollout.sleep=deep"], ["rollout.sleep=deep", "kv_cache, all, none"]),
     (
-        "engines for some workers", ["rollout.engines=2"],
-        ["rollout.engines=2", "per_worker", "divides placement.num_workers=1"],
+        "no engines", ["rollout.engines=0"],
+        ["rollout.engines=0", "per_worker", "at least 1"],
+    ),
+    ("staleness below 0", ["schedule.max_staleness=-1"], ["schedule.max_staleness=-1", "0 or more"]),
+    ("more ahead than stale", ["schedule.max_staleness=1", "schedule.ahead=2"], ["schedule.ahead=2", "max_staleness"]),
+    (
+        "ahead of a sleeping engine", ["rollout.engine=vllm", "schedule.max_staleness=1", "rollout.sleep=all"],
+        ["rollout.sleep=all", "leave rollout.sleep out"],
+    ),
+    (
+        "ahead without a queue", ["stage=online_preference_optimization", "schedule.max_staleness=1"],
+        ["schedule.max_staleness=1", "not of online_preference_optimization"],
     ),
     ("unknown engines", ["rollout.engines=many"], ["rollout.engines=many", "per_worker"]),
     ("no steps", ["run.steps=0"], ["run.steps=0", "at least 1"]),

@@ -112,6 +112,16 @@ def test_a_checkpoint_keeps_what_is_sampled_and_asks_for_the_rest_again() -> Non
     assert [again[ticket].prompt.rows for ticket in range(6)] == [queue[ticket].prompt.rows for ticket in range(6)]
 
 
+def test_what_a_policy_sampled_that_is_no_more_is_asked_for_under_other_tickets() -> None:
+    queue = filled(Schedule(1))
+    queue.begin(3, version=4)
+    queue.finish({0: answer(0)})
+    assert queue.begin_again() == [0, 1, 2]
+    assert queue.num_finished == 0
+    assert queue.begin(6, version=2) == [6, 7, 8, 9, 10, 11]
+    assert [queue[ticket].prompt.rows for ticket in range(6, 12)] == [[0], [1], [10], [11], [20], [21]]
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_another_number_of_ranks_shares_the_groups_and_loses_none(world_size: int) -> None:
     held = [filled(Schedule(1), rank=rank, world_size=2) for rank in range(2)]
