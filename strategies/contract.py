@@ -167,9 +167,7 @@ class RolloutMixin:
             if not self._on_any_rank(lost):
                 return result
             self._replace_lost()
-        raise EngineLost(
-            f"{_MOST_LOSSES} times in one phase rollout engines were lost: see their output for the reason"
-        )
+        raise EngineLost(f"rollout engines were lost {_MOST_LOSSES} times in one phase: their output says why")
 
     def _update_engine(self, engine: RolloutEngine, version: int) -> None:
         for _ in range(_MOST_LOSSES):
@@ -181,7 +179,7 @@ class RolloutMixin:
             if not self._on_any_rank(lost):
                 return
             self._replace_lost()
-        raise EngineLost(f"rollout engines were lost in {_MOST_LOSSES} weight updates: see their output for the reason")
+        raise EngineLost(f"rollout engines were lost {_MOST_LOSSES} times in one phase: their output says why")
 
     def _replace_lost(self) -> None:
         self.engines_lost += self.rollout.replace_lost()
