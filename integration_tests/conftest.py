@@ -91,8 +91,14 @@ class Recipe:
 
 
 @contextmanager
-def recipes_in(folder: Path, workplace: Path) -> Iterator[Callable[..., Recipe]]:
-    """Start `python -m rl_plugins.recipes.<recipe>` with overrides; what still runs at the end is killed."""
+def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Iterator[Callable[..., Recipe]]:
+    """Start `python -m rl_plugins.recipes.<recipe>` with overrides; what still runs at the end is killed.
+
+    Args:
+        folder: of the runs.
+        workplace: with data and model.
+        address: of a Ray cluster; by default each has a Ray of its own.
+    """
     recipes: list[Recipe] = []
 
     def start(recipe: str, name: str, *overrides: str, typed: str = "") -> Recipe:
@@ -104,6 +110,7 @@ def recipes_in(folder: Path, workplace: Path) -> Iterator[Callable[..., Recipe]]
             "data.max_prompt_tokens=26", "sampling.max_tokens=6", *overrides,
         ]  # fmt: skip
         environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        environment |= {"RAY_ADDRESS": address} if address else {}
         keyboard = folder / "typed"
         keyboard.write_text(typed)
         with log.open("w") as output, keyboard.open() as keys:

@@ -41,7 +41,14 @@ from rl_plugins.strategies.fsdp_weights import FSDPWeightSource, shard_of
 from rl_plugins.strategies.host_memory import HostMemory
 from rl_plugins.strategies.offload import STAY, WHILE_SAMPLING, Offload
 from rl_plugins.strategies.phases import PhaseLog
-from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard, optimizers_of_engines, states_of
+from rl_plugins.strategies.sharded import (
+    LIGHTNING_FILE,
+    ShardedStrategy,
+    blend_shard,
+    held_here,
+    optimizers_of_engines,
+    states_of,
+)
 from rl_plugins.strategies.tensor_parallel import cut_over_group
 
 _POLICIES = {
@@ -129,7 +136,7 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         if isinstance(module, HasEngines):
             self._engines = dict(module.engine_modules())
             self._share_sequences(self._engines)
-            for name, model in self._engines.items():
+            for name, model in held_here(self._engines).items():
                 if has_adapter(model):
                     self._agree_on_adapter(model)
                 if self._group_size > 1:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.remote import RemoteModel
 from rl_plugins.strategies.contract import RolloutMixin, exchange_objects, gather_objects, small_all_reduce
 from rl_plugins.strategies.host_memory import HostMemory
 from rl_plugins.strategies.offload import Offload
@@ -50,7 +51,7 @@ class ShardedStrategy(RolloutMixin, ParallelStrategy):
         """Neighbouring ranks run rows together, if so configured. Before the models are sharded; collective."""
         if self._sequence_parallel > 1:
             group, _ = torch.distributed.new_subgroups(self._sequence_parallel)
-            self._sequences = [SequenceShards(model, name, group) for name, model in models.items()]
+            self._sequences = [SequenceShards(model, name, group) for name, model in held_here(models).items()]
 
     def _check_groups(self, option: str, size: int) -> None:
         if self.world_size % size:
@@ -115,6 +116,11 @@ class ShardedStrategy(RolloutMixin, ParallelStrategy):
             self._rollout.close()
             self._rollout_connected = False
         super().teardown()
+
+
+def held_here(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Without those that run elsewhere, of which there is nothing to shard."""
+    return {name: model for name, model in models.items() if not isinstance(model, RemoteModel)}
 
 
 def optimizers_of_engines(engines: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter, plain_weights
+from rl_plugins.models.remote import RemoteModel
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
 from rl_plugins.run_folder import RunFolder
@@ -205,6 +206,8 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
 
     def _frozen_engine(self, name: str, model: nn.Module) -> Any:
         assert self.lightning_module is not None
+        if isinstance(model, RemoteModel):
+            return model
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             # Not when validating: a later fit may train it.
             model.eval().requires_grad_(False)

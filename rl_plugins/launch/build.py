@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rl_plugins.launch.quiet import quiet_libraries
 from rl_plugins.launch.stages import build_data, build_stage
 from rl_plugins.launch.tracking import register, tracking_logger
 from rl_plugins.launch.values import validates
+from rl_plugins.models.pool import ModelPool
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.sampling import SamplingStage, Scorer
 from rl_plugins.stages.stage import Stage
@@ -86,13 +88,14 @@ def fit(
     in_ray: bool,
     redraw_s: float,
     started: float,
+    pools: Sequence[ModelPool] = (),
     **trainer: Any,
 ) -> None:
     """Build everything, validate the starting point if asked to, train, and export the policy."""
     quiet_libraries()
     seed_everything(config.run.seed, verbose=False)
     tokenizer = load_tokenizer(config.model.path)
-    stage = build_stage(config, tokenizer, scorer)
+    stage = build_stage(config, tokenizer, scorer, pools)
     data = build_data(config, tokenizer)
     lightning = build_trainer(config, folder, strategy, in_ray=in_ray, redraw_s=redraw_s, started=started, **trainer)
     state = None if checkpoint is None else str(Path(checkpoint) / "state")

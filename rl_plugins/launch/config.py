@@ -217,8 +217,9 @@ class RolloutConfig:
             `model.path` with every token, or `merged`, all weights with the adapter in them.
         check_updates: every how many weight updates the engine's weights are compared with the policy's, tensor by
             tensor and by the log-probs of a short prompt; 0 for never.
-        transport: `auto`, `shared_memory`, `ipc` or `nccl`.
-        bucket_mb: memory for weights in flight (on GPUs).
+        transport: of weights: `auto`; `shared_memory` (CPU, one machine) or `gloo` (CPU, several); `ipc` (CUDA,
+            colocated) or `nccl` (CUDA, split).
+        bucket_mb: memory for weights in flight, but in shared memory, where there are none.
         ready_timeout_s: deadline for the engine's start.
         generate_timeout_s: deadline for sampling one step.
         stall_timeout_s: an engine that does not answer for so long is lost: it is started again, and its prompts go to
@@ -403,15 +404,40 @@ class StrategyOptions:
 
 
 @dataclass
+class PoolOptions:
+    """Processes of their own for a model that is only run.
+
+    Attributes:
+        actors: how many processes hold the model, each the whole of it; 0 runs it in the training workers, in shards.
+        cpus: Ray CPUs of each, and on CPU its threads.
+        gpus: Ray GPUs of each, where there are any.
+        deadline_s: for the numbers of a micro-batch, the waits for other workers and for a new process included.
+    """
+
+    actors: int = 0
+    cpus: float = 1.0
+    gpus: float = 1.0
+    deadline_s: float = 600.0
+
+
+@dataclass
 class PlacementConfig:
     """Who runs where.
 
     Attributes:
         num_workers: training workers.
         device: `cpu`, `cuda`, or `auto`.
+        strategy: how Ray lays the training workers over machines: `PACK`, on few; `SPREAD`, on many; `STRICT_PACK`, on
+            one; `STRICT_SPREAD`, each on another.
         cpus_per_worker: Ray CPUs of a training worker.
         gpus_per_worker: Ray GPUs of a training worker; a share below 1 leaves room for a colocated engine.
-        engine_gpus: Ray GPUs of the engine; 1 or more puts it on GPUs of its own.
+        rollout: where vLLM engines are: `colocated`, on the training workers' devices; `split`, on their own.
+        engine_gpus: Ray GPUs of a colocated engine; a split one has `rollout.tensor_parallel_size`.
+        engine_cpus: Ray CPUs of a split engine, on CPU of each of its processes.
+        reward_model: a pool for the reward model.
+        teacher: a pool for the teacher.
+        reference: a pool for the reference model.
+        wait_for_nodes_s: how long a cluster that grows may take until all are placed; 0 refuses what it has not got.
         max_restarts: how often Ray Train restarts the workers from the last checkpoint after a failure.
         peak_tflops: dense peak of a training device in the precision of the run, for the metric `throughput/mfu`; null
             is what is known of the device.
@@ -419,9 +445,16 @@ class PlacementConfig:
 
     num_workers: int = 2
     device: str = "auto"
+    strategy: str = "PACK"
     cpus_per_worker: float = 1.0
     gpus_per_worker: float = 0.7
+    rollout: str = "colocated"
     engine_gpus: float = 0.3
+    engine_cpus: float = 1.0
+    reward_model: PoolOptions = field(default_factory=PoolOptions)
+    teacher: PoolOptions = field(default_factory=PoolOptions)
+    reference: PoolOptions = field(default_factory=PoolOptions)
+    wait_for_nodes_s: float = 0.0
     max_restarts: int = 2
     peak_tflops: float | None = None
 

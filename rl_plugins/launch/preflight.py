@@ -39,11 +39,12 @@ def preflight(config: RecipeConfig) -> None:
     _check_output(config)
     if config.tracking.enabled:
         check_tracking(tracking_uri(config))
-    from rl_plugins.launch.trials import check_algorithm, check_prompts
+    from rl_plugins.launch.trials import check_algorithm, check_pools, check_prompts
 
     check_prompts(config)
     if config.stage in ("policy_optimization", "prime"):
         check_algorithm(config.algorithm)
+        check_pools(config)
 
 
 def tracking_uri(config: RecipeConfig) -> str:

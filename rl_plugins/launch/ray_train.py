@@ -4,9 +4,11 @@ checkpoint, and a cluster is used as it is (`ray job submit`) or started here.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +16,31 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from rl_plugins.launch.config import RecipeConfig, num_engines, rollout_dtype, rollout_sleep
-from rl_plugins.launch.resources import check_resources, local_gpus
+from rl_plugins.launch.placement import (
+    ENGINES,
+    WORKERS,
+    Reservation,
+    Role,
+    alive_nodes,
+    check_fit,
+    pools_of,
+    reserved,
+    roles_of,
+    table,
+    weight_transport,
+)
+from rl_plugins.launch.resources import local_gpus
 from rl_plugins.launch.values import generates, needs_engine
 from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from rl_plugins.models.pool_actor import PoolConfig
     from rl_plugins.rollout.engine import RolloutEngine
     from rl_plugins.rollout.vllm.client import VLLMRollout
 
 _OBJECT_STORE_BYTES = 512 * 2**20
+# How long Ray Train waits for room for the workers before it counts a failure.
+_ATTEMPT_S = 60
 
 
 def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> None:
@@ -44,10 +62,36 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if not ray.is_initialized():
         start_ray(config, environment)
-    check_resources(config, device, ray.cluster_resources(), "the cluster")
-    rollout = vllm_rollout(config, device) if config.rollout.engine == "vllm" and needs_engine(config) else None
-    if rollout is not None:
-        rollout.start()
+    placement, roles, nodes = config.placement, roles_of(config, device), [node["Resources"] for node in alive_nodes()]
+    for line in table(roles, nodes):
+        print(f"{config.run.name}: {line}", flush=True)
+    if not placement.wait_for_nodes_s:
+        check_fit(roles, nodes, "the cluster")
+    with reserved(roles, config.run.name, placement.wait_for_nodes_s) as places:
+        _train(config, folder, checkpoint, device, roles, places)
+
+
+def _train(
+    config: RecipeConfig,
+    folder: RunFolder,
+    checkpoint: str | None,
+    device: str,
+    roles: list[Role],
+    places: Reservation,
+) -> None:
+    """Start all roles in their places."""
+    # Actors end with their last handle.
+    rollout, engines = None, []
+    for role in roles:
+        if role.name == ENGINES:
+            rollout = vllm_rollout(config, device)
+            engines = start_engines(rollout, role, places)
+    pools: Mapping[PoolConfig, list[Any]] = {}
+    if pools_of(config):
+        from rl_plugins.launch.pools import start_pools
+
+        pools = start_pools(config, roles, places)
+    import ray.train
     from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -66,6 +110,7 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
             "checkpoint": checkpoint,
             "device": device,
             "rollout": rollout,
+            "pools": list(pools),
             # The bar is drawn here, on the driver.
             "redraw_s": redraw_interval_s(),
             "started": psutil.Process().create_time(),
@@ -75,25 +120,37 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
             timeout_s=int(config.strategy.collective_timeout_s),
         ),
         scaling_config=ScalingConfig(
-            num_workers=placement.num_workers, use_gpu=device == "cuda", resources_per_worker=resources
+            num_workers=placement.num_workers,
+            use_gpu=device == "cuda",
+            resources_per_worker=resources,
+            placement_strategy=placement.strategy,
         ),
         # Ray types its second generation of Train as the first, which knows other options.
         run_config=ray.train.RunConfig(  # type: ignore[call-arg]
             name=folder.path.name,
             storage_path=str(folder.path.parent),
-            failure_config=FailureConfig(max_failures=placement.max_restarts),
+            failure_config=FailureConfig(  # type: ignore[call-arg]
+                max_failures=placement.max_restarts,
+                # Ray Train would look for room for ever, and without a word, after a machine is lost.
+                controller_failure_limit=(placement.max_restarts + 1)
+                * max(1, math.ceil(placement.wait_for_nodes_s / _ATTEMPT_S)),
+            ),
             checkpoint_config=CheckpointConfig(num_to_keep=config.run.keep_checkpoints),
             logging_config=LoggingConfig(log_level="ERROR"),
             callbacks=[StopOnConfigError()],  # type: ignore[list-item]
         ),
     )
+    # Ray Train makes a group of its own, as large as this one.
+    places.release(WORKERS)
     try:
         with stop_on_sigterm(folder), config_errors_unwrapped():
             trainer.fit()
     finally:
+        # Another run may follow in this process.
         if rollout is not None:
-            # Another run may follow in this process.
             rollout.stop()
+        for actor in (*engines, *(actor for actors in pools.values() for actor in actors)):
+            ray.kill(actor)
 
 
 def train_worker(arguments: dict[str, Any]) -> None:
@@ -106,6 +163,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
 
     from rl_plugins.launch.build import dtype_of, fit
     from rl_plugins.launch.config import parse_config
+    from rl_plugins.models.pool import ModelPool
     from rl_plugins.rewards.pool import RewardPool
     from rl_plugins.rollout.transformers_engine import TransformersRollout
 
@@ -125,14 +183,18 @@ def train_worker(arguments: dict[str, Any]) -> None:
         rollout = TransformersRollout(
             config.model.path, dtype=dtype_of(config), device=device, check_updates=config.rollout.check_updates
         )
+    rank = ray.train.get_context().get_world_rank()
+    pools = [ModelPool(pool, rank) for pool in arguments["pools"]]
     strategy = ray_strategy(config, rollout)
-    # A restarted worker group goes on from the last checkpoint that was reported, not from where the run began.
-    reported = ray.train.get_checkpoint()
-    checkpoint = reported.path if reported is not None else arguments["checkpoint"]
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
+    # A restarted worker group goes on from the last checkpoint, not from where the run began. Ray Train learns of one
+    # some seconds after it was written.
+    reported, written = ray.train.get_checkpoint(), folder.latest_checkpoint()
+    checkpoint = reported.path if reported is not None else arguments["checkpoint"] if written is None else str(written)
     fit(
         config, folder, strategy, scorer, checkpoint,
-        in_ray=True, redraw_s=arguments["redraw_s"], started=arguments["started"], accelerator=device, devices="auto",
+        in_ray=True, redraw_s=arguments["redraw_s"], started=arguments["started"], pools=pools, accelerator=device,
+        devices="auto",
         plugins=[RayLightningEnvironment()],
     )  # fmt: skip
 
@@ -219,12 +281,38 @@ def start_ray(config: RecipeConfig, environment: dict[str, str]) -> None:
     ray.init(**options)
 
 
+def start_engines(rollout: VLLMRollout, role: Role, places: Reservation) -> list[Any]:
+    """Start the engines; returns those that have a place of their own. Does not wait for them.
+
+    They have the names by which `rollout` looks for its engines before it starts any.
+    """
+    import ray
+
+    from rl_plugins.rollout.vllm.actor import VLLMActor
+
+    engines = [
+        ray.remote(VLLMActor)
+        .options(
+            name=f"{rollout.name}-{number}",
+            max_restarts=-1,
+            max_concurrency=1000,
+            runtime_env={"env_vars": rollout.config.environment},
+            **own,
+        )
+        .remote(rollout.config)
+        for number, own in enumerate(places.options(role) if role.strategy else [])
+    ]
+    rollout.start()
+    return engines
+
+
 def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
-    """The engines that the configuration describes."""
+    """The engines that the configuration describes; Ray is up."""
     from rl_plugins.rollout.vllm.client import VLLMRollout
     from rl_plugins.rollout.vllm.config import VLLMConfig
 
-    rollout = config.rollout
+    rollout, split = config.rollout, config.placement.rollout == "split"
+    hosts = len({node["NodeManagerAddress"] for node in alive_nodes()})
     return VLLMRollout(
         VLLMConfig(
             model=config.model.path,
@@ -238,7 +326,7 @@ def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
             prefix_caching=rollout.prefix_caching,
             sleep=rollout_sleep(config),  # type: ignore[arg-type]
             check_updates=rollout.check_updates,
-            transport=rollout.transport,  # type: ignore[arg-type]
+            transport=weight_transport(rollout.transport, device, split=split, hosts=hosts),  # type: ignore[arg-type]
             lora_rank=config.model.lora.rank if rollout.lora == "adapter" else 0,
             bucket_mb=rollout.bucket_mb,
             ready_timeout_s=rollout.ready_timeout_s,
@@ -247,5 +335,5 @@ def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
             update_timeout_s=rollout.update_timeout_s,
         ),
         num_engines=num_engines(config),
-        num_gpus=config.placement.engine_gpus if device == "cuda" else 0,
+        num_gpus=0 if device == "cpu" else rollout.tensor_parallel_size if split else config.placement.engine_gpus,
     )

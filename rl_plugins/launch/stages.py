@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,11 @@ from rl_plugins.data.preferences import PreferenceDataModule
 from rl_plugins.data.process_rewards import ProcessRewardDataModule
 from rl_plugins.data.prompts import PromptDataModule
 from rl_plugins.data.sft import SFTDataModule
+from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.launch.config import LoraOptions, OptimizerOptions, RecipeConfig
 from rl_plugins.launch.trials import curriculum_config, training_data
 from rl_plugins.models.lora import LoraConfig
+from rl_plugins.models.pool import ModelPool
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.collecting import RewardModelConfig
 from rl_plugins.stages.critic import CriticConfig
@@ -32,9 +34,22 @@ from rl_plugins.stages.sft import SFT
 from rl_plugins.stages.stage import Stage
 
 
-def build_stage(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> Stage:
-    """The stage that `config.stage` names."""
-    return _STAGES[config.stage](config, tokenizer, scorer)
+def build_stage(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None, pools: Sequence[ModelPool] = ()) -> Stage:
+    """The stage that `config.stage` names.
+
+    Args:
+        config: the run's.
+        tokenizer: the policy's.
+        scorer: gives each sample its reward.
+        pools: frozen models that run in processes of their own.
+    """
+    stage = _STAGES[config.stage](config, tokenizer, scorer)
+    for pool in pools:
+        check_same_tokens(tokenizer, pool.config.model, pool.config.role.replace("_", " "))
+        # A stage loads no model that it has.
+        setattr(stage, pool.config.role, pool)
+        stage.further_metrics.append(pool.metrics)
+    return stage
 
 
 def build_data(config: RecipeConfig, tokenizer: Any) -> StepDataModule[Any]:

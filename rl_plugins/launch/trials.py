@@ -173,6 +173,26 @@ def _characters(row: Row) -> int:
     return sum(len(message["content"]) for message in row["prompt"])
 
 
+def check_pools(config: RecipeConfig) -> None:
+    """Refuse a pool that holds a model which the algorithm never asks.
+
+    Raises:
+        ConfigError: names the pool.
+    """
+    needs = instantiate_node("algorithm", config.algorithm).needs
+    asked = {
+        "reference": {"ref_log_probs_BT"},
+        "teacher": {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"},
+    }
+    for role, names in asked.items():
+        actors = getattr(config.placement, role).actors
+        if actors and not needs & names:
+            raise ConfigError(
+                f"placement.{role}.actors={actors}: this algorithm never asks a {role}: leave the pool out, or choose "
+                "another algorithm"
+            )
+
+
 def check_algorithm(node: Any) -> None:
     """Build the algorithm, check its options' types, and run it on two made-up groups of two samples.
 

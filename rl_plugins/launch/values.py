@@ -33,6 +33,9 @@ def needs_engine(config: RecipeConfig) -> bool:
     return generates(config) and config.debug.replay is None
 
 
+POOLS = ("reward_model", "teacher", "reference")
+"""Frozen models that may have a pool of processes."""
+
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": STAGES,
     "launcher": ("ray", "local"),
@@ -40,8 +43,10 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "rollout.dtype": (None, "float32", "bfloat16", "float16"),
     "rollout.sleep": (None, "kv_cache", "all", "none"),
     "rollout.lora": ("merged", "adapter"),
-    "rollout.transport": ("auto", "shared_memory", "ipc", "nccl"),
+    "rollout.transport": ("auto", "shared_memory", "gloo", "ipc", "nccl"),
     "placement.device": ("auto", "cpu", "cuda"),
+    "placement.rollout": ("colocated", "split"),
+    "placement.strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
     "strategy.name": ("zero", "fsdp"),
     "strategy.zero_stage": (1, 2, 3),
     "model.precision": ("32-true", "bf16-true", "bf16-mixed"),
@@ -72,6 +77,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
             "rollout.ready_timeout_s", "rollout.generate_timeout_s", "rollout.stall_timeout_s",
             "rollout.update_timeout_s", "reward.deadline_s",
             "strategy.collective_timeout_s", "placement.cpus_per_worker", "model.lora.alpha", "critic.lora.alpha",
+            "placement.reward_model.deadline_s", "placement.teacher.deadline_s", "placement.reference.deadline_s",
+            "placement.engine_cpus",
         ),
     ),
     (
@@ -84,7 +91,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
             "sampling.temperature", "validation.temperature", "optimizer.lr", "optimizer.weight_decay",
             "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.lr_end", "optimizer.gradient_clip",
             "placement.gpus_per_worker", "placement.engine_gpus", "placement.max_restarts", "tracking.samples",
-            "tracking.traces",
+            "tracking.traces", "placement.wait_for_nodes_s",
+            *(f"placement.{name}.{part}" for name in POOLS for part in ("actors", "cpus", "gpus")),
         ),
     ),
     (
@@ -169,6 +177,7 @@ def check_values(config: RecipeConfig) -> None:
     _check_registration(config)
     _check_best(config)
     _check_debug(config)
+    _check_pools(config)
     if config.run.time_limit is not None:
         seconds_of("run.time_limit", config.run.time_limit)
 
@@ -227,6 +236,26 @@ def _check_debug(config: RecipeConfig) -> None:
         raise ConfigError(f"debug.replay={debug.replay} samples nothing, nor can it validate: add run.eval_every=0")
     if debug.replay and not Path(debug.replay).is_dir():
         raise ConfigError(f"debug.replay={debug.replay}: there is no such folder; it is `rollouts` of a run's folder")
+
+
+def _check_pools(config: RecipeConfig) -> None:
+    models = {"reward_model": config.reward_model.path, "teacher": config.teacher.path, "reference": config.model.path}
+    for name in POOLS:
+        pool = getattr(config.placement, name)
+        option = f"placement.{name}.actors={pool.actors}"
+        if not pool.actors:
+            continue
+        if config.launcher == "local":
+            raise ConfigError(f"{option}: launcher=local runs in one process: use launcher=ray, or leave it out")
+        if config.stage not in COLLECTING_STAGES:
+            raise ConfigError(f"{option}: is of {' and '.join(COLLECTING_STAGES)}, and not of {config.stage}")
+        if models[name] is None:
+            raise ConfigError(f"{option}, and there is no such model: name it with {name}.path, or leave the pool out")
+    if config.placement.reference.actors and config.reference.update_every:
+        raise ConfigError(
+            f"placement.reference.actors={config.placement.reference.actors}: a reference that follows the policy "
+            f"(reference.update_every={config.reference.update_every}) moves in the training workers: leave one out"
+        )
 
 
 def validates(config: RecipeConfig) -> bool:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from rl_plugins.models.chunked_head import chunked_head_columns
 from rl_plugins.models.output_head import last_linear_head, replaced_forward
 from rl_plugins.models.packing import pack, predicting_places
+from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.token_distributions import Columns, distribution_columns
 
 CHUNK_ELEMENTS = 2**24
@@ -89,7 +90,7 @@ def response_log_probs(
 
     Args:
         model: with the `forward` of a causal language model of transformers, `logits_to_keep` included; an engine
-            around one will do.
+            around one will do, and so will a `RemoteModel`, whose log-probs have no gradient.
         input_ids_BS: prompts and responses.
         attention_mask_BS: 1 at real tokens.
         position_ids_BS: from 0 at the first real token of a row.
@@ -105,6 +106,17 @@ def response_log_probs(
     Raises:
         ConfigError: `packed`, and the model lets the samples of a row see each other.
     """
+    if isinstance(model, RemoteModel):
+        return model.response_log_probs(
+            input_ids_BS=input_ids_BS,
+            attention_mask_BS=attention_mask_BS,
+            position_ids_BS=position_ids_BS,
+            response_width=response_width,
+            temperature=temperature,
+            sum_pi_squared=sum_pi_squared,
+            top_k=top_k,
+            packed=packed,
+        )
     columns = Columns(temperature, sum_pi_squared, entropy_gradient, top_k)
     prompt_width = input_ids_BS.shape[1] - response_width
     where = attention_mask_BS[:, prompt_width:].nonzero(as_tuple=True)

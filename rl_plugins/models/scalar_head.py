@@ -19,6 +19,7 @@ from torch import Tensor
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.models.packing import pack
+from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.token_distributions import accumulation_dtype
 
 if TYPE_CHECKING:
@@ -143,6 +144,13 @@ def position_scores(
 
     With `packed`, the real tokens of all samples go through the model as one row: see `packing`.
     """
+    if isinstance(model, RemoteModel):
+        return model.position_scores(
+            input_ids_BS=input_ids_BS,
+            attention_mask_BS=attention_mask_BS,
+            position_ids_BS=position_ids_BS,
+            packed=packed,
+        )
     if not packed:
         output = model(
             input_ids=input_ids_BS, attention_mask=attention_mask_BS, position_ids=position_ids_BS, use_cache=False

@@ -13,6 +13,7 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError, DeadlineExceeded
 from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, SamplingConfig
+from rl_plugins.rollout.gloo_transport import GlooSender
 from rl_plugins.rollout.memory import MemoryChange
 from rl_plugins.rollout.shared_memory import ReceiverLost, Run, SharedMemorySender
 from rl_plugins.rollout.shared_parameters import dtype_named
@@ -32,20 +33,20 @@ class VLLMRollout:
     Args:
         config: the settings of each engine.
         name: of the actors; ranks that use the same name share the engines.
-        num_engines: how many there are. More than one run on CPU only.
+        num_engines: how many there are. More than one on GPUs have GPUs of their own (NCCL).
         num_gpus: Ray's share of GPUs for each actor (colocated: the fraction that the trainers leave).
 
     Raises:
-        ConfigError: several engines on GPUs.
+        ConfigError: several engines that share GPUs with the ranks.
     """
 
     def __init__(
         self, config: VLLMConfig, *, name: str | None = None, num_engines: int = 1, num_gpus: float = 0.0
     ) -> None:
-        if num_engines > 1 and config.device != "cpu":
+        if num_engines > 1 and config.backend == "ipc":
             raise ConfigError(
-                f"{num_engines} rollout engines on {config.device}: several engines run on CPU only; "
-                "use rollout.engines=1, with rollout.tensor_parallel_size for more GPUs"
+                f"{num_engines} rollout engines that share GPUs with the workers: use rollout.engines=1, or "
+                "placement.rollout=split for engines with GPUs of their own"
             )
         self.config = config
         self.name = name or f"vllm-{uuid.uuid4().hex[:8]}"
@@ -66,10 +67,11 @@ class VLLMRollout:
         self._busy_s: dict[int, float] = {}
         self._send: Callable[[int], None] | None = None
         self._shared_memory: SharedMemorySender | None = None
+        self._gloo: GlooSender | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process looks the actors up by name."""
-        return {**self.__dict__, "_actors": [], "_send": None, "_shared_memory": None}
+        return {**self.__dict__, "_actors": [], "_send": None, "_shared_memory": None, "_gloo": None}
 
     @property
     def keeps_weights(self) -> bool:
@@ -368,21 +370,40 @@ class VLLMRollout:
                 rank=self._rank,
                 world_size=self._world_size,
                 broadcast=_broadcast,
-                engines=[_SharedMemoryEngine(self, engine) for engine in self._living] if self._rank == 0 else [],
+                engines=[_Receivers(self, engine) for engine in self._living] if self._rank == 0 else [],
                 num_engines=len(self._living),
                 num_receivers=self.config.tensor_parallel_size,
                 keeps_weights=self.keeps_weights,
                 timeout_s=self.config.update_timeout_s,
             )
             return self._shared_memory.send
-        from rl_plugins.rollout.vllm.cuda_transport import make_cuda_sender
+        if self.config.backend == "gloo":
+            self._gloo = GlooSender(
+                source,
+                rank=self._rank,
+                share=_broadcast,
+                engines=[_Receivers(self, engine) for engine in self._living] if self._rank == 0 else [],
+                num_receivers=self.config.tensor_parallel_size,
+                bucket_bytes=self.config.bucket_mb * 2**20,
+                timeout_s=self.config.update_timeout_s,
+            )
+            return self._gloo.send
+        from rl_plugins.rollout.vllm.cuda_transport import SeveralEngines, make_cuda_sender
 
-        return make_cuda_sender(self.config, source, client=WeightSyncClient(self), rank=self._rank)
+        clients = [WeightSyncClient(self, engine) for engine in self._living]
+        return make_cuda_sender(
+            self.config,
+            source,
+            client=SeveralEngines(clients, self.config.tensor_parallel_size) if len(clients) > 1 else clients[0],
+            rank=self._rank,
+            num_engines=len(clients),
+        )
 
     def _disconnect(self) -> None:
-        if self._shared_memory is not None:
-            self._shared_memory.close()
-        self._send = self._shared_memory = None
+        for sender in (self._shared_memory, self._gloo):
+            if sender is not None:
+                sender.close()
+        self._send = self._shared_memory = self._gloo = None
 
     # Memory and the rest ----------------------------------------------------------------------------------------
 
@@ -502,12 +523,12 @@ class VLLMRollout:
 class WeightSyncClient:
     """vLLM's `VLLMWeightSyncClient` protocol over the actor, with deadlines."""
 
-    def __init__(self, rollout: VLLMRollout) -> None:
-        self._rollout = rollout
+    def __init__(self, rollout: VLLMRollout, engine: int) -> None:
+        self._rollout, self._engine = rollout, engine
 
     def _call(self, method: str, *arguments: Any) -> None:
-        timeout_s = self._rollout.config.update_timeout_s
-        self._rollout._call(method, *arguments, timeout_s=timeout_s, phase=f"weight update ({method})")
+        timeout_s, phase = self._rollout.config.update_timeout_s, f"weight update ({method})"
+        self._rollout._begin(self._engine, method, *arguments, timeout_s=timeout_s, phase=phase)()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Open the transport."""
@@ -530,8 +551,8 @@ class WeightSyncClient:
         self._call("set_policy_version", version)
 
 
-class _SharedMemoryEngine:
-    """What rank 0 asks of an actor in an update through shared memory."""
+class _Receivers:
+    """What rank 0 asks of an actor in an update that the processes of its engine take in one call."""
 
     def __init__(self, rollout: VLLMRollout, engine: int) -> None:
         self._rollout, self._engine = rollout, engine

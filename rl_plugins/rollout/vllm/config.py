@@ -39,10 +39,11 @@ class VLLMConfig:
         sleep: what the engine gives back while the trainers work: `kv_cache`; `all`, the weights too, which then come
             anew with an update before the next samples; `none`. (`kv_cache` on CUDA keeps the weights on the host.)
         check_updates: every how many weight updates the engine's weights are compared with the policy's; 0 for never.
-        transport: how weights arrive: `shared_memory` (CPU), `ipc` (CUDA, colocated), `nccl` (CUDA, split).
+        transport: how weights arrive: `shared_memory` (CPU, one machine), `gloo` (CPU, several machines), `ipc` (CUDA,
+            colocated), `nccl` (CUDA, split).
         lora_rank: of the policy's adapter, if updates bring it alone, and the engine adds it to the weights of `model`
             with every token; 0: updates bring all weights, an adapter merged into them.
-        bucket_mb: memory for weights in flight (CUDA; on CPU they are written to where they belong).
+        bucket_mb: memory for weights in flight (not in shared memory, where they are written to where they belong).
         ready_timeout_s: deadline for the start of the engine.
         generate_timeout_s: deadline for one `generate`.
         stall_timeout_s: an engine that does not answer for so long between two of its steps is lost.
@@ -61,7 +62,7 @@ class VLLMConfig:
     enforce_eager: bool = False
     sleep: Literal["none", "kv_cache", "all"] = "kv_cache"
     check_updates: int = 0
-    transport: Literal["auto", "shared_memory", "ipc", "nccl"] = "auto"
+    transport: Literal["auto", "shared_memory", "gloo", "ipc", "nccl"] = "auto"
     lora_rank: int = 0
     bucket_mb: int = 64
     ready_timeout_s: float = 300.0
@@ -77,10 +78,11 @@ class VLLMConfig:
                 back or does not serve one so large.
         """
         on_cpu = self.device == "cpu"
-        if self.transport != "auto" and on_cpu != (self.transport == "shared_memory"):
+        words = "shared_memory (one machine) or gloo (several)" if on_cpu else "ipc (colocated) or nccl (split)"
+        if self.transport != "auto" and on_cpu != (self.transport in ("shared_memory", "gloo")):
             raise ConfigError(
                 f"rollout.transport={self.transport} does not run with rollout.device={self.device}: "
-                f"use {'shared_memory' if on_cpu else 'ipc (colocated) or nccl (split)'}, or auto"
+                f"use {words}, or auto"
             )
 
         check_adapter(self.lora_rank, self.sleep)

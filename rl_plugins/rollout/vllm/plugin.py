@@ -3,6 +3,7 @@
 - The `plain_weights` quantization config keeps linear and embedding weights as they are in the checkpoint, where vLLM's
   CPU build would repack them. Then loading is an in-place copy at any time and tied embeddings stay tied.
 - The `shared_memory` weight-transfer backend, the CPU counterpart of vLLM's CUDA IPC.
+- The `gloo` weight-transfer backend, the CPU counterpart of its NCCL.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
+from rl_plugins.rollout.gloo_transport import GlooReceiver
 from rl_plugins.rollout.memory import MemoryChange, discard, resident_bytes
 from rl_plugins.rollout.shared_memory import Run, SharedMemoryReceiver
 
 PLAIN_WEIGHTS = "plain_weights"
 SHARED_MEMORY = "shared_memory"
+GLOO = "gloo"
 
 
 class _PlainLinear(UnquantizedLinearMethod):
@@ -127,6 +130,47 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
 
 
 WeightTransferEngineFactory.register_engine(SHARED_MEMORY, SharedMemoryEngine)
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """Arguments of `GlooReceiver.expect`."""
+
+    expect: dict[str, Any]
+
+
+class GlooEngine(WeightTransferEngine[GlooInitInfo, SharedMemoryUpdateInfo]):
+    """The worker's side of the gloo transport."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = SharedMemoryUpdateInfo
+    gloo: GlooReceiver | None = None
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        """Know where the sender is; the connection is made when it sends."""
+        if self.gloo is None:
+            model: Any = self.model
+            self.gloo = GlooReceiver(model.load_weights, self.parallel_config.rank)
+        self.gloo.expect(**init_info.expect)
+
+    def start_weight_update(self) -> None:
+        """Plain weights are loaded in place: nothing to prepare."""
+
+    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+        """Take in what rank 0 sends."""
+        assert self.gloo is not None, "init_transfer_engine comes first"
+        self.gloo.receive()
+
+    def finish_weight_update(self) -> None:
+        """Plain weights were loaded in place: nothing to finalise."""
+
+    def shutdown(self) -> None:
+        """Leave the sender."""
+        if self.gloo is not None:
+            self.gloo.disconnect()
+
+
+WeightTransferEngineFactory.register_engine(GLOO, GlooEngine)
 
 
 class WorkerExtension:

@@ -155,6 +155,26 @@ CASES = [
         "too little memory", ["rollout.cpu_kv_cache_gib=100000"],
         ["need 100000 GiB", "rollout.engines=1", "rollout.cpu_kv_cache_gib=100000", "GiB of memory: lower"],
     ),
+    (
+        "a pool without a model", ["placement.teacher.actors=2"],
+        ["placement.teacher.actors=2", "teacher.path", "leave the pool out"],
+    ),
+    (
+        "a pool that nobody asks", ["placement.reference.actors=1", "placement.cpus_per_worker=0.01"],
+        ["placement.reference.actors=1", "never asks a reference"],
+    ),
+    (
+        "a pool for a moving reference", ["placement.reference.actors=1", "reference.update_every=2"],
+        ["placement.reference.actors=1", "reference.update_every=2", "leave one out"],
+    ),
+    (
+        "a pool in one process",
+        ["launcher=local", "rollout.engine=transformers", "placement.teacher.actors=1", "teacher.path=model"],
+        ["placement.teacher.actors=1", "launcher=ray"],
+    ),
+    ("a pool for a critic", ["placement.critic.actors=1"], ["no option 'placement.critic.actors'"]),
+    ("unknown place of engines", ["placement.rollout=apart"], ["placement.rollout=apart", "colocated, split"]),
+    ("unknown layout", ["placement.strategy=TIGHT"], ["placement.strategy=TIGHT", "PACK, SPREAD"]),
     ("too few CPUs", ["placement.cpus_per_worker=5000"], ["needs 5000 CPUs", "has ", "placement.cpus_per_worker"]),
     pytest.param(
         "no GPU", ["placement.device=cuda"], ["placement.device=cuda", "no NVIDIA GPU", "placement.device=cpu"],

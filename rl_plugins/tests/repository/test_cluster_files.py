@@ -11,6 +11,10 @@ import time
 import pytest
 import yaml
 
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.config import parse_config
+from rl_plugins.launch.placement import Role, check_fit, roles_of
 from rl_plugins.tests.repository.documentation import ROOT, check_command
 
 FOLDER = ROOT / "examples" / "cluster"
@@ -27,6 +31,40 @@ def test_the_manifest_is_a_job_of_kuberay(job):
     check_command(shlex.split(job["spec"]["entrypoint"]))
     version = job["spec"]["rayClusterSpec"]["rayVersion"]
     assert f"\nray=={version}\n" in (ROOT / "requirements" / "cpu.lock.txt").read_text(encoding="utf-8")
+
+
+def test_the_groups_of_the_cluster_have_the_fields_of_kuberay(job):
+    # Required and known fields of HeadGroupSpec and WorkerGroupSpec, ray.io/v1; parameters of `ray start` are strings.
+    cluster = job["spec"]["rayClusterSpec"]
+    required, known = {"rayStartParams", "template"}, {"headService", "enableIngress", "serviceType"}
+    assert required <= set(cluster["headGroupSpec"]) <= required | known
+    required |= {"groupName", "minReplicas", "maxReplicas"}
+    for group in cluster["workerGroupSpecs"]:
+        assert required <= set(group) <= required | {"replicas", "numOfHosts", "scaleStrategy"}
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    assert isinstance(job["spec"]["shutdownAfterJobFinishes"], bool)
+    assert isinstance(job["spec"]["ttlSecondsAfterFinished"], int)
+
+
+def placed(command: list[str]) -> list[Role]:
+    """The roles of a recipe's command on GPUs."""
+    overrides = [word for word in command if "=" in word and not word.startswith("RAY_")]
+    return roles_of(parse_config(compose_config("grpo", overrides)), "cuda")
+
+
+def check_is_tight(roles: list[Role], machine: dict[str, float], machines: int) -> None:
+    """It fits, and would not on one machine less."""
+    check_fit(roles, [machine] * machines, "the cluster")
+    with pytest.raises(ConfigError, match="lower placement"):
+        check_fit(roles, [machine] * (machines - 1), "the cluster")
+
+
+def test_the_run_fits_the_machines_of_the_manifest(job):
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    machine = {"CPU": float(limits["cpu"]), "GPU": float(limits["nvidia.com/gpu"])}
+    check_is_tight(placed(shlex.split(job["spec"]["entrypoint"])), machine, workers["replicas"])
 
 
 def test_every_pod_has_its_sizes_and_sees_the_shared_folder(job):
@@ -57,7 +95,24 @@ def test_the_script_is_a_job_of_slurm():
     assert f"placement.num_workers={gpus} " in text and f"--num-gpus {options['gpus-per-node']} " in text
     (command,) = re.findall(r"python -m rl_plugins\.recipes.*?(?=\"\$@\")", text, re.DOTALL)
     # What the shell puts in is a word to the recipe.
-    check_command(shlex.split(re.sub(r"\$\{[^}]*\}|\$\w+", "word", command.replace("\\\n", " "))))
+    words = shlex.split(re.sub(r"\$\{[^}]*\}|\$\w+", "word", command.replace("\\\n", " ")))
+    check_command(words)
+    machine = {"CPU": float(options["cpus-per-task"]), "GPU": float(options["gpus-per-node"])}
+    check_is_tight(placed(words), machine, int(options["nodes"]))
+
+
+def test_the_script_takes_its_variables_from_slurm_and_the_user(tmp_path):
+    text = (FOLDER / "slurm.sh").read_text(encoding="utf-8")
+    used = set(re.findall(r"\$\{?([A-Z_]+)", text))
+    # Those of Slurm are set for every job that asks for --nodes and --cpus-per-task; the user's have an error message.
+    assert used == {"SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK", "ENVIRONMENT", "SHARED"}
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    given = {"PATH": os.environ["PATH"], "ENVIRONMENT": str(tmp_path), "SHARED": str(tmp_path)}
+    for name in ("ENVIRONMENT", "SHARED"):
+        environment = {key: value for key, value in given.items() if key != name}
+        outcome = subprocess.run(["bash", str(FOLDER / "slurm.sh")], capture_output=True, text=True, env=environment)
+        assert outcome.returncode != 0 and f"{name}: " in outcome.stderr
 
 
 def test_the_script_asks_the_run_to_stop_in_time(tmp_path):

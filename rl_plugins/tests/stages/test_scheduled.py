@@ -150,7 +150,7 @@ def train(engine: Any, schedule: Schedule, steps: int = 4, texts: Sequence[str] 
         **options,
     )
     trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=engine))
-    trainer.fit(stage, Loader(texts))  # type: ignore[arg-type]
+    trainer.fit(stage, Loader(texts))
     return stage
 
 
@@ -245,7 +245,7 @@ def test_nothing_ahead_is_the_synchronous_mode_bit_for_bit(tmp_path: Any) -> Non
             max_steps=3,
         )
         trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(folder))))
-        trainer.fit(stage, Loader(["1+1", "12+30"]))  # type: ignore[arg-type]
+        trainer.fit(stage, Loader(["1+1", "12+30"]))
         return [parameter.detach() for parameter in stage.policy.parameters()]
 
     scheduled, direct = weights(Keeping), weights(SamplesDirectly)

@@ -1,0 +1,181 @@
+"""A pool of actors that hold a frozen model gives the numbers that the model itself gives, also when an actor dies."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+from hydra.utils import instantiate
+
+from rl_plugins.data.experience import Experience
+from rl_plugins.errors import DeadlineExceeded
+from rl_plugins.launch.command_line import compose_config
+from rl_plugins.models.loading import load_causal_lm
+from rl_plugins.models.log_probs import response_log_probs
+from rl_plugins.models.pool import ModelPool
+from rl_plugins.models.pool_actor import PoolConfig, start_pool
+from rl_plugins.models.scalar_head import load_scalar_head, response_scores
+from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.collecting import RewardModelConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.stages import canned
+
+ACTORS = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def running_ray() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_policy(tmp_path_factory.mktemp("teacher"), initializer_range=0.2, seed=3))
+
+
+@pytest.fixture(scope="module")
+def reward_model(teacher: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("reward_model")
+    model: Any = load_scalar_head(teacher, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(2))
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def teachers(teacher: str) -> Iterator[ModelPool]:
+    config = PoolConfig("teacher", teacher, "causal_lm", dtype="float64", actors=ACTORS, call_timeout_s=60.0)
+    actors = start_pool(config, [{"num_cpus": 0}] * ACTORS)
+    yield ModelPool(config)
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def reward_models(reward_model: str) -> Iterator[ModelPool]:
+    config = PoolConfig("reward_model", reward_model, "scalar", dtype="float64", actors=ACTORS)
+    actors = start_pool(config, [{"num_cpus": 0}] * ACTORS)
+    yield ModelPool(config, rank=1)
+    for actor in actors:
+        ray.kill(actor)
+
+
+def micro_batch(*lengths: tuple[int, int]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = [[torch.randint(250, (n,), generator=generator).tolist() for n in pair] for pair in lengths]
+    batch = Experience.from_samples(
+        [prompt for prompt, _ in tokens],
+        [response for _, response in tokens],
+        [[0.0] * len(response) for _, response in tokens],
+        list(range(len(tokens))),
+        0,
+    )
+    return {
+        "input_ids_BS": batch.input_ids,
+        "attention_mask_BS": batch.attention_mask,
+        "position_ids_BS": batch.position_ids,
+        "response_width": batch.responses.shape[1],
+    }
+
+
+# Rows of very different lengths, one of them empty, and fewer rows than actors.
+BATCHES = [micro_batch((5, 9), (3, 1), (7, 0), (2, 12), (9, 4)), micro_batch((4, 6))]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_log_probs_are_those_of_the_model(teachers: ModelPool, teacher: str, batch: dict[str, Any], packed: bool):
+    model = load_causal_lm(teacher, dtype=torch.float64).eval()
+    asked = {**batch, "packed": packed, "temperature": 0.7, "sum_pi_squared": True, "top_k": 3}
+    with torch.no_grad():
+        expected, found = response_log_probs(model, **asked), response_log_probs(teachers, **asked)
+    response = batch["attention_mask_BS"][:, -batch["response_width"] :].bool()
+    for one in fields(expected):
+        wanted, got = getattr(expected, one.name), getattr(found, one.name)
+        assert (wanted is None) == (got is None), one.name
+        if wanted is not None:
+            torch.testing.assert_close(got[response], wanted[response], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_scores_are_those_of_the_model(reward_models: ModelPool, reward_model: str, batch: dict[str, Any]):
+    model = load_scalar_head(reward_model, dtype=torch.float64).eval()
+    with torch.no_grad():
+        expected, found = (response_scores(one, **batch, packed=True) for one in (model, reward_models))
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def process_of(pool: ModelPool, actor: int) -> psutil.Process:
+    process: Any = ray.get(ray.get_actor(pool.config.label(actor)).ready.remote())
+    return psutil.Process(int(process.split("@")[0]))
+
+
+def test_the_work_of_an_actor_that_dies_is_repeated_and_counted(teachers: ModelPool):
+    before = response_log_probs(teachers, **BATCHES[0], packed=True).log_probs_BT
+    already = teachers.metrics()["pool/teacher_restarts"]
+    process_of(teachers, 1).send_signal(signal.SIGKILL)
+    after = response_log_probs(teachers, **BATCHES[0], packed=True).log_probs_BT
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-12)
+    assert teachers.metrics() == {"pool/teacher_restarts": already + 1}
+
+
+def test_a_deadline_names_who_waits_for_what(teacher: str):
+    config = PoolConfig("teacher", teacher, "causal_lm", call_timeout_s=1.0)
+    (actor,) = start_pool(config, [{"num_cpus": 0}])
+    pool = ModelPool(config, rank=3)
+    response_log_probs(pool, **BATCHES[1], packed=True)
+    stopped = process_of(pool, 0)
+    stopped.suspend()
+    try:
+        with pytest.raises(DeadlineExceeded, match=rf"rank 3 waited 1 s for '{config.label(0)}' of the pool teacher"):
+            response_log_probs(pool, **BATCHES[1], packed=True)
+    finally:
+        stopped.resume()
+        ray.kill(actor)
+
+
+def gradients(teacher: str, reward_model: str, *pools: ModelPool) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """Those of a step that learns from a teacher's tokens and a reward model's scores, and the step's metrics."""
+    own = canned.OwnPolicy()
+    stage = PolicyOptimization(
+        own,
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3),
+        algorithm=instantiate(compose_config("grpo", ["algorithm=forward_kl_distillation"]).algorithm),
+        teacher=teacher,
+        reward_model=RewardModelConfig(reward_model),
+        tokens_per_micro_batch=40,
+        max_steps=1,
+    )
+    for pool in pools:
+        setattr(stage, pool.config.role, pool)
+    strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+    trainer = canned.quiet_trainer(strategy, precision="64-true")
+    trainer.fit(stage, canned.loader([canned.prompt_batch(canned.PROMPTS)]))
+    (step,) = own.recorder.gradients
+    return step, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_a_step_learns_the_same_from_pools(
+    teachers: ModelPool, reward_models: ModelPool, teacher: str, reward_model: str
+):
+    expected, metrics = gradients(teacher, reward_model)
+    found, of_pools = gradients(teacher, reward_model, teachers, reward_models)
+    assert sum(float(gradient.abs().sum()) for gradient in expected) > 0.1
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+    assert of_pools["train/reward"] == pytest.approx(metrics["train/reward"])
+    assert {"time/teacher_log_probs", "time/reward_model"} <= of_pools.keys()

@@ -1,0 +1,43 @@
+"""The pools of frozen models that a configuration describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.launch.placement import Reservation, Role, pools_of
+from rl_plugins.models.pool_actor import PoolConfig, start_pool
+
+
+def start_pools(config: RecipeConfig, roles: list[Role], places: Reservation) -> dict[PoolConfig, list[Any]]:
+    """Start the actors of all pools in their places; does not wait for them, and they end with the last handle."""
+    pools = pool_configs(config, {role.name: bool(role.gpus) for role in roles})
+    by_name = {role.name: role for role in roles}
+    return {pool: start_pool(pool, places.options(by_name[pool.role])) for pool in pools}
+
+
+def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConfig]:
+    """What the actors of each pool hold.
+
+    Args:
+        config: the run's.
+        on_gpu: by role, whether its actors have GPUs.
+    """
+    models = {
+        "reward_model": config.reward_model.path,
+        "teacher": config.teacher.path,
+        "reference": config.reference.path or config.model.path,
+    }
+    return [
+        PoolConfig(
+            role=role,
+            model=str(models[role]),
+            head="scalar" if role == "reward_model" else "causal_lm",
+            dtype="float32" if config.model.precision == "32-true" else "bfloat16",
+            actors=options.actors,
+            device="cuda" if on_gpu[role] else "cpu",
+            threads=max(1, int(options.cpus)),
+            call_timeout_s=options.deadline_s,
+        )
+        for role, options in pools_of(config).items()
+    ]

@@ -1,0 +1,104 @@
+"""What a run asks of Ray, what is refused because nobody has it, and how it is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.config import RecipeConfig, parse_config
+from rl_plugins.launch.placement import Role, check_fit, needed, roles_of, table, weight_transport
+
+
+def configured(*overrides: str) -> RecipeConfig:
+    return parse_config(compose_config("grpo", ["model.path=none", *overrides]))
+
+
+def asked(device: str, *overrides: str) -> dict[str, tuple[Any, ...]]:
+    roles = roles_of(configured(*overrides), device)
+    return {role.name: (role.count, role.cpus, role.gpus, role.strategy) for role in roles}
+
+
+def test_colocated_engines_take_what_the_workers_leave():
+    assert asked("cpu") == {"training workers": (2, 1, 0, "PACK"), "rollout engines": (1, 0, 0, None)}
+    assert asked("cuda") == {"training workers": (2, 1, 0.7, "PACK"), "rollout engines": (1, 0, 0.3, None)}
+    assert asked("cuda", "rollout.engine=transformers") == {"training workers": (2, 1, 0.7, "PACK")}
+
+
+def test_split_engines_have_devices_of_their_own():
+    split = ("placement.rollout=split", "rollout.engines=2", "rollout.tensor_parallel_size=4")
+    assert asked("cuda", *split)["rollout engines"] == (2, 1, 4, "PACK")
+    assert asked("cpu", *split, "placement.engine_cpus=0.5")["rollout engines"] == (2, 2, 0, "PACK")
+
+
+def test_pools_are_roles():
+    pools = asked("cuda", "placement.teacher.actors=3", "placement.reward_model.actors=2", "placement.teacher.gpus=0.5")
+    assert pools["teacher"] == (3, 1, 0.5, "PACK") and pools["reward_model"] == (2, 1, 1, "PACK")
+
+
+@pytest.mark.parametrize("overrides", [["rollout.engines=2"], ["rollout.tensor_parallel_size=2"]])
+def test_colocated_on_gpus_there_is_one_engine_on_one(overrides: list[str]):
+    with pytest.raises(ConfigError, match=r"one on one GPU: add placement\.rollout=split"):
+        asked("cuda", *overrides)
+
+
+WORKERS = Role("training workers", 4, 1.0, 0.0, "PACK", "placement.num_workers=4")
+TEACHER = Role("teacher", 2, 3.0, 1.0, "PACK", "placement.teacher.actors=2")
+ENGINES = Role("rollout engines", 1, 0.0, 0.0, None, "rollout.engines=1")
+
+
+def test_what_fits_is_let_through():
+    assert needed([WORKERS, TEACHER]) == {"CPU": 10, "GPU": 2}
+    check_fit([WORKERS, TEACHER, ENGINES], [{"CPU": 4.0, "memory": 1.0}, {"CPU": 6.0, "GPU": 2.0}], "the cluster")
+
+
+@pytest.mark.parametrize(
+    ("roles", "nodes", "said"),
+    [
+        (
+            [WORKERS, TEACHER, ENGINES], [{"CPU": 8.0, "GPU": 2.0}],
+            ["needs 10 CPUs (training workers 4 x 1, teacher 2 x 3), the cluster has 8: lower placement.num_workers=4; "
+             "placement.teacher.actors=2", "placement.wait_for_nodes_s"],
+        ),
+        ([TEACHER], [{"CPU": 8.0}], ["needs 2 GPUs (teacher 2 x 1), the cluster has 0"]),
+        (
+            [TEACHER], [{"CPU": 2.0, "GPU": 1.0}] * 4,
+            ["teacher: 3 CPUs and 1 GPUs must be on one machine", "placement.teacher.actors=2"],
+        ),
+        (
+            [Role("training workers", 4, 1.0, 0.0, "STRICT_PACK", "placement.num_workers=4")], [{"CPU": 3.0}] * 2,
+            ["training workers: 4 CPUs must be on one machine"],
+        ),
+        (
+            [Role("training workers", 4, 1.0, 0.0, "STRICT_SPREAD", "placement.num_workers=4")], [{"CPU": 3.0}] * 2,
+            ["4 of them must be on machines of their own, and the cluster has 2", "placement.strategy=SPREAD"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_fit_is_refused_with_what_to_lower(roles: list[Role], nodes: list[Any], said: list[str]):
+    with pytest.raises(ConfigError) as refused:
+        check_fit(roles, nodes, "the cluster")
+    assert all(words in str(refused.value) for words in said), refused.value
+
+
+def test_the_table_shows_needed_and_there_is():
+    assert table([WORKERS, TEACHER, ENGINES], [{"CPU": 4.0}, {"CPU": 6.0, "GPU": 2.0}]) == [
+        "placement        count  CPUs  GPUs  machines",
+        "training workers     4     1     0  PACK",
+        "teacher              2     3     1  PACK",
+        "rollout engines      1     0     0  with the training workers",
+        "needed                    10     2",
+        "there is                  10     2  2 in all",
+    ]
+
+
+def test_weights_go_where_the_machines_allow():
+    assert weight_transport("auto", "cpu", split=True, hosts=1) == "shared_memory"
+    assert weight_transport("auto", "cpu", split=False, hosts=2) == "gloo"
+    assert weight_transport("auto", "cuda", split=True, hosts=2) == "nccl"
+    assert weight_transport("auto", "cuda", split=False, hosts=1) == "ipc"
+    assert weight_transport("gloo", "cpu", split=True, hosts=1) == "gloo"
+    with pytest.raises(ConfigError, match=r"the cluster has 3: use rollout\.transport=gloo"):
+        weight_transport("shared_memory", "cpu", split=True, hosts=3)
