@@ -16,6 +16,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,24 @@ def anonymous_bytes() -> int:
     raise RuntimeError("/proc/self/status has no RssAnon")
 
 
+@contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """The most `anonymous_bytes` inside, as the one number of a list."""
+    peak, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            peak[0] = max(peak[0], anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        watcher.join()
+
+
 def on_disk(path: Path) -> Any:
     """What the data modules do."""
     return path
@@ -72,25 +92,16 @@ def measure(way: str, path: Path) -> dict[str, float]:
     from rl_plugins.models.tiny import build_tokenizer
 
     tokenizer = build_tokenizer()
-    before, peak, done = anonymous_bytes(), [0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.01):
-            peak[0] = max(peak[0], anonymous_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    start = time.perf_counter()
-    data = PromptDataModule(WAYS[way](path), tokenizer=tokenizer, prompts_per_step=64)
-    data.setup("fit")
-    loader = data.train_dataloader()
-    loader.state_dict()
-    ready = time.perf_counter()
-    for _ in range(SERVED // 64):
-        loader.draw()
-    served = time.perf_counter()
-    done.set()
-    watcher.join()
+    before, start = anonymous_bytes(), time.perf_counter()
+    with peak_memory() as peak:
+        data = PromptDataModule(WAYS[way](path), tokenizer=tokenizer, prompts_per_step=64)
+        data.setup("fit")
+        loader = data.train_dataloader()
+        loader.state_dict()
+        ready = time.perf_counter()
+        for _ in range(SERVED // 64):
+            loader.draw()
+        served = time.perf_counter()
     return {
         "peak_mb": (peak[0] - before) / 2**20,
         "ready_s": ready - start,

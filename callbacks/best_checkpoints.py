@@ -19,6 +19,7 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.stage import clock
 
 _FILE = "metric.json"
+_SIGNS = {"max": 1, "min": -1}
 
 
 class BestCheckpoints(Callback):
@@ -36,10 +37,10 @@ class BestCheckpoints(Callback):
     """
 
     def __init__(self, folder: Path, *, metric: str = "val/reward", mode: str = "max", keep: int = 1) -> None:
-        if mode not in ("max", "min"):
+        if mode not in _SIGNS:
             raise ConfigError(f"mode={mode!r}: use max or min")
-        self._folder, self._metric, self._keep = RunFolder(folder), metric, keep
-        self._sign = 1 if mode == "max" else -1
+        self._folder, self._metric, self._mode, self._keep = RunFolder(folder), metric, mode, keep
+        self._sign = _SIGNS[mode]
         self._looked_at = -1
 
     @override
@@ -85,19 +86,25 @@ class BestCheckpoints(Callback):
         if math.isnan(value) or self._folder.best(step).is_dir():
             return False
         ranked = self._ranked()
-        return len(ranked) < self._keep or self._sign * value > self._rank(ranked[-1])
+        return len(ranked) < self._keep or self._sign * value > _rank(ranked[-1], self._metric, self._sign)
 
     def _ranked(self) -> list[Path]:
-        """The best so far, the best one first, of equals the older."""
-        return sorted(self._folder.bests(), key=lambda path: (-self._rank(path), path.name))
+        return ranked_bests(self._folder, self._metric, self._mode)
 
-    def _rank(self, path: Path) -> float:
-        file = path / _FILE
-        if not file.is_file():
-            # Killed before it was written: the first to go.
-            return -math.inf
-        value: float = json.loads(file.read_text(encoding="utf-8")).get(self._metric, -math.inf * self._sign)
-        return self._sign * value
+
+def ranked_bests(folder: RunFolder, metric: str, mode: str) -> list[Path]:
+    """The best checkpoints of a run so far, the best one first, of equals the older."""
+    sign = _SIGNS[mode]
+    return sorted(folder.bests(), key=lambda path: (-_rank(path, metric, sign), path.name))
+
+
+def _rank(path: Path, metric: str, sign: int) -> float:
+    file = path / _FILE
+    if not file.is_file():
+        # Killed before it was written: the first to go.
+        return -math.inf
+    value: float = json.loads(file.read_text(encoding="utf-8")).get(metric, -math.inf * sign)
+    return sign * value
 
 
 def _link(source: str, target: str) -> None:

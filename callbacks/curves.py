@@ -1,8 +1,7 @@
-"""The curves of a run as one picture, in its folder and in MLflow."""
+"""The curves of a run's report as one picture, for those who look at runs in MLflow."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -10,13 +9,8 @@ from typing_extensions import override
 
 from rl_plugins.callbacks.mlflow import MLflowTracking
 from rl_plugins.callbacks.mlflow_run import TrackedRun
+from rl_plugins.report.curves import Series, main_curves
 from rl_plugins.run_folder import RunFolder, read_metrics
-
-SHOWN = (
-    "val/reward", "train/reward", "val/accuracy", "val/loss", "train/loss", "train/kl", "train/entropy",
-    "train/response_length", "train/gradient_norm", "train/rollout_gap_max", "time/step",
-)  # fmt: skip
-"""Metrics that get a panel, where the run has them."""
 
 _COLUMNS = 3
 
@@ -43,20 +37,23 @@ class Curves(Callback):
             run.client.log_artifact(run.run_id, str(self._folder.curves))
 
 
-def draw_curves(series: Mapping[str, Mapping[int, float]], path: Path) -> bool:
-    """Draw what there is of `SHOWN`; returns whether there was anything."""
+def draw_curves(series: Series, path: Path) -> bool:
+    """Draw what the report has pictures of; returns whether there was anything."""
     # Without pyplot, which is for the main thread.
     from matplotlib.figure import Figure
 
-    names = [name for name in SHOWN if series.get(name)]
-    if not names:
+    pictures = main_curves(series)
+    if not pictures:
         return False
-    rows = -(-len(names) // _COLUMNS)
+    rows = -(-len(pictures) // _COLUMNS)
     figure = Figure(figsize=(4 * _COLUMNS, 2.6 * rows), layout="constrained")
-    for position, name in enumerate(names, start=1):
+    for position, (title, curves) in enumerate(pictures.items(), start=1):
         axes = figure.add_subplot(rows, _COLUMNS, position)
-        axes.plot(list(series[name]), list(series[name].values()), marker="." if len(series[name]) < 50 else None)
-        axes.set_title(name, fontsize="medium")
+        for name, points in curves.items():
+            axes.plot(list(points), list(points.values()), marker="." if len(points) < 50 else None, label=name)
+        axes.set_title(title, fontsize="medium")
         axes.grid(alpha=0.3)
+        if len(curves) > 1:
+            axes.legend(fontsize="x-small")
     figure.savefig(path, dpi=100)
     return True

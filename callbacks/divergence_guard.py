@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rl_plugins.callbacks.guard_bounds import Bounds
 from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.stage import Stage, clock
@@ -20,33 +21,6 @@ from rl_plugins.stages.stage import Stage, clock
 logger = logging.getLogger(__name__)
 
 ACTIONS = ("warn", "stop", "roll_back")
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Beyond these a step counts as diverged; None for no bound.
-
-    Attributes:
-        kl: largest mean KL to the reference, nats.
-        ppo_kl: largest mean KL between the policy that sampled and the one that is updated, nats.
-        entropy_min: smallest mean entropy of the policy, nats a token: below it, it has collapsed.
-        entropy_max: largest one: above it, it babbles.
-        rollout_gap: largest mean difference between the log-probs of trainer and sampler.
-        gradient_norm: largest global norm of the gradient of any engine, before clipping.
-        reward_drop: how far the moving average of the reward may fall below its best.
-        reward_window: about how many steps that average covers.
-        finite: loss and gradient norms must be numbers.
-    """
-
-    kl: float | None = None
-    ppo_kl: float | None = None
-    entropy_min: float | None = None
-    entropy_max: float | None = None
-    rollout_gap: float | None = None
-    gradient_norm: float | None = None
-    reward_drop: float | None = None
-    reward_window: int = 20
-    finite: bool = True
 
 
 @dataclass(frozen=True)

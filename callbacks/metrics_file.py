@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,8 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
+
+from rl_plugins.run_folder import append_metrics
 
 
 class JsonLinesLogger(Logger):
@@ -36,9 +36,7 @@ class JsonLinesLogger(Logger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
+        append_metrics(self._path, metrics, step)
 
     @override
     @rank_zero_only

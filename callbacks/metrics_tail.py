@@ -54,7 +54,7 @@ class MetricsTail:
     def batches(self) -> Iterator[list[Point]]:
         """At most `BATCH` points at a time, in order; asking for more says that the store has taken the last ones."""
         while True:
-            points, end = self._read()
+            points, end = self._read(self._offset)
             if end == self._offset:
                 return
             for first in range(0, len(points), BATCH):
@@ -65,17 +65,22 @@ class MetricsTail:
 
     def unsent(self) -> bool:
         """Whether the file has points that the store has not taken."""
-        return bool(self._read()[0])
+        start = self._offset
+        while True:
+            points, end = self._read(start)
+            if points or end == start:
+                return bool(points)
+            start = end
 
-    def _read(self) -> tuple[list[Point], int]:
-        """New points of the next whole lines, and where these end."""
+    def _read(self, start: int) -> tuple[list[Point], int]:
+        """New points of the next whole lines from there, and where these end."""
         if not self._path.is_file():
-            return [], self._offset
+            return [], start
         with self._path.open("rb") as file:
-            file.seek(self._offset)
+            file.seek(start)
             lines = file.readlines(_READ_BYTES)
         points: list[Point] = []
-        end, last = self._offset, dict(self._last)
+        end, last = start, dict(self._last)
         for line in lines:
             if not line.endswith(b"\n"):
                 break

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 from integration_tests.conftest import Recipe, free_port
+from rl_plugins.callbacks.best_checkpoints import ranked_bests
+from rl_plugins.run_folder import RunFolder
 
 
 class Server:
@@ -65,8 +67,22 @@ class Server:
         values = {name: {m.step: m.value for m in history} for name, history in histories.items()}
         return run.info.status, values, sum(map(len, histories.values()))
 
+    def uploaded(self, experiment: str) -> list[str]:
+        """Names of the checkpoints that an experiment has as artifacts, as the server's disk has them."""
+        from mlflow import MlflowClient
+
+        found = MlflowClient(self.store).get_experiment_by_name(experiment)
+        assert found is not None, f"there is no experiment {experiment}"
+        artifacts = self.folder / "artifacts" / found.experiment_id
+        return sorted(path.name for path in artifacts.glob("*/artifacts/best_*"))
+
     def wait_for_metrics(self, run: Recipe, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while len(self.metrics(run.name)[1].get("train/loss", {})) < 2:
             assert run.process.poll() is None and time.monotonic() < deadline, f"no metrics arrived:\n{run.tail()}"
             time.sleep(0.1)
+
+
+def best_of(run: Path, metric: str) -> Path:
+    """The best checkpoint in a run's folder."""
+    return ranked_bests(RunFolder(run), metric, "max")[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,13 +12,13 @@ import pytest
 from mlflow import MlflowClient
 
 from integration_tests.conftest import Recipe
-from integration_tests.mlflow_server import Server
+from integration_tests.mlflow_server import Server, best_of
 from rl_plugins.run_folder import read_metrics
 
 COMMON = (
     "launcher=local", "rollout.engine=transformers", "run.steps=4", "run.eval_every=2", "run.checkpoint_every=2",
     "batch.prompts_per_step=4", "batch.samples_per_prompt=4", "optimizer.lr=1e-3", "tracking.experiment=team",
-    "tracking.register_as=adder", "tracking.traces=2",
+    "tracking.register_as=adder", "tracking.traces=2", "run.keep_best=2", "tracking.upload_best=1",
     "reward.functions.default={_target_: integration_tests.rewards.shortness}",
 )  # fmt: skip
 
@@ -52,6 +54,13 @@ def test_a_run_is_recorded_whole_and_its_policy_is_where_the_next_begins(
     assert len(json.loads((files / "samples" / "step_00000004.json").read_text())["data"]) == 32
     newest = json.loads((files / "checkpoints" / "step_00000004.json").read_text())
     assert newest["path"] == str(first.run / "checkpoint_00000004") == run.data.tags["checkpoint.path"]
+    # What is downloaded of a run is a folder whose best checkpoint can be exported anywhere.
+    best = best_of(first.run, "val/reward")
+    assert [path.name for path in files.glob("best_*")] == [best.name]
+    assert json.loads((files / best.name / "metric.json").read_text()) == json.loads((best / "metric.json").read_text())
+    export = [sys.executable, "-m", "rl_plugins", "export", str(files / best.name), str(tmp_path / "exported")]
+    subprocess.run(export, check=True, timeout=120)
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
     assert len(client.search_traces(locations=[run.info.experiment_id], run_id=run.info.run_id)) == 8
 
     second = start_recipe("grpo", "second", *COMMON, "model.path=models:/adder@champion", "tracking.traces=0")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from integration_tests.conftest import Recipe
-from integration_tests.mlflow_server import Server
+from integration_tests.mlflow_server import Server, best_of
 from rl_plugins.run_folder import read_metrics
 
 STEPS = 60
@@ -39,7 +39,8 @@ def start(start_recipe: Callable[..., Recipe], server: Server, gate: Path) -> Ca
             "batch.prompts_per_step=2", "batch.samples_per_prompt=2", f"tracking.uri={server.uri}",
             f"tracking.experiment={name}", "reward.deadline_s=120",
             "reward.functions.default._target_=integration_tests.rewards.held",
-            f"+reward.functions.default.gate={gate}", *overrides,
+            f"+reward.functions.default.gate={gate}", "run.checkpoint_every=4", "run.keep_best=2",
+            "run.best_metric=train/loss", "tracking.upload_best=1", *overrides,
         )  # fmt: skip
 
     return start
@@ -64,7 +65,7 @@ def test_a_server_that_comes_back_gets_everything(start: Callable[..., Recipe], 
     gate.unlink()
     assert run.wait(120) == 0, run.tail()
     status, metrics, points = server.metrics("back")
-    assert status == "FINISHED"
+    assert status == "FINISHED" and server.uploaded(run.name) == [best_of(run.run, "train/loss").name]
     assert metrics == read_metrics(run.run / "metrics.jsonl") and points == sum(map(len, metrics.values()))
     (away,) = said(run)
     assert f"MLflow at {server.uri} is away, metrics wait for it" in away
@@ -90,14 +91,14 @@ def test_training_ends_well_without_the_server(start: Callable[..., Recipe], ser
     )
     assert sync.returncode == 0 and f"{server.uri} has all of {run.run}" in sync.stdout, sync.stdout + sync.stderr
     status, metrics, points = server.metrics("gone")
-    assert status == "FINISHED"
+    assert status == "FINISHED" and server.uploaded(run.name) == [best_of(run.run, "train/loss").name]
     assert metrics == read_metrics(run.run / "metrics.jsonl") and points == sum(map(len, metrics.values()))
 
 
 def test_a_run_killed_in_an_outage_goes_on_without_a_gap_or_a_repeated_point(
     start: Callable[..., Recipe], server: Server, gate: Path
 ) -> None:
-    run = start("killed", "run.checkpoint_every=4")
+    run = start("killed")
     run.wait_for_step(5)
     gate.touch()
     server.wait_for_metrics(run)
@@ -111,6 +112,7 @@ def test_a_run_killed_in_an_outage_goes_on_without_a_gap_or_a_repeated_point(
     status, metrics, points = server.metrics("killed")
     assert status == "FINISHED" and list(metrics["train/loss"]) == list(range(1, STEPS + 1))
     assert points == sum(map(len, metrics.values())), "a point came twice"
+    assert server.uploaded("killed") == [best_of(run.run, "train/loss").name]
     assert metrics.keys() == read_metrics(run.run / "metrics.jsonl").keys()
 
 

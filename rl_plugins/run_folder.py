@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,11 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved configuration."""
         return self.path / "config.yaml"
+
+    @property
+    def pipeline(self) -> Path:
+        """The resolved configuration, if the folder is that of a pipeline: its stages have folders in it."""
+        return self.path / "pipeline.yaml"
 
     @property
     def environment(self) -> Path:
@@ -168,6 +175,13 @@ def checkpoint_step(path: Path) -> int:
     if match is None:
         raise ValueError(f"{path} is not a checkpoint folder")
     return int(match.group(1))
+
+
+def append_metrics(path: Path, metrics: Mapping[str, float], step: int | None) -> None:
+    """Add a line to a `metrics.jsonl`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
 
 
 def read_metrics(path: Path, *, finite: bool = True) -> dict[str, dict[int, float]]:

@@ -59,7 +59,7 @@ def run(arguments: Namespace) -> int:
     """Evaluate."""
     from rich.console import Console
 
-    from rl_plugins.evaluation.results import compare, evaluate, load_samples, requests
+    from rl_plugins.evaluation.results import compare, evaluate, load_samples
     from rl_plugins.rewards.failures import RewardFailureError
     from rl_plugins.rewards.routing import check_routes
 
@@ -68,17 +68,22 @@ def run(arguments: Namespace) -> int:
     reward, answer_of = reward_config(arguments.reward), _answer_function(arguments.answer)
     files = [_samples_of(given, arguments) for given in arguments.given]
     console, results = Console(), []
-    rows_of = {path: load_samples(path) for path in files}
-    check_routes(reward, {row["data_source"] for rows in rows_of.values() for row in rows})
+    samples = [load_samples(path) for path in files]
+    check_routes(reward, frozenset().union(*(one.sources for one in samples)))
     with closing(_scorer(reward, arguments)) as scorer:
-        for path in files:
-            rows = rows_of[path]
+        for of_policy in samples:
             try:
-                scores = scorer.score(requests(rows))
+                result = evaluate(
+                    of_policy,
+                    scorer.score,
+                    answer_of,
+                    right_from=arguments.right_from,
+                    max_failure_rate=arguments.max_failure_rate,
+                )
             except RewardFailureError as error:
-                raise ConfigError(f"{path}: --reward {arguments.reward}: {error}") from None
-            results.append(evaluate(path, rows, scores, answer_of, arguments.right_from))
-            _print(console, results[-1])
+                raise ConfigError(f"{of_policy.path}: --reward {arguments.reward}: {error}") from None
+            results.append(result)
+            _print(console, result)
     comparison = compare(*results) if len(results) == 2 else None
     if comparison is not None:
         _print_comparison(console, comparison, arguments.given)
@@ -157,7 +162,8 @@ def _scorer(reward: Mapping[str, Any], arguments: Namespace) -> InlineScorer | R
     from rl_plugins.rewards.inline import InlineScorer
     from rl_plugins.rewards.pool import RewardPool
 
-    options = {"deadline_s": arguments.deadline, "max_failure_rate": arguments.max_failure_rate}
+    # It sees a part of the samples at a time; `evaluate` judges them all.
+    options = {"deadline_s": arguments.deadline, "max_failure_rate": 1.0}
     if not arguments.workers:
         return InlineScorer(reward, **options)
     import logging

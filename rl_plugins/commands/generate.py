@@ -4,6 +4,9 @@ The file that is written has the rows and columns of the prompts, and for each r
 `finish_reasons` and `response_lengths`. It is made in parts: a run that was killed goes on where it was when the same
 command is given again, and ends with the same file. Other settings are refused.
 
+The policy may be in MLflow: `models:/NAME@ALIAS`, `models:/NAME/VERSION`, or an artifact `runs:/ID/FOLDER`. The store
+is that of MLFLOW_TRACKING_URI, or outputs/mlflow.db, where recipes have theirs.
+
   rl-plugins generate outputs/run/policy --data data/test.parquet --output samples.parquet
   rl-plugins generate Qwen/Qwen2.5-0.5B-Instruct --data a.parquet b.parquet --output samples.parquet \\
       --samples 16 --temperature 0.6 --top-p 0.95 --max-tokens 2048
@@ -26,12 +29,10 @@ if TYPE_CHECKING:
     from rl_plugins.data.parquet import PromptRows
     from rl_plugins.evaluation.generation import Job, Sample
 
-_REGISTRY = ("models:/", "runs:/")
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("policy", help="Hugging Face folder or name, or a model in MLflow (models:/name@alias)")
+    parser.add_argument("policy", help="Hugging Face folder or name, or a model in MLflow, see above")
     parser.add_argument("--data", nargs="+", required=True, help="parquet files of prompts")
     parser.add_argument("--output", type=Path, required=True, help="the parquet file to write")
     add_sampling_arguments(parser)
@@ -66,7 +67,7 @@ def run(arguments: Namespace) -> int:
     if arguments.output.suffix != ".parquet":
         raise ConfigError(f"--output {arguments.output}: must end in .parquet")
     rows = load_rows(arguments.data, UNSCORED_COLUMNS)
-    model = _local_model(arguments.policy)
+    model = _local_model(arguments.policy, arguments.output.parent / ".models")
     check_model_folder("policy", model)
     samples = open_samples(arguments.output, rows, job, model)
     if samples.complete:
@@ -123,27 +124,15 @@ def _job(arguments: Namespace) -> Job:
     )
 
 
-def _local_model(policy: str) -> str:
+def _local_model(policy: str, cache: Path) -> str:
     """The folder of a model in MLflow; every other name as it is."""
-    if not policy.startswith(_REGISTRY):
+    from rl_plugins.launch.registered_model import fetch, is_in_mlflow
+
+    if not is_in_mlflow(policy):
         return policy
-    from rl_plugins.callbacks.mlflow import quiet_mlflow
-
-    quiet_mlflow()
-    from mlflow.artifacts import download_artifacts
-    from mlflow.exceptions import MlflowException
-
-    try:
-        folder = Path(download_artifacts(policy))
-    except (MlflowException, OSError) as error:
-        raise ConfigError(
-            f"{policy}: MLflow does not give it ({error}): set MLFLOW_TRACKING_URI to its store"
-        ) from None
-    # MLflow's transformers flavour keeps the model in a folder of its own.
-    found = next((one for one in (folder, folder / "model") if (one / "config.json").is_file()), None)
-    if found is None:
-        raise ConfigError(f"{policy}: there is no config.json in {folder}, so it is not a Hugging Face model")
-    return str(found)
+    # By default where recipes have theirs.
+    store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path('outputs', 'mlflow.db').absolute()}"
+    return str(fetch("policy", policy, store, cache))
 
 
 def _prepare_process(job: Job) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -61,6 +62,11 @@ class PromptRows:
     def __iter__(self) -> Iterator[Row]:
         """Yield all rows, a few in memory at a time."""
         return iter(self.rows) if isinstance(self.rows, Iterable) else map(self.rows.__getitem__, range(len(self)))
+
+    def chunks(self, size: int) -> Iterator[list[Row]]:
+        """Yield all rows, `size` at a time."""
+        remaining = iter(self)
+        return iter(lambda: list(islice(remaining, size)), [])
 
     def where(self, number: int) -> str:
         """Name a row for a message: its file and its place there, counted from 0."""

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.given_responses import Pair, read_judged, read_pair
 from rl_plugins.data.mixture import Source
 from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows, RowSource
-from rl_plugins.data.prompts import TokenizedPrompts, build_prompts
-from rl_plugins.data.tokenization import digest, tokenize_responses, within_both
+from rl_plugins.data.prompts import TokenizedPrompts
+from rl_plugins.data.response_module import ResponseDataModule
+from rl_plugins.data.tokenization import digest, tokenize_responses
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class TokenizedUnpaired:
         )
 
 
-class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
+class PreferenceDataModule(ResponseDataModule[PairBatch | UnpairedBatch]):
     """Serve a `PairBatch` for every step, or an `UnpairedBatch` if rows hold one response and a label."""
 
     def __init__(
@@ -172,11 +172,9 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         response_key: str = "response",
         label_key: str | None = None,
         validate_on: ValidateOn = "prompts",
-        max_prompt_tokens: int = 1024,
-        max_response_tokens: int = 1024,
         **options: Any,
     ) -> None:
-        """Set the options; those that are not described here are `StepDataModule`'s.
+        """Set the options; those that are not described here are `ResponseDataModule`'s.
 
         Args:
             train: rows for training.
@@ -188,10 +186,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
             label_key: of unpaired data, where it says true (desirable) or false; None for pairs.
             validate_on: `prompts` serves validation rows as prompts to be answered (`PromptBatch`), and they need no
                 responses; `pairs` serves them as `PairBatch`es.
-            max_prompt_tokens: longest prompt, in tokens, chat template included.
-            max_response_tokens: longest response, in tokens, end-of-sequence included.
-            options: `tokenizer`, `prompts_per_step`, `eval_batch_size`, `overlong_prompts`, `seed`,
-                `chat_template_kwargs`.
+            options: `max_prompt_tokens`, `max_response_tokens`, and those of `StepDataModule`.
         """
         super().__init__(train, validation, **options)
         if validate_on not in ("prompts", "pairs"):
@@ -202,8 +197,6 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         self.chosen_key, self.rejected_key, self.margin_key = chosen_key, rejected_key, margin_key
         self.response_key, self.label_key = response_key, label_key
         self.validate_on = validate_on
-        self.max_prompt_tokens = max_prompt_tokens
-        self.max_response_tokens = max_response_tokens
 
     def columns(self, split: str) -> Sequence[str]:
         """Responses that are given need no reward; those that validation generates do."""
@@ -218,17 +211,9 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
             ConfigError: a row lacks a text, a margin or a label, its two responses are the same, or the tokenizer has
                 no end-of-sequence token.
         """
-        prompts = build_prompts(
-            rows,
-            tokenizer,
-            template_options=self.chat_template_kwargs,
-            max_prompt_tokens=self.max_prompt_tokens,
-            overlong=self.overlong_prompts,
-        )
+        prompts = self.build_prompts(rows, tokenizer)
         if split == "validation" and self.validate_on == "prompts":
             return prompts
-        if tokenizer.eos_token_id is None:
-            raise ConfigError(f"The tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set one.")
         if self.label_key is not None:
             return self._unpaired(rows, tokenizer, prompts, self.label_key)
         return self._pairs(rows, tokenizer, prompts)
@@ -243,7 +228,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         chosen_ids = tokenize_responses((pair.chosen for pair in checked()), tokenizer)
         rejected_ids = tokenize_responses((pair.rejected for pair in checked()), tokenizer)
         margins = np.fromiter((pair.margin for pair in checked()), dtype=np.float64)
-        kept = self._kept(rows, prompts, np.maximum(chosen_ids.lengths, rejected_ids.lengths))
+        kept = self.within_limits(prompts, np.maximum(chosen_ids.lengths, rejected_ids.lengths))
         return TokenizedPreferencePairs(prompts.prompt_ids, chosen_ids, rejected_ids, margins, kept)
 
     def _unpaired(
@@ -256,15 +241,5 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         response_ids = tokenize_responses((text for text, _ in checked()), tokenizer)
         labels = np.fromiter((label for _, label in checked()), dtype=np.bool_)
         return TokenizedUnpaired(
-            prompts.prompt_ids, response_ids, labels, self._kept(rows, prompts, response_ids.lengths)
-        )
-
-    def _kept(self, rows: PromptRows, prompts: TokenizedPrompts, lengths: np.ndarray) -> np.ndarray:
-        return within_both(
-            rows,
-            prompts.kept,
-            lengths,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_response_tokens=self.max_response_tokens,
-            overlong=self.overlong_prompts,
+            prompts.prompt_ids, response_ids, labels, self.within_limits(prompts, response_ids.lengths)
         )

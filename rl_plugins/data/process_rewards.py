@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.given_responses import read_steps
 from rl_plugins.data.mixture import Source
 from rl_plugins.data.on_disk import Ragged
 from rl_plugins.data.parquet import UNSCORED_COLUMNS, Paths, PromptRows, RowSource
-from rl_plugins.data.prompts import build_prompts
-from rl_plugins.data.tokenization import digest, within_both
-from rl_plugins.errors import ConfigError
+from rl_plugins.data.response_module import ResponseDataModule
+from rl_plugins.data.tokenization import digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +88,7 @@ class TokenizedSteps:
         )
 
 
-class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
+class ProcessRewardDataModule(ResponseDataModule[ProcessRewardBatch]):
     """Serve a `ProcessRewardBatch` for every step, and for validation."""
 
     def __init__(
@@ -101,11 +99,9 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         steps_key: str = "extra_info.steps",
         labels_key: str = "extra_info.labels",
         step_separator: str = "\n",
-        max_prompt_tokens: int = 1024,
-        max_response_tokens: int = 1024,
         **options: Any,
     ) -> None:
-        """Set the options; those that are not described here are `StepDataModule`'s.
+        """Set the options; those that are not described here are `ResponseDataModule`'s.
 
         Args:
             train: rows for training.
@@ -114,16 +110,11 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
             labels_key: where it holds as many labels: 1 (or true) for a right step, 0 for a wrong one, a number
                 between them for how likely it is right, null for a step without a label.
             step_separator: ends every step but the last.
-            max_prompt_tokens: longest prompt, in tokens, chat template included.
-            max_response_tokens: longest response, in tokens, end-of-sequence included.
-            options: `tokenizer`, `prompts_per_step`, `eval_batch_size`, `overlong_prompts`, `seed`,
-                `chat_template_kwargs`.
+            options: `max_prompt_tokens`, `max_response_tokens`, and those of `StepDataModule`.
         """
         super().__init__(train, validation, **options)
         self.steps_key, self.labels_key = steps_key, labels_key
         self.step_separator = step_separator
-        self.max_prompt_tokens = max_prompt_tokens
-        self.max_response_tokens = max_response_tokens
 
     def columns(self, split: str) -> Sequence[str]:
         """The labels stand for a reward."""
@@ -135,25 +126,10 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         Raises:
             ConfigError: a row has no steps or no labels that fit them, or the tokenizer no end-of-sequence token.
         """
-        if tokenizer.eos_token_id is None:
-            raise ConfigError(f"The tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set one.")
-        prompts = build_prompts(
-            rows,
-            tokenizer,
-            template_options=self.chat_template_kwargs,
-            max_prompt_tokens=self.max_prompt_tokens,
-            overlong=self.overlong_prompts,
-        )
+        prompts = self.build_prompts(rows, tokenizer)
         response_ids = Ragged(ids for ids, _ in self._responses(rows, tokenizer))
         labels = Ragged((labels for _, labels in self._responses(rows, tokenizer)), np.float64)
-        kept = within_both(
-            rows,
-            prompts.kept,
-            response_ids.lengths,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_response_tokens=self.max_response_tokens,
-            overlong=self.overlong_prompts,
-        )
+        kept = self.within_limits(prompts, response_ids.lengths)
         return TokenizedSteps(prompts.prompt_ids, response_ids, labels, kept)
 
     def _responses(

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl_plugins.data.columns import find_text
-from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.mixture import Source
 from rl_plugins.data.parquet import Paths, PromptRows, RowSource
-from rl_plugins.data.prompts import TokenizedPrompts, build_prompts
-from rl_plugins.data.tokenization import digest, tokenize_responses, within_both
-from rl_plugins.errors import ConfigError
+from rl_plugins.data.prompts import TokenizedPrompts
+from rl_plugins.data.response_module import ResponseDataModule
+from rl_plugins.data.tokenization import digest, tokenize_responses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +48,7 @@ class TokenizedPairs:
         }
 
 
-class SFTDataModule(StepDataModule[SFTBatch]):
+class SFTDataModule(ResponseDataModule[SFTBatch]):
     """Serve `{"prompt_ids": ..., "response_ids": ...}`: lists of token ids; a response ends with eos."""
 
     def __init__(
@@ -58,26 +57,19 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         validation: Paths | RowSource | None = None,
         *,
         response_key: str = "reward_model.ground_truth",
-        max_prompt_tokens: int = 1024,
-        max_response_tokens: int = 1024,
         **options: Any,
     ) -> None:
-        """Set the options; those that are not described here are `StepDataModule`'s.
+        """Set the options; those that are not described here are `ResponseDataModule`'s.
 
         Args:
             train: rows for training.
             validation: rows whose prompts are to be answered in validation (as `PromptBatch`es).
             response_key: where a row holds its response, such as `reward_model.ground_truth` or
                 `extra_info.answer`.
-            max_prompt_tokens: longest prompt, in tokens, chat template included.
-            max_response_tokens: longest response, in tokens, end-of-sequence included.
-            options: `tokenizer`, `prompts_per_step`, `eval_batch_size`, `overlong_prompts`, `seed`,
-                `chat_template_kwargs`.
+            options: `max_prompt_tokens`, `max_response_tokens`, and those of `StepDataModule`.
         """
         super().__init__(train, validation, **options)
         self.response_key = response_key
-        self.max_prompt_tokens = max_prompt_tokens
-        self.max_response_tokens = max_response_tokens
 
     def build(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str
@@ -87,27 +79,12 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         Raises:
             ConfigError: a row has no text under `response_key`, or the tokenizer no end-of-sequence token.
         """
-        prompts = build_prompts(
-            rows,
-            tokenizer,
-            template_options=self.chat_template_kwargs,
-            max_prompt_tokens=self.max_prompt_tokens,
-            overlong=self.overlong_prompts,
-        )
+        prompts = self.build_prompts(rows, tokenizer)
         if split == "validation":
             return prompts
-        if tokenizer.eos_token_id is None:
-            raise ConfigError(f"The tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set one.")
         response_ids = tokenize_responses(
             (find_text(row, self.response_key, "response_key", rows.where(number)) for number, row in enumerate(rows)),
             tokenizer,
         )
-        kept = within_both(
-            rows,
-            prompts.kept,
-            response_ids.lengths,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_response_tokens=self.max_response_tokens,
-            overlong=self.overlong_prompts,
-        )
+        kept = self.within_limits(prompts, response_ids.lengths)
         return TokenizedPairs(prompts.prompt_ids, response_ids, kept)

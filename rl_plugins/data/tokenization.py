@@ -113,32 +113,6 @@ def within_limit(rows: PromptRows, lengths: np.ndarray, *, option: str, limit: i
     return kept
 
 
-def within_both(
-    rows: PromptRows,
-    prompts: np.ndarray,
-    response_lengths: np.ndarray,
-    *,
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-    overlong: Overlong,
-) -> np.ndarray:
-    """Return the numbers of the rows whose responses are within their limit, out of `prompts` that are within theirs.
-
-    Raises:
-        ConfigError: a response is longer and `overlong` is "error", or no row is left.
-    """
-    short = within_limit(
-        rows, response_lengths, option="max_response_tokens", limit=max_response_tokens, overlong=overlong
-    )
-    kept = np.intersect1d(prompts, short, assume_unique=True)
-    if not len(kept):
-        raise ConfigError(
-            f"Every row is longer than max_prompt_tokens={max_prompt_tokens} or "
-            f"max_response_tokens={max_response_tokens}: raise them."
-        )
-    return kept
-
-
 def digest(sequences: Iterable[Sequence[int] | np.ndarray]) -> str:
     """Return a short digest of token sequences and their order."""
     hasher = hashlib.blake2b(digest_size=8)

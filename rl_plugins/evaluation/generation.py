@@ -11,13 +11,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
-from rl_plugins.data.parquet import PromptRows, Row
+from rl_plugins.data.parquet import PromptRows
 from rl_plugins.errors import ConfigError
 from rl_plugins.evaluation.sample_file import SampleFile
 
@@ -28,6 +29,7 @@ Sample = Callable[[list[list[int]], "SamplingConfig", list[int]], "Generations"]
 COLUMNS = ("responses", "finish_reasons", "response_lengths")
 """What is added to the columns of a prompt: lists with one entry per sample."""
 
+_CHUNK = 1024
 _FINGERPRINT_BLOCKS, _BLOCK_BYTES = 64, 4096
 
 
@@ -111,9 +113,9 @@ def generate(
         For each part: how many `parts` this call has made so far, and its `samples_per_s` and `tokens_per_s`.
     """
     sampling, missing = job.sampling((tokenizer.eos_token_id,)), samples.missing()
-    # Of all rows at once, so that every part has the same types.
-    table = _table([*rows])
-    for number in missing:
+    # That of all rows, so that every part has the same types.
+    schema = _schema(rows)
+    for made_so_far, number in enumerate(missing, start=1):
         start = time.perf_counter()
         part = slice(number * job.prompts_per_part, (number + 1) * job.prompts_per_part)
         prompts = list(prompt_ids[part])
@@ -121,14 +123,14 @@ def generate(
         generations = sample(prompts, sampling, seeds)
         texts = tokenizer.batch_decode(generations.responses(), skip_special_tokens=True)
         columns = dict(zip(COLUMNS, (texts, generations.finish_reasons, generations.lengths.tolist()), strict=True))
-        made = table.slice(part.start, len(prompts))
+        made = pa.Table.from_pylist([dict(rows.rows[part.start + n]) for n in range(len(prompts))], schema)
         for name, values in columns.items():
             kind = pa.list_(pa.int64() if name == "response_lengths" else pa.string())
             made = made.append_column(name, pa.array(_grouped(values, job.num_samples), kind))
         samples.write_part(number, made)
         seconds = time.perf_counter() - start
         yield {
-            "parts": len(missing) - len(samples.missing()),
+            "parts": made_so_far,
             "samples_per_s": len(texts) / seconds,
             "tokens_per_s": float(generations.lengths.sum()) / seconds,
         }
@@ -154,9 +156,13 @@ def _seed(seed: int, row: int) -> int:
     return int(np.random.SeedSequence([seed, row]).generate_state(1)[0]) >> 1
 
 
-def _table(rows: Sequence[Row]) -> pa.Table:
+def _schema(rows: PromptRows) -> pa.Schema:
+    """The types that hold every row; found in a pass that has a few rows in memory at a time."""
     try:
-        return pa.Table.from_pylist([dict(row) for row in rows])
+        # Rows of another file may have other columns, and Arrow looks at the first row alone.
+        columns = dict.fromkeys(rows.columns)
+        parts = (pa.Table.from_pylist([{**columns, **row} for row in chunk]).schema for chunk in rows.chunks(_CHUNK))
+        return reduce(lambda one, other: pa.unify_schemas([one, other], promote_options="permissive"), parts)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise ConfigError(
             f"the prompts do not go into one table, their columns differ in type ({error}): sample the files one by one"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from rl_plugins.evaluation.statistics import Interval, best_at, bootstrap_mean, majority_at, pass_at
 
 Summary = dict[str, dict[str, Interval]]
@@ -51,13 +53,19 @@ def summarize(sources: Sequence[str], measures: Sequence[Mapping[str, float]]) -
         sources: data source of each prompt.
         measures: those of each prompt.
     """
-    by_source: dict[str, dict[str, list[float]]] = {}
-    for source, of_prompt in zip(sources, measures, strict=True):
-        columns = by_source.setdefault(source, {})
-        for name, value in of_prompt.items():
-            if not math.isnan(value):
-                columns.setdefault(name, []).append(value)
-    return {
-        source: {name: bootstrap_mean(values) for name, values in columns.items()}
-        for source, columns in sorted(by_source.items())
-    }
+    names = dict.fromkeys(name for of_prompt in measures for name in of_prompt)
+    return summarize_columns(
+        sources, {name: np.array([of_prompt.get(name, math.nan) for of_prompt in measures]) for name in names}
+    )
+
+
+def summarize_columns(sources: Sequence[str], columns: Mapping[str, np.ndarray]) -> Summary:
+    """`summarize` of measures that are given by name, one value per prompt; NaN is nothing known of a prompt."""
+    summary: Summary = {}
+    known, source_of = np.unique(sources, return_inverse=True)
+    for number, source in enumerate(known):
+        of_source = {name: values[source_of == number] for name, values in columns.items()}
+        summary[str(source)] = {
+            name: bootstrap_mean(values) for name, values in of_source.items() if not np.isnan(values).all()
+        }
+    return summary

@@ -89,7 +89,7 @@ class Interval:
     prompts: int
 
 
-def bootstrap_mean(values_G: Sequence[float], *, seed: int = 0) -> Interval:
+def bootstrap_mean(values_G: Sequence[float] | np.ndarray, *, seed: int = 0) -> Interval:
     """The mean, with the percentile interval of 1000 resamples of the prompts.
 
     Prompts are resampled, not samples: those of one prompt are alike. The difference of two policies gets its interval

@@ -13,7 +13,7 @@ from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.checkpoint_reference import CheckpointReference
 from rl_plugins.callbacks.curves import Curves
 from rl_plugins.callbacks.data_report import DataReport
-from rl_plugins.callbacks.divergence_guard import Bounds, DivergenceGuard
+from rl_plugins.callbacks.divergence_guard import DivergenceGuard
 from rl_plugins.callbacks.graceful_stop import GracefulStop
 from rl_plugins.callbacks.policy_average import PolicyAverage
 from rl_plugins.callbacks.progress import StepProgress
@@ -26,6 +26,7 @@ from rl_plugins.callbacks.throughput import Throughput
 from rl_plugins.callbacks.traces import RolloutTraces
 from rl_plugins.launch.config import RecipeConfig
 from rl_plugins.launch.duration import seconds_of
+from rl_plugins.launch.tracking import best_upload
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.contract import CRITIC
 
@@ -59,6 +60,8 @@ def build_callbacks(
     if config.tracking.enabled:
         # After the checkpoints that it refers to.
         callbacks += [CheckpointReference(folder.path), RolloutTraces(config.tracking.traces), Curves(folder.path)]
+        if config.tracking.upload_best:
+            callbacks.append(best_upload(config, folder))
     if config.tracking.system_metrics:
         callbacks.append(SystemMetrics())
     callbacks += [
@@ -89,6 +92,5 @@ def build_callbacks(
 
 
 def _guard(config: RecipeConfig, folder: RunFolder) -> DivergenceGuard:
-    bounds = dict(vars(config.guard))
-    action, max_rollbacks = bounds.pop("action"), bounds.pop("max_rollbacks")
-    return DivergenceGuard(Bounds(**bounds), action=action, folder=folder.path, max_rollbacks=max_rollbacks)
+    guard = config.guard
+    return DivergenceGuard(guard, action=guard.action, folder=folder.path, max_rollbacks=guard.max_rollbacks)

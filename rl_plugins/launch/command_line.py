@@ -15,7 +15,7 @@ from typing import Any
 from rl_plugins.errors import ConfigError, RunStopped
 from rl_plugins.launch.config import RecipeConfig, parse_config, register_schema
 from rl_plugins.launch.config_difference import difference
-from rl_plugins.launch.hydra_errors import CONFIG_FOLDER, explain
+from rl_plugins.launch.hydra_errors import CONFIG_FOLDER, explain, keys_of
 from rl_plugins.run_folder import RunFolder
 
 
@@ -50,7 +50,7 @@ def compose_config(config_name: str, overrides: list[str]) -> Any:
         try:
             return compose(config_name, overrides)
         except (HydraException, ValueError) as error:
-            raise ConfigError(explain(error, lambda: _keys(compose(config_name)))) from None
+            raise ConfigError(explain(error, lambda: keys_of(compose(config_name)))) from None
 
 
 def _compose_for_command_line(config_name: str) -> list[tuple[RecipeConfig, str]]:
@@ -86,7 +86,7 @@ def _compose_for_command_line(config_name: str) -> list[tuple[RecipeConfig, str]
         main()
     # Hydra raises bare ValueErrors too.
     except (HydraException, ValueError) as error:
-        raise ConfigError(explain(error, lambda: _keys(compose_config(config_name, [])))) from None
+        raise ConfigError(explain(error, lambda: keys_of(compose_config(config_name, [])))) from None
     return [(parse_config(config), recipe) for config, recipe in composed]
 
 
@@ -99,26 +99,15 @@ def _asks_for_difference(arguments: list[str]) -> argparse.Namespace | None:
     return argparse.Namespace(config_name=asked.config_name, overrides=overrides) if asked.cfg == "diff" else None
 
 
-def _keys(config: Any) -> list[str]:
-    from omegaconf import OmegaConf
-
-    return _dotted(OmegaConf.to_container(config, throw_on_missing=False))
-
-
-def _dotted(node: Any, prefix: str = "") -> list[str]:
-    """The keys of every group and option below `node`."""
-    if not isinstance(node, dict):
-        return []
-    keys = {f"{prefix}{name}": child for name, child in node.items()}
-    return [*keys, *(key for name, child in keys.items() for key in _dotted(child, f"{name}."))]
-
-
-def run_recipe(config: RecipeConfig, recipe: str | None = None) -> RunFolder:
+def run_recipe(
+    config: RecipeConfig, recipe: str | None = None, when_checked: Callable[[RecipeConfig], None] | None = None
+) -> RunFolder:
     """Check, train, and say where things are.
 
     Args:
         config: what to do.
         recipe: name of the recipe that it was composed from; what differs is noted in the run's folder.
+        when_checked: called when nothing wrong was found, before anything is written.
 
     Raises:
         ConfigError: something in the configuration or around it is wrong; nothing heavy has started.
@@ -136,6 +125,8 @@ def run_recipe(config: RecipeConfig, recipe: str | None = None) -> RunFolder:
     config.tracking.uri = tracking_uri(config)
     resolve_registered_models(config)
     preflight(config)
+    if when_checked is not None:
+        when_checked(config)
     for lock in clear_stale_build_locks(extensions_folder()):
         print(f"{config.run.name}: removed {lock}, left behind by a build that was killed", flush=True)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)

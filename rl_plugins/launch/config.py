@@ -10,8 +10,9 @@ from typing import Any, cast
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rl_plugins.callbacks.guard_bounds import Bounds
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.hydra_errors import explain
+from rl_plugins.launch.hydra_errors import explain, keys_of
 
 
 @dataclass
@@ -460,34 +461,16 @@ class PlacementConfig:
 
 
 @dataclass
-class GuardOptions:
+class GuardOptions(Bounds):
     """Signs that training diverges, looked for after every step; null for no bound.
 
     Attributes:
         action: `warn`; `stop`, with an error; or `roll_back` to the newest checkpoint, past the data of bad steps.
         max_rollbacks: after so many, `roll_back` is `stop`.
-        finite: loss and gradient norms must be numbers.
-        kl: largest mean KL to the reference, nats.
-        ppo_kl: largest mean KL between the policy that sampled and the one that is updated, nats.
-        entropy_min: smallest mean entropy of the policy, nats a token.
-        entropy_max: largest one.
-        rollout_gap: largest mean difference between the log-probs of trainer and sampler.
-        gradient_norm: largest global norm of the gradient of any engine, before clipping.
-        reward_drop: how far the moving average of the training reward may fall below its best.
-        reward_window: about how many steps that average covers.
     """
 
     action: str = "stop"
     max_rollbacks: int = 3
-    finite: bool = True
-    kl: float | None = None
-    ppo_kl: float | None = None
-    entropy_min: float | None = None
-    entropy_max: float | None = None
-    rollout_gap: float | None = None
-    gradient_norm: float | None = None
-    reward_drop: float | None = None
-    reward_window: int = 20
 
 
 @dataclass
@@ -570,6 +553,7 @@ class TrackingConfig:
         samples: rows of the table of samples that each validation logs.
         traces: samples of each step that become traces; each takes some 20 ms of a thread of the first worker.
         system_metrics: record how busy the machines are.
+        upload_best: how many of the best checkpoints (`run.keep_best`) MLflow has a copy of, as artifacts.
         register_as: name in the model registry under which the exported policy becomes a version; null for none.
         champion_metric: a version that is better in it than the model's `champion`, on the same data, takes the alias.
         parent_run: id of the MLflow run that this one belongs to; null for none.
@@ -581,6 +565,7 @@ class TrackingConfig:
     samples: int = 32
     traces: int = 0
     system_metrics: bool = True
+    upload_best: int = 0
     register_as: str | None = None
     champion_metric: str = "val/reward"
     parent_run: str | None = None
@@ -636,7 +621,7 @@ def parse_config(values: Any) -> RecipeConfig:
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RecipeConfig), plain))
         config.data.mixture = _parse_mixture(config.data.mixture)
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error)) from None
+        raise ConfigError(explain(error, lambda: keys_of(OmegaConf.structured(RecipeConfig)))) from None
     # MLflow sets the variable itself for what comes after it in a process, such as another run.
     config.tracking.uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or None
     # Ray's workers have working directories of their own.

@@ -53,6 +53,20 @@ def explain(error: BaseException, known_keys: Callable[[], list[str]] = list) ->
     return f"{where}: {str(cause).splitlines()[0]}"
 
 
+def keys_of(config: Any) -> list[str]:
+    """The keys of every group and option, with dots."""
+    from omegaconf import OmegaConf
+
+    return _dotted(OmegaConf.to_container(config, throw_on_missing=False))
+
+
+def _dotted(node: Any, prefix: str = "") -> list[str]:
+    if not isinstance(node, dict):
+        return []
+    keys = {f"{prefix}{name}": child for name, child in node.items()}
+    return [*keys, *(key for name, child in keys.items() for key in _dotted(child, f"{name}."))]
+
+
 def _overridden(error: BaseException) -> str | None:
     match = re.search(r"Could not \w+ (?:from config\. )?'([^']+)'|merging override \+*([^=\s]+)=", str(error))
     return match and (match.group(1) or match.group(2))

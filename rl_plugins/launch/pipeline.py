@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,10 @@ from rl_plugins.launch.batch import check_batch
 from rl_plugins.launch.command_line import compose_config, run_recipe
 from rl_plugins.launch.config import RecipeConfig, parse_config
 from rl_plugins.launch.hydra_errors import explain
+from rl_plugins.launch.parent_run import parent_run
+from rl_plugins.launch.preflight import check_tracking
 from rl_plugins.launch.values import check_values
-from rl_plugins.run_folder import RunFolder, read_metrics
+from rl_plugins.run_folder import RunFolder
 
 
 @dataclass
@@ -85,28 +88,34 @@ def run_pipeline(composed: Any) -> Path:
     configs = stage_configs(composed)
     first = next(iter(configs.values()))
     folder = Path(first.run.output_dir)
-    if folder.is_dir() and any(folder.iterdir()) and not composed.resume:
+    if any((folder / name).exists() for name in configs) and not composed.resume:
         raise ConfigError(f"the pipeline {folder} exists: continue it with resume=true, or give another name")
     for name, config in configs.items():
         for check in (check_values, check_batch):
             _with_name(name, partial(check, config))
     folder.mkdir(parents=True, exist_ok=True)
-    parent = ParentRun(str(first.tracking.uri), first.tracking.experiment, composed.name)
-    parent.open(folder / "mlflow_run_id")
-    for position, (name, config) in enumerate(configs.items(), start=1):
-        run = RunFolder(folder / name)
-        label = f"{composed.name} [{position}/{len(configs)}] {name}"
-        if run.exported() is not None:
-            print(f"{label}: through, see {run.path}", flush=True)
-        else:
-            print(label, flush=True)
-            config.run.resume = run.latest_checkpoint() is not None
-            config.tracking.parent_run = parent.run_id
-            # What a stage starts from exists only now, and its folder becomes absolute.
-            fresh = parse_config(OmegaConf.to_container(OmegaConf.structured(config)))
-            _with_name(name, partial(run_recipe, fresh, composed.stages[name].recipe))
-        parent.log(name, position, run)
-    parent.close()
+    if first.tracking.enabled:
+        check_tracking(str(first.tracking.uri))
+    resolved = _resolved(composed)
+    resolved.tracking_uri = first.tracking.uri
+    RunFolder(folder).pipeline.write_text(OmegaConf.to_yaml(resolved), encoding="utf-8")
+    with ExitStack() as stack:
+        parent = stack.enter_context(parent_run(folder)) if first.tracking.enabled else None
+        for position, (name, config) in enumerate(configs.items(), start=1):
+            run = RunFolder(folder / name)
+            label = f"{composed.name} [{position}/{len(configs)}] {name}"
+            if run.exported() is not None:
+                print(f"{label}: through, see {run.path}", flush=True)
+            else:
+                print(label, flush=True)
+                config.run.resume = run.latest_checkpoint() is not None
+                config.tracking.parent_run = parent.known_id() if parent else None
+                # What a stage starts from exists only now, and its folder becomes absolute.
+                fresh = parse_config(OmegaConf.to_container(OmegaConf.structured(config)))
+                adopt = parent.adopt if parent else None
+                _with_name(name, partial(run_recipe, fresh, composed.stages[name].recipe, adopt))
+            if parent:
+                parent.log(name)
     return folder
 
 
@@ -116,13 +125,9 @@ def stage_configs(composed: Any) -> dict[str, RecipeConfig]:
     Raises:
         ConfigError: names the stage, and the key or value at fault.
     """
-    try:
-        pipeline = OmegaConf.merge(
-            OmegaConf.structured(PipelineConfig), OmegaConf.create(OmegaConf.to_container(composed))
-        )
-        OmegaConf.resolve(pipeline)
-    except OmegaConfBaseException as error:
-        raise ConfigError(explain(error)) from None
+    pipeline = _resolved(composed)
+    if missing := sorted(OmegaConf.missing_keys(pipeline)):
+        raise ConfigError(f"option {missing[0]!r} has no value: add {missing[0]}=... to the command line")
     folder = (Path(pipeline.output_dir) / pipeline.name).absolute()
     run = {"output_dir": str(folder)}
     uri = pipeline.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
@@ -142,56 +147,22 @@ def stage_configs(composed: Any) -> dict[str, RecipeConfig]:
     return configs
 
 
+def _resolved(composed: Any) -> Any:
+    try:
+        pipeline = OmegaConf.merge(
+            OmegaConf.structured(PipelineConfig), OmegaConf.create(OmegaConf.to_container(composed))
+        )
+        OmegaConf.resolve(pipeline)
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from None
+    return pipeline
+
+
 def _with_name(stage: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except ConfigError as error:
         raise ConfigError(f"stage {stage}: {error}") from None
-
-
-class ParentRun:
-    """The MLflow run under which those of the stages hang.
-
-    Args:
-        uri: of the tracking store.
-        experiment: its experiment.
-        name: its name.
-    """
-
-    def __init__(self, uri: str, experiment: str, name: str) -> None:
-        self._uri, self._experiment, self._name = uri, experiment, name
-        self.run_id: str | None = None
-
-    def open(self, id_file: Path) -> None:
-        """Create the run, or go on with the one whose id is in the file."""
-        from mlflow import MlflowClient
-
-        from rl_plugins.callbacks.mlflow import quiet_mlflow
-        from rl_plugins.callbacks.mlflow_run import find_experiment
-
-        quiet_mlflow()
-        self._client = MlflowClient(self._uri)
-        if id_file.is_file():
-            self.run_id = id_file.read_text().strip()
-            self._client.set_terminated(self.run_id, "RUNNING")
-            return
-        experiment_id = find_experiment(self._client, self._uri, self._experiment)
-        self.run_id = self._client.create_run(experiment_id, run_name=self._name).info.run_id
-        id_file.write_text(self.run_id)
-
-    def log(self, stage: str, position: int, run: RunFolder) -> None:
-        """The last validation of a stage that is through."""
-        assert self.run_id is not None
-        series = read_metrics(run.metrics)
-        for metric in ("val/reward", "val/accuracy"):
-            if series.get(metric):
-                last = list(series[metric].values())[-1]
-                self._client.log_metric(self.run_id, f"{stage}/{metric}", last, step=position)
-
-    def close(self) -> None:
-        """All stages are through."""
-        assert self.run_id is not None
-        self._client.set_terminated(self.run_id, "FINISHED")
 
 
 def pipeline_main(config_name: str) -> None:

@@ -37,7 +37,8 @@ def preflight(config: RecipeConfig) -> None:
     check_this_machine(config)
     check_model(config)
     _check_output(config)
-    if config.tracking.enabled:
+    # That of a pipeline has answered when the parent run was made: if it is away now, that is an outage like others.
+    if config.tracking.enabled and config.tracking.parent_run is None:
         check_tracking(tracking_uri(config))
     from rl_plugins.launch.trials import check_algorithm, check_pools, check_prompts
 

@@ -1,7 +1,7 @@
-"""Models named as `models:/NAME@ALIAS` or `models:/NAME/VERSION`: fetched from MLflow's registry before all else.
+"""Models in MLflow as local folders: of its registry (`models:/NAME@ALIAS`), or an artifact of a run.
 
-Fetched is what MLflow keeps of the transformers flavour, a Hugging Face folder. A version never changes, so it is
-fetched once, beside the runs.
+Fetched is what MLflow keeps of the transformers flavour, or a Hugging Face folder. What a version or a run has does not
+change, so it is fetched once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch.config import RecipeConfig
 from rl_plugins.launch.preflight import check_tracking, tracking_uri
 
-_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
+_REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
+_OF_RUN = re.compile(r"runs:/(?P<run>\w+)/(?P<path>.+)")
+
+
+def is_in_mlflow(path: str) -> bool:
+    """Whether a model is named by its place in MLflow."""
+    return path.startswith(("models:", "runs:"))
 
 
 def resolve_registered_models(config: RecipeConfig) -> None:
@@ -25,14 +31,14 @@ def resolve_registered_models(config: RecipeConfig) -> None:
     """
     for group in ("model", "reference", "teacher", "critic", "reward_model"):
         options = getattr(config, group)
-        if options.path and options.path.startswith("models:"):
+        if options.path and is_in_mlflow(options.path):
             cache = Path(config.run.output_dir) / ".models"
             named, options.path = options.path, str(fetch(f"{group}.path", options.path, tracking_uri(config), cache))
             print(f"{config.run.name}: {named} is {options.path}", flush=True)
 
 
 def fetch(option: str, uri: str, store: str, cache: Path) -> Path:
-    """The local folder of a registered model.
+    """The local folder of a model in MLflow.
 
     Args:
         option: that names it, for messages.
@@ -43,15 +49,19 @@ def fetch(option: str, uri: str, store: str, cache: Path) -> Path:
     Raises:
         ConfigError: see `resolve_registered_models`.
     """
-    parts = _URI.fullmatch(uri)
-    if parts is None:
-        raise ConfigError(f"{option}={uri}: name a registered model as models:/NAME@ALIAS or models:/NAME/VERSION")
+    registered, of_run = _REGISTERED.fullmatch(uri), _OF_RUN.fullmatch(uri)
+    if registered is None and of_run is None:
+        raise ConfigError(
+            f"{option}={uri}: name a model in MLflow as models:/NAME@ALIAS, models:/NAME/VERSION or runs:/ID/FOLDER"
+        )
     file = Path(store.removeprefix("sqlite:///"))
     if store.startswith("sqlite:") and not file.is_file():
-        raise ConfigError(f"{option}={uri}: there is no MLflow store {file}: name the one that has it by tracking.uri")
+        raise ConfigError(
+            f"{option}={uri}: there is no MLflow store {file}: name the one that has it by MLFLOW_TRACKING_URI"
+        )
     check_tracking(store)
-    from rl_plugins.callbacks.mlflow import quiet_mlflow
     from rl_plugins.callbacks.mlflow_run import use_store
+    from rl_plugins.callbacks.mlflow_sender import quiet_mlflow
 
     quiet_mlflow()
     import mlflow
@@ -59,18 +69,29 @@ def fetch(option: str, uri: str, store: str, cache: Path) -> Path:
 
     use_store(store)
     try:
-        client, name = mlflow.MlflowClient(store), parts["name"]
-        version = parts["version"] or str(client.get_model_version_by_alias(name, parts["alias"]).version)
-        folder = cache / name / version
+        if registered is not None:
+            name = registered["name"]
+            version = registered["version"] or str(
+                mlflow.MlflowClient(store).get_model_version_by_alias(name, registered["alias"]).version
+            )
+            exact, folder = f"models:/{name}/{version}", cache / name / version
+        else:
+            assert of_run is not None
+            exact, folder = uri, cache / of_run["run"] / of_run["path"]
         if not folder.is_dir():
-            partial = folder.with_name(f".{version}.partial")
+            partial = folder.with_name(f".{folder.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            mlflow.artifacts.download_artifacts(f"models:/{name}/{version}", dst_path=str(partial))
-            if not (partial / "model" / "config.json").is_file():
-                raise ConfigError(f"{option}={uri}: version {version} is not a model of MLflow's transformers flavour")
-            (partial / "model").replace(folder)
-            shutil.rmtree(partial)
-    except MlflowException as error:
-        raise ConfigError(f"{option}={uri}: MLflow at {store} does not give it ({error.message})") from None
+            fetched = Path(mlflow.artifacts.download_artifacts(exact, dst_path=str(partial)))
+            # MLflow's transformers flavour keeps the model in a folder of its own.
+            found = next((one for one in (fetched / "model", fetched) if (one / "config.json").is_file()), None)
+            if found is None:
+                raise ConfigError(
+                    f"{option}={uri}: there is no config.json in {exact}, so it is neither a model of MLflow's "
+                    "transformers flavour nor a Hugging Face folder"
+                )
+            found.replace(folder)
+            shutil.rmtree(partial, ignore_errors=True)
+    except (MlflowException, OSError) as error:
+        raise ConfigError(f"{option}={uri}: MLflow at {store} does not give it ({error})") from None
     return folder

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from rl_plugins.callbacks.samples import log_samples
 from rl_plugins.launch.config import parse_config
 from rl_plugins.launch.preflight import check_tracking, tracking_uri
-from rl_plugins.launch.tracking import tracking_logger
+from rl_plugins.launch.tracking import best_upload, tracking_logger
 from rl_plugins.run_folder import RunFolder, read_metrics
 
 
@@ -36,6 +36,8 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     tracking.log_metrics({})
     for file in sorted(folder.samples.glob("*.json")):
         log_samples(tracking, file)
+    if config.tracking.upload_best:
+        tracking.submit(best_upload(config, folder).send)
     steps = max((step for points in read_metrics(folder.metrics).values() for step in points), default=0)
     tracking.finalize("FINISHED" if steps >= config.run.steps else "KILLED", deadline_s)
     if tracking.all_sent():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from rl_plugins.callbacks.best_upload import BestUpload
 from rl_plugins.callbacks.data_digest import describe_file
 from rl_plugins.callbacks.mlflow import MLflowTracking
 from rl_plugins.callbacks.mlflow_run import Facts, TrackedRun
+from rl_plugins.callbacks.mlflow_sender import FINISH_TIMEOUT_S
 from rl_plugins.callbacks.registry import Evaluation, register_policy
 from rl_plugins.launch.config import RecipeConfig
 from rl_plugins.launch.preflight import tracking_uri
@@ -15,12 +17,18 @@ from rl_plugins.launch.provenance import code_tags
 from rl_plugins.run_folder import RunFolder, read_metrics
 
 _REGISTER_TIMEOUT_S = 1800.0
+# The other workers wait for the first one meanwhile, but not for ever.
+_UPLOAD_TIMEOUT_S = 600.0
 
 
 def tracking_logger(config: RecipeConfig, folder: RunFolder) -> MLflowTracking:
     """The logger of a run."""
     return MLflowTracking(
-        uri=tracking_uri(config), experiment=config.tracking.experiment, folder=folder, facts=facts_of(config, folder)
+        uri=tracking_uri(config),
+        experiment=config.tracking.experiment,
+        folder=folder,
+        facts=facts_of(config, folder),
+        finish_timeout_s=_UPLOAD_TIMEOUT_S if config.tracking.upload_best else FINISH_TIMEOUT_S,
     )
 
 
@@ -53,6 +61,12 @@ def facts_of(config: RecipeConfig, folder: RunFolder) -> Facts:
         },
         parent_run=config.tracking.parent_run,
     )
+
+
+def best_upload(config: RecipeConfig, folder: RunFolder) -> BestUpload:
+    """What sends MLflow the best checkpoints."""
+    run = config.run
+    return BestUpload(folder.path, metric=run.best_metric, mode=run.best_mode, count=config.tracking.upload_best)
 
 
 def register(config: RecipeConfig, folder: RunFolder, tracking: MLflowTracking, example: str) -> None:

@@ -91,7 +91,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
             "sampling.temperature", "validation.temperature", "optimizer.lr", "optimizer.weight_decay",
             "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.lr_end", "optimizer.gradient_clip",
             "placement.gpus_per_worker", "placement.engine_gpus", "placement.max_restarts", "tracking.samples",
-            "tracking.traces", "placement.wait_for_nodes_s",
+            "tracking.traces", "tracking.upload_best", "placement.wait_for_nodes_s",
             *(f"placement.{name}.{part}" for name in POOLS for part in ("actors", "cpus", "gpus")),
         ),
     ),
@@ -224,6 +224,11 @@ def _check_best(config: RecipeConfig) -> None:
         raise ConfigError(
             f"run.keep_best={config.run.keep_best} goes by run.best_metric={config.run.best_metric}, and nothing is "
             "validated: name data.val_files and run.eval_every, or a metric of training such as train/reward"
+        )
+    if config.tracking.upload_best > config.run.keep_best:
+        raise ConfigError(
+            f"tracking.upload_best={config.tracking.upload_best} is more than run.keep_best={config.run.keep_best}, "
+            "the best checkpoints that there are: raise run.keep_best"
         )
 
 

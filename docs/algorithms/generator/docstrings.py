@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 
 
 @dataclass
@@ -22,8 +22,12 @@ class Docstring:
 
 
 def parse(documented: object) -> Docstring:
-    """The sections of an object's docstring."""
-    return parse_text(inspect.getdoc(documented) or "")
+    """The sections of an object's docstring; a dataclass has the attributes of those that it extends, too."""
+    parsed = parse_text(inspect.getdoc(documented) or "")
+    if is_dataclass(documented):
+        for base in filter(is_dataclass, documented.__mro__[1:] if isinstance(documented, type) else ()):
+            parsed.arguments = parse_text(inspect.getdoc(base) or "").arguments | parsed.arguments
+    return parsed
 
 
 def parse_text(text: str) -> Docstring:

@@ -8,7 +8,6 @@ from rl_plugins.callbacks.curves import draw_curves
 def test_what_there_is_is_drawn(tmp_path):
     path = tmp_path / "curves.png"
     assert not draw_curves({"train/unknown": {1: 0.0}}, path) and not path.exists()
-    assert draw_curves(
-        {"val/reward": {0: 0.0, 5: 1.0}, "train/loss": {step: 1.0 / step for step in range(1, 90)}}, path
-    )
+    rewards = {"val/reward": {0: 0.0, 5: 1.0}, "train/reward": {1: 0.5}}
+    assert draw_curves({**rewards, "train/loss": {step: 1.0 / step for step in range(1, 90)}}, path)
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -67,6 +67,14 @@ def test_a_long_file_comes_in_batches_that_the_store_takes(log, tail):
     assert sum(map(len, batches)) == 3000 and max(map(len, batches)) <= BATCH
 
 
+def test_what_is_missing_at_the_end_of_a_long_file_is_seen(log, tail):
+    for step in range(100):
+        log.log_metrics({f"m{number}": float(step) for number in range(100)}, step)
+    for last, missing in ((99, False), (98, True)):
+        tail.start_over({f"m{number}": last for number in range(100)})
+        assert tail.unsent() == missing
+
+
 def test_names_are_those_that_mlflow_takes(log, tail):
     log.log_metrics({"val/mean@8": 1.0}, 1)
     assert take(tail) == [("val/mean_8", 1, 1.0)]

@@ -14,7 +14,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
-from rl_plugins.callbacks import mlflow as module
+from rl_plugins.callbacks import mlflow_run
+from rl_plugins.callbacks import mlflow_sender as module
 from rl_plugins.callbacks.checkpoint_reference import checkpoint_manifest, manifest_digest, record_checkpoint
 from rl_plugins.callbacks.metrics_file import JsonLinesLogger
 from rl_plugins.callbacks.mlflow import MLflowTracking
@@ -102,7 +103,7 @@ def test_a_call_that_arrived_and_seemed_to_fail_leaves_no_second_point(store, fo
     monkeypatch.setattr(TrackedRun, "log_points", slow)
     trained = Trained(folder, tracking())
     trained.steps(1, 5)
-    wait_for(lambda: trained.tracking.failures == 1 and not trained.tracking._tail.unsent())
+    wait_for(lambda: trained.tracking.sender.failures == 1 and not trained.tracking.sender._tail.unsent())
     trained.tracking.finalize("success")
     assert history(store, folder) == [(step, step) for step in range(1, 6)]
 
@@ -133,7 +134,7 @@ def test_a_call_that_is_refused_holds_back_no_other(store, folder, tracking, cap
     trained.tracking.log_artifact(folder.path / "no such file")
     trained.steps(1, 1)
     trained.tracking.finalize("success")
-    assert history(store, folder) == [(1, 1)] and trained.tracking.failures == 0
+    assert history(store, folder) == [(1, 1)] and trained.tracking.sender.failures == 0
     assert sum("could not be recorded" in record.getMessage() for record in caplog.records) == 2
 
 
@@ -146,6 +147,15 @@ def test_a_table_that_is_made_again_is_replaced(store, folder, tracking, tmp_pat
     path = MlflowClient(store).download_artifacts(run_id, "samples/step_1.json", str(tmp_path))
     assert json.loads(Path(path).read_text()) == {"columns": ["prompt", "response"], "data": [["a", "second"]]}
     assert "samples/step_1.json" in run_of(store, folder).data.tags["mlflow.loggedArtifacts"]
+
+
+def test_of_many_tables_the_newest_are_shown(run, monkeypatch):
+    monkeypatch.setattr(mlflow_run, "_SHOWN_TABLES", 2)
+    for step in (1, 2, 3, 2):
+        run.log_table({"prompt": ["a"]}, f"samples/step_{step}.json")
+    tag = json.loads(run.client.get_run(run.run_id).data.tags["mlflow.loggedArtifacts"])
+    assert tag == [{"path": f"samples/step_{step}.json", "type": "table"} for step in (3, 2)]
+    assert len(run.client.list_artifacts(run.run_id, "samples")) == 3
 
 
 def test_a_checkpoint_is_known_by_its_content(store, folder, run, tmp_path):

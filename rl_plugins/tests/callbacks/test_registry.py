@@ -77,10 +77,20 @@ def test_the_champion_is_loaded_by_its_name(store, experiment, policies, tmp_pat
     shutil.rmtree(tmp_path / "cache")
 
 
+def test_a_folder_among_a_runs_artifacts_is_a_model_too(store, run, policies, tmp_path):
+    run.client.log_artifacts(run.run_id, str(policies / "first"), "models/first")
+    run.client.log_text(run.run_id, "no model", "notes/read.me")
+    folder = fetch("policy", f"runs:/{run.run_id}/models/first", store, tmp_path / "cache")
+    assert folder == tmp_path / "cache" / run.run_id / "models" / "first"
+    assert {path.name for path in folder.iterdir()} == {path.name for path in (policies / "first").iterdir()}
+    with pytest.raises(ConfigError, match=rf"policy=runs:/{run.run_id}/notes: there is no config.json"):
+        fetch("policy", f"runs:/{run.run_id}/notes", store, tmp_path / "cache")
+
+
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ("models:/adder", "model.path=models:/adder: name a registered model as"),
+        ("models:/adder", "model.path=models:/adder: name a model in MLflow as"),
         ("models:/nobody@champion", "nobody"),
         ("models:/nobody/7", "nobody"),
     ],

@@ -66,6 +66,7 @@ def train(
     *,
     strategy: Any = None,
     resume: Path | None = None,
+    loggers: Sequence[Any] = (),
     **flags: Any,
 ) -> tuple[Trainer, Log]:
     """Train; the trainer and what was logged."""
@@ -73,7 +74,7 @@ def train(
     trainer = Trainer(
         strategy=strategy or SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()),
         callbacks=callbacks,
-        logger=log,
+        logger=[log, *loggers],
         **({"max_epochs": -1, "enable_checkpointing": False} | flags),
         enable_progress_bar=False,
         enable_model_summary=False,

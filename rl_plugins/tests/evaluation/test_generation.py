@@ -100,6 +100,15 @@ def test_the_file_holds_the_rows_and_their_samples(tmp_path, rows):
     assert len({tuple(row["responses"]) for row in table}) == 10
 
 
+def test_columns_that_some_rows_lack_are_filled_and_types_that_differ_refused(tmp_path, rows):
+    mixed = load_rows([{**row, **({"level": n / 2} if n > 7 else {})} for n, row in enumerate(rows)])
+    make(tmp_path / "s.parquet", mixed, Engine())
+    assert pq.read_table(tmp_path / "s.parquet")["level"].to_pylist() == [None] * 8 + [4.0, 4.5]
+    other = load_rows([{**row, "level": "high" if n > 7 else n} for n, row in enumerate(rows)])
+    with pytest.raises(ConfigError, match="do not go into one table, their columns differ in type"):
+        make(tmp_path / "t.parquet", other, Engine())
+
+
 def test_other_settings_are_refused_by_name(tmp_path, rows):
     path = tmp_path / "s.parquet"
     with pytest.raises(Killed):

@@ -1,0 +1,163 @@
+"""The best checkpoints in an SQLite store: which are there, never more of them, and what interruptions leave."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from rl_plugins.callbacks import mlflow_sender as module
+from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
+from rl_plugins.callbacks.best_upload import BestUpload, hold
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.mlflow import MLflowTracking
+from rl_plugins.callbacks.mlflow_run import TrackedRun
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.callbacks.training import alter, build_stage, train
+
+REWARDS = [0.1, 0.5, 0.3, 0.7, 0.9, 0.2]
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.02)
+
+
+@pytest.fixture
+def save(folder: RunFolder) -> Callable[..., Path]:
+    def save(step: int, content: str) -> Path:
+        path = folder.best(step)
+        (path / "state").mkdir(parents=True, exist_ok=True)
+        (path / "state" / "weights").write_text(content)
+        (path / "metric.json").write_text(json.dumps({"val/reward": step}))
+        return path
+
+    return save
+
+
+def stored(run: TrackedRun) -> dict[str, str]:
+    """The checkpoints in the store, by the content of their one file."""
+    local = Path(run.client.download_artifacts(run.run_id, ""))
+    return {path.name: (path / "state" / "weights").read_text() for path in sorted(local.glob("best_*"))}
+
+
+def callbacks(folder: RunFolder, *, keep: int, count: int) -> list[Any]:
+    options: Any = {"metric": "train/reward", "mode": "max"}
+    return [
+        PolicyCheckpoint(folder.path, every=1, keep_last=1),
+        BestCheckpoints(folder.path, keep=keep, **options),
+        BestUpload(folder.path, count=count, **options),
+    ]
+
+
+def test_a_run_has_its_best_and_never_more(
+    store: str, folder: RunFolder, tracking: Callable[..., MLflowTracking], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_artifacts, most = MlflowClient.log_artifacts, []
+
+    def looked_at(client: MlflowClient, run_id: str, *arguments: Any) -> None:
+        log_artifacts(client, run_id, *arguments)
+        most.append(sum(file.path.startswith("best_") for file in client.list_artifacts(run_id)))
+
+    monkeypatch.setattr(MlflowClient, "log_artifacts", looked_at)
+    stage = build_stage(len(REWARDS))
+    alter(stage, {step: {"train/reward": reward} for step, reward in enumerate(REWARDS, start=1)})
+    train(stage, callbacks(folder, keep=3, count=2), loggers=[tracking()])
+    client, run_id = MlflowClient(store), folder.tracking_run.read_text()
+    names = {file.path for file in client.list_artifacts(run_id)}
+    assert names == {"best_00000004", "best_00000005"} and max(most) == 2
+    # What is in the store is what is in the folder.
+    for name in names:
+        local = Path(client.download_artifacts(run_id, name))
+        files = [path.relative_to(local) for path in local.rglob("*") if path.is_file()]
+        assert len(files) > 2 and all((local / f).read_bytes() == (folder.path / name / f).read_bytes() for f in files)
+
+
+def test_what_an_outage_cuts_off_is_begun_again(
+    folder: RunFolder, run: TrackedRun, save: Callable[..., Path], tracking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_artifacts, left = MlflowClient.log_artifacts, iter(range(2))
+
+    def cut_off(client: MlflowClient, run_id: str, local: str, name: str) -> None:
+        if next(left, None) is None:
+            log_artifacts(client, run_id, local, name)
+        else:
+            log_artifacts(client, run_id, str(Path(local) / "state"), f"{name}/half")
+            raise OSError("connection reset")
+
+    best = [save(step, str(step)) for step in (3, 7)]
+    monkeypatch.setattr(MlflowClient, "log_artifacts", cut_off)
+    logger = tracking()
+    sent = threading.Event()
+    logger.submit(lambda found: hold(found, best))
+    logger.submit(lambda _: sent.set())
+    assert sent.wait(60)
+    logger.finalize("success", 60)
+    assert logger.all_sent() and logger.sender.failures == 2
+    assert stored(run) == {"best_00000003": "3", "best_00000007": "7"}
+    assert not run.client.list_artifacts(run.run_id, "best_00000003/half")
+    # And nothing is sent twice.
+    monkeypatch.setattr(MlflowClient, "log_artifacts", None)
+    hold(run, best)
+
+
+def test_another_checkpoint_of_the_same_step_takes_its_place(run: TrackedRun, save: Callable[..., Path]) -> None:
+    hold(run, [save(3, "first")])
+    hold(run, [save(3, "of the resumed run")])
+    assert stored(run) == {"best_00000003": "of the resumed run"}
+
+
+def test_one_that_was_removed_by_hand_is_sent_again(run: TrackedRun, save: Callable[..., Path]) -> None:
+    best = save(3, "three")
+    hold(run, [best])
+    shutil.rmtree(Path(run.client.download_artifacts(run.run_id, "best_00000003")))
+    hold(run, [best])
+    assert stored(run) == {"best_00000003": "three"}
+
+
+def test_one_that_goes_while_it_is_sent_leaves_no_trace(
+    run: TrackedRun, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_artifacts, old, new = MlflowClient.log_artifacts, save(3, "old"), save(7, "new")
+
+    def gone(client: MlflowClient, run_id: str, local: str, name: str) -> None:
+        log_artifacts(client, run_id, str(Path(local) / "state"), f"{name}/state")
+        shutil.rmtree(local)
+        raise FileNotFoundError(local)
+
+    with monkeypatch.context() as during:
+        during.setattr(MlflowClient, "log_artifacts", gone)
+        hold(run, [old])
+    hold(run, [new])
+    assert stored(run) == {"best_00000007": "new"}
+    assert {key for key in run.client.get_run(run.run_id).data.tags if key.startswith("uploaded")} == {
+        "uploaded.best_00000007"
+    }
+
+
+def test_a_store_that_refuses_holds_back_nothing_else(
+    folder: RunFolder, run: TrackedRun, save: Callable[..., Path], tracking: Any, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    from requests import HTTPError, Response
+
+    too_large = Response()
+    too_large.status_code = 413
+
+    def refused(*_: Any) -> None:
+        raise HTTPError("413 Request Entity Too Large", response=too_large)
+
+    best = save(3, "large")
+    monkeypatch.setattr(MlflowClient, "log_artifacts", refused)
+    logger = tracking()
+    logger.submit(lambda found: hold(found, [best]))
+    logger.submit(lambda found: found.client.set_tag(found.run_id, "after", "it"))
+    logger.finalize("success", 60)
+    assert run.client.get_run(run.run_id).data.tags["after"] == "it" and logger.sender.failures == 0
+    assert any("could not be recorded: 413" in record.getMessage() for record in caplog.records)
