@@ -6,21 +6,31 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import psutil
 
+from benchmarks.resident import Resident, ResidentWatch
+
 TIMEOUT_S = 1800
 
 
 @dataclass
 class Run:
-    """Metrics of the training steps, and the peak memory of each kind of process, in bytes."""
+    """Metrics of the training steps, and the peak memory of each kind of process, in bytes.
+
+    Attributes:
+        steps: a row for each.
+        peak_bytes: of the largest process of each kind.
+        resident: the private memory of each process over time, if that was watched.
+    """
 
     steps: list[dict[str, float]]
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    resident: Resident | None = None
 
     def values(self, name: str) -> list[float]:
         """One metric over the steps that have it."""
@@ -30,6 +40,10 @@ class Run:
         """Median over the steps after the first `skip`."""
         return median(self.values(name)[skip:] or self.values(name))
 
+    def quiet(self, name: str) -> float:
+        """Lower quartile over the steps after the first: what else a machine does only adds to a step."""
+        return quiet(self.values(name)[1:])
+
     def phases(self) -> dict[str, float]:
         """Median seconds of each phase, largest first."""
         names = {name for step in self.steps for name in step if name.startswith("time/")} - {"time/step"}
@@ -37,8 +51,19 @@ class Run:
         return dict(sorted(((k, v) for k, v in phases.items() if v >= 0.0005), key=lambda item: -item[1]))
 
 
-def run_grpo(folder: Path, *overrides: str, name: str = "run") -> Run:
+def quiet(values: Sequence[float]) -> float:
+    """The lower quartile."""
+    return sorted(values)[(len(values) - 1) // 4]
+
+
+def run_grpo(folder: Path, *overrides: str, name: str = "run", closely: bool = False) -> Run:
     """Train `folder/policy` on `folder/data/train.parquet` with the GRPO recipe, in `folder/outputs/name`.
+
+    Args:
+        folder: with the policy and the data.
+        overrides: options of the recipe.
+        name: of the run.
+        closely: watch private memory fifty times a second, in place of shares of all memory once.
 
     Raises:
         RuntimeError: it failed; the message ends with its output.
@@ -49,14 +74,15 @@ def run_grpo(folder: Path, *overrides: str, name: str = "run") -> Run:
         "run.checkpoint_every=100000", "run.eval_every=0", "tracking.enabled=false", *overrides,
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    watcher = MemoryWatch(process.pid)
+    watcher = ResidentWatch(process.pid) if closely else MemoryWatch(process.pid)
     watcher.start()
     output, _ = process.communicate(timeout=TIMEOUT_S)
-    peaks = watcher.stop()
+    seen = watcher.stop()
     if process.returncode:
         raise RuntimeError(f"the recipe ended with status {process.returncode}:\n{output[-4000:]}")
     lines = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
-    return Run([row for row in map(json.loads, lines) if "train/loss" in row], peaks)
+    steps = [row for row in map(json.loads, lines) if "train/loss" in row]
+    return Run(steps, resident=seen) if isinstance(seen, Resident) else Run(steps, seen)
 
 
 class MemoryWatch:

@@ -21,11 +21,13 @@ COMMANDS = {
     "sync": "send MLflow what a run could not send itself",
     "show": "a run's curves, times and samples in the terminal",
     "report": "a run on one page, for a browser",
+    "plan": "memory and time of a step by placement, before there is a machine",
 }
 """Every command, a module of this package, with what it does."""
 
 _USAGE = "usage: rl-plugins COMMAND ...\n\ncommands:\n{}\n\n`rl-plugins COMMAND --help` explains one, with examples."
 _INTERRUPTED = 130
+_INTERMIXED = {"plan"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog=f"rl-plugins {name}", description=command.__doc__, formatter_class=RawDescriptionHelpFormatter
     )
     command.add_arguments(parser)
-    parsed = parser.parse_args(given)
+    # Options may stand between a recipe's `key=value`, which argparse takes in one row only unless it is asked.
+    parsed = parser.parse_intermixed_args(given) if name in _INTERMIXED else parser.parse_args(given)
     try:
         status: int = command.run(parsed)
     except ConfigError as error:

@@ -12,6 +12,7 @@ import pytest
 FLOORS = {
     "algorithms": 1,
     "data": 1,
+    "planning": 1,
     "report": 1,
     "rollout": 1,
     "evaluation": 2,

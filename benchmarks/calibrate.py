@@ -1,0 +1,183 @@
+"""Measure what `rl-plugins plan --device cpu` has to know of a machine, and write it to a file.
+
+`python -m benchmarks.calibrate [--output FILE] [--kept FOLDER]` runs the GRPO recipe on two sizes of a model, in a few
+minutes: the tiny one shows what processes take that have hardly a model, and what steps cost that hardly compute; one
+of 28 M parameters shows the rates of training and sampling in float32 and bfloat16. Settings that a plan is for (other
+ZeRO stages, several engines, other models and lengths) are not among what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.plan_work import WORKERS, prepare_tiny, work_of
+from benchmarks.policies import save_28m, save_prompts
+from benchmarks.runs import Run, run_grpo
+from rl_plugins.planning.devices import CPU_FILE, Device
+from rl_plugins.planning.memory import engine_memory, total, trainer_memory
+from rl_plugins.planning.placement import Placement
+from rl_plugins.planning.step_time import micro_batches, training_flops
+from rl_plugins.planning.workload import WIDTHS, Workload
+
+PLACE = Placement(WORKERS, 1, zero_stage=1, offload="stay")
+TINY = ["run.steps=6", "sampling.max_tokens=16", "data.max_prompt_tokens=24", "batch.samples_per_prompt=8"]
+LARGE = [
+    "run.steps=5", "batch.samples_per_prompt=4", "sampling.max_tokens=128", "data.max_prompt_tokens=64",
+    "batch.tokens_per_micro_batch=1536",
+]  # fmt: skip
+PROMPTS = "batch.prompts_per_step"
+
+
+def copy_rate() -> float:
+    """Bytes a second that one thread reads and writes."""
+    import torch
+
+    torch.set_num_threads(1)
+    source = torch.zeros(2**26)
+    target = torch.empty_like(source).copy_(source)
+    start = time.perf_counter()
+    for _ in range(5):
+        target.copy_(source)
+    return 2 * 5 * source.nbytes / (time.perf_counter() - start)
+
+
+def measure(kept: Path | None) -> dict[str, Any]:
+    """Run, and solve for what is not known.
+
+    Args:
+        kept: folder of runs that are not run again.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        small, large = folder / "tiny", folder / "28m"
+        prepare_tiny(small)
+        save_28m(large / "policy")
+        save_prompts(large / "data")
+        few, many = (run_at(small, [*TINY, f"{PROMPTS}={prompts}"], kept) for prompts in (2, 32))
+        at = {
+            precision: [
+                run_at(large, [*LARGE, f"{PROMPTS}={prompts}", f"model.precision={precision}"], kept)
+                for prompts in (2, 8)
+            ]
+            for precision in ("32-true", "bf16-true")
+        }
+    bandwidth = copy_rate()
+    decode_step, decode_sequence = decoding_costs(few, many)
+    found: dict[str, Any] = {
+        "name": "cpu",
+        "cores": os.cpu_count(),
+        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "bandwidth": bandwidth,
+        "decode_step_s": decode_step,
+        "decode_sequence_s": decode_sequence,
+        "train_flops": {},
+        "sample_flops": {},
+        "sample_bandwidth": {},
+    }
+    for runs in at.values():
+        run, work = runs[1]
+        tokens = work.responses * work.sample_tokens / WORKERS
+        found["train_flops"][work.dtype] = training_flops(work, work.policy, tokens) / run.quiet("time/update_policy")
+        rate, read = sampling_rates(runs, decode_step, decode_sequence)
+        found["sample_flops"][work.engine_dtype], found["sample_bandwidth"][work.engine_dtype] = rate, read
+    run, work = many
+    tokens = work.responses * work.sample_tokens / WORKERS
+    arithmetic = training_flops(work, work.policy, tokens) / found["train_flops"]["float32"]
+    passes = micro_batches(work, PLACE) * work.policy.tensors
+    found["tensor_s"] = max(0.0, run.quiet("time/update_policy") - arithmetic) / passes
+    phases = ("time/rollout", "time/update_policy", "time/update_weights", "time/offload", "time/reload")
+    found["step_s"] = max(0.0, run.quiet("time/step") - sum(run.quiet(phase) for phase in phases))
+    # Ranks meet in shared memory: a collective is copies.
+    found |= {"link": bandwidth / 4, "network": 1e9, "host_link": bandwidth}
+    return found | memory(few, [runs[1] for runs in at.values()], Device(**found))
+
+
+def decoding_costs(few: tuple[Run, Workload], many: tuple[Run, Workload]) -> tuple[float, float]:
+    """Seconds of a step of decoding without responses, and of each response in it."""
+    (a, b), (m, n) = [(run.quiet("time/rollout") / work.response_tokens, work.responses) for run, work in (few, many)]
+    slope = max(0.0, (m - a) / (n - b))
+    return max(0.0, a - slope * b), slope
+
+
+def sampling_rates(runs: Sequence[tuple[Run, Workload]], step_s: float, sequence_s: float) -> tuple[float, float]:
+    """Operations and bytes a second of decoding, from two runs with other numbers of responses."""
+    rows, seconds = [], []
+    for run, work in runs:
+        context = work.prompt_tokens + work.response_tokens / 2
+        flops = work.policy.forward_flops(work.responses * work.response_tokens, context)
+        flops += work.policy.forward_flops(work.prompts * work.prompt_tokens, work.prompt_tokens / 2)
+        width = WIDTHS[work.engine_dtype]
+        each = work.policy.multiplied * width + work.responses * context * work.policy.kv_bytes(width)
+        rows.append((flops, each * work.response_tokens))
+        seconds.append(run.quiet("time/rollout") - work.response_tokens * (step_s + work.responses * sequence_s))
+    (a, b), (c, d) = rows
+    determinant = a * d - b * c
+    return determinant / (seconds[0] * d - b * seconds[1]), determinant / (a * seconds[1] - seconds[0] * c)
+
+
+def memory(few: tuple[Run, Workload], larger: Sequence[tuple[Run, Workload]], device: Device) -> dict[str, float]:
+    """Bytes of processes that have hardly a model, without that; and by how much heaps exceed what passes have."""
+    run, work = few
+    assert run.resident is not None
+    start, end = run.steps[1]["time"], run.steps[-1]["time"]
+    # All other processes are looked at once a second.
+    found = {"machine_base": run.resident.others(start - 5, end)}
+    found["trainer_base"] = run.resident.peak("RayTrainWorker", start, end) - total(update(work, device))
+    engine = engine_memory(work, PLACE, device)["sampling"]
+    found["engine_base"] = run.resident.peak("VLLMActor", start, end, shared=True) - total(engine)
+    heaps = []
+    for run, work in larger:
+        assert run.resident is not None
+        peak = run.resident.peak("RayTrainWorker", run.steps[0]["time"], run.steps[-1]["time"])
+        parts = update(work, device)
+        held = sum(parts[name] for name in ("gradients", "gathered", "activations"))
+        heaps.append(1 + (peak - found["trainer_base"] - total(parts)) / held)
+    return {**found, "fragments": max(1.0, fmean(heaps))}
+
+
+def update(work: Workload, device: Device) -> dict[str, float]:
+    """Parts of a trainer's memory in the update, as if heaps were as large as what is in them."""
+    return trainer_memory(work, PLACE, replace(device, fragments=1.0))["update"]
+
+
+def run_at(folder: Path, overrides: list[str], kept: Path | None) -> tuple[Run, Workload]:
+    """A run, and the work of one of its steps with the lengths that were sampled."""
+    name = "_".join([folder.name, *(option.rpartition("=")[2] for option in overrides[-2:])])
+    file = kept / f"{name}.pickle" if kept else None
+    if file and file.is_file():
+        run: Run = pickle.loads(file.read_bytes())
+    else:
+        further = (f"placement.num_workers={WORKERS}", "strategy.zero_stage=1")
+        run = run_grpo(folder, *overrides, *further, name=name, closely=True)
+        if file:
+            file.write_bytes(pickle.dumps(run))
+    work = work_of(folder / "policy", overrides)
+    return run, replace(work, response_tokens=run.quiet("train/response_length"))
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=CPU_FILE)
+    parser.add_argument("--kept", type=Path, help="a folder for what was measured, which is not measured again")
+    arguments = parser.parse_args()
+    output = arguments.output
+    found = measure(arguments.kept)
+    Device(**found)
+    output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print(output.read_text(encoding="utf-8"))
+    assert set(found["train_flops"]) == set(WIDTHS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""What `rl-plugins plan --device cpu` predicts of a step, over what is measured: memory of the processes, and time.
+
+`python -m benchmarks.plan_accuracy [--only PART ...] [--measured FILE]` runs the GRPO recipe with each setting and
+prints predicted, measured and their ratio. Rates and the memory of libraries are those of the calibration file, which
+other runs have made (`python -m benchmarks.calibrate`). What was measured is kept in FILE, and not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+from benchmarks.plan_work import work_of
+from benchmarks.policies import save_28m, save_50m, save_prompts
+from benchmarks.runs import run_grpo
+from rl_plugins.planning.devices import CPU_FILE, GIB, Device, device_named
+from rl_plugins.planning.memory import engine_memory, total, trainer_memory
+from rl_plugins.planning.placement import Placement
+from rl_plugins.planning.step_time import step_time
+
+MODELS = {"28m": save_28m, "50m": save_50m}
+COMMON = [
+    "run.steps=4", "batch.prompts_per_step=8", "batch.samples_per_prompt=4", "data.max_prompt_tokens=64",
+    "batch.tokens_per_micro_batch=1536",
+]  # fmt: skip
+MEMORY = {
+    f"ZeRO-{stage} {precision}": ("28m", Placement(2, 1, zero_stage=stage, offload="stay"), precision, 128)
+    for precision in ("32-true", "bf16-true")
+    for stage in (1, 2, 3)
+}
+TIME = {
+    "2 trainers, engine each, ZeRO-1": ("28m", Placement(2, 2, zero_stage=1, offload="stay"), "bf16-true", 128),
+    "2 trainers, 1 engine, ZeRO-1": ("28m", Placement(2, 1, zero_stage=1, offload="stay"), "bf16-true", 128),
+    "2 trainers, 1 engine, ZeRO-3, recomputing": ("28m", Placement(2, 1, offload="stay"), "bf16-true", 128),
+    "1 trainer, 1 engine, ZeRO-1": ("28m", Placement(1, 1, zero_stage=1, offload="stay"), "bf16-true", 128),
+    "50 M: 2 trainers, 1 engine, ZeRO-2": ("50m", Placement(2, 1, zero_stage=2, offload="stay"), "bf16-true", 192),
+}
+RECOMPUTING = "model.gradient_checkpointing=true"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run: bytes of a trainer and of an engine at their largest, seconds of a step and of its phases."""
+
+    trainer: float
+    engine: float
+    step: float
+    rollout: float
+    update: float
+    response_tokens: float
+
+
+def options(name: str) -> list[str]:
+    """Of the recipe, for a setting."""
+    _, place, precision, max_tokens = {**MEMORY, **TIME}[name]
+    return [
+        *COMMON,
+        f"model.precision={precision}",
+        f"placement.num_workers={place.trainers}",
+        f"rollout.engines={place.engines}",
+        f"strategy.zero_stage={place.zero_stage}",
+        f"sampling.max_tokens={max_tokens}",
+        *([RECOMPUTING] if "recomputing" in name else []),
+    ]
+
+
+def measure(name: str, folder: Path) -> Measured:
+    """Run a setting."""
+    model = {**MEMORY, **TIME}[name][0]
+    here = folder / model
+    if not here.exists():
+        MODELS[model](here / "policy")
+        save_prompts(here / "data")
+    run = run_grpo(here, *options(name), name=f"run{len(list(here.iterdir()))}_{hash(name) % 10**6}", closely=True)
+    assert run.resident is not None
+    start, end = run.steps[0]["time"], run.steps[-1]["time"]
+    return Measured(
+        trainer=run.resident.peak("RayTrainWorker", start, end),
+        engine=run.resident.peak("VLLMActor", start, end, shared=True),
+        step=run.quiet("time/step"),
+        rollout=run.quiet("time/rollout"),
+        update=run.quiet("time/update_policy"),
+        response_tokens=run.quiet("train/response_length"),
+    )
+
+
+def predict(name: str, device: Device, folder: Path, response_tokens: float) -> Measured:
+    """The same by arithmetic, from the model's config.json, the options and the mean length of a response."""
+    model, place, _, _ = {**MEMORY, **TIME}[name]
+    if not (folder / model).exists():
+        MODELS[model](folder / model / "policy")
+    work = replace(work_of(folder / model / "policy", options(name)), response_tokens=response_tokens)
+    time = step_time(work, place, device, device.cores)
+    trainer = trainer_memory(work, place, device)["update"]
+    engine = engine_memory(work, place, device)["sampling"]
+    return Measured(
+        trainer=device.trainer_base + total(trainer),
+        engine=device.engine_base + total(engine),
+        step=time.step,
+        rollout=time.rollout,
+        update=time.update,
+        response_tokens=response_tokens,
+    )
+
+
+def line(name: str, predicted: Measured, found: Measured) -> str:
+    """Predicted, measured and ratio of memory and time."""
+    cells = [f"{name:44}"]
+    for one, other, unit in (
+        (predicted.trainer, found.trainer, GIB),
+        (predicted.engine, found.engine, GIB),
+        (predicted.rollout, found.rollout, 1),
+        (predicted.update, found.update, 1),
+        (predicted.step, found.step, 1),
+    ):
+        cells.append(f"{one / unit:6.2f} {other / unit:6.2f} {one / other:5.2f}")
+    return " |".join(cells)
+
+
+def main() -> None:
+    """Measure what has not been, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=list(MEMORY | TIME), help="settings by a part of their names")
+    parser.add_argument("--measured", type=Path, help="a file that keeps what was measured")
+    parser.add_argument("--calibration", type=Path, default=CPU_FILE)
+    arguments = parser.parse_args()
+    device = device_named("cpu", arguments.calibration)
+    file = arguments.measured
+    kept = json.loads(file.read_text()) if file and file.is_file() else {}
+    names = [name for name in MEMORY | TIME if any(part in name for part in arguments.only)]
+    header = "".join(f" |{kind:>20}" for kind in ("trainer, GiB", "engine, GiB", "rollout, s", "update, s", "step, s"))
+    print(f"{'predicted, measured, ratio':44}{header}")
+    steps: dict[str, tuple[float, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            if name not in kept:
+                kept[name] = vars(measure(name, Path(folder)))
+                if file:
+                    file.write_text(json.dumps(kept, indent=1))
+            found = Measured(**kept[name])
+            predicted = predict(name, device, Path(folder), found.response_tokens)
+            print(line(name, predicted, found), flush=True)
+            if name.startswith(("1", "2")) or name == "ZeRO-3 bf16-true":
+                steps[name] = predicted.step, found.step
+    pairs = list(combinations(steps.values(), 2))
+    right = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)
+    if pairs:
+        print(f"order by step time of {len(steps)} settings of one work: {right} of {len(pairs)} pairs as measured")
+
+
+if __name__ == "__main__":
+    main()

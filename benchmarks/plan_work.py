@@ -1,0 +1,27 @@
+"""What the benchmarks of plans have in common: workers, models, and the work that a recipe's options describe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rl_plugins.commands.plan import workload_of
+from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.config import parse_config
+from rl_plugins.planning.workload import Workload
+
+WORKERS = 2
+
+
+def prepare_tiny(folder: Path) -> None:
+    """The quickstart's model and sums to solve."""
+    from rl_plugins.data.prepare.addition import addition_rows
+    from rl_plugins.data.prepare.writing import write_splits
+    from rl_plugins.models.tiny import save_tiny_policy
+
+    write_splits(addition_rows(below=50, num_train=512, num_test=16, seed=0), folder / "data")
+    save_tiny_policy(folder / "policy")
+
+
+def work_of(policy: Path, overrides: list[str]) -> Workload:
+    """The work of a step of the GRPO recipe."""
+    return workload_of(parse_config(compose_config("grpo", [f"model.path={policy}", *overrides])))

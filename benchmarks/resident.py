@@ -1,0 +1,104 @@
+"""The private and shared memory of a recipe's processes over time: what a plan predicts, as the kernel counts it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+KINDS = ("RayTrainWorker", "VLLMActor")
+OTHERS = "others"
+_EVERY_S = 0.02
+_LOOK_S = 1.0
+
+
+@dataclass
+class Resident:
+    """Of each process, by kind and id: when it was looked at, private bytes, bytes of shared memory."""
+
+    seen: dict[tuple[str, int], list[tuple[float, int, int]]] = field(default_factory=dict)
+
+    def peak(self, kind: str, start: float, end: float, *, shared: bool = False) -> int:
+        """Most bytes that a process of a kind had between two times, on average over the processes.
+
+        Args:
+            kind: of `KINDS`.
+            start: as time.time.
+            end: the same.
+            shared: count shared memory, too.
+        """
+        peaks = [
+            max(private + (of_all if shared else 0) for when, private, of_all in points if start <= when <= end)
+            for (name, _), points in self.seen.items()
+            if name == kind and any(start <= when <= end for when, _, _ in points)
+        ]
+        return sum(peaks) // len(peaks)
+
+    def others(self, start: float, end: float) -> int:
+        """Most bytes that all other processes of the run had together, each at its largest."""
+        return sum(
+            max((private for when, private, _ in points if start <= when <= end), default=0)
+            for (name, _), points in self.seen.items()
+            if name == OTHERS
+        )
+
+
+class ResidentWatch:
+    """Looks at the descendants of a process fifty times a second, at those that are of no kind once a second."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._resident = Resident()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> Resident:
+        """End; what was seen."""
+        self._ended.set()
+        self._thread.join()
+        return self._resident
+
+    def _watch(self) -> None:
+        looked, close = 0.0, set()
+        while not self._ended.wait(_EVERY_S):
+            if time.time() - looked > _LOOK_S:
+                looked = time.time()
+                close = self._look()
+            for process in close:
+                self._note(process)
+
+    def _look(self) -> set[tuple[str, int]]:
+        """The processes of a kind; notes all others."""
+        close = set()
+        try:
+            processes = [self._root, *self._root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return close
+        for process in processes:
+            try:
+                title = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            kind = next((kind for kind in KINDS if kind in title), OTHERS)
+            if kind == OTHERS:
+                self._note((OTHERS, process.pid))
+            else:
+                close.add((kind, process.pid))
+        return close
+
+    def _note(self, process: tuple[str, int]) -> None:
+        try:
+            lines = Path(f"/proc/{process[1]}/status").read_text().splitlines()
+        except OSError:
+            return
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+        if sizes:
+            point = time.time(), sizes["RssAnon"], sizes["RssShmem"]
+            self._resident.seen.setdefault(process, []).append(point)

@@ -1,0 +1,38 @@
+"""What `rl-plugins plan` says of memory, over what the processes of a run have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.plan_work import work_of
+from benchmarks.policies import save_policy, save_prompts
+from benchmarks.runs import run_grpo
+from rl_plugins.planning.devices import device_named
+from rl_plugins.planning.memory import engine_memory, total, trainer_memory
+from rl_plugins.planning.placement import Placement
+
+WITHIN = 0.15
+OPTIONS = [
+    "run.steps=3", "batch.prompts_per_step=4", "batch.samples_per_prompt=4", "sampling.max_tokens=64",
+    "data.max_prompt_tokens=64", "batch.tokens_per_micro_batch=1024", "strategy.zero_stage=2",
+    "model.precision=bf16-true", "placement.num_workers=2",
+]  # fmt: skip
+
+
+def test_memory_of_trainers_and_engine_is_as_planned(tmp_path):
+    save_policy(tmp_path / "policy", hidden_size=512, num_layers=12, intermediate_size=1408, vocab_size=8192)
+    save_prompts(tmp_path / "data")
+    run = run_grpo(tmp_path, *OPTIONS, closely=True)
+    assert run.resident is not None
+    start, end = run.steps[0]["time"], run.steps[-1]["time"]
+    device, place = device_named("cpu"), Placement(2, 1, zero_stage=2, offload="stay")
+    lengths = run.quiet("train/response_length")
+    work = replace(work_of(tmp_path / "policy", OPTIONS), response_tokens=lengths)
+    trainer = device.trainer_base + total(trainer_memory(work, place, device)["update"])
+    engine = device.engine_base + total(engine_memory(work, place, device)["sampling"])
+    measured = {
+        "trainer": run.resident.peak("RayTrainWorker", start, end),
+        "engine": run.resident.peak("VLLMActor", start, end, shared=True),
+    }
+    ratios = {"trainer": trainer / measured["trainer"], "engine": engine / measured["engine"]}
+    assert all(abs(ratio - 1) < WITHIN for ratio in ratios.values()), ratios

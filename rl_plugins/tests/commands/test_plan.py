@@ -1,0 +1,113 @@
+"""`rl-plugins plan` as it is typed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rl_plugins.commands.main import main
+from rl_plugins.commands.plan import WITH_VALUES, read_shape, workload_of
+from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.config import parse_config
+from rl_plugins.tests.repository.test_import_weight import HEAVY
+
+QWEN_7B = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
+}  # fmt: skip
+ANSWERS_WITHIN_S = 3.0
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The shape of a model in a file, without a model."""
+    path = tmp_path / "qwen.json"
+    path.write_text(json.dumps(QWEN_7B))
+    return path
+
+
+def test_it_prints_the_placements_and_the_options_of_the_best(model, capsys):
+    words = ["plan", "grpo", f"model.path={model}", "--device", "h100", "model.precision=bf16-true"]
+    assert main([*words, "strategy.zero_stage=3", "--devices", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "7.62 B parameters, 32 x 8 samples of 512 + 256 tokens, bf16-true, on 1 x 8 h100" in shown
+    lines = shown.splitlines()
+    end = lines[1].index("s/step") + len("s/step")
+    seconds = [float(line[end - 9 : end]) for line in lines[2:14]]
+    assert seconds == sorted(seconds)
+    options = lines[-1].split()
+    assert "strategy.zero_stage=3" in options
+    parse_config(compose_config("grpo", [f"model.path={model}", *(o for o in options if "schedule" not in o)]))
+
+
+def test_the_impossible_is_refused_in_time_and_without_heavy_libraries(model, root):
+    words = ["plan", "grpo", f"model.path={model}", "--device", "l4", "--devices", "2"]
+    code = (
+        "import sys\nfrom rl_plugins.commands.main import main\n"
+        f"status = main({words!r})\nprint('LOADED', *sys.modules)\nsys.exit(status)"
+    )
+    start = time.monotonic()
+    outcome = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    seconds = time.monotonic() - start
+    assert outcome.returncode == 2
+    error = outcome.stderr
+    assert re.search(
+        r"error: none of \d+ placements fits; the nearest, .* lacks [\d.]+ GiB on each .*: (set|lower|train) ", error
+    )
+    assert set(outcome.stdout.split("LOADED")[1].split()) & HEAVY == set()
+    assert seconds < ANSWERS_WITHIN_S
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sft", "model.path=M"], "plan is for stages that sample what they train on"),
+        (["grpo", "model.path=nowhere/at/all"], "model.path=nowhere/at/all: there is no such folder or file"),
+        (["grpo", "model.path=M", "placement.num_workers=7"], "no placement on 8 devices agrees with the options"),
+        (["grpo", "model.path=M", "--device", "cpu", "--nodes", "2"], "--nodes: CPUs are planned for on one machine"),
+        (["grpo", "model.path=M", "--devices", "0"], "both must be 1 or more"),
+        (["grpo", "model.path=M", "--device", "cpu", "--calibration", "no.json"], "--calibration no.json: "),
+    ],
+)
+def test_one_line_says_what_to_mend(words, message, model, capsys):
+    devices = [] if "--devices" in words or "--nodes" in words else ["--devices", "8"]
+    device = [] if "--device" in words else ["--device", "h100"]
+    assert main(["plan", *(word.replace("=M", f"={model}") for word in words), *device, *devices]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_a_file_that_is_no_shape_is_named(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"model.path=.*x.json is not JSON"):
+        read_shape("model.path", str(path))
+
+
+def work(recipe, model, *options):
+    return workload_of(parse_config(compose_config(recipe, [f"model.path={model}", *options])))
+
+
+def test_an_algorithm_brings_its_models(model):
+    plain = work("grpo", model)
+    assert plain.critic is None and plain.frozen == {}
+    assert work("ppo", model).critic == plain.policy
+    assert set(work("grpo", model, "algorithm.kl.coefficient=0.1").frozen) == {"reference"}
+    # The base of an adapter is its reference.
+    assert work("grpo", model, "algorithm.kl.coefficient=0.1", "model.lora.rank=8").frozen == {}
+    assert set(work("grpo", model, f"reward_model.path={model}").frozen) == {"reward_model"}
+    assert set(work("prime", model).frozen) == {"reference"} and work("prime", model).critic == plain.policy
+
+
+def test_advantages_with_values_are_those_whose_functions_ask_for_them():
+    import inspect
+
+    from rl_plugins.algorithms.advantages import ADVANTAGES
+
+    asking = {name for name, function in ADVANTAGES.items() if "values_BT" in inspect.signature(function).parameters}
+    assert asking == WITH_VALUES

@@ -1,0 +1,122 @@
+"""Memory against sums made by hand, of a model with a million parameters in all its matrices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rl_plugins.planning.devices import DEVICES
+from rl_plugins.planning.memory import engine_memory, kv_cache_needed, total, trainer_memory
+from rl_plugins.planning.placement import Placement
+from rl_plugins.planning.shape import ModelShape
+from rl_plugins.planning.workload import Workload
+
+# A block: 4 x 64 x 64 of attention, 3 x 64 x 128 of the MLP, 2 x 64 of norms.
+SHAPE = ModelShape(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=4, head_dim=16, vocab=1000, norms=128)
+P = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 128) + 64 + 2 * 64 * 1000
+WORK = Workload(
+    SHAPE, prompts=4, samples=2, prompt_tokens=32, response_tokens=32, max_tokens=64, micro_batch_tokens=128,
+    kv_cache_bytes=2**20,
+)  # fmt: skip
+GPU = DEVICES["h100"]
+CPU = replace(GPU, cores=2, fragments=1.5)
+
+
+def test_parameters_by_hand():
+    assert SHAPE.parameters == P
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "kept"),
+    [
+        # Weights are whole, masters and two moments of four bytes are divided by two workers.
+        (1, "bf16-true", 2 * P + 12 * P / 2),
+        (2, "32-true", 4 * P + 12 * P / 2),
+        # Weights and gradients are divided, too; all tensors are so small that they are whole beside their parts.
+        (3, "bf16-true", 2 * P / 2 + 2 * P + 12 * P / 2 + 2 * P / 2),
+        # FSDP2: all in bfloat16; or float32 shards.
+        (0, "bf16-true", 6 * P / 2),
+        (0, "bf16-mixed", 12 * P / 2),
+    ],
+)
+def test_states_between_passes(stage, precision, kept):
+    place = Placement(2, 1, zero_stage=stage, offload="stay")
+    work = replace(WORK, precision=precision)
+    assert total(trainer_memory(work, place, GPU)["sampling"]) == pytest.approx(kept)
+
+
+def test_trainers_that_share_their_devices_give_them_up_but_for_frozen_models():
+    work = replace(WORK, frozen={"reference": SHAPE})
+    place = Placement(2, 2, zero_stage=1)
+    assert trainer_memory(work, place, GPU)["sampling"] == {"reference parameters": 2 * P}
+    apart = replace(place, colocated=False)
+    assert total(trainer_memory(work, apart, GPU)["sampling"]) == pytest.approx(2 * P + 12 * P / 2 + 2 * P)
+
+
+def test_an_adapter_trains_itself_alone():
+    adapter = 2 * 8 * (4 * 128 + 3 * 192)
+    place = Placement(2, 1, zero_stage=1, offload="stay")
+    states = trainer_memory(replace(WORK, lora_rank=8), place, GPU)["sampling"]
+    assert total(states) == pytest.approx(2 * P + 2 * adapter + 12 * adapter / 2)
+
+
+def test_update_in_a_pass():
+    place = Placement(2, 1, zero_stage=2, offload="stay")
+    parts = trainer_memory(WORK, place, GPU)["update"]
+    # A micro-batch of 128 tokens. Of a block and a token in bfloat16: two norms of 4 + 2 + 2 bytes, and two bytes each
+    # of q, k, v, twice what attention gives, and four times the MLP's width.
+    block = 2 * 64 * 8 + 2 * (5 * 64 + 4 * 128)
+    ends = 64 * 8 + 2 * (2 * 64 + 3 * 128)
+    assert parts["activations"] == 128 * (2 * block + ends)
+    assert parts["bucket"] == 2 * P and parts["gradients"] == 2 * P / 2
+    assert parts["logits"] == 64 * 1000 * 14
+    again = trainer_memory(replace(WORK, gradient_checkpointing=True), place, GPU)["update"]
+    assert again["activations"] == 128 * (2 * 64 * 2 + block + ends)
+
+
+def test_gradients_of_stage_1_are_whole_while_several_passes_add_them_up():
+    place = Placement(2, 1, zero_stage=1, offload="stay")
+    assert trainer_memory(WORK, place, GPU)["update"]["gradients"] == 2 * P + 2 * P / 2
+    once = replace(WORK, micro_batch_tokens=10_000)
+    assert trainer_memory(once, place, GPU)["update"]["gradients"] == 2 * P / 2
+
+
+def test_the_optimizer_of_a_large_model_needs_more_than_its_passes():
+    # Gradients and a temporary copy in float32 of what is not divided.
+    work = replace(WORK, micro_batch_tokens=1, prompts=1, samples=1, prompt_tokens=1, response_tokens=1, max_tokens=1)
+    parts = trainer_memory(work, Placement(1, 1, zero_stage=2, offload="stay"), GPU)["update"]
+    assert parts["float32 gradients"] + parts["temporary"] == 12 * P
+    on_host = trainer_memory(work, Placement(1, 1, zero_stage=2, offload="cpu"), GPU)["update"]
+    assert "temporary" not in on_host and "masters" in on_host and on_host["masters"] == 0
+
+
+def test_an_engine_on_a_cpu_holds_what_it_has_written():
+    place = Placement(2, 2, sleep="kv_cache")
+    weights, token = 2 * P, 2 * 2 * 64 * 2
+    memory = engine_memory(WORK, place, CPU)
+    # Four responses; prompts are shorter than a block of the cache, so that nothing of them is shared.
+    cache = 4 * 64 * token
+    assert memory["start"] == {"weights": weights, "freed by loading": weights, "KV cache": 2**20}
+    assert memory["sampling"]["KV cache"] == cache
+    assert memory["asleep"] == {"weights": weights, "freed by loading": weights}
+    assert engine_memory(WORK, replace(place, sleep="none"), CPU)["asleep"]["KV cache"] == 2**20
+    assert engine_memory(WORK, replace(place, sleep="all"), CPU)["asleep"] == {"freed by loading": weights}
+    longer = replace(WORK, prompt_tokens=130.0)
+    assert kv_cache_needed(longer, place, on_cpu=True) == pytest.approx(4 * (2 + 64 + 32) * token)
+
+
+def test_an_engine_on_an_accelerator_takes_its_share():
+    place = Placement(2, 1, 2, engine_share=0.5)
+    memory = engine_memory(WORK, place, GPU)
+    assert memory["sampling"] == {"weights": P, "KV cache": 0.5 * GPU.memory - P}
+    assert memory["asleep"] == {"left": 0.0}
+    assert engine_memory(WORK, replace(place, colocated=False), GPU)["asleep"]["left"] == 0.5 * GPU.memory
+
+
+def test_what_a_process_on_a_cpu_frees_stays_with_it():
+    place = Placement(2, 1, zero_stage=1, offload="stay")
+    update, sampling = (trainer_memory(WORK, place, CPU)[phase] for phase in ("update", "sampling"))
+    held = update["gradients"] + update["gathered"] + update["activations"]
+    assert update["fragments"] == pytest.approx(held / 2)
+    assert sampling["activations"] == pytest.approx(1.5 * update["activations"])

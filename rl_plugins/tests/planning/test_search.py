@@ -1,0 +1,81 @@
+"""The search over placements: what fits comes first, what is given is kept, what cannot be says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.planning.devices import DEVICES, GIB, device_named
+from rl_plugins.planning.search import Cluster, advice, overrides, placements, search
+from rl_plugins.planning.shape import ModelShape
+from rl_plugins.planning.workload import Workload
+
+QWEN_7B = ModelShape(28, 3584, 18944, 28, 4, 128, 152064, attention_bias=28 * 128 + 8 * 128, norms=2 * 3584)
+WORK = Workload(QWEN_7B)
+NODE = Cluster(DEVICES["h100"], 8)
+
+
+def test_what_fits_comes_first_by_its_time():
+    found = search(WORK, NODE)
+    fitting = [one.time.step for one in found if one.fits]
+    assert fitting and fitting == sorted(fitting)
+    assert [one.fits for one in found] == sorted((one.fits for one in found), reverse=True)
+    for one in found:
+        fullest = max(max(phases.values()) for phases in one.memory.values())
+        assert one.short == pytest.approx(max(0.0, fullest - 0.95 * NODE.device.memory)) or "KV cache" in one.reason
+
+
+def test_placements_use_the_devices_and_divide_prompts_and_heads():
+    for place in placements(WORK, NODE):
+        assert place.devices == 8
+        assert WORK.prompts % place.trainers == 0
+        assert 4 % place.tensor_parallel == 0
+        assert place.trainers == 8 if place.colocated else place.trainers < 8
+
+
+def test_given_options_are_kept():
+    given = {"strategy.zero_stage": "2", "placement.num_workers": "8", "rollout.engines": "per_worker"}
+    for one in search(WORK, NODE, given=given):
+        options = overrides(one.work, one.place, NODE)
+        assert options["strategy.zero_stage"] == "2" and options["rollout.engines"] == "8"
+    assert search(WORK, NODE, given={"placement.num_workers": "7"}) == []
+
+
+def test_a_placement_that_does_not_fit_says_which_phase_lacks_how_much_and_what_to_change():
+    small = Cluster(DEVICES["l4"], 1)
+    found = search(WORK, small, given={"strategy.zero_stage": "1", "strategy.offload.policy": "while_sampling"})
+    first = found[0]
+    assert not first.fits
+    needed = max(first.memory["device"].values())
+    assert first.reason == f"the update lacks {(needed - 0.95 * 22 * GIB) / GIB:.1f} GiB on each device"
+    assert next(iter(first.parts)) == "moments"
+    assert advice(first) == "set strategy.offload.policy=cpu"
+
+
+def test_long_samples_need_room_in_the_kv_cache():
+    long = replace(WORK, max_tokens=8_000_000, micro_batch_tokens=1)
+    given = {"model.gradient_checkpointing": "false"}
+    assert all(not one.fits for one in search(long, NODE, given=given))
+
+
+def test_more_steps_ahead_and_fsdp_have_options_of_their_own():
+    ahead = next(one for one in search(WORK, NODE) if one.place.ahead)
+    assert overrides(ahead.work, ahead.place, NODE)["schedule.max_staleness"] == "1"
+    sharded = search(WORK, NODE, fsdp=True)[0]
+    assert overrides(sharded.work, sharded.place, NODE)["strategy.name"] == "fsdp"
+
+
+def test_engines_on_a_cpu_share_the_machine_with_trainers():
+    machine = Cluster(device_named("cpu"), 2)
+    small = replace(WORK, policy=ModelShape(2, 64, 128, 4, 4, 16, 1000), engine_dtype="float32")
+    found = search(small, machine)
+    assert {one.place.engines for one in found} == {1, 2} and all(set(one.memory) == {"machine"} for one in found)
+    two = [one for one in found if one.place.engines == 2]
+    assert all(one.memory["machine"]["start"] > 2 * WORK.kv_cache_bytes for one in two)
+
+
+def test_an_unknown_device_names_the_nearest():
+    with pytest.raises(ConfigError, match="--device h10: nothing is known of it; did you mean h100"):
+        device_named("h10")

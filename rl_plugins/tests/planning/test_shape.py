@@ -1,0 +1,99 @@
+"""Shapes against models that transformers builds, and activations against what autograd keeps of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.log_probs import response_log_probs
+from rl_plugins.models.lora import LoraConfig, add_adapter
+from rl_plugins.models.packed_attention import use_packed_attention
+from rl_plugins.planning.shape import shape_of
+
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 160}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SIZES, **HEADS),
+        Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=True),
+        Qwen3Config(**SIZES, **HEADS, head_dim=32),
+        LlamaConfig(**SIZES, **HEADS),
+        LlamaConfig(**SIZES, **HEADS, attention_bias=True, mlp_bias=True),
+        MistralConfig(**SIZES, **HEADS),
+        Gemma2Config(**SIZES, **HEADS, head_dim=32),
+        Gemma3TextConfig(**SIZES, **HEADS, head_dim=32),
+        Phi3Config(**SIZES, **HEADS, pad_token_id=0),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_parameters_are_those_of_the_model(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape_of(config.to_dict(), "it").parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_an_adapter_has_as_many_parameters_as_peft_gives_it():
+    config = Qwen2Config(**SIZES, **HEADS)
+    adapted = add_adapter(AutoModelForCausalLM.from_config(config), LoraConfig(rank=4))
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert shape_of(config.to_dict(), "it").adapter(4) == trained
+
+
+def kept_by_autograd(config, dtype):
+    """Bytes of what a packed pass keeps for its backward, parameters left out."""
+    model = AutoModelForCausalLM.from_config(config).to(dtype).train()
+    use_packed_attention(model)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # alive, so that no other takes its place
+        return tensor
+
+    ids = torch.randint(0, config.vocab_size, (4, 64))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        response_log_probs(
+            model,
+            input_ids_BS=ids,
+            attention_mask_BS=torch.ones_like(ids),
+            position_ids_BS=torch.arange(64).expand(4, 64),
+            response_width=8,
+            packed=True,
+        )
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", [Qwen2Config, LlamaConfig, Qwen3Config], ids=lambda family: family.model_type)
+def test_activations_are_what_autograd_keeps(family, dtype):
+    def config(layers):
+        return family(**{**SIZES, "num_hidden_layers": layers}, **HEADS, head_dim=24)
+
+    of_two_blocks = kept_by_autograd(config(3), dtype) - kept_by_autograd(config(1), dtype)
+    shape = shape_of(config(1).to_dict(), "it")
+    assert shape.activation_bytes(dtype.itemsize) == pytest.approx(of_two_blocks / 2 / (4 * 64), rel=0.02)
+
+
+def test_what_is_not_understood_is_refused_by_name():
+    with pytest.raises(ConfigError, match="it says no hidden_size and no vocab_size"):
+        shape_of({"num_hidden_layers": 1, "intermediate_size": 1, "num_attention_heads": 1}, "it")
+    with pytest.raises(ConfigError, match="num_experts=8: models with experts are not planned for"):
+        shape_of({"num_experts": 8}, "it")

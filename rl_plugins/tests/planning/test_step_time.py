@@ -1,0 +1,84 @@
+"""Seconds against sums made by hand, on a device of round numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rl_plugins.planning.devices import Device
+from rl_plugins.planning.placement import Placement
+from rl_plugins.planning.shape import ModelShape
+from rl_plugins.planning.step_time import rollout_seconds, step_time
+from rl_plugins.planning.workload import Workload
+
+SHAPE = ModelShape(layers=1, hidden=100, intermediate=200, heads=1, kv_heads=1, head_dim=100, vocab=1000)
+N = 4 * 100 * 100 + 3 * 100 * 200 + 100 + 100 * 1000
+WORK = Workload(
+    SHAPE, prompts=2, samples=2, prompt_tokens=10, response_tokens=20, max_tokens=30, micro_batch_tokens=1000
+)
+RATES = {"bfloat16": 1e6, "float32": 1e5}
+DEVICE = Device(
+    "round", memory=2**34, train_flops=RATES, sample_flops=RATES,
+    sample_bandwidth={"bfloat16": 1e6}, bandwidth=1e6, link=1e6, network=1e5, host_link=1e6,
+    decode_step_s=0.5, decode_sequence_s=0.25, tensor_s=0.0, step_s=2.0,
+)  # fmt: skip
+APART = Placement(1, 1, colocated=False, zero_stage=1, engine_share=0.9)
+
+
+def test_decoding_takes_the_longer_of_reading_and_multiplying():
+    # Both prompts once, and twenty tokens of four responses that see twenty others on average.
+    prefill = 20 * (2 * N + 4 * 100 * 5) / 1e6
+    multiplying = 4 * (2 * N + 4 * 100 * 20) / 1e6
+    assert rollout_seconds(WORK, APART, DEVICE) == pytest.approx(prefill + 20 * (multiplying + 0.5 + 4 * 0.25))
+    slow = replace(DEVICE, sample_bandwidth={"bfloat16": 1e5})
+    reading = (2 * N + 4 * 20 * 2 * 100 * 2) / 1e5
+    assert rollout_seconds(WORK, APART, slow) == pytest.approx(prefill + 20 * (reading + 0.5 + 4 * 0.25))
+    both = rollout_seconds(WORK, APART, replace(slow, cores=1))
+    assert both == pytest.approx(prefill + 20 * (reading + multiplying + 0.5 + 4 * 0.25))
+
+
+def test_what_does_not_fit_at_once_is_sampled_in_waves():
+    one = rollout_seconds(replace(WORK, samples=1), APART, DEVICE)
+    two = rollout_seconds(replace(WORK, max_num_seqs=2), APART, DEVICE)
+    prefill = 20 * (2 * N + 4 * 100 * 5) / 1e6
+    assert two - prefill == pytest.approx(2 * (one - prefill))
+    # A cache with room for two samples does the same.
+    weights, sample = 2 * SHAPE.parameters, 30 * 2 * 100 * 2
+    small = replace(DEVICE, memory=2 * (weights + 2.5 * sample))
+    assert rollout_seconds(WORK, replace(APART, engine_share=0.5), small) == pytest.approx(two)
+
+
+def test_training_is_three_forward_passes_and_four_if_they_are_computed_again():
+    tokens = 4 * 30
+    forward = tokens * (2 * N + 4 * 100 * 15) / 1e6
+    optimizer = 32 * SHAPE.parameters / 1e6
+    assert step_time(WORK, APART, DEVICE, 8).update == pytest.approx(3 * forward + optimizer)
+    again = step_time(replace(WORK, gradient_checkpointing=True), APART, DEVICE, 8)
+    assert again.update == pytest.approx(4 * forward + optimizer)
+
+
+def test_collectives_by_stage():
+    work = replace(WORK, micro_batch_tokens=30)
+    sizes = {}
+    for stage in (1, 2, 3):
+        place = replace(APART, trainers=2, zero_stage=stage)
+        with_link = step_time(work, place, DEVICE, 8).update
+        sizes[stage] = (with_link - step_time(work, place, replace(DEVICE, link=1e30), 8).update) * 1e6
+    # Two workers, two micro-batches each: half of the weights' bytes goes over the link each time.
+    half = SHAPE.parameters * 2 / 2
+    assert sizes == {1: pytest.approx(3 * half), 2: pytest.approx(5 * half), 3: pytest.approx(4 * half)}
+
+
+def test_a_step_ahead_takes_the_longer_of_sampling_and_training():
+    waiting = step_time(WORK, APART, DEVICE, 8)
+    ahead = step_time(WORK, replace(APART, ahead=1), DEVICE, 8)
+    between = waiting.update_weights + waiting.move
+    assert waiting.step == pytest.approx(waiting.rollout + waiting.training + between)
+    assert ahead.step == pytest.approx(max(waiting.rollout, waiting.training) + between)
+
+
+def test_processes_on_a_cpu_share_its_cores():
+    cpu = replace(DEVICE, cores=1)
+    two = rollout_seconds(WORK, replace(APART, engines=2), cpu)
+    assert two == pytest.approx(2 * rollout_seconds(WORK, replace(APART, engines=2), replace(DEVICE, cores=2)))
