@@ -40,8 +40,8 @@ def speed(overrides: list[str]) -> None:
         save_policy(folder / "policy", hidden_size=256, num_layers=4, intermediate_size=704, vocab_size=8192)
         save_prompts(folder / "data")
         common = [
-            "run.steps=16", "placement.num_workers=1", "strategy.zero_stage=1", "batch.prompts_per_step=16",
-            "batch.samples_per_prompt=4", "sampling.max_tokens=48", "data.max_prompt_tokens=64",
+            "run.steps=20", "placement.num_workers=1", "strategy.zero_stage=1", "batch.prompts_per_step=4",
+            "batch.samples_per_prompt=4", "sampling.max_tokens=96", "data.max_prompt_tokens=64",
             "batch.tokens_per_micro_batch=4096", "rollout.sleep=none", *overrides,
         ]  # fmt: skip
         runs = {
@@ -125,7 +125,7 @@ def _save_stragglers(folder: Path) -> None:
                     "style": "rule",
                     "ground_truth": "a" * SHORT if "short" in prompt else ("abcdefghij" * LONG)[:LONG],
                 },
-                "extra_info": {},
+                "extra_info": {"split": "train"},
             }
             for prompt in prompts
         ]
@@ -136,6 +136,7 @@ def _save_stragglers(folder: Path) -> None:
     save_tiny_policy(folder / "base")
     options = [
         f"run.output_dir={folder}", "run.steps=150", "run.eval_every=0", "tracking.enabled=false",
+        "batch.prompts_per_step=64",
         f"model.path={folder}/base", f"data.train_files=[{folder}/data/sft.parquet]",
         f"sampling.max_tokens={LONG + 1}", "data.max_prompt_tokens=24", "run.name=sft",
     ]  # fmt: skip

@@ -164,7 +164,9 @@ class RolloutMixin:
                     result, lost = sample(engine), False
                 except EngineLost:
                     lost = True
-            if not self._on_any_rank(lost):
+                # No rank has the engine sleep while another one's groups are being sampled.
+                lost_somewhere = self._on_any_rank(lost)
+            if not lost_somewhere:
                 return result
             self._replace_lost()
         raise EngineLost(f"rollout engines were lost {_MOST_LOSSES} times in one phase: their output says why")

@@ -211,7 +211,7 @@ class RolloutEngine(Protocol):
         """
 
     def drop(self, tickets: Sequence[int]) -> None:
-        """End groups, and forget them."""
+        """End groups, and forget them; when it returns, nothing of them is being sampled."""
 
     def lost_tickets(self) -> list[int]:
         """Of groups that went with a lost engine; whoever submitted them does so again."""

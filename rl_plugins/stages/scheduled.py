@@ -67,10 +67,14 @@ class ScheduledStage(SamplingStage):
         queue = self._queue
         in_flight = self._in_flight(count, of_step)
         self._draw_until(in_flight, of_step)
+        earlier = queue.unfinished(queue.begun())
         new = queue.begin(in_flight, self.step)
         due = queue.due(self.step)
 
         def sample(engine: RolloutEngine) -> None:
+            if earlier and new:
+                # Before the engine is busy with the next ones: it answers between two steps.
+                queue.finish(engine.collect((), 0))
             if new:
                 engine.submit(self._requests(new), self.sampling)
                 new.clear()
@@ -78,11 +82,11 @@ class ScheduledStage(SamplingStage):
                 queue.begun_anew(lost, self.step)
                 engine.submit(self._requests(lost), self.sampling, together=False)
             queue.finish(engine.collect(queue.unfinished(due), max(0, count - queue.num_finished)))
+            if self.schedule.drops:
+                engine.drop(queue.drop_but(count))
 
         self._strategy.sampled(self.step, sample)
         groups = queue.take(count, self.step)
-        if self.schedule.drops and (left := queue.drop_begun()):
-            self._strategy.rollout.drop(left)
         return self._experience_of(groups)
 
     def _in_flight(self, count: int, of_step: int) -> int:

@@ -78,6 +78,10 @@ class TrajectoryQueue:
         self.begun_anew(chosen, version)
         return chosen
 
+    def begun(self) -> list[int]:
+        """Tickets of the groups whose sampling has begun."""
+        return [ticket for ticket, group in self._groups.items() if group.begun is not None]
+
     def begun_anew(self, tickets: Iterable[int], version: int) -> None:
         """Their sampling begins now."""
         for ticket in tickets:
@@ -114,19 +118,20 @@ class TrajectoryQueue:
 
     def begin_again(self) -> list[int]:
         """All groups are to be asked for anew; returns the tickets of those that had been."""
-        begun = [ticket for ticket, group in self._groups.items() if group.begun is not None]
+        begun = self.begun()
         groups = [replace(group, begun=None, generations=None) for group in self._groups.values()]
         self._groups.clear()
         for group in groups:
             self._add(group)
         return begun
 
-    def drop_begun(self) -> list[int]:
-        """Forget all groups whose sampling has begun; returns their tickets."""
-        begun = [ticket for ticket, group in self._groups.items() if group.begun is not None]
-        for ticket in begun:
+    def drop_but(self, count: int) -> list[int]:
+        """Forget all groups whose sampling has begun but so many finished ones; returns their tickets."""
+        kept = [ticket for ticket in self.begun() if not self.unfinished([ticket])][:count]
+        dropped = [ticket for ticket in self.begun() if ticket not in kept]
+        for ticket in dropped:
             del self._groups[ticket]
-        return begun
+        return dropped
 
     # State ------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rl_plugins.errors import ConfigError, DeadlineExceeded
@@ -233,8 +234,15 @@ class VLLMRollout:
             self._finished.pop(ticket, None)
             if ticket in self._engine_of:
                 theirs.setdefault(self._engine_of.pop(ticket), []).append(ticket)
-        for engine, dropped in theirs.items():
-            self._actors[engine].drop.remote(self._rank, dropped)
+        timeout_s = self.config.update_timeout_s
+        waits = [
+            self._begin(engine, "drop", self._rank, dropped, timeout_s=timeout_s, phase="drop")
+            for engine, dropped in theirs.items()
+        ]
+        for wait in waits:
+            # A lost engine has dropped all it had.
+            with suppress(EngineLost):
+                wait()
 
     def _deadline(self) -> float:
         # The actor's own deadline comes first: it knows which rank is missing.

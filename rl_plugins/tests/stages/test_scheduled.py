@@ -223,7 +223,7 @@ class SamplesDirectly(Keeping):
     @override
     def take_groups(self, count: int, of_step: int) -> tuple[PromptBatch, Experience]:
         groups = [self._queue[ticket] for ticket in self._queue.begin(count, self.step)]
-        self._queue.drop_begun()
+        self._queue.drop_but(0)
         prompts = PromptBatch(
             [one.prompt.prompt_ids[0] for one in groups],
             [one.prompt.rows[0] for one in groups],
