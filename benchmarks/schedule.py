@@ -152,11 +152,11 @@ def lost() -> None:
         save_prompts(folder / "data")
         run = _run_and_kill(folder, at_step=6)
     steps, at = run.values("time/step"), run.values("rollout/engines_lost").index(1.0)
-    usual = median(steps[2:at] + [s for s, n in zip(steps, run.values("rollout/engines"), strict=True) if n == 2][at:])
-    print(f"\nlost: an engine of two is killed in a run of {usual:.2f} s a step; steps with one engine left:")
-    alone = [s for s, n in zip(steps, run.values("rollout/engines"), strict=True) if n == 1]
-    print(f"  {'the step itself':28}{steps[at]:7.2f} s, {steps[at] / usual - 1:.2f} steps more")
-    print(f"  {'each step until it is back':28}{median(alone):7.2f} s, {len(alone)} of them")
+    engines = list(zip(steps, run.values("rollout/engines"), strict=True))[2:]
+    usual, alone = median([step for step, count in engines if count == 2]), [s for s, count in engines if count == 1]
+    more = sum(step / usual - 1 for step in alone)
+    print(f"\nlost: an engine of two is killed in a run of {usual:.2f} s a step; it is back after {len(alone)} steps")
+    print(f"  the step itself took {steps[at]:.2f} s; in all the run took {more:.2f} steps longer")
 
 
 def _run_and_kill(folder: Path, at_step: int) -> Run:
