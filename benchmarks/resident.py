@@ -76,7 +76,7 @@ class ResidentWatch:
 
     def _look(self) -> set[tuple[str, int]]:
         """The processes of a kind; notes all others."""
-        close = set()
+        close: set[tuple[str, int]] = set()
         try:
             processes = [self._root, *self._root.children(recursive=True)]
         except psutil.NoSuchProcess:

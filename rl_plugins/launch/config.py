@@ -258,10 +258,13 @@ class ScheduleOptions:
             sampled, unless `algorithm.rollout_correction` is another remedy.
         ahead: how many steps' worth of groups are in flight beyond those of a step; null is `max_staleness`. With less,
             such as 0.25, stragglers are left for a later step; with `max_staleness=0` they are dropped.
+        max_token_age: how many steps old the policy may be that sampled a token that is trained on; older tokens of a
+            response are masked. Null masks none.
     """
 
     max_staleness: int = 0
     ahead: float | None = None
+    max_token_age: int | None = None
 
 
 @dataclass

@@ -142,7 +142,7 @@ def _policy_optimization_options(config: RecipeConfig, tokenizer: Any, scorer: S
             critic.path, optimizer_config(critic.optimizer), critic.warmup_steps, lora_config(critic.lora)
         ),
         "reward_model": RewardModelConfig(model.path, model.weight, model.rule_weight) if model.path else None,
-        "schedule": Schedule(config.schedule.max_staleness, config.schedule.ahead),
+        "schedule": Schedule(**vars(config.schedule)),
         "updates_per_step": config.batch.updates_per_step,
         "passes_per_step": config.batch.passes_per_step,
     }

@@ -184,7 +184,7 @@ def check_values(config: RecipeConfig) -> None:
 
 def _check_schedule(config: RecipeConfig) -> None:
     schedule = config.schedule
-    Schedule(schedule.max_staleness, schedule.ahead)
+    Schedule(**vars(schedule))
     if not (schedule.max_staleness or schedule.ahead):
         return
     chosen = f"schedule.max_staleness={schedule.max_staleness}"

@@ -197,6 +197,7 @@ class CollectingStage(ScheduledStage):
         self.shape_rewards(experience)
         self.compute_log_probs(experience)
         self.compute_values(experience)
+        self.mask_old_tokens(experience)
         self.correct_for_rollout(experience)
         self.compute_advantages(experience)
         return experience
@@ -336,6 +337,16 @@ class CollectingStage(ScheduledStage):
         if self.critic is not None:
             with self._phase("values"):
                 experience.values = self._per_token(experience, lambda micro: {"values": self._values(micro)})["values"]
+
+    def mask_old_tokens(self, experience: Experience) -> None:
+        """Take out of the response mask what an older policy sampled than the schedule trains on."""
+        oldest, mask_BT = self.schedule.max_token_age, experience.response_mask
+        if oldest is None:
+            return
+        experience.response_mask = mask_BT * (self.step - experience.policy_versions <= oldest)
+        counts = torch.stack([mask_BT.sum(), experience.response_mask.sum()]).double()
+        there, kept = self._strategy.sum_over_ranks(counts).tolist()
+        self._sampled.numbers["rollout/too_old"] = 1 - kept / max(there, 1)
 
     def correct_for_rollout(self, experience: Experience) -> None:
         """Importance weights and rejection for the gap between the policy that sampled and the one that is trained."""

@@ -22,10 +22,13 @@ class Schedule:
         max_staleness: how many updates may lie between the policy with which the sampling of a group began and the one
             that is trained on it; 0 is synchronous.
         ahead: how many steps' worth of groups are in flight beyond those of a step; null is `max_staleness`.
+        max_token_age: how many updates old the policy may be that sampled a token that is trained on; older tokens stay
+            in their responses and are masked. Null masks none.
     """
 
     max_staleness: int = 0
     ahead: float | None = None
+    max_token_age: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
@@ -39,6 +42,13 @@ class Schedule:
             raise ConfigError(
                 f"schedule.ahead={self.ahead}: must be from 0 to schedule.max_staleness, or to 1 where that is 0 "
                 "(what is ahead is then dropped)"
+            )
+
+        age = self.max_token_age
+        if age is not None and not 0 <= age <= self.max_staleness:
+            raise ConfigError(
+                f"schedule.max_token_age={age}: must be from 0 to schedule.max_staleness={self.max_staleness}, for no "
+                "token is older than that"
             )
 
     @property

@@ -205,6 +205,15 @@ def test_dynamic_sampling_asks_for_what_is_missing_and_the_engine_goes_on() -> N
     assert engine.asked[:5] == ["1+1", "4+4", "12+30", "100+1", "1+1"]
 
 
+def test_tokens_of_policies_that_are_too_old_are_masked() -> None:
+    stage = train(Distant(slow=["12+30"]), Schedule(1, ahead=0.5, max_token_age=0), steps=3)
+    assert stage.prompts == [["1+1", "100+1"], ["12+30", "1+1"], ["1+1", "12+30"]]
+    # The groups that began before are in the batch, and teach nothing.
+    assert stage.ages == [[0], [0], [0]]
+    shares = [metrics["train/rollout/too_old"] for metrics in stage.metrics]
+    assert shares[0] == 0 and 0 < shares[1] < 1
+
+
 def test_oversampling_is_for_steps_without_a_schedule() -> None:
     with pytest.raises(ConfigError, match=r"group_filter.oversampling=2 with a schedule"):
         train(Distant(), Schedule(1), algorithm=Algorithm(group_filter=GroupFilter(oversampling=2)))

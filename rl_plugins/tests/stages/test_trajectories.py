@@ -49,7 +49,9 @@ def test_groups_in_flight(schedule: Schedule, in_flight: int) -> None:
     assert schedule.in_flight(8) == in_flight
 
 
-@pytest.mark.parametrize("wrong", [{"max_staleness": -1}, {"ahead": -0.1}, {"max_staleness": 2, "ahead": 3}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_staleness": -1}, {"ahead": -0.1}, {"max_staleness": 2, "ahead": 3}, {"max_token_age": 1}]
+)
 def test_a_schedule_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"schedule\."):
         Schedule(**wrong)

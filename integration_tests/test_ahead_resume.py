@@ -1,0 +1,56 @@
+"""A run that samples ahead is killed and resumed: every prompt is trained on once, in the steps it was meant for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from integration_tests.conftest import Recipe
+from rl_plugins.data.experience import Experience
+from rl_plugins.stages.trajectories import row_of
+
+pytestmark = pytest.mark.integration
+
+STEPS, PROMPTS, SAMPLES = 14, 8, 4
+COMMON = (
+    f"run.steps={STEPS}",
+    "run.checkpoint_every=3",
+    "run.eval_every=0",
+    "run.export=false",
+    f"batch.prompts_per_step={PROMPTS}",
+    f"batch.samples_per_prompt={SAMPLES}",
+    "schedule.max_staleness=2",
+    f"debug.dump_rollouts={STEPS}",
+    "tracking.enabled=false",
+)
+
+
+@pytest.mark.timeout(900)
+def test_a_resumed_run_loses_no_group_and_takes_none_twice(start_recipe: Callable[..., Recipe]) -> None:
+    run = start_recipe("grpo", "ahead", *COMMON)
+    run.wait_for_step(8)
+    run.kill()
+    resumed = start_recipe("grpo", "ahead", *COMMON, "run.resume=true")
+    assert resumed.wait() == 0, resumed.tail()
+    line = (resumed.run / "resumes.txt").read_text()
+    # Two steps' worth for each of two workers.
+    assert f"{2 * PROMPTS // 2} groups of each worker's queue, " in line
+
+    slots: dict[int, set[int]] = {}
+    numbers: list[int] = []
+    for step in range(1, STEPS + 1):
+        files = sorted((resumed.run / "rollouts" / f"step_{step:08d}").glob("draw_0_rank_*"))
+        assert len(files) == 2
+        for file in files:
+            groups = Experience.load(file).groups[::SAMPLES].tolist()
+            numbers += groups
+            slots.setdefault(step, set()).update(number // 2**32 for number in groups)
+    assert len(numbers) == len(set(numbers)) == STEPS * PROMPTS
+    # The data has more rows than that: none came twice.
+    assert len({row_of(number) for number in numbers}) == STEPS * PROMPTS
+    assert slots == {step: {step - 1} for step in slots}
+
+    rows = {int(row["step"]): row for row in resumed.metrics() if "train/loss" in row}
+    assert [rows[step]["rollout/staleness_max"] for step in (1, 2, 3)] == [0, 1, 2]
+    assert max(row["rollout/staleness_max"] for row in rows.values()) == 2
