@@ -255,7 +255,7 @@ class ScheduleOptions:
         max_staleness: how many steps may lie between the policy with which the sampling of a group began and the one
             that is trained on it. 0 is synchronous: each step samples, then trains. From 1 on, engines sample for the
             steps to come while the workers train, and weights change in flight; ratios are then to the policies that
-            sampled, unless `algorithm.rollout_correction` is another remedy.
+            sampled, unless `algorithm.correction` is another remedy.
         ahead: how many steps' worth of groups are in flight beyond those of a step; null is `max_staleness`. With less,
             such as 0.25, stragglers are left for a later step; with `max_staleness=0` they are dropped.
         max_token_age: how many steps old the policy may be that sampled a token that is trained on; older tokens of a
