@@ -86,6 +86,7 @@ class Strategy(RolloutMixin):
 
     @override
     def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        self._calls.append("agree")
         return values
 
     @override
@@ -137,8 +138,14 @@ def roll_out(strategy: Strategy, version: int = 1) -> list[str]:
     return list(strategy._calls)
 
 
-FIRST = ["offload optimizer", "wake_up weights", "update_weights 1"]
+FIRST = ["offload optimizer", "wake_up weights", "update_weights 1", "agree"]
 REST = ["offload parameters", "wake_up kv_cache", "generate", "sleep", "reload"]
+
+
+def test_no_rank_has_the_engine_sleep_before_all_have_their_samples() -> None:
+    strategy = Strategy(RecordingEngine())
+    strategy.sampled(1, lambda engine: engine.generate([], SAMPLING, None))
+    assert strategy._calls[-4:] == ["generate", "agree", "sleep", "reload"]
 
 
 def test_the_order_of_the_phases() -> None:
