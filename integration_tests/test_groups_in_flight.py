@@ -51,7 +51,7 @@ def requests(*tickets: int) -> list[GroupRequest]:
 
 
 def steps_taken(rollout: VLLMRollout) -> int:
-    return int(ray.get(rollout._actors[0].progress.remote(), timeout=30))
+    return int(ray.get(rollout._fleet.actors[0].progress.remote(), timeout=30))
 
 
 def exact_log_probs(policy: torch.nn.Module, prompt: list[int], response: list[int]) -> np.ndarray:

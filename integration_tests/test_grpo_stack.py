@@ -156,7 +156,8 @@ def test_mlflow_has_the_configuration_and_the_samples(
 def test_output_is_about_the_run(recipe: Recipe) -> None:
     log = recipe.tail(1_000_000)
     assert "stack: 4 RL steps of 8 prompts x 4 samples = 32 samples, 16 on each of 2 workers" in log
-    assert re.search(r"stack: step 4 of 4, reward \S+, loss \S+, val \S+, kl \S+, ppo_kl \S+, \S+ s/step", log)
+    metrics = "reward \\S+, loss \\S+, val \\S+, kl \\S+, ppo_kl \\S+, trainer idle \\S+, engine idle \\S+"
+    assert re.search(rf"stack: step 4 of 4, {metrics}, \S+ s/step", log)
     # Ray says which worker has printed a line.
     ours = re.compile(r"(\(RayTrainWorker pid=\d+\) )?stack: ")
     other = [line for line in log.splitlines() if line and not ours.match(line)]

@@ -78,7 +78,7 @@ def source(workplace: Path) -> ModuleWeightSource:
 
 def inside(rollout: VLLMRollout, function: Callable[[Any], Any]) -> Any:
     """Call a function with the engine's actor, in its process."""
-    return ray.get(rollout._actors[0].__ray_call__.remote(function), timeout=60)
+    return ray.get(rollout._fleet.actors[0].__ray_call__.remote(function), timeout=60)
 
 
 def responses(rollout: VLLMRollout) -> list[list[int]]:

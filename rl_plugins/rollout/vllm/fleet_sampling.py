@@ -1,0 +1,142 @@
+"""What a training rank has engines sample: whole batches, or groups that it collects when they are finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, SamplingConfig
+from rl_plugins.rollout.vllm.fleet import Fleet
+
+
+class FleetSampling:
+    """The part of `RolloutEngine` that is about samples.
+
+    Args:
+        fleet: the engines.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        # Groups that were submitted and not collected, by their tickets.
+        self._engine_of: dict[int, int] = {}
+        self._submitted: dict[Any, int] = {}
+        self._polls: dict[Any, int] = {}
+        self._finished: dict[int, Generations] = {}
+        self._lost_tickets: list[int] = []
+        self._busy_s: dict[int, float] = {}
+        fleet.on_lost = self._forget
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work, as the engines beside this rank said last; their mean."""
+        return sum(self._busy_s.values()) / max(len(self._busy_s), 1)
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
+        """Sample this rank's prompts. Collective."""
+        self._fleet.check_lost()
+        references: dict[Any, int] = {}
+        for engine, share in self._fleet.shares(len(prompts)).items():
+            part = slice(share.start, share.stop)
+            seeds_there = None if seeds is None else seeds[part]
+            reference = self._fleet.actors[engine].generate.remote(
+                self._fleet.rank, self._fleet.ranks_beside(engine), prompts[part], sampling, seeds_there
+            )
+            references[reference] = engine
+        parts: dict[Any, Generations] = {}
+        deadline = self._fleet.deadline()
+        while len(parts) < len(references):
+            waiting = {one: engine for one, engine in references.items() if one not in parts}
+            reference = self._fleet.first(waiting, "generate", deadline)
+            parts[reference], self._busy_s[references[reference]] = self._fleet.result(references[reference], reference)
+        return Generations.concat([parts[reference] for reference in references])
+
+    def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
+        """Have groups sampled. Collective if they begin together."""
+        for engine, share in self._fleet.shares(len(requests)).items():
+            ranks = self._fleet.ranks_beside(engine) if together else []
+            mine = [requests[place] for place in share]
+            self._engine_of |= {one.ticket: engine for one in mine}
+            if ranks or mine:
+                reference = self._fleet.actors[engine].submit.remote(self._fleet.rank, ranks, mine, sampling)
+                self._submitted[reference] = engine
+
+    def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
+        """Wait for groups; returns those that are finished."""
+        self._fleet.check_lost()
+        deadline = self._fleet.deadline()
+        while self._submitted:
+            reference = self._fleet.first(self._submitted, "submit", deadline)
+            self._fleet.result(self._submitted.pop(reference), reference)
+        if not required and not count:
+            self._take_what_is_there(deadline)
+        while True:
+            missing = [ticket for ticket in required if ticket not in self._finished]
+            if not missing and len(self._finished) >= count:
+                finished, self._finished = self._finished, {}
+                return finished
+            self._poll(missing, count - len(self._finished))
+            self._take(self._fleet.first(self._polls, "collect", deadline))
+
+    def _poll(self, required: Sequence[int], count: int) -> None:
+        """Have every engine tell what is finished as soon as it is what is waited for."""
+        asked = set(self._polls.values())
+        engines = set(self._engine_of.values())
+        for engine in sorted(engines - asked):
+            theirs = [ticket for ticket in required if self._engine_of[ticket] == engine]
+            if theirs or not required:
+                enough = 0 if required else count if len(engines) == 1 else 1
+                self._polls[self._fleet.actors[engine].collect.remote(self._fleet.rank, theirs, enough)] = engine
+
+    def _take_what_is_there(self, deadline: float) -> None:
+        import ray
+
+        asked = dict(self._polls)
+        if asked:
+            for reference in ray.wait(list(asked), num_returns=len(asked), timeout=0)[0]:
+                self._take(reference)
+        now = {
+            self._fleet.actors[engine].collect.remote(self._fleet.rank, [], 0): engine
+            for engine in set(self._engine_of.values()) - set(self._polls.values())
+        }
+        self._polls |= now
+        while left := {reference: engine for reference, engine in now.items() if reference in self._polls}:
+            self._take(self._fleet.first(left, "collect", deadline))
+
+    def _take(self, reference: Any) -> None:
+        engine = self._polls.pop(reference)
+        tickets, generations, self._busy_s[engine] = self._fleet.result(engine, reference)
+        for ticket, part in zip(tickets, generations.split(len(tickets)) if tickets else (), strict=True):
+            # One that was dropped in the meantime is of no use.
+            if self._engine_of.pop(ticket, None) is not None:
+                self._finished[ticket] = part
+
+    def drop(self, tickets: Sequence[int]) -> None:
+        """End groups, and forget them."""
+        theirs: dict[int, list[int]] = {}
+        for ticket in tickets:
+            self._finished.pop(ticket, None)
+            if ticket in self._engine_of:
+                theirs.setdefault(self._engine_of.pop(ticket), []).append(ticket)
+        timeout_s = self._fleet.config.update_timeout_s
+        waits = [
+            self._fleet.begin(engine, "drop", self._fleet.rank, dropped, timeout_s=timeout_s, phase="drop")
+            for engine, dropped in theirs.items()
+        ]
+        for wait in waits:
+            # A lost engine has dropped all it had.
+            with suppress(EngineLost):
+                wait()
+
+    def lost_tickets(self) -> list[int]:
+        """Of groups that were submitted, and went with an engine that was lost; to be submitted again."""
+        tickets, self._lost_tickets = self._lost_tickets, []
+        return tickets
+
+    def _forget(self, engine: int) -> None:
+        self._lost_tickets += [ticket for ticket, holder in self._engine_of.items() if holder == engine]
+        for held in (self._engine_of, self._submitted, self._polls):
+            for key in [key for key, holder in held.items() if holder == engine]:
+                del held[key]
+        self._busy_s.pop(engine, None)
