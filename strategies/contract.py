@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -219,14 +219,16 @@ class RolloutMixin:
             self._rollout_updates += 1
             if engine.check_updates and self._rollout_updates % engine.check_updates == 0:
                 with self.phases.measure("check_weights"):
-                    engine.check_weights(self.weight_source())
+                    # An engine that is lost here is found to be lost when it is to sample.
+                    with suppress(EngineLost):
+                        engine.check_weights(self.weight_source())
                     policy_log_probs, tolerance = self._probe()
         with self.phases.measure("offload"):
             if engine.sleeps:
                 self._give_up("offload parameters", self.offload_parameters, self.parameter_bytes())
             engine.wake_up(["kv_cache"])
         if policy_log_probs:
-            with self.phases.measure("check_weights"):
+            with self.phases.measure("check_weights"), suppress(EngineLost):
                 tolerance = max(tolerance, engine.log_prob_tolerance)
                 check_log_probs(policy_log_probs, engine.prompt_log_probs(PROBE), tolerance)
         try:

@@ -200,7 +200,8 @@ class VLLMRollout:
                 num_engines=len(self._fleet.living),
                 num_receivers=self.config.tensor_parallel_size,
                 keeps_weights=self.keeps_weights,
-                timeout_s=self.config.update_timeout_s,
+                # All that is waited for is the other side.
+                timeout_s=min(self.config.update_timeout_s, self.config.stall_timeout_s),
             )
             return self._sender.send
         if self.config.backend == "gloo":

@@ -17,6 +17,22 @@ from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.row import beside, shares
 
 
+class Patience:
+    """A deadline.
+
+    Args:
+        seconds: from now.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._end = seconds, time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it."""
+        return self._end - time.monotonic()
+
+
 class Fleet:
     """All engines of a run.
 
@@ -76,7 +92,11 @@ class Fleet:
             DeadlineExceeded: one did not come up in time.
         """
         timeout_s = self.config.ready_timeout_s
-        started = [self.begin(e, "ready", timeout_s=timeout_s, phase="start-up of the engine") for e in self.beside]
+        # An engine that starts answers nothing.
+        started = [
+            self.begin(engine, "ready", timeout_s=timeout_s, phase="start-up of the engine", must_answer=False)
+            for engine in self.beside
+        ]
         for wait in started:
             try:
                 wait()
@@ -129,32 +149,39 @@ class Fleet:
                 continue
         return results
 
-    def begin(self, engine: int, method: str, *arguments: Any, timeout_s: float, phase: str) -> Callable[[], Any]:
+    def begin(
+        self, engine: int, method: str, *arguments: Any, timeout_s: float, phase: str, must_answer: bool = True
+    ) -> Callable[[], Any]:
         """Call a method of an engine; what is returned waits for its result.
+
+        Args:
+            engine: its number.
+            method: of the actor.
+            *arguments: of the method.
+            timeout_s: deadline for the result, from the call on.
+            phase: of the step, for messages.
+            must_answer: an engine that does not answer between two steps is lost before that.
 
         Raises:
             DeadlineExceeded: when waiting, names the rank, the engine and the phase.
             EngineLost: when waiting.
         """
-        import ray
-
-        reference = getattr(self.actors[engine], method).remote(*arguments)
+        reference, patience = getattr(self.actors[engine], method).remote(*arguments), Patience(timeout_s)
 
         def wait() -> Any:
-            try:
-                return self.result(engine, reference, timeout_s)
-            except ray.exceptions.GetTimeoutError:
-                raise self._late(timeout_s, engine, phase) from None
+            self.first({reference: engine}, phase, patience, must_answer=must_answer)
+            return self.result(engine, reference)
 
         return wait
 
-    def first(self, waiting: Mapping[Any, int], phase: str, deadline: float) -> Any:
+    def first(self, waiting: Mapping[Any, int], phase: str, patience: Patience, *, must_answer: bool = True) -> Any:
         """The first of some calls that is answered; while none is, their engines must say that they live.
 
         Args:
             waiting: reference of a call to its engine.
             phase: of the step, for messages.
-            deadline: by `time.monotonic`, as `deadline` gives it.
+            patience: for all of them.
+            must_answer: see `begin`.
 
         Raises:
             DeadlineExceeded: none was answered in time.
@@ -163,14 +190,18 @@ class Fleet:
         import ray
 
         while True:
-            left = deadline - time.monotonic()
-            ready, _ = ray.wait(list(waiting), timeout=max(0.0, min(self.config.stall_timeout_s, left)))
+            left = patience.left_s
+            turn = min(self.config.stall_timeout_s, left) if must_answer else left
+            ready, _ = ray.wait(list(waiting), timeout=max(0.0, turn))
             if ready:
                 return ready[0]
             engines = sorted(set(waiting.values()))
             if left <= 0:
-                raise self._late(self._patience_s, engines[0], phase)
-            for engine in engines:
+                raise DeadlineExceeded(
+                    f"rank {self.rank} waited {patience.seconds:.0f} s for vLLM engine {self.label(engines[0])!r} "
+                    f"in phase {phase!r}"
+                )
+            for engine in engines if must_answer else ():
                 try:
                     self.result(engine, self.actors[engine].progress.remote(), self.config.stall_timeout_s)
                 except ray.exceptions.GetTimeoutError:
@@ -189,19 +220,9 @@ class Fleet:
         except ray.exceptions.RayActorError as error:
             raise self.lose(engine, silent=False) from error
 
-    def deadline(self) -> float:
-        """When sampling that begins now is too late, by `time.monotonic`."""
-        return time.monotonic() + self._patience_s
-
-    @property
-    def _patience_s(self) -> float:
-        # The actor's own deadline comes first: it knows which rank is missing.
-        return self.config.generate_timeout_s + 30
-
-    def _late(self, seconds: float, engine: int, phase: str) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"rank {self.rank} waited {seconds:.0f} s for vLLM engine {self.label(engine)!r} in phase {phase!r}"
-        )
+    def patience(self) -> Patience:
+        """For sampling that begins now. The actor's own comes to its end first: it knows which rank is missing."""
+        return Patience(self.config.generate_timeout_s + 30)
 
     # Lost engines -----------------------------------------------------------------------------------------------
 

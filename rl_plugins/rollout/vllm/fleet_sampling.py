@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, SamplingConfig
-from rl_plugins.rollout.vllm.fleet import Fleet
+from rl_plugins.rollout.vllm.fleet import Fleet, Patience
 
 
 class FleetSampling:
@@ -45,10 +45,10 @@ class FleetSampling:
             )
             references[reference] = engine
         parts: dict[Any, Generations] = {}
-        deadline = self._fleet.deadline()
+        patience = self._fleet.patience()
         while len(parts) < len(references):
             waiting = {one: engine for one, engine in references.items() if one not in parts}
-            reference = self._fleet.first(waiting, "generate", deadline)
+            reference = self._fleet.first(waiting, "generate", patience)
             parts[reference], self._busy_s[references[reference]] = self._fleet.result(references[reference], reference)
         return Generations.concat([parts[reference] for reference in references])
 
@@ -65,19 +65,19 @@ class FleetSampling:
     def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
         """Wait for groups; returns those that are finished."""
         self._fleet.check_lost()
-        deadline = self._fleet.deadline()
+        patience = self._fleet.patience()
         while self._submitted:
-            reference = self._fleet.first(self._submitted, "submit", deadline)
+            reference = self._fleet.first(self._submitted, "submit", patience)
             self._fleet.result(self._submitted.pop(reference), reference)
         if not required and not count:
-            self._take_what_is_there(deadline)
+            self._take_what_is_there(patience)
         while True:
             missing = [ticket for ticket in required if ticket not in self._finished]
             if not missing and len(self._finished) >= count:
                 finished, self._finished = self._finished, {}
                 return finished
             self._poll(missing, count - len(self._finished))
-            self._take(self._fleet.first(self._polls, "collect", deadline))
+            self._take(self._fleet.first(self._polls, "collect", patience))
 
     def _poll(self, required: Sequence[int], count: int) -> None:
         """Have every engine tell what is finished as soon as it is what is waited for."""
@@ -89,7 +89,7 @@ class FleetSampling:
                 enough = 0 if required else count if len(engines) == 1 else 1
                 self._polls[self._fleet.actors[engine].collect.remote(self._fleet.rank, theirs, enough)] = engine
 
-    def _take_what_is_there(self, deadline: float) -> None:
+    def _take_what_is_there(self, patience: Patience) -> None:
         import ray
 
         asked = dict(self._polls)
@@ -102,7 +102,7 @@ class FleetSampling:
         }
         self._polls |= now
         while left := {reference: engine for reference, engine in now.items() if reference in self._polls}:
-            self._take(self._fleet.first(left, "collect", deadline))
+            self._take(self._fleet.first(left, "collect", patience))
 
     def _take(self, reference: Any) -> None:
         engine = self._polls.pop(reference)
