@@ -109,7 +109,9 @@ def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Ite
             f"data.train_files=[{workplace}/data/train.parquet]", f"data.val_files=[{workplace}/data/test.parquet]",
             "data.max_prompt_tokens=26", "sampling.max_tokens=6", *overrides,
         ]  # fmt: skip
-        environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        # What Ray sets in the process of a test that uses it is not for a user's command.
+        of_ray = ("RAY_ADDRESS", "PYTHONBREAKPOINT")
+        environment = {key: value for key, value in os.environ.items() if key not in of_ray}
         environment |= {"RAY_ADDRESS": address} if address else {}
         keyboard = folder / "typed"
         keyboard.write_text(typed)
