@@ -46,8 +46,8 @@ def test_interrupted_run_equals_uninterrupted(start_recipe: Callable[..., Recipe
 
     resumed = start_recipe("grpo", "broken", *COMMON, "run.resume=true")
     resumed.wait_for_step(7)
-    resumed.kill_one("VLLMActor")  # the engine: the workers lose it, start again, and get a new one
-    resumed.process.terminate()  # what Slurm and Kubernetes do: the new workers save their first step and end
+    resumed.kill_one("VLLMActor")  # the engine: the step waits for a new one
+    resumed.process.terminate()  # what Slurm and Kubernetes do: the workers save this step and end
     assert resumed.wait() == 75, resumed.tail()
     assert ": SIGTERM; the same command with run.resume=true goes on" in resumed.log.read_text()
     # The metrics may have later steps, from before the engine was lost.
