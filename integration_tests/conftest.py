@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from rl_plugins.data.prepare.addition import addition_rows
 from rl_plugins.data.prepare.writing import write_splits
+
+if TYPE_CHECKING:
+    from integration_tests.mlflow_server import Server
 
 # The processes that tests start, and Ray's workers, find the rewards of this folder by their module's name.
 ROOT = Path(__file__).parent.parent
@@ -133,6 +137,27 @@ def start_recipe(workplace: Path, tmp_path: Path) -> Iterator[Callable[..., Reci
     """Recipes in a folder of the test's own."""
     with recipes_in(tmp_path, workplace) as start:
         yield start
+
+
+@pytest.fixture(scope="module")
+def running_ray() -> Iterator[None]:
+    """A Ray of this machine, with two CPUs to give."""
+    import ray
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A tracking server that runs."""
+    from integration_tests.mlflow_server import Server
+
+    server = Server(tmp_path_factory.mktemp("mlflow"))
+    server.start()
+    yield server
+    server.kill()
 
 
 def free_port() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,10 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def engines(workplace: Path) -> Iterator[list[Engine]]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+def engines(workplace: Path, running_ray: None) -> list[Engine]:
     config = VLLMConfig(str(workplace / "tiny"), max_model_len=64, transport="gloo", update_timeout_s=30)
     options = {"num_cpus": 0, "max_concurrency": 10, "runtime_env": {"env_vars": config.environment}}
-    yield [Engine(ray.remote(VLLMActor).options(**options).remote(config)) for _ in range(2)]
-    ray.shutdown()
+    return [Engine(ray.remote(VLLMActor).options(**options).remote(config)) for _ in range(2)]
 
 
 def policy_log_probs(policy: Any) -> list[float]:

@@ -25,16 +25,12 @@ SHORT = SamplingConfig(num_samples=2, max_tokens=3)
 
 
 @pytest.fixture(scope="module")
-def rollout(workplace: Path) -> Iterator[VLLMRollout]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        config = VLLMConfig(str(workplace / "tiny"), max_model_len=256, sleep="none", update_timeout_s=30)
-        rollout = VLLMRollout(config)
-        rollout.connect(0, 1)
-        yield rollout
-        rollout.stop()
-    finally:
-        ray.shutdown()
+def rollout(workplace: Path, running_ray: None) -> Iterator[VLLMRollout]:
+    config = VLLMConfig(str(workplace / "tiny"), max_model_len=256, sleep="none", update_timeout_s=30)
+    rollout = VLLMRollout(config)
+    rollout.connect(0, 1)
+    yield rollout
+    rollout.stop()
 
 
 @torch.no_grad()

@@ -28,14 +28,8 @@ from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.stages import canned
 
+pytestmark = pytest.mark.usefixtures("running_ray")
 ACTORS = 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def running_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,6 @@ PIPELINE = (
     "import sys; from omegaconf import OmegaConf; from rl_plugins.launch.pipeline import run_pipeline\n"
     "run_pipeline(OmegaConf.load(sys.argv[1]))"
 )
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("mlflow"))
-    server.start()
-    yield server
-    server.kill()
 
 
 def stage(folder: Path, name: str, workplace: Path) -> dict[str, Any]:

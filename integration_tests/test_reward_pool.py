@@ -13,15 +13,8 @@ import ray
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards import RewardFailureError, RewardPool, Score, ScoringRequest, failure_counts
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("running_ray")]
 HERE = "rl_plugins.tests.rewards.sample_rewards"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def running_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

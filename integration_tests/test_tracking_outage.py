@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,6 @@ from integration_tests.mlflow_server import Server, best_of
 from rl_plugins.run_folder import read_metrics
 
 STEPS = 60
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("mlflow"))
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -23,16 +22,12 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
-def rollout(workplace: Path) -> Iterator[VLLMRollout]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        # A rank that vLLM has no room of its own for.
-        rollout = VLLMRollout(VLLMConfig(str(workplace / "tiny"), max_model_len=64, lora_rank=5, check_updates=1))
-        rollout.connect(0, 1)
-        yield rollout
-        rollout.stop()
-    finally:
-        ray.shutdown()
+def rollout(workplace: Path, running_ray: None) -> Iterator[VLLMRollout]:
+    # A rank that vLLM has no room of its own for.
+    rollout = VLLMRollout(VLLMConfig(str(workplace / "tiny"), max_model_len=64, lora_rank=5, check_updates=1))
+    rollout.connect(0, 1)
+    yield rollout
+    rollout.stop()
 
 
 def adapted(workplace: Path, seed: int) -> Any:

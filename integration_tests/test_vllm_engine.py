@@ -50,19 +50,13 @@ class _Worker:
 
 
 @pytest.fixture(scope="module")
-def rollout(workplace: Path) -> Iterator[VLLMRollout]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        config = VLLMConfig(
-            str(workplace / "tiny"), dtype="bfloat16", max_model_len=64, sleep="all", update_timeout_s=30
-        )
-        rollout = VLLMRollout(config)
-        rollout.start()
-        rollout.connect(0, 1)
-        yield rollout
-        rollout.stop()
-    finally:
-        ray.shutdown()
+def rollout(workplace: Path, running_ray: None) -> Iterator[VLLMRollout]:
+    config = VLLMConfig(str(workplace / "tiny"), dtype="bfloat16", max_model_len=64, sleep="all", update_timeout_s=30)
+    rollout = VLLMRollout(config)
+    rollout.start()
+    rollout.connect(0, 1)
+    yield rollout
+    rollout.stop()
 
 
 @pytest.fixture(scope="module")

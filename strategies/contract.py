@@ -296,15 +296,6 @@ def small_all_reduce(values: Tensor, device: torch.device, operation: Any) -> Te
     return reduced.to(values.device)
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """The value of every rank; of a single process, its own. Collective."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [value]
-    everyones: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyones, value)
-    return everyones
-
-
 def exchange_objects(parcels: list[Any], rank: int, device: torch.device) -> list[Any]:
     """Every rank's parcel for this one; of a single process, its own. Collective.
 

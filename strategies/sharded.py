@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.remote import RemoteModel
-from rl_plugins.strategies.contract import RolloutMixin, exchange_objects, gather_objects, small_all_reduce
+from rl_plugins.rollout.ranks import gather
+from rl_plugins.strategies.contract import RolloutMixin, exchange_objects, small_all_reduce
 from rl_plugins.strategies.host_memory import HostMemory
 from rl_plugins.strategies.offload import Offload
 from rl_plugins.strategies.sequence_parallel import SequenceShards
@@ -92,7 +93,7 @@ class ShardedStrategy(RolloutMixin, ParallelStrategy):
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank."""
-        return gather_objects(value)
+        return gather(value)
 
     def exchange(self, parcels: list[Any]) -> list[Any]:
         """Give `parcels[i]` to rank i; returns what every rank gave to this one."""

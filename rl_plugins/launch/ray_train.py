@@ -81,11 +81,11 @@ def _train(
 ) -> None:
     """Start all roles in their places."""
     # Actors end with their last handle.
-    rollout, engines = None, []
+    rollout = None
     for role in roles:
         if role.name == ENGINES:
             rollout = vllm_rollout(config, device)
-            engines = start_engines(rollout, role, places)
+            rollout.start(places.options(role) if role.strategy else ())
     pools: Mapping[PoolConfig, list[Any]] = {}
     if pools_of(config):
         from rl_plugins.launch.pools import start_pools
@@ -149,8 +149,9 @@ def _train(
         # Another run may follow in this process.
         if rollout is not None:
             rollout.stop()
-        for actor in (*engines, *(actor for actors in pools.values() for actor in actors)):
-            ray.kill(actor)
+        for actors in pools.values():
+            for actor in actors:
+                ray.kill(actor)
 
 
 def train_worker(arguments: dict[str, Any]) -> None:
@@ -279,31 +280,6 @@ def start_ray(config: RecipeConfig, environment: dict[str, str]) -> None:
             "object_store_memory": _OBJECT_STORE_BYTES,
         }
     ray.init(**options)
-
-
-def start_engines(rollout: VLLMRollout, role: Role, places: Reservation) -> list[Any]:
-    """Start the engines; returns those that have a place of their own. Does not wait for them.
-
-    They have the names by which `rollout` looks for its engines before it starts any.
-    """
-    import ray
-
-    from rl_plugins.rollout.vllm.actor import VLLMActor
-
-    engines = [
-        ray.remote(VLLMActor)
-        .options(
-            name=f"{rollout.name}-{number}",
-            max_restarts=-1,
-            max_concurrency=1000,
-            runtime_env={"env_vars": rollout.config.environment},
-            **own,
-        )
-        .remote(rollout.config)
-        for number, own in enumerate(places.options(role) if role.strategy else [])
-    ]
-    rollout.start()
-    return engines
 
 
 def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:

@@ -127,8 +127,10 @@ class TrajectoryQueue:
 
     def drop_but(self, count: int) -> list[int]:
         """Forget all groups whose sampling has begun but so many finished ones; returns their tickets."""
-        kept = [ticket for ticket in self.begun() if not self.unfinished([ticket])][:count]
-        dropped = [ticket for ticket in self.begun() if ticket not in kept]
+        begun = self.begun()
+        unfinished = set(self.unfinished(begun))
+        kept = set([ticket for ticket in begun if ticket not in unfinished][:count])
+        dropped = [ticket for ticket in begun if ticket not in kept]
         for ticket in dropped:
             del self._groups[ticket]
         return dropped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import ConfigError
@@ -87,9 +87,13 @@ class VLLMRollout:
         """Mean over the engines beside this rank."""
         return self._sampling.busy_s
 
-    def start(self) -> None:
-        """Start the actors, or find those of this name; does not wait for them."""
-        self._fleet.start()
+    def start(self, places: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Start the actors, or find those of this name; does not wait for them.
+
+        Args:
+            places: Ray's options of each actor: where it runs, and what it takes; by default its share of GPUs.
+        """
+        self._fleet.start(places)
 
     def connect(self, rank: int, world_size: int) -> None:
         """Wait for the engines beside this rank.

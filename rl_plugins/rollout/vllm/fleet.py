@@ -7,7 +7,7 @@ started them again; until then the others do their work.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import DeadlineExceeded
@@ -63,23 +63,27 @@ class Fleet:
         """A copy in another process looks the actors up by name."""
         return {**self.__dict__, "actors": [], "on_lost": None}
 
-    def start(self) -> None:
-        """Start the actors, or find those of this name; does not wait for them."""
+    def start(self, places: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Start the actors, or find those of this name; does not wait for them.
+
+        Args:
+            places: Ray's options of each actor: where it runs, and what it takes; by default its share of GPUs.
+        """
         import ray
 
         from rl_plugins.rollout.vllm.actor import VLLMActor
 
         if not self.actors:
+            anywhere = {"num_cpus": 0, "num_gpus": self._num_gpus}
             self.actors = [
                 ray.remote(VLLMActor)
                 .options(
                     name=self.label(number),
                     get_if_exists=True,
-                    num_cpus=0,
-                    num_gpus=self._num_gpus,
                     max_restarts=-1,
                     max_concurrency=1000,
                     runtime_env={"env_vars": self.config.environment},
+                    **(places[number] if places else anywhere),
                 )
                 .remote(self.config)
                 for number in self.living

@@ -30,12 +30,13 @@ from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.at_once import SampledAtOnce
 from rl_plugins.rollout.engine import Generations, SamplingConfig
 from rl_plugins.rollout.memory import MemoryChange
+from rl_plugins.rollout.ranks import gather
 from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.prime import PRIME, ProcessRewardConfig
-from rl_plugins.strategies.contract import exchange_objects, gather_objects, small_all_reduce
+from rl_plugins.strategies.contract import exchange_objects, small_all_reduce
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
 # Prompt -> responses. `!` makes the reward fail; the responses of 4+4 all score alike; one response is empty.
@@ -167,7 +168,7 @@ class AllReduceStrategy(SingleDeviceRolloutStrategy):
 
     @override
     def gather(self, value: Any) -> list[Any]:
-        return gather_objects(value)
+        return gather(value)
 
     @override
     def exchange(self, parcels: list[Any]) -> list[Any]:
