@@ -18,6 +18,13 @@ def short_and_even(solution_str: str) -> dict[str, float]:
     return {"score": sum(parts.values()), **parts}
 
 
+def asks_back(solution_str: str, messages: list[dict[str, str]], turns_left: int) -> float | str:
+    """Some of the responses are not the last ones."""
+    if turns_left and len(solution_str) % 3:
+        return "and then?"
+    return shortness(" ".join(message["content"] for message in messages if message["role"] == "assistant"))
+
+
 def without_ray(solution_str: str) -> float:
     """Fails in a process that has Ray or vLLM."""
     loaded = {"ray", "vllm", "deepspeed"} & set(sys.modules)

@@ -87,6 +87,16 @@ def test_two_steps(run: str, folder: Path, workplace: Path) -> None:
     assert moved and any(moved)
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo", "online_dpo"])
+def test_conversations_have_several_turns(name: str, folder: Path) -> None:
+    series = read_metrics(folder / f"{name}_conversation" / "metrics.jsonl")
+    assert all(1 < turns <= 3 for turns in series["train/turns"].values())
+    assert set(series["train/observations_cut"].values()) == {0.0}
+    # Trainer and engine agree on what every turn was sampled with.
+    if name != "online_dpo":
+        assert max(series["train/rollout_gap_max"].values()) < 1e-3
+
+
 def test_adapters_are_exported_whole_or_alone(folder: Path, workplace: Path, tmp_path: Path) -> None:
     """By the run itself as from its checkpoint, which holds the adapter without what it was added to."""
     for name, exported, file in (

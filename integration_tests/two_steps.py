@@ -46,6 +46,19 @@ STAGES: dict[str, tuple[str, list[str]]] = {
     # At this rate the adapter has moved the log-probs by more than the gap that is allowed after its first step.
     "grpo_lora": ("grpo", ["model.lora.rank=4", "optimizer.lr=1e-2", "algorithm.kl.coefficient=0.01"]),
     "ppo_lora": ("ppo", ["model.lora.rank=4", "critic.lora.rank=2", "optimizer.lr=1e-2"]),
+    # The policy of the tests hardly ever ends a response by itself.
+    **{
+        f"{name}_conversation": (
+            config,
+            [
+                "environment.max_turns=3",
+                "sampling.max_tokens=40",
+                "sampling.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q,r,s,t,u,v,w,x,y,z]",
+                "reward.functions.default._target_=integration_tests.rewards.asks_back",
+            ],
+        )
+        for name, config in (("grpo", "grpo"), ("ppo", "ppo"), ("online_dpo", "online_preference_optimization"))
+    },
     "reward_modeling_lora": ("reward_modeling", ["model.lora.rank=4", "run.export_lora=adapter", PAIRS]),
 }
 

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "Algorithm": "algorithms.algorithm",
     "CurriculumConfig": "data.curriculum",
+    "EnvironmentConfig": "stages.environment",
     "FSDPStrategy": "strategies.fsdp",
     "InlineScorer": "rewards.inline",
     "MixturePart": "data.mixture",

@@ -183,6 +183,20 @@ class SamplingOptions:
 
 
 @dataclass
+class EnvironmentOptions:
+    """Conversations with a reward that answers before it gives a score.
+
+    Attributes:
+        max_turns: how often the policy speaks, at most; `sampling.max_tokens` is for the whole conversation. 1 is a
+            response without a conversation.
+        max_observation_tokens: of one answer; what is longer is cut behind them.
+    """
+
+    max_turns: int = 1
+    max_observation_tokens: int = 256
+
+
+@dataclass
 class ValidationOptions:
     """How validation samples; by default one most likely response per prompt.
 
@@ -598,6 +612,7 @@ class RecipeConfig:
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    environment: EnvironmentOptions = field(default_factory=EnvironmentOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)

@@ -22,6 +22,7 @@ from rl_plugins.models.pool import ModelPool
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.collecting import RewardModelConfig
 from rl_plugins.stages.critic import CriticConfig
+from rl_plugins.stages.environment import EnvironmentConfig
 from rl_plugins.stages.online_preference_optimization import OnlinePreferenceOptimization
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
@@ -120,6 +121,7 @@ def _validating(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> 
         **_common(config, tokenizer),
         "scorer": scorer,
         "eval_sampling": eval_sampling,
+        "environment": EnvironmentConfig(**vars(config.environment)),
         "seed": config.run.seed,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,9 @@ def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> None:
         request = ScoringRequest(source, str(ground_truth), ground_truth, row["extra_info"], row["prompt"])
         deadline_s = min(config.reward.deadline_s, _REWARD_DEADLINE_S)
         score = check_reward(config.reward.functions, request, deadline_s=deadline_s)
+        if config.environment.max_turns > 1:
+            first_turn = replace(request, turns_left=config.environment.max_turns - 1)
+            check_reward(config.reward.functions, first_turn, deadline_s=deadline_s)
         for option, name in _looked_at(config.algorithm):
             if name not in score.details:
                 there = ", ".join(score.details) or "nothing"
@@ -142,11 +146,14 @@ def _check_lengths(config: RecipeConfig, rows: PromptRows) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from rl_plugins.data.tokenization import check_chat_template, tokenize_prompts, within_limit
+    from rl_plugins.data.turns import TurnTokenizer
 
     limit, refuse = config.data.max_prompt_tokens, config.data.overlong_prompts == "error"
     # Not AutoTokenizer, whose import takes several seconds; the token ids are not used.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
     check_chat_template(tokenizer)
+    if config.environment.max_turns > 1:
+        TurnTokenizer(tokenizer)
 
     def measure(numbers: Sequence[int]) -> np.ndarray:
         return tokenize_prompts((rows.rows[number] for number in numbers), tokenizer, {}).lengths

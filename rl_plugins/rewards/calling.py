@@ -1,9 +1,10 @@
 """One scorer: a reward function with its arguments injected by name, called under a deadline.
 
-A function asks for any of `data_source`, `solution_str`, `ground_truth`, `extra_info`, `prompt` (one sample),
-or for the plurals `data_sources`, `solution_strs`, ... (a batch; it returns a list of the same length). It
-may be a coroutine function: its calls then run concurrently. It returns a number, or a mapping with "score"
-and further numbers. `deadline_s` bounds one call. What a call raises is recorded, never turned into a number;
+A function asks for any of `data_source`, `solution_str`, `ground_truth`, `extra_info`, `prompt`, `messages`,
+`turns_left` (one sample), or for the plurals `data_sources`, `solution_strs`, ... (a batch; it returns a list of the
+same length). It may be a coroutine function: its calls then run concurrently. It returns a number, or a mapping with
+"score" and further numbers; or, as an environment while turns are left, what it says to the policy: text, or a message
+with "role" and "content". `deadline_s` bounds one call. What a call raises is recorded, never turned into a number;
 if a batched call fails, every sample of that call is marked, since nobody can tell whose fault it was.
 """
 
@@ -23,8 +24,8 @@ from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rewards.results import failed, read_scores
 
 _FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
-SAMPLE_FIELDS = {field: field for field in _FIELDS}
-BATCH_FIELDS = {f"{field}s": field for field in _FIELDS}
+SAMPLE_FIELDS = {field: field for field in (*_FIELDS, "messages", "turns_left")}
+BATCH_FIELDS = {f"{field}s": field for field in _FIELDS} | {"conversations": "messages", "turns_lefts": "turns_left"}
 LOOP_GRACE_S = 0.5
 _UNDECIDED = object()
 
@@ -109,7 +110,16 @@ class Scorer:
                 scores += [failed("timeout", f"{self.name}: no result within {deadline_s} s")] * len(call)
             else:
                 scores += read_scores(outcome, self.name, len(call) if self.batched else None)
-        return scores
+        return [self._checked(request, score) for request, score in zip(requests, scores, strict=True)]
+
+    def _checked(self, request: ScoringRequest, score: Score | None) -> Score | None:
+        if score is None or score.reply is None or request.turns_left:
+            return score
+        return failed(
+            "raised",
+            f"{self.name}: the result is text, not a number, and no turn is left for a conversation: return a score "
+            "when turns_left is 0; environment.max_turns says how often the policy may speak",
+        )
 
     def _arguments(self, call: Sequence[ScoringRequest]) -> dict[str, Any]:
         columns = {name: [getattr(request, field) for request in call] for name, field in self.fields.items()}

@@ -50,6 +50,12 @@ class InlineScorer:
             ConfigError: A data_source has no reward.
             RewardFailureError: More than `max_failure_rate` of the samples failed.
         """
+        scores = self.answer(requests)
+        check_failure_rate(scores, self.max_failure_rate)
+        return scores
+
+    def answer(self, requests: Sequence[ScoringRequest]) -> list[Score]:
+        """Score some of the samples of a step, or reply to them; however many fail, that is for the caller to judge."""
         check_routes(self.reward_config, {request.data_source for request in requests})
         deadline_s = None if debugging() else self.deadline_s
         first = self._router.score(requests, deadline_s)
@@ -60,7 +66,6 @@ class InlineScorer:
         ]
         complete = [score for score in scores if score is not None]
         assert len(complete) == len(requests)
-        check_failure_rate(complete, self.max_failure_rate)
         return complete
 
     def close(self) -> None:

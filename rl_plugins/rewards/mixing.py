@@ -73,6 +73,9 @@ class WeightedSum(RequestScorer):
             if score is not None and score.failure is not None:
                 return failed(score.failure, f"{name}: {score.message}")
         for name, score in parts.items():
+            if score is not None and score.reply is not None:
+                return failed("raised", f"{name}: a part of a sum cannot answer: it returns a score")
+        for name, score in parts.items():
             if score is None or score.value is None:
                 return None
             value += self.weights[name] * score.value

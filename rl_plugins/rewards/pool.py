@@ -127,6 +127,13 @@ class RewardPool:
                 is certain.
             RuntimeError: The pool is closed, or a worker died while it loaded the rewards.
         """
+        return self._scores(requests, self.max_failure_rate)
+
+    def answer(self, requests: Sequence[ScoringRequest]) -> list[Score]:
+        """Score some of the samples of a step, or reply to them; however many fail, that is for the caller to judge."""
+        return self._scores(requests, 1.0)
+
+    def _scores(self, requests: Sequence[ScoringRequest], max_failure_rate: float) -> list[Score]:
         import ray
 
         if not self._seats:
@@ -150,7 +157,7 @@ class RewardPool:
             expired = [seat for seat in busy.values() if not seat.patience_s]
             for seat in [busy[ref] for ref in done] or expired:
                 todo.extend(range(row, row + 1) for row in self._collect(seat, scores, suspects))
-            check_failure_rate(scores, self.max_failure_rate)
+            check_failure_rate(scores, max_failure_rate)
         return [score for score in scores if score is not None]
 
     def close(self) -> None:

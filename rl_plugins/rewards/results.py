@@ -1,4 +1,4 @@
-"""What a reward function returned or raised, read strictly: finite numbers, or a recorded failure."""
+"""What a reward function returned or raised, read strictly: finite numbers, a reply, or a recorded failure."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ def read_scores(outcome: Any, name: str, batch: int | None) -> list[Score]:
 
 
 def _read_score(result: Any, name: str) -> Score:
+    if isinstance(result, str):
+        return Score(None, reply={"role": "user", "content": result})
+    if isinstance(result, Mapping) and {"role", "content"} <= result.keys():
+        if not isinstance(result["content"], str):
+            return failed("raised", f"{name}: the content of its answer is {_type(result['content'])}, not text")
+        return Score(None, reply=dict(result))
     values = dict(result) if isinstance(result, Mapping) else {"score": result}
     if "score" not in values:
         return failed("raised", f"{name}: the returned mapping has no 'score', only {list(map(str, values))}")

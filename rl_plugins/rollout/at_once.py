@@ -29,10 +29,13 @@ class SampledAtOnce:
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
         """Sample the groups."""
         start = time.perf_counter()
-        generations = self.generate([one.prompt for one in requests], sampling, [one.seed for one in requests])
+        alike: dict[SamplingConfig, list[GroupRequest]] = {}
+        for one in requests:
+            alike.setdefault(one.shortened(sampling), []).append(one)
+        for how, those in alike.items():
+            generations = self.generate([one.prompt for one in those], how, [one.seed for one in those])
+            self._finished |= zip([one.ticket for one in those], generations.split(len(those)), strict=True)
         self.busy_s += time.perf_counter() - start
-        tickets = [one.ticket for one in requests]
-        self._finished |= zip(tickets, generations.split(len(tickets)), strict=True)
 
     def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
         """All groups that were submitted."""

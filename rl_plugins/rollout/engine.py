@@ -7,7 +7,7 @@ names the new policy version, in one call, because a cache that outlives its wei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -67,6 +67,8 @@ class Generations:
         policy_versions: int64 [N], version of the weights that sampled each token.
         lengths: int64 [R], tokens of each of the R responses.
         finish_reasons: [R], `stop`, `length` or `abort`.
+        sampled: bool [N], False on the tokens of what an environment said; None where nobody else speaks.
+        endings: [R], how each conversation with an environment ended; empty where there was none.
     """
 
     token_ids: np.ndarray
@@ -74,6 +76,8 @@ class Generations:
     policy_versions: np.ndarray
     lengths: np.ndarray
     finish_reasons: list[str] = field(default_factory=list)
+    sampled: np.ndarray | None = None
+    endings: list[Any] = field(default_factory=list)
 
     def responses(self) -> list[list[int]]:
         """Token ids of each response."""
@@ -86,6 +90,10 @@ class Generations:
     def response_versions(self) -> list[list[int]]:
         """Policy versions of each response."""
         return self._split(self.policy_versions)
+
+    def response_masks(self) -> list[list[float]] | None:
+        """1 on the tokens of each response that the policy sampled; None where it sampled them all."""
+        return None if self.sampled is None else self._split(self.sampled.astype(np.float32))
 
     def _split(self, values_N: np.ndarray) -> list[list[Any]]:
         return [part.tolist() for part in np.split(values_N, np.cumsum(self.lengths))[:-1]]
@@ -123,6 +131,8 @@ class Generations:
                 self.policy_versions[start:stop],
                 self.lengths[part * size : (part + 1) * size],
                 self.finish_reasons[part * size : (part + 1) * size],
+                None if self.sampled is None else self.sampled[start:stop],
+                self.endings[part * size : (part + 1) * size],
             )
             for part, (start, stop) in enumerate(pairwise(ends))
         ]
@@ -136,6 +146,8 @@ class Generations:
             policy_versions=np.concatenate([part.policy_versions for part in parts]),
             lengths=np.concatenate([part.lengths for part in parts]),
             finish_reasons=[reason for part in parts for reason in part.finish_reasons],
+            sampled=np.concatenate(masks) if (masks := [p.sampled for p in parts if p.sampled is not None]) else None,
+            endings=[ending for part in parts for ending in part.endings],
         )
 
 
@@ -147,18 +159,55 @@ class GroupRequest:
         ticket: the rank's own number for it.
         prompt: token ids.
         seed: the same seed, weights and prompt give the same responses.
+        max_tokens: longest response, where it is less than that of the sampling.
     """
 
     ticket: int
     prompt: list[int]
     seed: int
+    max_tokens: int | None = None
+
+    def shortened(self, sampling: SamplingConfig) -> SamplingConfig:
+        """How this group is sampled."""
+        return sampling if self.max_tokens is None else replace(sampling, max_tokens=self.max_tokens)
 
 
 class EngineLost(RuntimeError):
     """An engine died, or does not move; what it was working on is gone."""
 
 
-class RolloutEngine(Protocol):
+class GroupSampler(Protocol):
+    """Samples groups of responses, some time."""
+
+    def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
+        """Have groups of `num_samples` responses sampled; does not wait for them.
+
+        Args:
+            requests: this rank's.
+            sampling: how to sample.
+            together: every rank calls this, and all their groups begin at once: then what is sampled does not depend
+                on who came first. Otherwise the groups begin now.
+        """
+
+    def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
+        """Wait for groups that this rank has submitted; returns those that are finished, by their tickets.
+
+        Args:
+            required: tickets that must be among them.
+            count: how many there must be; with 0, and nothing required, all that are finished now.
+
+        Raises:
+            EngineLost: see `lost_tickets`.
+        """
+
+    def drop(self, tickets: Sequence[int]) -> None:
+        """End groups, and forget them; when it returns, nothing of them is being sampled."""
+
+    def lost_tickets(self) -> list[int]:
+        """Of groups that went with a lost engine; whoever submitted them does so again."""
+
+
+class RolloutEngine(GroupSampler, Protocol):
     """What a strategy drives between training steps. Every call has a deadline and raises when it passes."""
 
     @property
@@ -188,33 +237,6 @@ class RolloutEngine(Protocol):
             sampling: how to sample; the same on every rank.
             seeds: one per prompt: the same seed, weights and prompt give the same responses. None: unseeded.
         """
-
-    def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
-        """Have groups of `num_samples` responses sampled; does not wait for them.
-
-        Args:
-            requests: this rank's.
-            sampling: how to sample.
-            together: every rank calls this, and all their groups begin at once: then what is sampled does not depend
-                on who came first. Otherwise the groups begin now.
-        """
-
-    def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
-        """Wait for groups that this rank has submitted; returns those that are finished, by their tickets.
-
-        Args:
-            required: tickets that must be among them.
-            count: how many there must be; with 0, and nothing required, all that are finished now.
-
-        Raises:
-            EngineLost: see `lost_tickets`.
-        """
-
-    def drop(self, tickets: Sequence[int]) -> None:
-        """End groups, and forget them; when it returns, nothing of them is being sampled."""
-
-    def lost_tickets(self) -> list[int]:
-        """Of groups that went with a lost engine; whoever submitted them does so again."""
 
     def replace_lost(self) -> int:
         """Go on without the engines that any rank has lost; returns how many. Collective.

@@ -123,6 +123,10 @@ class SampleMetrics:
             # Groups whose samples all scored alike teach nothing.
             "uniform_groups": ((groups.std_B == 0).double(), valid_B),
         })  # fmt: skip
+        if endings := experience.columns.get("ending"):
+            turns_B = torch.tensor([float(ending.turns) for ending in endings], dtype=torch.float64)
+            cut_B = torch.tensor([float(ending.cut) for ending in endings], dtype=torch.float64)
+            self._batches[-1] |= {"turns": (turns_B, everything_B), "observations_cut": (cut_B, everything_B)}
         counts = failure_counts(scores)
         self._failed += torch.tensor([float(counts.get(kind, 0)) for kind in _FAILURES])
         self._size += torch.stack([torch.tensor(len(scores)), experience.sequence_lengths.sum()])

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, Required, runtime_checkable
 
-import numpy as np
 import torch
 from torch import nn
 from typing_extensions import Unpack, override
@@ -20,8 +19,11 @@ from rl_plugins.evaluation.measures import measure, summarize
 from rl_plugins.models.lora import adapter_off, has_adapter
 from rl_plugins.rewards.default import Reward, default_scorer
 from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rollout.engine import Generations, RolloutEngine, SamplingConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, SamplingConfig
+from rl_plugins.stages.conversations import Conversations, Opening
+from rl_plugins.stages.environment import EnvironmentConfig
 from rl_plugins.stages.metrics import SampleMetrics, interval_metrics, mean_over_ranks
+from rl_plugins.stages.seeds import seed_of
 from rl_plugins.stages.stage import Stage, StageOptions
 from rl_plugins.strategies.contract import POLICY, REFERENCE
 
@@ -38,6 +40,7 @@ class SamplingOptions(StageOptions, total=False):
     """Arguments that every sampling stage hands on to `SamplingStage`."""
 
     scorer: Required[Scorer | Reward]
+    environment: EnvironmentConfig | None
     seed: int
 
 
@@ -48,6 +51,7 @@ class SamplingStage(Stage):
         policy: see `Stage`.
         scorer: gives each sample its reward; a bare reward function (or its configuration) gets `default_scorer`.
         eval_sampling: how `validate` samples; without stop tokens, responses end at the tokenizer's end of sequence.
+        environment: how often the policy may speak, where the scorer answers; once by default.
         seed: of the samples; a sample's own seed follows from it, the step, and its prompt.
         **stage: arguments of `Stage`.
     """
@@ -60,12 +64,16 @@ class SamplingStage(Stage):
         *,
         scorer: Scorer | Reward,
         eval_sampling: SamplingConfig,
+        environment: EnvironmentConfig | None = None,
         seed: int = 0,
         **stage: Unpack[StageOptions],
     ) -> None:
         super().__init__(policy, **stage)
         self.scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
         self.eval_sampling, self.seed = self.ending(eval_sampling), seed
+        self._conversations: Conversations | None = None
+        if environment is not None and environment.max_turns > 1:
+            self._conversations = Conversations(self.scorer, self.tokenizer, environment)
         self.reference_is_base = False
         self.validation_samples: list[dict[str, Any]] = []
         # How many samples of a step are kept to be shown, and these; a callback that shows them says how many.
@@ -100,14 +108,50 @@ class SamplingStage(Stage):
             return sampling
         return replace(sampling, stop_token_ids=(self.tokenizer.eos_token_id,))
 
-    def sample(self, prompts: PromptBatch, sampling: SamplingConfig, seeds: list[int] | None) -> Experience:
-        """Responses to this rank's prompts with the policy's current weights. Collective."""
+    def sample(self, prompts: PromptBatch, sampling: SamplingConfig, seeds: list[int]) -> Experience:
+        """Responses to this rank's prompts with the policy's current weights. Collective.
 
+        Args:
+            prompts: one or more.
+            sampling: how to sample.
+            seeds: one for each prompt.
+        """
+        generations = self._generations(prompts, sampling, seeds)
+        return self._experience(prompts, generations, sampling.num_samples, prompts.rows)
+
+    def _generations(self, prompts: PromptBatch, sampling: SamplingConfig, seeds: list[int]) -> Generations:
         def generate(engine: RolloutEngine) -> Generations:
             return engine.generate(prompts.prompt_ids, sampling, seeds)
 
-        generations = self._strategy.sampled(self.step, generate)
-        return self._experience(prompts, generations, sampling.num_samples, prompts.rows)
+        if self._conversations is None:
+            return self._strategy.sampled(self.step, generate)
+        # Those of groups that are sampled ahead are not negative.
+        requests = [self.request(-1 - place, prompts, place, seed) for place, seed in enumerate(seeds)]
+        tickets, new = [one.ticket for one in requests], [requests]
+
+        def talk(engine: RolloutEngine) -> Generations:
+            groups = self.groups_of(engine)
+            while new:
+                groups.submit(new.pop(), sampling)
+            groups.lost_tickets()
+            if not tickets:
+                return Generations.from_responses([], [], [], 0)
+            ended = groups.collect(tickets, 0)
+            return Generations.concat([ended[ticket] for ticket in tickets])
+
+        return self._strategy.sampled(self.step, talk)
+
+    def groups_of(self, engine: RolloutEngine) -> GroupSampler:
+        """What samples groups: the engine, or conversations by it."""
+        return engine if self._conversations is None else self._conversations.by(engine)
+
+    def request(self, ticket: int, prompts: PromptBatch, position: int, seed: int) -> GroupRequest:
+        """What is asked for a prompt of a batch."""
+        prompt = prompts.prompt_ids[position]
+        if self._conversations is None:
+            return GroupRequest(ticket, prompt, seed)
+        row = {name: values[position] for name, values in prompts.columns.items()}
+        return Opening(ticket, prompt, seed, about=request_for("", row))
 
     def _experience(
         self, prompts: PromptBatch, generations: Generations, num_samples: int, numbers: Sequence[int]
@@ -116,7 +160,11 @@ class SamplingStage(Stage):
         columns: dict[str, list[Any]] = {
             name: [value for value in values for _ in range(num_samples)] for name, values in prompts.columns.items()
         }
-        columns["response"] = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        if generations.endings:
+            columns["ending"] = generations.endings
+            columns["response"] = [ending.transcript() for ending in generations.endings]
+        else:
+            columns["response"] = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         columns["finish_reason"] = generations.finish_reasons
         return Experience.from_samples(
             prompt_ids=[ids for ids in prompts.prompt_ids for _ in range(num_samples)],
@@ -126,6 +174,7 @@ class SamplingStage(Stage):
             policy_versions=generations.response_versions(),
             columns=columns,
             pad_token_id=self.tokenizer.pad_token_id,
+            response_masks=generations.response_masks(),
         )
 
     def _seeds(self, prompts: PromptBatch) -> list[int]:
@@ -134,22 +183,23 @@ class SamplingStage(Stage):
 
     def score(self, experience: Experience) -> list[Score]:
         """Fill `scores` and `valid`; a sample whose reward failed is not valid and takes part in nothing."""
-        columns = experience.columns
-        requests = [
-            ScoringRequest(source, response, (reward_model or {}).get("ground_truth"), extra or {}, prompt)
-            for source, response, reward_model, extra, prompt in zip(
-                *(columns[name] for name in ("data_source", "response", "reward_model", "extra_info", "prompt")),
-                strict=True,
-            )
-        ]
         with self._phase("reward"):
-            scores = self.scorer.score(requests)
+            scores = self._scores(experience.columns)
         experience.scores = torch.tensor([score.value or 0.0 for score in scores])
         experience.valid = torch.tensor([score.failure is None for score in scores])
         experience.response_mask = experience.response_mask * experience.valid[:, None]
         if self.shown_samples and self.trainer.training:
             self.training_samples = sample_rows(experience, scores)[: self.shown_samples]
         return scores
+
+    def _scores(self, columns: Mapping[str, list[Any]]) -> list[Score]:
+        if self._conversations is not None:
+            return self._conversations.scores(columns["ending"])
+        names = ("data_source", "response", "reward_model", "extra_info", "prompt")
+        rows = [
+            dict(zip(names, values, strict=True)) for values in zip(*(columns[name] for name in names), strict=True)
+        ]
+        return self.scorer.score([request_for(row["response"], row) for row in rows])
 
     def tell_curriculum(self, sampled: SampleMetrics) -> dict[str, float]:
         """Tell a curriculum, where there is one, how the prompts were rewarded; returns its metrics. Collective.
@@ -174,7 +224,7 @@ class SamplingStage(Stage):
     def validation_step(self, prompts: PromptBatch, batch_idx: int) -> None:
         if not prompts.rows:
             # A rank without rows still takes its place in the collective.
-            self._strategy.sampled(self.step, lambda engine: engine.generate([], self.eval_sampling, []))
+            self._generations(prompts, self.eval_sampling, [])
             return
         experience = self.sample(prompts, self.eval_sampling, self._seeds(prompts))
         scores = self.score(experience)
@@ -220,9 +270,10 @@ def sample_rows(experience: Experience, scores: Sequence[Score]) -> list[dict[st
     ]
 
 
-def seed_of(*place: int) -> int:
-    """The seed of what is named by some numbers."""
-    return int(np.random.SeedSequence(place).generate_state(1)[0]) >> 1
+def request_for(response: str, row: Mapping[str, Any]) -> ScoringRequest:
+    """What a reward is asked about a response to the prompt of a row."""
+    ground_truth = (row["reward_model"] or {}).get("ground_truth")
+    return ScoringRequest(row["data_source"], response, ground_truth, row["extra_info"] or {}, row["prompt"])
 
 
 def greedy(sampling: SamplingConfig) -> SamplingConfig:

@@ -18,8 +18,9 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, RolloutEngine, SamplingConfig
-from rl_plugins.stages.sampling import SamplingOptions, SamplingStage, seed_of
+from rl_plugins.stages.sampling import SamplingOptions, SamplingStage
 from rl_plugins.stages.schedule import Schedule
+from rl_plugins.stages.seeds import seed_of
 from rl_plugins.stages.trajectories import Group, TrajectoryQueue, together
 
 
@@ -72,18 +73,19 @@ class ScheduledStage(SamplingStage):
         due = queue.due(self.step)
 
         def sample(engine: RolloutEngine) -> None:
+            groups = self.groups_of(engine)
             if earlier and new:
                 # Before the engine is busy with the next ones: it answers between two steps.
-                queue.finish(engine.collect((), 0))
+                queue.finish(groups.collect((), 0))
             if new:
-                engine.submit(self._requests(new), self.sampling)
+                groups.submit(self._requests(new), self.sampling)
                 new.clear()
-            if lost := engine.lost_tickets():
+            if lost := groups.lost_tickets():
                 queue.begun_anew(lost, self.step)
-                engine.submit(self._requests(lost), self.sampling, together=False)
-            queue.finish(engine.collect(queue.unfinished(due), max(0, count - queue.num_finished)))
+                groups.submit(self._requests(lost), self.sampling, together=False)
+            queue.finish(groups.collect(queue.unfinished(due), max(0, count - queue.num_finished)))
             if self.schedule.drops:
-                engine.drop(queue.drop_but(count))
+                groups.drop(queue.drop_but(count))
 
         self._strategy.sampled(self.step, sample)
         groups = queue.take(count, self.step)
@@ -119,7 +121,7 @@ class ScheduledStage(SamplingStage):
         groups = [self._queue[ticket] for ticket in tickets]
         # A sample's seed depends on what it is, not on the rank or the step it fell into.
         return [
-            GroupRequest(ticket, one.prompt.prompt_ids[0], seed_of(self.seed, one.slot, one.prompt.rows[0]))
+            self.request(ticket, one.prompt, 0, seed_of(self.seed, one.slot, one.prompt.rows[0]))
             for ticket, one in zip(tickets, groups, strict=True)
         ]
 
@@ -167,7 +169,7 @@ class ScheduledStage(SamplingStage):
             return None
         # Of a lost engine the next step finds out, and has its groups sampled again.
         with suppress(EngineLost):
-            self._queue.finish(self._strategy.rollout.collect((), 0))
+            self._queue.finish(self.groups_of(self._strategy.rollout).collect((), 0))
         return self._queue.state()
 
     def load_rank_shares(self, shares: Sequence[Any]) -> str:
@@ -186,4 +188,4 @@ class ScheduledStage(SamplingStage):
         self._slots = max(self._slots, checkpoint["stage"]["slots"])
         if begun := self._queue.begin_again():
             # The policy that was sampling them is no more.
-            self._strategy.rollout.drop(begun)
+            self.groups_of(self._strategy.rollout).drop(begun)

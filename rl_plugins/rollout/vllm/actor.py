@@ -108,7 +108,9 @@ class VLLMActor:
         self, rank: int, ranks: Sequence[int], requests: Sequence[GroupRequest], sampling: SamplingConfig
     ) -> None:
         """Begin to sample groups, in one batch with those of `ranks`, or at once if that is empty. See `generate`."""
-        named = {_name(rank, one.ticket): (one.prompt, _parameters(sampling, one.seed)) for one in requests}
+        named = {
+            _name(rank, one.ticket): (one.prompt, _parameters(one.shortened(sampling), one.seed)) for one in requests
+        }
         await self._start(rank, ranks, named)
         self._groups.setdefault(rank, []).extend(named)
 

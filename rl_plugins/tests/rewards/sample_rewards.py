@@ -122,3 +122,20 @@ def obey_batch(solution_strs: list[str]) -> Any:
         if solution == "generator":
             return (1.0 for _ in solution_strs)
     return [obey(solution) for solution in solution_strs]
+
+
+def haggle(solution_str: str, messages: list[dict[str, str]], turns_left: int) -> object:
+    """Answers until it hears `yes`, or nothing is left to be said."""
+    if solution_str == "yes" or not turns_left:
+        return {"score": float(solution_str == "yes"), "said": len(messages)}
+    return "sure?" if solution_str == "no" else {"role": "tool", "content": solution_str.upper()}
+
+
+def insists(solution_str: str) -> str:
+    """Never gives a score."""
+    return "again"
+
+
+def mumbles(solution_str: str) -> object:
+    """Answers with what is no text."""
+    return {"role": "tool", "content": 4}

@@ -43,7 +43,7 @@ def test_arguments_by_name() -> None:
 
 def test_var_keyword_gets_every_field_and_details_are_kept() -> None:
     (result,) = score("everything", "x")
-    assert result == Score(value=5.0, details={"known": 7.0})
+    assert result == Score(value=7.0, details={"known": 7.0})
 
 
 def test_configured_arguments_and_defaults() -> None:
@@ -80,7 +80,7 @@ def test_scalars_of_numpy_count_as_numbers() -> None:
         ("nan", "not_finite", "'score' is nan"),
         ("inf", "not_finite", "'detail' is inf"),
         ("huge", "not_finite", "too large"),
-        ("text", "raised", "of type str, not a number"),
+        ("text", "raised", "the result is text, not a number"),
         ("none", "raised", "of type NoneType"),
         ("complex", "raised", "of type complex"),
         ("no score", "raised", "no 'score', only ['reward']"),
@@ -177,3 +177,30 @@ def test_ctrl_c_and_a_quit_debugger_pass_through(tmp_path: Any) -> None:
         scorer.score([request("k")], 1.0)
     with pytest.raises(bdb.BdbQuit):
         scorer.score([request("b")], 1.0)
+
+
+def test_an_environment_answers_while_turns_are_left() -> None:
+    scorer = Scorer({"_target_": f"{HERE}.haggle"})
+    said = ({"role": "assistant", "content": "no"}, {"role": "user", "content": "sure?"})
+    asked = [
+        request("no", turns_left=1), request("maybe", turns_left=1), request("yes", turns_left=1), request("no"),
+        request("yes", prompt=[{"role": "user", "content": "well?"}], turns=said),
+    ]  # fmt: skip
+    assert scorer.score(asked, 5.0) == [
+        Score(None, reply={"role": "user", "content": "sure?"}),
+        Score(None, reply={"role": "tool", "content": "MAYBE"}),
+        Score(1.0, {"said": 1.0}),
+        Score(0.0, {"said": 1.0}),
+        Score(1.0, {"said": 4.0}),
+    ]
+
+
+def test_an_answer_when_no_turn_is_left_is_a_failure() -> None:
+    (score_,) = score("insists", "x")
+    assert score_ is not None and score_.failure == "raised" and score_.value is None
+    assert "no turn is left for a conversation: return a score" in score_.message
+
+
+def test_an_answer_that_is_no_text() -> None:
+    (score_,) = Scorer({"_target_": f"{HERE}.mumbles"}).score([request("x", turns_left=1)], 5.0)
+    assert score_ is not None and score_.failure == "raised" and "of type int, not text" in score_.message

@@ -37,7 +37,7 @@ def test_the_sum_and_its_parts() -> None:
 
 def test_parts_without_a_weight_count_once_and_details_of_parts_are_kept() -> None:
     (result,) = score(mixed(rule="is_right", all="everything"), "yes")
-    assert result == Score(6.0, {"rule": 1.0, "all": 5.0, "all.known": 7.0})
+    assert result == Score(8.0, {"rule": 1.0, "all": 7.0, "all.known": 7.0})
 
 
 @pytest.mark.parametrize(
@@ -114,3 +114,9 @@ def test_sums_can_be_parts_of_sums() -> None:
 def test_wrong_configurations_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Scorer(config)
+
+
+def test_a_part_that_answers_is_refused() -> None:
+    scorer = InlineScorer(mixed(rule="is_right", talk="insists"), max_failure_rate=1.0)
+    (result,) = scorer.answer([ScoringRequest("s", "yes", "yes", {"index": 7}, turns_left=3)])
+    assert result.failure == "raised" and "talk: a part of a sum cannot answer" in result.message

@@ -1,0 +1,66 @@
+"""What is said to a policy: the tokens are those that the chat template would give to the whole conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_plugins.data.turns import TurnTokenizer
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import build_tokenizer
+
+pytestmark = pytest.mark.unit
+
+# As Qwen's: a new line behind the end of a turn, and earlier turns are written in another way than the last.
+LINES = (
+    "{% for message in messages %}<|{{ message.role }}|>\n"
+    "{% if message.role == 'assistant' and loop.last %}(thinking){% endif %}{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+USERS_ONLY = "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+USERS_ONLY += "{{ message.content }}{% endfor %}"
+REPLY = {"role": "user", "content": "too low"}
+
+
+def tokenizer(template: str | None = None) -> Any:
+    made = build_tokenizer()
+    if template is not None:
+        made.chat_template = template
+    return made
+
+
+@pytest.mark.parametrize("template", [None, LINES])
+def test_a_conversation_by_turns_is_the_conversation_as_a_whole(template: str | None) -> None:
+    t = tokenizer(template)
+    messages: list[dict[str, str]] = [{"role": "user", "content": "guess"}]
+    prompt: Any = t.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    response = t.encode("17<|end|>")
+    said, was_cut = TurnTokenizer(t).tokens(REPLY, response[-1], 99)
+    whole: Any = t.apply_chat_template(
+        [*messages, {"role": "assistant", "content": "17"}, REPLY],
+        add_generation_prompt=True, tokenize=True, return_dict=False,
+    )  # fmt: skip
+    assert prompt + response + said == whole and not was_cut
+
+
+def test_a_turn_that_was_not_ended_is_ended() -> None:
+    t = tokenizer(LINES)
+    said, _ = TurnTokenizer(t).tokens(REPLY, t.encode("7")[0], 99)
+    assert t.decode(said) == "<|end|>\n<|user|>\ntoo low<|end|>\n<|assistant|>\n"
+
+
+def test_what_is_too_long_is_cut() -> None:
+    t = tokenizer()
+    assert TurnTokenizer(t).tokens(REPLY, t.eos_token_id, 3) == (t.encode("<|user|>too<|assistant|>"), True)
+
+
+def test_a_role_that_the_template_does_not_know() -> None:
+    turns = TurnTokenizer(tokenizer(USERS_ONLY))
+    with pytest.raises(ConfigError, match="refuses a message of the role 'tool' behind a response: no tools"):
+        turns.tokens({"role": "tool", "content": "4"}, 0, 9)
+
+
+def test_a_template_without_a_place_for_responses() -> None:
+    with pytest.raises(ConfigError, match="does not give back what the policy said"):
+        TurnTokenizer(tokenizer("{{ messages[-1].content }}"))

@@ -1,0 +1,226 @@
+"""Conversations with an environment: whose tokens they are made of, when they end, and what a lost engine costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typing_extensions import override
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import build_model, save_tiny_policy
+from rl_plugins.rewards import InlineScorer, RewardFailureError, ScoringRequest
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, SamplingConfig
+from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.stages.conversations import Conversations, Opening
+from rl_plugins.stages.environment import EnvironmentConfig
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.schedule import Schedule
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.stages import canned
+from rl_plugins.tests.stages.test_scheduled import Keeping, Loader
+
+pytestmark = pytest.mark.unit
+
+tokenizer = canned.tokenizer
+SAMPLING = SamplingConfig(max_tokens=60, num_samples=2)
+FIRST = "<|user|>guess<|assistant|>"
+SURE = "<|end|><|user|>sure?<|assistant|>"
+SAID: dict[str, list[str]] = {
+    FIRST: ["no<|end|>", "yes<|end|>"],
+    f"{FIRST}no{SURE}": ["well<|end|>"],
+    f"{FIRST}no{SURE}well<|end|><|tool|>WELL<|assistant|>": ["yes<|end|>"],
+}
+"""Prompt -> responses; one without an end was cut off."""
+
+
+class Scripted(canned.CannedRollout):
+    """Says what is written for a prompt.
+
+    Args:
+        said: prompt to responses.
+        loses: requests, counted from 1, that go with a lost engine.
+    """
+
+    def __init__(self, said: dict[str, list[str]] = SAID, loses: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.said, self.loses = said, loses
+        self.asked: list[tuple[str, int, int]] = []
+        self.dropped: list[int] = []
+        self._gone: list[int] = []
+
+    @override
+    def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
+        for one in requests:
+            self.asked.append((tokenizer.decode(one.prompt), one.shortened(sampling).max_tokens, one.seed))
+            if len(self.asked) in self.loses:
+                self._gone.append(one.ticket)
+            else:
+                super().submit([one], sampling)
+
+    @override
+    def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
+        if self._gone and not self._finished:
+            raise EngineLost("gone")
+        return super().collect(required, count)
+
+    @override
+    def drop(self, tickets: Sequence[int]) -> None:
+        self.dropped += tickets
+        super().drop(tickets)
+
+    @override
+    def lost_tickets(self) -> list[int]:
+        gone, self._gone = self._gone, []
+        return gone
+
+    @override
+    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
+        (prompt,) = map(tokenizer.decode, prompts)
+        texts = self.said[prompt][: sampling.num_samples]
+        responses = [tokenizer.encode(text) for text in texts]
+        log_probs = [[-float(len(response))] * len(response) for response in responses]
+        reasons = ["stop" if text.endswith("<|end|>") else "length" for text in texts]
+        return Generations.from_responses(responses, log_probs, reasons, len(self.asked))
+
+
+def conversations(engine: Scripted, target: str = "haggle", failures: float = 0.0, **config: Any) -> Conversations:
+    scorer = InlineScorer({"_target_": f"rl_plugins.tests.rewards.sample_rewards.{target}"}, max_failure_rate=failures)
+    return Conversations(scorer, tokenizer, EnvironmentConfig(**{"max_turns": 3, **config})).by(engine)  # type: ignore[arg-type]
+
+
+def opening(ticket: int = 7) -> Opening:
+    about = ScoringRequest("s", "", None, {}, [{"role": "user", "content": "guess"}])
+    return Opening(ticket, tokenizer.encode(FIRST), 5, about=about)
+
+
+def test_what_was_sampled_and_what_was_said() -> None:
+    engine = Scripted()
+    talk = conversations(engine)
+    talk.submit([opening()], SAMPLING)
+    generations = talk.collect([7], 0)[7]
+    long, short = generations.responses()
+    whole = f"no{SURE}well<|end|><|tool|>WELL<|assistant|>yes<|end|>"
+    assert tokenizer.decode(long) == whole and tokenizer.decode(short) == "yes<|end|>"
+    mask, all_of_it = generations.response_masks() or []
+    assert tokenizer.decode(np.array(long)[np.array(mask) == 1]) == "no<|end|>well<|end|>yes<|end|>"
+    assert all_of_it == [1.0] * len(short)
+    # Log-probs and versions are those with which each token was sampled.
+    log_probs, _ = generations.response_log_probs()
+    assert sorted(set(zip(mask, log_probs, strict=True))) == [(0, 0), (1, -5), (1, -4), (1, -3)]
+    versions, _ = generations.response_versions()
+    assert sorted(set(versions)) == [1, 2, 3]
+    assert generations.finish_reasons == ["stop", "stop"]
+    first, second = generations.endings
+    assert (first.score.value, first.turns, first.score.details) == (1.0, 3, {"said": 6.0})
+    assert (second.score.value, second.turns) == (1.0, 1)
+    assert first.transcript() == "no\n[user] sure?\n[assistant] well\n[tool] WELL\n[assistant] yes"
+    # The second turn has the room that is left, and no two turns the same seed.
+    assert engine.asked[1][1] == 60 - len(tokenizer.encode(f"no{SURE}"))
+    assert len({seed for _, _, seed in engine.asked}) == 3
+
+
+@pytest.mark.parametrize(
+    ("why", "said", "config", "turns", "reason"),
+    [
+        ("no turn is left", SAID, {"max_turns": 2}, 2, "stop"),
+        ("the response was cut off", {FIRST: ["no", "yes<|end|>"]}, {}, 1, "length"),
+        ("no room is left", SAID, {"sampling": SamplingConfig(max_tokens=10, num_samples=2)}, 1, "length"),
+    ],
+)
+def test_the_environment_is_asked_for_the_score(
+    why: str, said: dict[str, list[str]], config: dict[str, Any], turns: int, reason: str
+) -> None:
+    sampling = config.pop("sampling", SAMPLING)
+    talk = conversations(Scripted(said), **config)
+    talk.submit([opening()], sampling)
+    generations = talk.collect([7], 0)[7]
+    first, _ = generations.endings
+    assert (first.turns, first.score.value, generations.finish_reasons[0]) == (turns, 0.0, reason), why
+    # Nothing stands behind the last response.
+    assert all(mask[-1] == 1 for mask in generations.response_masks() or [])
+
+
+def test_a_long_answer_is_cut_and_counted() -> None:
+    said = {FIRST: ["no<|end|>", "yes<|end|>"], f"{FIRST}no<|end|><|user|>su<|assistant|>": ["yes<|end|>"]}
+    talk = conversations(Scripted(said), max_observation_tokens=2)
+    talk.submit([opening()], SAMPLING)
+    first, second = talk.collect([7], 0)[7].endings
+    assert (first.cut, second.cut) == (1, 0)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_lost_engine_takes_one_turn_with_it(lost: int) -> None:
+    engine = Scripted(loses=[lost])
+    talk = conversations(engine)
+    talk.submit([opening()], SAMPLING)
+    with pytest.raises(EngineLost):
+        talk.collect([7], 0)
+    assert talk.lost_tickets() == []
+    (generations,) = talk.collect([7], 0).values()
+    assert [ending.score.value for ending in generations.endings] == [1.0, 1.0]
+    assert [prompt for prompt, _, _ in engine.asked].count(engine.asked[lost - 1][0]) == 2 and len(engine.asked) == 4
+
+
+def test_failures_are_judged_when_all_have_ended() -> None:
+    said = {FIRST: ["yes<|end|>", "yes<|end|>"]}
+    talk = conversations(Scripted(said), "mumbles", failures=0.4)
+    talk.submit([opening()], SAMPLING)
+    generations = talk.collect([7], 0)[7]
+    with pytest.raises(RewardFailureError, match="2 of 2 rewards failed"):
+        talk.scores(generations.endings)
+
+
+def test_what_is_dropped_is_forgotten() -> None:
+    engine = Scripted()
+    talk = conversations(engine)
+    talk.submit([opening(7), opening(8)], SAMPLING)
+    talk.drop([7])
+    assert engine.dropped == [1] and list(talk.collect((), 1)) == [8]
+    assert talk.collect((), 0) == {}
+
+
+def test_only_those_that_are_required_are_handed_out() -> None:
+    talk = conversations(Scripted())
+    talk.submit([opening(7), opening(-1)], SAMPLING)
+    assert list(talk.collect([-1], 0)) == [-1] and list(talk.collect((), 0)) == [7]
+
+
+def test_a_scorer_that_cannot_answer() -> None:
+    with pytest.raises(ConfigError, match="the scorer CannedScorer cannot answer: use RewardPool or InlineScorer"):
+        Conversations(canned.CannedScorer(), tokenizer, EnvironmentConfig(max_turns=2))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_policy_learns_from_the_tokens_that_it_sampled(staleness: int, tmp_path: Any) -> None:
+    save_tiny_policy(tmp_path, hidden_size=32, intermediate_size=48, initializer_range=0.2)
+    policy = build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2)
+    stage = Keeping(
+        policy,
+        tokenizer=tokenizer,
+        scorer=InlineScorer({"_target_": f"{__name__}.talkative"}),
+        # A policy that knows nothing ends few responses by itself.
+        sampling=SamplingConfig(max_tokens=30, num_samples=3, stop_token_ids=tuple(range(60, 200))),
+        environment=EnvironmentConfig(max_turns=4),
+        schedule=Schedule(staleness),
+        optimizer=OptimizerConfig(lr=0.01),
+        max_steps=2,
+    )
+    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(tmp_path), dtype=torch.float32))
+    canned.quiet_trainer(strategy).fit(stage, Loader(["1+1", "12+30"]))
+    for step, experience in enumerate(stage.trained_on):
+        mask_BT = experience.response_mask.bool()
+        assert (experience.response_lengths > mask_BT.sum(dim=1)).any() and mask_BT.any(dim=1).all()
+        metrics = stage.metrics[step]
+        assert metrics["train/turns"] > 1 and metrics["train/reward"] > 0
+        if not staleness:
+            # The trainer gives each token the log-prob with which it was sampled.
+            assert metrics["train/rollout_gap_max"] < 1e-4
+
+
+def talkative(solution_str: str, turns_left: int) -> object:
+    """Goes on while the policy has an even number of things to say."""
+    return "and?" if turns_left and len(solution_str) % 2 else 1.0 + len(solution_str)
