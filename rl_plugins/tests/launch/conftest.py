@@ -24,6 +24,12 @@ def raises(solution_str, ground_truth):
 
 def needs_text(solution_str):
     return float(solution_str[0] == "4")
+
+def insists(solution_str):
+    return "again"
+
+def breaks(solution_str, turns_left):
+    return {"role": "user", "content": 4} if turns_left else 0.0
 """
 
 

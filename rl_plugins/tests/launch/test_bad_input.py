@@ -269,6 +269,20 @@ CASES = [
         ["reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=raises"],
         ["reward fails on a sample of data_source 'addition'", "KeyError", "rewards.py"],
     ),
+    (
+        "an environment without turns",
+        ["reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=insists"],
+        ["reward fails on a sample", "no turn is left", "return a score when turns_left is 0", "environment.max_turns"],
+    ),
+    (
+        "an environment that fails in its first turn",
+        [
+            "reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=breaks",
+            "environment.max_turns=2",
+        ],
+        ["reward fails on a sample", "the content of its answer is of type int, not text"],
+    ),
+    ("no turns", ["environment.max_turns=0"], ["environment.max_turns=0", "must be at least 1"]),
     # The algorithm
     ("algorithm without target", ["~algorithm._target_"], ["algorithm: must be a mapping with _target_"]),
     ("algorithm elsewhere", ["algorithm._target_=no_such.Thing"], ["algorithm: ", "no_such"]),
