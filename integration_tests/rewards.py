@@ -21,7 +21,7 @@ def short_and_even(solution_str: str) -> dict[str, float]:
 def asks_back(solution_str: str, messages: list[dict[str, str]], turns_left: int) -> float | str:
     """Some of the responses are not the last ones."""
     if turns_left and len(solution_str) % 3:
-        return "and then?"
+        return "so?"
     return shortness(" ".join(message["content"] for message in messages if message["role"] == "assistant"))
 
 

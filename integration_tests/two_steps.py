@@ -52,7 +52,8 @@ STAGES: dict[str, tuple[str, list[str]]] = {
             config,
             [
                 "environment.max_turns=3",
-                "sampling.max_tokens=40",
+                "data.max_prompt_tokens=8",
+                "sampling.max_tokens=28",
                 "sampling.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q,r,s,t,u,v,w,x,y,z]",
                 "reward.functions.default._target_=integration_tests.rewards.asks_back",
             ],

@@ -34,7 +34,8 @@ class SampledAtOnce:
             alike.setdefault(one.shortened(sampling), []).append(one)
         for how, those in alike.items():
             generations = self.generate([one.prompt for one in those], how, [one.seed for one in those])
-            self._finished |= zip([one.ticket for one in those], generations.split(len(those)), strict=True)
+            parts = generations.split([how.num_samples] * len(those))
+            self._finished |= zip([one.ticket for one in those], parts, strict=True)
         self.busy_s += time.perf_counter() - start
 
     def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:

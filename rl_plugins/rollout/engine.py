@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -118,23 +118,21 @@ class Generations:
             finish_reasons=list(finish_reasons),
         )
 
-    def split(self, count: int) -> list[Generations]:
-        """Cut into `count` parts of equally many responses each."""
-        if not count:
-            return []
-        size = len(self.lengths) // count
-        ends = [0, *np.cumsum(self.lengths)[size - 1 :: size].tolist()]
+    def split(self, sizes: Sequence[int]) -> list[Generations]:
+        """Cut into parts of so many responses each."""
+        rows = [0, *accumulate(sizes)]
+        starts = np.concatenate([[0], np.cumsum(self.lengths)])[rows].tolist()
         return [
             Generations(
                 self.token_ids[start:stop],
                 self.log_probs[start:stop],
                 self.policy_versions[start:stop],
-                self.lengths[part * size : (part + 1) * size],
-                self.finish_reasons[part * size : (part + 1) * size],
+                self.lengths[row:end],
+                self.finish_reasons[row:end],
                 None if self.sampled is None else self.sampled[start:stop],
-                self.endings[part * size : (part + 1) * size],
+                self.endings[row:end],
             )
-            for part, (start, stop) in enumerate(pairwise(ends))
+            for (start, stop), (row, end) in zip(pairwise(starts), pairwise(rows), strict=True)
         ]
 
     @classmethod

@@ -150,7 +150,7 @@ class Conversations:
         for own, generations in finished.items():
             # One that was dropped in the meantime is of no use.
             if turn := self._asked.pop(own, None):
-                parts = generations.split(len(turn.trajectories))
+                parts = generations.split([1] * len(turn.trajectories))
                 spoken += [(one, part, turn) for one, part in zip(turn.trajectories, parts, strict=True)]
         asked = [one.respond(response, self._text(response), self._config.max_turns) for one, response, _ in spoken]
         next_turns: list[tuple[GroupRequest, SamplingConfig]] = []

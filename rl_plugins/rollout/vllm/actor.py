@@ -116,18 +116,19 @@ class VLLMActor:
 
     async def collect(
         self, rank: int, required: Sequence[int], count: int
-    ) -> tuple[list[int], Generations | None, float]:
+    ) -> tuple[dict[int, int], Generations | None, float]:
         """Groups of this rank that are finished: all that are required, and `count` of them at least.
 
         Returns:
-            Their tickets, their responses one behind the other, and the seconds that the engine has worked so far.
+            By their tickets the number of responses, these one behind the other, and the seconds that the engine has
+            worked so far.
         """
         there = self._groups.setdefault(rank, [])
         outputs = await self._loop.wait(there, [_name(rank, ticket) for ticket in required], count)
         for name in outputs:
             there.remove(name)
-        tickets = [int(name.split("-")[1]) for name in outputs]
-        return tickets, _generations(list(outputs.values())) if outputs else None, self._loop.busy_s
+        sizes = {int(name.split("-")[1]): len(output.outputs) for name, output in outputs.items()}
+        return sizes, _generations(list(outputs.values())) if outputs else None, self._loop.busy_s
 
     async def drop(self, rank: int, tickets: Sequence[int]) -> None:
         """End groups of this rank, and forget them."""

@@ -106,8 +106,8 @@ class FleetSampling:
 
     def _take(self, reference: Any) -> None:
         engine = self._polls.pop(reference)
-        tickets, generations, self._busy_s[engine] = self._fleet.result(engine, reference)
-        for ticket, part in zip(tickets, generations.split(len(tickets)) if tickets else (), strict=True):
+        sizes, generations, self._busy_s[engine] = self._fleet.result(engine, reference)
+        for ticket, part in zip(sizes, generations.split(list(sizes.values())) if sizes else (), strict=True):
             # One that was dropped in the meantime is of no use.
             if self._engine_of.pop(ticket, None) is not None:
                 self._finished[ticket] = part
