@@ -71,6 +71,7 @@ def measure(kept: Path | None) -> dict[str, Any]:
             ]
             for precision in ("32-true", "bf16-true")
         }
+        single = run_at(large, [*LARGE, f"{PROMPTS}=8", "model.precision=bf16-true"], kept, workers=1)
     bandwidth = copy_rate()
     decode_step, decode_sequence = decoding_costs(few, many)
     found: dict[str, Any] = {
@@ -86,10 +87,10 @@ def measure(kept: Path | None) -> dict[str, Any]:
     }
     for runs in at.values():
         run, work = runs[1]
-        tokens = work.responses * work.sample_tokens / WORKERS
-        found["train_flops"][work.dtype] = training_flops(work, work.policy, tokens) / run.quiet("time/update_policy")
+        found["train_flops"][work.dtype] = training_rate(run, work, WORKERS)
         rate, read = sampling_rates(runs, decode_step, decode_sequence)
         found["sample_flops"][work.engine_dtype], found["sample_bandwidth"][work.engine_dtype] = rate, read
+    found["alone"] = training_rate(*single, 1) / found["train_flops"]["bfloat16"]
     run, work = many
     tokens = work.responses * work.sample_tokens / WORKERS
     arithmetic = training_flops(work, work.policy, tokens) / found["train_flops"]["float32"]
@@ -100,6 +101,12 @@ def measure(kept: Path | None) -> dict[str, Any]:
     # Ranks meet in shared memory: a collective is copies.
     found |= {"link": bandwidth / 4, "network": 1e9, "host_link": bandwidth}
     return found | memory(few, [runs[1] for runs in at.values()], Device(**found))
+
+
+def training_rate(run: Run, work: Workload, workers: int) -> float:
+    """Operations a second of a trainer."""
+    tokens = work.responses * work.sample_tokens / workers
+    return training_flops(work, work.policy, tokens) / run.quiet("time/update_policy")
 
 
 def decoding_costs(few: tuple[Run, Workload], many: tuple[Run, Workload]) -> tuple[float, float]:
@@ -150,14 +157,14 @@ def update(work: Workload, device: Device) -> dict[str, float]:
     return trainer_memory(work, PLACE, replace(device, fragments=1.0))["update"]
 
 
-def run_at(folder: Path, overrides: list[str], kept: Path | None) -> tuple[Run, Workload]:
+def run_at(folder: Path, overrides: list[str], kept: Path | None, workers: int = WORKERS) -> tuple[Run, Workload]:
     """A run, and the work of one of its steps with the lengths that were sampled."""
-    name = "_".join([folder.name, *(option.rpartition("=")[2] for option in overrides[-2:])])
+    name = "_".join([folder.name, *(option.rpartition("=")[2] for option in overrides[-2:]), str(workers)])
     file = kept / f"{name}.pickle" if kept else None
     if file and file.is_file():
         run: Run = pickle.loads(file.read_bytes())
     else:
-        further = (f"placement.num_workers={WORKERS}", "strategy.zero_stage=1")
+        further = (f"placement.num_workers={workers}", "strategy.zero_stage=1")
         run = run_grpo(folder, *overrides, *further, name=name, closely=True)
         if file:
             file.write_bytes(pickle.dumps(run))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +36,17 @@ class Machines:
     def places_of(self, class_name: str) -> list[str]:
         """Ids of the nodes where actors of a class are, one for each."""
         return sorted(actor.node_id for actor in self.actors(lambda actor: class_name in actor.class_name))
+
+    def announce_loss(self, node_id: str, in_s: int) -> None:
+        """Say that a node will be taken away, as clouds do of those that they lend cheaply; nothing else happens."""
+        subprocess.run(
+            [
+                sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self.address,
+                "--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION",
+                "--reason-message", "wanted elsewhere", "--deadline-remaining-seconds", str(in_s),
+            ],
+            check=True, timeout=60,
+        )  # fmt: skip
 
     def kill(self, node_id: str) -> None:
         """kill -9 a node with everything on it."""

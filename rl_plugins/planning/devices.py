@@ -40,6 +40,7 @@ class Device:
         machine_base: bytes of all other processes of a run together: the driver, Ray.
         fragments: how much larger the heap of a process on a CPU is than what passes have at once.
         cores: of a CPU; 0 of an accelerator.
+        alone: by how much a trainer is faster than one beside which all other cores train, too: they share the memory.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Device:
     machine_base: float = 0.0
     fragments: float = 1.0
     cores: int = 0
+    alone: float = 1.0
 
     @property
     def is_cpu(self) -> bool:

@@ -48,7 +48,7 @@ class StepTime:
 
 def step_time(work: Workload, place: Placement, device: Device, devices_per_node: int) -> StepTime:
     """The phases of a step."""
-    busy = _slowdown(device, place.trainers)
+    busy = _slowdown(device, place.trainers) / _idle_cores(device, place.trainers)
     return StepTime(
         rollout=rollout_seconds(work, place, device),
         log_probs=_log_probs(work, place, device, devices_per_node) * busy,
@@ -188,6 +188,12 @@ def _move(work: Workload, place: Placement, device: Device) -> float:
 def _link(device: Device, workers: int, per_node: int) -> float:
     """Bytes a second of a collective over so many workers: the slowest connection among them decides."""
     return device.network if workers > per_node else device.link
+
+
+def _idle_cores(device: Device, trainers: int) -> float:
+    """By how much trainers are faster than as many as there are cores, whose rate is known."""
+    idle = max(0, device.cores - trainers)
+    return 1.0 + (device.alone - 1.0) * idle / max(1, device.cores - 1)
 
 
 def _slowdown(device: Device, processes: int) -> float:

@@ -82,3 +82,11 @@ def test_processes_on_a_cpu_share_its_cores():
     cpu = replace(DEVICE, cores=1)
     two = rollout_seconds(WORK, replace(APART, engines=2), cpu)
     assert two == pytest.approx(2 * rollout_seconds(WORK, replace(APART, engines=2), replace(DEVICE, cores=2)))
+
+
+def test_a_trainer_is_faster_where_other_cores_do_nothing():
+    machine = replace(DEVICE, cores=4, alone=1.3)
+    several = [step_time(WORK, replace(APART, trainers=count), machine, 4).update * count for count in (1, 2, 4)]
+    whole = step_time(WORK, APART, replace(machine, alone=1.0), 4).update
+    assert several[0] == pytest.approx(whole / 1.3)
+    assert whole / 1.3 < several[1] < several[2]
