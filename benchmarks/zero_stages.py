@@ -4,7 +4,8 @@
 of each stage, the processor time of a step, and the rate of stage 3 as a share of that of stage 2. On a machine that
 has other work to do, compare the processor times. `--zero stage3_prefetch_bucket_size=0` sets DeepSpeed's options of
 `zero_optimization`. Printed too: the share of the parameters that every worker keeps whole under stage 3. `--profile`
-says what the last step of the first worker was spent on.
+says what the last step of the first worker was spent on; `--recompute` computes activations again for the backward
+pass.
 """
 
 from __future__ import annotations
@@ -94,7 +95,15 @@ class Sequences:
 
 
 def work(
-    policy: Path, output: Path, stage: int, precision: str, steps: int, options: dict[str, Any], profiled: bool
+    policy: Path,
+    output: Path,
+    stage: int,
+    precision: str,
+    steps: int,
+    options: dict[str, Any],
+    *,
+    profiled: bool,
+    recompute: bool,
 ) -> None:
     """Train under one stage, in each worker; the first one writes what it measured."""
     import torch
@@ -148,6 +157,7 @@ def work(
         scorer=exact_match,
         eval_sampling=SamplingConfig(max_tokens=1),
         tokens_per_micro_batch=MICRO_BATCH * TOKENS,
+        gradient_checkpointing=recompute,
     )
     trainer.fit(model, DataLoader(Sequences(WARM_UP + steps), batch_size=None))
     if trainer.is_global_zero:
@@ -162,12 +172,16 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--zero", nargs="*", default=[], metavar="OPTION=VALUE", help="of `zero_optimization`")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--worker", nargs=3, metavar=("POLICY", "OUTPUT", "STAGE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         policy, output, stage = options.worker
         zero = {name: json.loads(value) for name, value in (option.split("=") for option in options.zero)}
-        work(Path(policy), Path(output), int(stage), options.precision, options.steps, zero, options.profile)
+        work(
+            Path(policy), Path(output), int(stage), options.precision, options.steps, zero,
+            profiled=options.profile, recompute=options.recompute,
+        )  # fmt: skip
         return
     rates: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -181,7 +195,7 @@ def main() -> None:
                 sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}",
                 "-m", "benchmarks.zero_stages", "--precision", options.precision, "--steps", str(options.steps),
                 "--worker", str(folder / "policy"), str(output), str(stage), "--zero", *options.zero,
-                *(["--profile"] if options.profile else []),
+                *(["--profile"] if options.profile else []), *(["--recompute"] if options.recompute else []),
             ]  # fmt: skip
             subprocess.run(command, check=True, timeout=TIMEOUT_S)
             measured = json.loads(output.read_text())
