@@ -13,9 +13,12 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.matrix_floor import matrix_rate, step_floor_s
+from benchmarks.plan_work import work_of
 from benchmarks.policies import save_28m, save_prompts
 from benchmarks.runs import TIMEOUT_S, run_grpo
 
@@ -56,16 +59,16 @@ def compare(size: str, steps: int, overrides: list[str], alternatives: list[str]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parameters = prepare(size, folder)
-        ours = run_grpo(
-            folder,
-            f"run.steps={steps}",
+        options = [
             f"batch.prompts_per_step={prompts}",
             f"batch.samples_per_prompt={samples}",
             f"batch.tokens_per_micro_batch={micro_batch * (prompt_tokens + max_tokens)}",
             f"sampling.max_tokens={max_tokens}",
             f"data.max_prompt_tokens={prompt_tokens}",
             *overrides,
-        )
+        ]
+        planned = work_of(folder / "policy", options)
+        ours = run_grpo(folder, f"run.steps={steps}", *options)
         work = [
             f"{folder}/policy", f"{folder}/data/train.parquet",
             "--prompts", str(prompts), "--samples", str(samples), "--max-tokens", str(max_tokens),
@@ -86,6 +89,14 @@ def compare(size: str, steps: int, overrides: list[str], alternatives: list[str]
     for name, other in theirs.items():
         numbers = f"{other['seconds']['step']:10.2f}{other['samples_per_s']:12.2f}{other['peak_bytes'] / GIB:8.2f}"
         print(f"  {name:12}{numbers}{here / other['samples_per_s']:32.2f}")
+    rate = matrix_rate(planned.dtype, planned.policy.hidden, planned.policy.intermediate)
+    floor = step_floor_s(replace(planned, response_tokens=ours.median("train/response_length")), rate)
+    times = ", ".join(f"{name} {other['seconds']['step'] / floor:.2f}" for name, other in theirs.items())
+    print(
+        f"  matrix products alone take {floor:.2f} s at the {rate / 1e9:.0f} GFLOP/s that this processor reaches in "
+        f"{planned.dtype}: {floor / step:.0%} of a step here"
+        + (f"; that would be times theirs: {times}" if times else "")
+    )
 
 
 def run_alternative(module: list[str], work: list[str]) -> dict[str, Any]:
