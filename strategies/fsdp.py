@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter, plain_weights
+from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.strategies.contract import POLICY, HasEngines
@@ -283,6 +284,7 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         folder.mkdir(parents=True, exist_ok=True)
         for name in self._saved_engines():
             save_engine(folder / name, self._engines[name], self._optimizers_of.get(name))
+        self._save_learners(folder)
         if self.is_global_zero:
             torch.save(checkpoint, folder / LIGHTNING_FILE)
         self.barrier("checkpoint written")
@@ -299,16 +301,19 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         folder = Path(self.broadcast(os.fspath(checkpoint_path)))
         if not (folder / LIGHTNING_FILE).is_file():
             raise ConfigError(f"{folder} is not a checkpoint of this project: it has no {LIGHTNING_FILE}")
-        self._moved |= {name for name in self._engines if (folder / name).is_dir() and name not in self._optimizers_of}
+        frozen = held_here(self._engines).keys() - self._optimizers_of.keys()
+        self._moved |= {name for name in frozen if (folder / name).is_dir()}
         for name in self._saved_engines():
             load_engine(folder / name, self._engines[name], self._optimizers_of.get(name))
-        self.restored = {name: self._restored_of(name) for name in self._engines}
+        self.restored = {name: self._restored_of(name, folder) for name in self._engines}
         self.weights_changed()
         # The file holds loop and callback states (plain Python objects); it was written by this program.
         checkpoint: dict[str, Any] = torch.load(folder / LIGHTNING_FILE, map_location="cpu", weights_only=False)
         return checkpoint
 
-    def _restored_of(self, name: str) -> str:
+    def _restored_of(self, name: str, folder: Path) -> str:
+        if isinstance(self._engines[name], RemoteLearner):
+            return self._load_learner(name, folder)
         optimizer = self._optimizers_of.get(name)
         if optimizer is None:
             return "weights" if name in self._moved else "from its own file"

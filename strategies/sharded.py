@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.remote import RemoteModel
+from rl_plugins.models.remote import RemoteLearner, RemoteModel
 from rl_plugins.rollout.ranks import gather
 from rl_plugins.strategies.contract import RolloutMixin, exchange_objects, small_all_reduce
 from rl_plugins.strategies.host_memory import HostMemory
@@ -21,6 +22,8 @@ from rl_plugins.strategies.sequence_parallel import SequenceShards
 
 LIGHTNING_FILE = "lightning.ckpt"
 """Of a checkpoint, what is not in the shards of its engines."""
+ALL_OF_A_LEARNER = "weights, optimizer, schedule"
+"""What a model that learns elsewhere is given back."""
 
 
 class ShardedStrategy(RolloutMixin, ParallelStrategy):
@@ -98,6 +101,20 @@ class ShardedStrategy(RolloutMixin, ParallelStrategy):
     def exchange(self, parcels: list[Any]) -> list[Any]:
         """Give `parcels[i]` to rank i; returns what every rank gave to this one."""
         return exchange_objects(parcels, self.global_rank, self.root_device)
+
+    def _save_learners(self, folder: Path) -> None:
+        """Have what learns elsewhere write a folder each."""
+        if self.is_global_zero:
+            for name, engine in self._engines.items():
+                if isinstance(engine, RemoteLearner):
+                    engine.save(folder / name)
+
+    def _load_learner(self, name: str, folder: Path) -> str:
+        """Have an engine that learns elsewhere go on from a checkpoint; returns what it was given. Collective."""
+        if self.is_global_zero:
+            self._engines[name].load(folder / name)
+        self.barrier(f"{name} loaded")
+        return ALL_OF_A_LEARNER
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import plain_weights
+from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
 from rl_plugins.strategies.contract import POLICY, HasEngines, RolloutMixin
 from rl_plugins.strategies.phases import PhaseLog
+from rl_plugins.strategies.sharded import ALL_OF_A_LEARNER
 
 
 class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
@@ -131,9 +134,23 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
         return plain_weights(ModuleWeightSource(self.engine(name)), self.engine(name))
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        for name, learner in self._learners().items():
+            learner.save(_beside(filepath, name))
+
+    @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.weights_changed()
+        for name, learner in self._learners().items():
+            learner.load(_beside(checkpoint_path, name))
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _learners(self) -> dict[str, RemoteLearner]:
+        """Engines that learn elsewhere: what Lightning writes in one file holds nothing of them."""
+        module = self.lightning_module
+        engines: dict[str, nn.Module] = module.engine_modules() if isinstance(module, HasEngines) else {}
+        return {name: model for name, model in engines.items() if isinstance(model, RemoteLearner)}
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -143,9 +160,15 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
             self.restored = {name: self._restored_of(model) for name, model in engines.items()}
 
     def _restored_of(self, model: nn.Module) -> str:
+        if isinstance(model, RemoteLearner):
+            return ALL_OF_A_LEARNER
         held = [optimizer for optimizer in self.optimizers if _holds(optimizer, model)]
         scheduled = any(config.scheduler.optimizer in held for config in self.lr_scheduler_configs)
         return "weights" + ", optimizer" * bool(held) + ", schedule" * scheduled
+
+
+def _beside(file: Any, name: str) -> Path:
+    return Path(f"{file}.{name}")
 
 
 def _holds(optimizer: Any, model: nn.Module) -> bool:

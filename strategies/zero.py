@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter, plain_weights
-from rl_plugins.models.remote import RemoteModel
+from rl_plugins.models.remote import RemoteLearner, RemoteModel
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
 from rl_plugins.run_folder import RunFolder
@@ -338,6 +338,7 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         for name, engine in self._trained_engines().items():
             # What an adapter was added to stays in its own folder.
             engine.save_checkpoint(str(folder / name), tag=_TAG, exclude_frozen_parameters=has_adapter(engine.module))
+        self._save_learners(folder)
         for name in sorted(self._moved):
             weights = {key: tensor.to("cpu", copy=True) for key, tensor in self.weight_source(name)}
             if self.is_global_zero:
@@ -389,6 +390,8 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         )
 
     def _load_frozen(self, folder: Path, name: str) -> str:
+        if isinstance(self._engines[name], RemoteLearner):
+            return self._load_learner(name, folder)
         file = folder / name / _WEIGHTS_FILE
         if not file.is_file():
             return "from its own file"

@@ -423,13 +423,14 @@ class StrategyOptions:
 
 @dataclass
 class PoolOptions:
-    """Processes of their own for a model that is only run.
+    """Processes of their own for a model beside the policy.
 
     Attributes:
-        actors: how many processes hold the model, each the whole of it; 0 runs it in the training workers, in shards.
+        actors: how many processes hold the model, each the whole of it; 0 has it in the training workers, in shards.
         cpus: Ray CPUs of each, and on CPU its threads.
         gpus: Ray GPUs of each, where there are any.
-        deadline_s: for the numbers of a micro-batch, the waits for other workers and for a new process included.
+        deadline_s: for the numbers of a micro-batch, and for an update of the critic; the waits for other workers and
+            for a new process are included.
     """
 
     actors: int = 0
@@ -455,6 +456,7 @@ class PlacementConfig:
         reward_model: a pool for the reward model.
         teacher: a pool for the teacher.
         reference: a pool for the reference model.
+        critic: a pool for the critic, which learns there, too.
         wait_for_nodes_s: how long a cluster that grows may take until all are placed; 0 refuses what it has not got.
         max_restarts: how often Ray Train restarts the workers from the last checkpoint after a failure.
         peak_tflops: dense peak of a training device in the precision of the run, for the metric `throughput/mfu`; null
@@ -472,6 +474,7 @@ class PlacementConfig:
     reward_model: PoolOptions = field(default_factory=PoolOptions)
     teacher: PoolOptions = field(default_factory=PoolOptions)
     reference: PoolOptions = field(default_factory=PoolOptions)
+    critic: PoolOptions = field(default_factory=PoolOptions)
     wait_for_nodes_s: float = 0.0
     max_restarts: int = 2
     peak_tflops: float | None = None

@@ -75,6 +75,11 @@ def roles_of(config: RecipeConfig, device: str) -> list[Role]:
     for name, pool in pools_of(config).items():
         options = f"placement.{name}.actors={pool.actors}, placement.{name}.cpus"
         options += f", placement.{name}.gpus" if on_gpus else ""
+        if name == "critic" and on_gpus and pool.actors > 1 and 0 < pool.gpus < 1:
+            raise ConfigError(
+                f"placement.critic.actors={pool.actors}, placement.critic.gpus={pool.gpus:g}: processes that learn "
+                "together need a GPU each (NCCL): use placement.critic.gpus=1, or placement.critic.actors=1"
+            )
         roles.append(Role(name, pool.actors, pool.cpus, pool.gpus if on_gpus else 0.0, "PACK", options))
     return roles
 

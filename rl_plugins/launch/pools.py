@@ -1,4 +1,4 @@
-"""The pools of frozen models that a configuration describes."""
+"""The pools of models that a configuration describes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from typing import Any
 
 from rl_plugins.launch.config import RecipeConfig
 from rl_plugins.launch.placement import Reservation, Role, pools_of
-from rl_plugins.models.pool_actor import PoolConfig, start_pool
+from rl_plugins.models.pool_actor import PoolConfig
+
+Placed = tuple[PoolConfig, list[dict[str, Any]]]
+"""A pool, and Ray's options for each of its actors."""
 
 
-def start_pools(config: RecipeConfig, roles: list[Role], places: Reservation) -> dict[PoolConfig, list[Any]]:
-    """Start the actors of all pools in their places; does not wait for them, and they end with the last handle."""
-    pools = pool_configs(config, {role.name: bool(role.gpus) for role in roles})
+def placed_pools(config: RecipeConfig, roles: list[Role], places: Reservation) -> dict[str, Placed]:
+    """Role to its pool, in its place."""
     by_name = {role.name: role for role in roles}
-    return {pool: start_pool(pool, places.options(by_name[pool.role])) for pool in pools}
+    pools = pool_configs(config, {role.name: bool(role.gpus) for role in roles})
+    return {pool.role: (pool, places.options(by_name[pool.role])) for pool in pools}
 
 
 def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConfig]:
@@ -27,12 +30,13 @@ def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConf
         "reward_model": config.reward_model.path,
         "teacher": config.teacher.path,
         "reference": config.reference.path or config.model.path,
+        "critic": config.critic.path or config.model.path,
     }
     return [
         PoolConfig(
             role=role,
             model=str(models[role]),
-            head="scalar" if role == "reward_model" else "causal_lm",
+            head="scalar" if role in ("reward_model", "critic") else "causal_lm",
             dtype="float32" if config.model.precision == "32-true" else "bfloat16",
             actors=options.actors,
             device="cuda" if on_gpu[role] else "cpu",

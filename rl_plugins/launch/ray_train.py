@@ -34,6 +34,7 @@ from rl_plugins.launch.values import generates, needs_engine
 from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from rl_plugins.launch.pools import Placed
     from rl_plugins.models.pool_actor import PoolConfig
     from rl_plugins.rollout.engine import RolloutEngine
     from rl_plugins.rollout.vllm.client import VLLMRollout
@@ -87,10 +88,15 @@ def _train(
             rollout = vllm_rollout(config, device)
             rollout.start(places.options(role) if role.strategy else ())
     pools: Mapping[PoolConfig, list[Any]] = {}
+    critic: Placed | None = None
     if pools_of(config):
-        from rl_plugins.launch.pools import start_pools
+        from rl_plugins.launch.pools import placed_pools
+        from rl_plugins.models.pool_actor import start_pool
 
-        pools = start_pools(config, roles, places)
+        placed = placed_pools(config, roles, places)
+        # The first training worker starts it: what it has learnt is of no use without the workers.
+        critic = placed.pop("critic", None)
+        pools = {pool: start_pool(pool, options) for pool, options in placed.values()}
     import ray.train
     from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -111,6 +117,7 @@ def _train(
             "device": device,
             "rollout": rollout,
             "pools": list(pools),
+            "critic": critic,
             # The bar is drawn here, on the driver.
             "redraw_s": redraw_interval_s(),
             "started": psutil.Process().create_time(),
@@ -167,6 +174,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
     from rl_plugins.models.pool import ModelPool
     from rl_plugins.rewards.pool import RewardPool
     from rl_plugins.rollout.transformers_engine import TransformersRollout
+    from rl_plugins.stages.critic_pool import CriticPool
 
     config, device = parse_config(arguments["config"]), arguments["device"]
     if device == "cpu":
@@ -186,6 +194,9 @@ def train_worker(arguments: dict[str, Any]) -> None:
         )
     rank = ray.train.get_context().get_world_rank()
     pools = [ModelPool(pool, rank) for pool in arguments["pools"]]
+    if arguments["critic"] is not None:
+        pool, options = arguments["critic"]
+        pools.append(CriticPool(pool, options, rank))
     strategy = ray_strategy(config, rollout)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     # A restarted worker group goes on from the last checkpoint, not from where the run began. Ray Train learns of one

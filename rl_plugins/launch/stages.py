@@ -22,6 +22,7 @@ from rl_plugins.models.pool import ModelPool
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.collecting import RewardModelConfig
 from rl_plugins.stages.critic import CriticConfig
+from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.environment import EnvironmentConfig
 from rl_plugins.stages.online_preference_optimization import OnlinePreferenceOptimization
 from rl_plugins.stages.optimizer import OptimizerConfig
@@ -42,14 +43,15 @@ def build_stage(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None, poo
         config: the run's.
         tokenizer: the policy's.
         scorer: gives each sample its reward.
-        pools: frozen models that run in processes of their own.
+        pools: models that run in processes of their own.
     """
     stage = _STAGES[config.stage](config, tokenizer, scorer)
     for pool in pools:
-        check_same_tokens(tokenizer, pool.config.model, pool.config.role.replace("_", " "))
         # A stage loads no model that it has.
         setattr(stage, pool.config.role, pool)
-        stage.further_metrics.append(pool.metrics)
+        if not isinstance(pool, CriticPool):
+            check_same_tokens(tokenizer, pool.config.model, pool.config.role.replace("_", " "))
+            stage.further_metrics.append(pool.metrics)
     return stage
 
 

@@ -190,6 +190,7 @@ def check_pools(config: RecipeConfig) -> None:
     asked = {
         "reference": {"ref_log_probs_BT"},
         "teacher": {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"},
+        "critic": {"values_BT"},
     }
     for role, names in asked.items():
         actors = getattr(config.placement, role).actors

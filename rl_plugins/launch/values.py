@@ -33,8 +33,8 @@ def needs_engine(config: RecipeConfig) -> bool:
     return generates(config) and config.debug.replay is None
 
 
-POOLS = ("reward_model", "teacher", "reference")
-"""Frozen models that may have a pool of processes."""
+POOLS = ("reward_model", "teacher", "reference", "critic")
+"""Models that may have a pool of processes; all but the critic are frozen."""
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": STAGES,
@@ -78,8 +78,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
             "rollout.ready_timeout_s", "rollout.generate_timeout_s", "rollout.stall_timeout_s",
             "rollout.update_timeout_s", "reward.deadline_s",
             "strategy.collective_timeout_s", "placement.cpus_per_worker", "model.lora.alpha", "critic.lora.alpha",
-            "placement.reward_model.deadline_s", "placement.teacher.deadline_s", "placement.reference.deadline_s",
-            "placement.engine_cpus",
+            "placement.engine_cpus", *(f"placement.{name}.deadline_s" for name in POOLS),
         ),
     ),
     (
@@ -245,7 +244,12 @@ def _check_debug(config: RecipeConfig) -> None:
 
 
 def _check_pools(config: RecipeConfig) -> None:
-    models = {"reward_model": config.reward_model.path, "teacher": config.teacher.path, "reference": config.model.path}
+    models = {
+        "reward_model": config.reward_model.path,
+        "teacher": config.teacher.path,
+        "reference": config.model.path,
+        "critic": config.model.path,
+    }
     for name in POOLS:
         pool = getattr(config.placement, name)
         option = f"placement.{name}.actors={pool.actors}"
@@ -261,6 +265,11 @@ def _check_pools(config: RecipeConfig) -> None:
         raise ConfigError(
             f"placement.reference.actors={config.placement.reference.actors}: a reference that follows the policy "
             f"(reference.update_every={config.reference.update_every}) moves in the training workers: leave one out"
+        )
+    if config.placement.critic.actors and config.strategy.offload.critic in ("cpu", "nvme"):
+        raise ConfigError(
+            f"placement.critic.actors={config.placement.critic.actors}: a critic with processes of its own keeps its "
+            f"states there: leave strategy.offload.critic={config.strategy.offload.critic} out"
         )
 
 
@@ -290,7 +299,9 @@ def _check_data(config: RecipeConfig) -> None:
 
 
 def _check_lora(config: RecipeConfig) -> None:
-    ranks = {"model.lora.rank": config.model.lora.rank, "critic.lora.rank": config.critic.lora.rank}
+    ranks = {"model.lora.rank": config.model.lora.rank}
+    if not config.placement.critic.actors:
+        ranks["critic.lora.rank"] = config.critic.lora.rank
     for option, rank in ranks.items():
         if rank and config.strategy.tensor_parallel > 1:
             raise ConfigError(f"{option}={rank}: blocks with adapters are not cut: use strategy.tensor_parallel=1")

@@ -1,7 +1,8 @@
-"""A pool of frozen models, as a training rank sees it: a model that runs elsewhere (`pool_actor.py`).
+"""A pool of processes that hold a model, as a training rank sees it: a model that runs elsewhere (`pool_actor.py`).
 
 A rank sends the rows of a micro-batch straight to the actors, spread by their tokens, and puts the numbers that come
-back in the order of the rows. An actor that dies is restarted by Ray, which repeats what it was asked.
+back in the order of the rows. An actor with a frozen model that dies is restarted by Ray, which repeats what it was
+asked.
 """
 
 from __future__ import annotations

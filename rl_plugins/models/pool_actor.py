@@ -70,6 +70,11 @@ def start_pool(config: PoolConfig, options: Sequence[dict[str, Any]]) -> list[An
     ]
 
 
+def process_name() -> str:
+    """That of this process, which no other one has."""
+    return f"{os.getpid()}@{socket.gethostname()}"
+
+
 class ModelActor:
     """Holds the model, and runs what it is sent, one request after the other."""
 
@@ -88,11 +93,10 @@ class ModelActor:
             model = load_causal_lm(config.model, dtype=dtype)
         self._model = model.to(config.device).eval().requires_grad_(False)
         self._device = config.device
-        self._process = f"{os.getpid()}@{socket.gethostname()}"
 
     def ready(self) -> str:
         """The model is loaded; returns which process has it."""
-        return self._process
+        return process_name()
 
     def scores(self, rows: Arrays, options: dict[str, Any]) -> tuple[str, Arrays]:
         """`position_scores` of some rows."""
@@ -102,7 +106,7 @@ class ModelActor:
 
         with torch.inference_mode():
             scores_BS = position_scores(self._model, **self._inputs(rows), **options)
-        return self._process, {"scores": scores_BS.cpu().numpy()}
+        return process_name(), {"scores": scores_BS.cpu().numpy()}
 
     def log_probs(self, rows: Arrays, options: dict[str, Any]) -> tuple[str, Arrays]:
         """`response_log_probs` of some rows: its fields that are there."""
@@ -113,7 +117,7 @@ class ModelActor:
         with torch.inference_mode():
             result = response_log_probs(self._model, **self._inputs(rows), **options)
         values = {one.name: getattr(result, one.name) for one in fields(result)}
-        return self._process, {name: value.cpu().numpy() for name, value in values.items() if value is not None}
+        return process_name(), {name: value.cpu().numpy() for name, value in values.items() if value is not None}
 
     def _inputs(self, rows: Arrays) -> dict[str, Any]:
         import torch

@@ -26,7 +26,9 @@ from rl_plugins.models.lora import add_adapter
 from rl_plugins.models.scalar_head import last_token_scores, load_scalar_head, response_scores, response_values
 from rl_plugins.rewards.records import Score
 from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.critic import CriticConfig
+from rl_plugins.stages.critic import CriticConfig, ValueObjective
+from rl_plugins.stages.critic_learner import CriticTraining
+from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.dealing import GroupBuffer, Table, balance_over_ranks, resample_over_ranks
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.micro_batches import Lengths
@@ -140,6 +142,9 @@ class CollectingStage(ScheduledStage):
 
     @override
     def configure_model(self) -> None:
+        if isinstance(self.critic, CriticPool):
+            # Its processes start while models are loaded here.
+            self.critic.begin(self._critic_training, self._strategy.gather)
         super().configure_model()
         needs = self.algorithm.needs
         if "ref_log_probs_BT" in needs and self.reference is None:
@@ -172,7 +177,31 @@ class CollectingStage(ScheduledStage):
     @override
     def optimizer_configs(self) -> dict[str, OptimizerConfig]:
         configs = super().optimizer_configs()
-        return configs if self.critic_config is None else {**configs, CRITIC: self.critic_config.optimizer}
+        if self.critic_config is None or isinstance(self.critic, CriticPool):
+            return configs
+        return {**configs, CRITIC: self.critic_config.optimizer}
+
+    @property
+    def _value_objective(self) -> ValueObjective:
+        algorithm = self.algorithm
+        return ValueObjective(algorithm.value_clip, algorithm.aggregation, algorithm.scale_factor, self._updates)
+
+    @property
+    def _critic_training(self) -> CriticTraining:
+        """What processes of its own do with the critic."""
+        if self.critic_config is None or self._critic_path is None:
+            raise ConfigError("the algorithm asks for no values: leave the critic's pool out")
+        return CriticTraining(
+            path=self._critic_path,
+            config=self.critic_config,
+            gradient_clip=self._bound_or(self.critic_config.optimizer),
+            objective=self._value_objective,
+            computes_in=self.model_dtype,
+            gradient_checkpointing=self._gradient_checkpointing,
+            tokens_per_micro_batch=self.tokens_per_micro_batch,
+            packing=self.packing,
+            seed=self.seed,
+        )
 
     # Experience -------------------------------------------------------------------------------------------------
 

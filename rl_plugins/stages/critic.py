@@ -1,14 +1,18 @@
-"""The critic's settings, and how well it predicts."""
+"""The critic's settings, what it learns by, and how well it predicts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
+from rl_plugins.algorithms.value_loss import value_loss
+from rl_plugins.data.experience import Experience
 from rl_plugins.models.lora import LoraConfig
+from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.optimizer import OptimizerConfig
 
 
@@ -28,6 +32,57 @@ class CriticConfig:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     warmup_steps: int = 0
     lora: LoraConfig | None = None
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """What an algorithm has a critic learn by, wherever that is.
+
+    Attributes:
+        clip: of `value_loss`.
+        aggregation: of `aggregate`.
+        scale_factor: of `aggregate`.
+        updates: optimizer steps of a step, over which the metrics average.
+    """
+
+    clip: float | None
+    aggregation: str
+    scale_factor: float | None
+    updates: int
+
+    def losses(
+        self,
+        mini_batch: Experience,
+        micro_batches: Sequence[Tensor],
+        values_of: Callable[[Experience], Tensor],
+        counts: GlobalCounts,
+        metrics: TokenMetrics,
+        device: torch.device | str,
+    ) -> Iterator[tuple[Tensor, bool]]:
+        """The loss of each micro-batch, and whether it is the last one.
+
+        Args:
+            mini_batch: with `values`, those before the update, and `returns`.
+            micro_batches: indices of each.
+            values_of: the critic's values of a micro-batch [B, T], with gradient.
+            counts: of the mini-batch of all ranks.
+            metrics: take in what is measured.
+            device: of the critic.
+        """
+        for position, indices in enumerate(micro_batches):
+            micro = mini_batch[indices].trimmed().to(device)
+            assert micro.values is not None and micro.returns is not None, "the parts of the step ran out of order"
+            loss_BT, measured = value_loss(
+                values_BT=values_of(micro),
+                old_values_BT=micro.values,
+                returns_BT=micro.returns,
+                response_mask_BT=micro.response_mask,
+                clip=self.clip,
+            )
+            loss = aggregate(loss_BT, micro.response_mask, self.aggregation, counts, scale_factor=self.scale_factor)
+            metrics.add_each({f"critic/{name}": value for name, value in measured.items()}, micro.response_mask)
+            metrics.add_sum("critic/loss", loss.detach() / (counts.ranks * self.updates))
+            yield loss, position == len(micro_batches) - 1
 
 
 def explained_variance(

@@ -52,9 +52,19 @@ class TokenMetrics:
         """Take in a number whose sum over micro-batches and ranks is wanted."""
         self._increase(self._sums, name, value)
 
+    def take_in(self, other: TokenMetrics) -> None:
+        """Take in what was collected elsewhere, on any device."""
+        for own, theirs in ((self._sums, other._sums), (self._counts, other._counts)):
+            for name, value in theirs.items():
+                self._increase(own, name, value.cpu())
+        for name, largest in other._maxima.items():
+            self._maxima[name] = torch.maximum(self._maxima.get(name, largest.cpu()), largest.cpu())
+
     def averages(self, sum_over_ranks: Reduce, max_over_ranks: Reduce) -> dict[str, float]:
         """`train/<name>` means (sums for `add_sum`) and, where a token was valid, `train/<name>_max`. Collective."""
         names = sorted(self._sums)
+        if not names:
+            return {}
         local = [self._sums[name].double() for name in names]
         local += [self._counts.get(name, torch.zeros(())).double() for name in names]
         total = sum_over_ranks(torch.stack([value.cpu() for value in local])).tolist()

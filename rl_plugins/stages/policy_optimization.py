@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate, local_counts
+from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
 from rl_plugins.algorithms.masked import sequence_means
 from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
-from rl_plugins.algorithms.value_loss import value_loss
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.stages.collecting import CollectingStage, filled, named_tensors
 from rl_plugins.stages.critic import explained_variance
+from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
 from rl_plugins.strategies.contract import CRITIC, POLICY
 
@@ -44,15 +44,19 @@ class PolicyOptimization(CollectingStage):
         """Optimizer steps on the experience; returns the metrics of the step, averaged over all ranks."""
         tokens = TokenMetrics()
         policy_learns = self.critic_config is None or self.step >= self.critic_config.warmup_steps
-        for mini_batch in self._mini_batches(experience):
+        for number, mini_batch in enumerate(self._mini_batches(experience), 1):
             if self.critic_config is not None:
                 with self._phase("update_critic"):
-                    self.optimize(self._value_losses(mini_batch, tokens), CRITIC)
+                    self._update_critic(mini_batch, tokens, last=number == self._updates)
             if policy_learns:
                 with self._phase("update_policy"):
                     self.choose_tokens(mini_batch)
                     self.optimize(self._policy_losses(mini_batch, tokens))
         metrics = tokens.averages(self._strategy.sum_over_ranks, self._strategy.max_over_ranks)
+        if isinstance(self.critic, CriticPool):
+            # It has learnt while the policy did.
+            with self._phase("update_critic"):
+                metrics |= self.critic.learnt()
         return {**metrics, **self._adapt(experience, metrics)}
 
     # Updating ---------------------------------------------------------------------------------------------------
@@ -129,25 +133,15 @@ class PolicyOptimization(CollectingStage):
             metrics.add_sum("loss", loss.detach() / (self.trainer.world_size * self._updates))
             yield loss, position == len(micro_batches) - 1
 
-    def _value_losses(self, mini_batch: Experience, metrics: TokenMetrics) -> Iterator[tuple[Tensor, bool]]:
+    def _update_critic(self, mini_batch: Experience, metrics: TokenMetrics, *, last: bool) -> None:
         counts = self._counts(mini_batch.response_mask)
-        micro_batches = self._micro_batches(mini_batch)
-        for position, indices in enumerate(micro_batches):
-            micro = mini_batch[indices].trimmed().to(self.device)
-            loss_BT, values = value_loss(
-                values_BT=self._values(micro),
-                old_values_BT=filled(micro.values),
-                returns_BT=filled(micro.returns),
-                response_mask_BT=micro.response_mask,
-                clip=self.algorithm.value_clip,
-            )
-            algorithm = self.algorithm
-            loss = aggregate(
-                loss_BT, micro.response_mask, algorithm.aggregation, counts, scale_factor=algorithm.scale_factor
-            )
-            metrics.add_each({f"critic/{name}": value for name, value in values.items()}, micro.response_mask)
-            metrics.add_sum("critic/loss", loss.detach() / (self.trainer.world_size * self._updates))
-            yield loss, position == len(micro_batches) - 1
+        if isinstance(self.critic, CriticPool):
+            self.critic.learn(mini_batch, counts, last=last)
+            return
+        losses = self._value_objective.losses(
+            mini_batch, self._micro_batches(mini_batch), self._values, counts, metrics, self.device
+        )
+        self.optimize(losses, CRITIC)
 
     def _adapt(self, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
         """The controllers take in what was measured; returns their coefficients and the critic's quality."""

@@ -181,8 +181,10 @@ class Stage(LightningModule):
 
     def gradient_clip(self, engine: str) -> float:
         """Bound on the global gradient norm of an engine; 0 for no bound."""
-        bound = self._trainers_clip
-        return self.optimizer_configs()[engine].gradient_clip if bound is None else bound
+        return self._bound_or(self.optimizer_configs()[engine])
+
+    def _bound_or(self, config: OptimizerConfig) -> float:
+        return config.gradient_clip if self._trainers_clip is None else self._trainers_clip
 
     @override
     def configure_optimizers(self) -> Any:

@@ -172,7 +172,21 @@ CASES = [
         ["launcher=local", "rollout.engine=transformers", "placement.teacher.actors=1", "teacher.path=model"],
         ["placement.teacher.actors=1", "launcher=ray"],
     ),
-    ("a pool for a critic", ["placement.critic.actors=1"], ["no option 'placement.critic.actors'"]),
+    (
+        "a pool for a critic that nobody asks", ["placement.critic.actors=1", "placement.cpus_per_worker=0.01"],
+        ["placement.critic.actors=1", "never asks a critic"],
+    ),
+    (
+        "offload of a critic with processes of its own",
+        ["algorithm=ppo", "placement.critic.actors=1", "strategy.offload.critic=cpu"],
+        ["placement.critic.actors=1", "leave strategy.offload.critic=cpu out"],
+    ),
+    (
+        "a critic in one process",
+        ["algorithm=ppo", "launcher=local", "rollout.engine=transformers", "placement.critic.actors=1"],
+        ["placement.critic.actors=1", "launcher=ray"],
+    ),
+    ("no time for a critic", ["placement.critic.deadline_s=0"], ["placement.critic.deadline_s=0", "above 0"]),
     ("unknown place of engines", ["placement.rollout=apart"], ["placement.rollout=apart", "colocated, split"]),
     ("unknown layout", ["placement.strategy=TIGHT"], ["placement.strategy=TIGHT", "PACK, SPREAD"]),
     ("too few CPUs", ["placement.cpus_per_worker=5000"], ["needs 5000 CPUs", "has ", "placement.cpus_per_worker"]),

@@ -36,6 +36,14 @@ def test_split_engines_have_devices_of_their_own():
 def test_pools_are_roles():
     pools = asked("cuda", "placement.teacher.actors=3", "placement.reward_model.actors=2", "placement.teacher.gpus=0.5")
     assert pools["teacher"] == (3, 1, 0.5, "PACK") and pools["reward_model"] == (2, 1, 1, "PACK")
+    assert asked("cuda", "placement.critic.actors=2")["critic"] == (2, 1, 1, "PACK")
+
+
+def test_processes_that_learn_together_have_a_gpu_each():
+    with pytest.raises(ConfigError, match=r"placement\.critic\.gpus=0\.5: .*use placement\.critic\.gpus=1"):
+        asked("cuda", "placement.critic.actors=2", "placement.critic.gpus=0.5")
+    assert asked("cuda", "placement.critic.actors=1", "placement.critic.gpus=0.5")["critic"] == (1, 1, 0.5, "PACK")
+    assert asked("cpu", "placement.critic.actors=2", "placement.critic.gpus=0.5")["critic"] == (2, 1, 0, "PACK")
 
 
 @pytest.mark.parametrize("overrides", [["rollout.engines=2"], ["rollout.tensor_parallel_size=2"]])

@@ -45,6 +45,14 @@ def test_means_and_maxima_over_micro_batches_and_two_ranks() -> None:
             "train/plain": pytest.approx(2 * float(values[mask].double().mean()), rel=1e-6),
             "train/loss": 2.5,
         }
+    together = TokenMetrics()
+    for rank in ranks:
+        together.take_in(rank)
+    assert together.averages(one_rank, one_rank) == pytest.approx(metrics)
+
+
+def test_nothing_was_measured() -> None:
+    assert TokenMetrics().averages(one_rank, one_rank) == {}
 
 
 def test_nothing_valid_gives_zero_and_no_maximum() -> None:

@@ -1,0 +1,210 @@
+"""A critic in processes of its own learns what one in the training workers learns from the same samples."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.data.experience import Experience
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.lora import LoraConfig
+from rl_plugins.models.pool_actor import PoolConfig
+from rl_plugins.models.tiny import build_model
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.critic import CriticConfig, ValueObjective
+from rl_plugins.stages.critic_actor import CriticActor
+from rl_plugins.stages.critic_learner import CriticLearner, CriticTraining, Learnt
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.ranks import run_ranks
+from rl_plugins.tests.stages import canned
+
+STEPS, UPDATES, CLIP = 3, 2, 0.1
+# Half of the rate in the first step: the schedule goes by steps, not by updates.
+OPTIMIZER = OptimizerConfig(lr=0.02, warmup_steps=1, gradient_clip=CLIP)
+
+
+class Keeping(PolicyOptimization):
+    """Keeps the experience of every step, and the metrics."""
+
+    collected: list[Experience]
+    metrics: list[dict[str, float]]
+
+    def update(self, experience: Experience) -> dict[str, float]:
+        self.collected.append(experience)
+        return super().update(experience)
+
+    def track(self, metrics: Any) -> None:
+        self.metrics.append(dict(metrics))
+
+
+@cache
+def in_the_workers() -> Keeping:
+    """A critic that was trained beside a policy, on samples that are kept."""
+    stage = Keeping(
+        build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2),
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3),
+        algorithm=Algorithm(advantage="gae", value_clip=0.02),
+        critic=CriticConfig(canned.other_model(), OPTIMIZER),
+        optimizer=OptimizerConfig(lr=0.01),
+        updates_per_step=UPDATES,
+        tokens_per_micro_batch=40,
+    )
+    stage.collected, stage.metrics = [], []
+    strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+    trainer = canned.quiet_trainer(strategy, precision="64-true")
+    trainer.fit(stage, canned.loader([canned.prompt_batch(canned.PROMPTS)] * STEPS))
+    return stage
+
+
+def training(**changes: Any) -> CriticTraining:
+    settings: dict[str, Any] = {
+        "path": canned.other_model(),
+        "config": CriticConfig(optimizer=OPTIMIZER),
+        "gradient_clip": CLIP,
+        "objective": ValueObjective(0.02, "token-mean", None, UPDATES),
+        "computes_in": torch.float64,
+        "gradient_checkpointing": False,
+        "tokens_per_micro_batch": 40,
+        "packing": True,
+        "seed": 0,
+    }
+    return CriticTraining(**(settings | changes))
+
+
+def learn(learner: CriticLearner, steps: list[Experience], rank: int = 0, ranks: int = 1) -> list[Learnt]:
+    """What a process with every `ranks`-th row of the samples goes through."""
+    learnt = []
+    for experience in steps:
+        for number, mini_batch in enumerate(experience.chunk(UPDATES), 1):
+            counts = GlobalCounts(*local_counts(mini_batch.response_mask).tolist())
+            own = mini_batch[rank::ranks]
+            # Two workers have sent their rows, one of them none.
+            learnt.append(learner.update([own, own[:0]], counts, last=number == UPDATES))
+    return learnt
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def gap(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    assert weights.keys() == others.keys()
+    return max(float((weights[name] - others[name]).abs().max()) for name in weights)
+
+
+def test_it_becomes_the_critic_of_the_workers() -> None:
+    stage = in_the_workers()
+    learner = CriticLearner(training())
+    start = {name: weight.clone() for name, weight in learner.weights.items()}
+    learnt = learn(learner, stage.collected)
+    assert gap(learner.weights, weights_of(stage.critic)) < 1e-12 < 0.01 < gap(learner.weights, start)
+    assert (
+        [one.lr for one in learnt[::UPDATES]] == [row["train/critic/lr"] for row in stage.metrics] == [0.01, 0.02, 0.02]
+    )
+    for step, row in enumerate(stage.metrics):
+        newest = learnt[step * UPDATES + UPDATES - 1]
+        assert newest.gradient_norm == pytest.approx(row["train/critic/gradient_norm"])
+    assert max(row["train/critic/gradient_norm"] for row in stage.metrics) > CLIP, "nothing was clipped"
+
+
+def rank_of_two(rank: int, path: str, steps: list[Experience]) -> tuple[dict[str, Tensor], list[float]]:
+    torch.distributed.init_process_group("gloo")
+    # Adapters come into being by random numbers; those of the first are everyone's.
+    adapted = CriticLearner(training(path=path, config=CriticConfig(lora=LoraConfig(rank=2)), seed=rank))
+    learner = CriticLearner(training(path=path))
+    norms = [one.gradient_norm for one in learn(learner, steps, rank, 2)]
+    # More processes than rows.
+    learner.update([steps[0][:1] if rank else steps[0][:0]], GlobalCounts(9, 1), last=True)
+    return {**learner.weights, **adapted.weights}, norms
+
+
+def test_two_become_what_one_becomes() -> None:
+    steps = in_the_workers().collected
+    (first, norms), (second, _) = (result for result, _ in run_ranks(rank_of_two, canned.other_model(), steps))
+    assert gap(first, second) == 0
+    learner = CriticLearner(training())
+    expected = [one.gradient_norm for one in learn(learner, steps)]
+    assert norms == pytest.approx(expected)
+    learner.update([steps[0][:1]], GlobalCounts(9, 1), last=True)
+    assert gap({name: first[name] for name in learner.weights}, learner.weights) < 1e-12
+
+
+def test_an_update_waits_for_the_rows_of_all_ranks_and_takes_them_in_order() -> None:
+    steps = [step.clone() for step in in_the_workers().collected]
+    settings = training(computes_in=torch.float32)
+    actor, learner = CriticActor(PoolConfig("critic", "", "scalar"), settings, 0), CriticLearner(settings)
+    counts = [GlobalCounts(*local_counts(step.response_mask).tolist()) for step in steps[:2]]
+    expected = [
+        learner.update([step[:5], step[5:]], count, last=True) for step, count in zip(steps[:2], counts, strict=True)
+    ]
+
+    async def ranks() -> list[Learnt]:
+        # The second rank is two mini-batches ahead.
+        early = [asyncio.create_task(actor.learn(n, 1, 2, steps[n][5:], counts[n], True)) for n in range(2)]
+        await asyncio.wait(early, timeout=0.3)
+        assert not any(task.done() for task in early)
+        late = [await actor.learn(n, 0, 2, steps[n][:5], counts[n], True) for n in range(2)]
+        assert [await task for task in early] == late
+        # What fails does so for all ranks.
+        steps[0].returns = None
+        both = [actor.learn(2, rank, 2, steps[0], counts[0], True) for rank in range(2)]
+        failures = await asyncio.gather(*both, return_exceptions=True)
+        assert [type(one) for one in failures] == [AssertionError] * 2
+        return late
+
+    learnt = asyncio.run(ranks())
+    assert [one.gradient_norm for one in learnt] == [one.gradient_norm for one in expected]
+    assert gap(actor._learner.result().weights, learner.weights) == 0
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, dropout=0.2)])
+def test_it_goes_on_where_it_was(tmp_path: Path, lora: LoraConfig | None) -> None:
+    steps = in_the_workers().collected
+    settings = training(config=CriticConfig(optimizer=OPTIMIZER, lora=lora))
+    whole, saved, resumed = (CriticLearner(settings) for _ in range(3))
+    learn(whole, steps)
+    learn(saved, steps[:1])
+    saved.save(tmp_path / "critic")
+    learn(resumed, steps[2:])
+    resumed.load(tmp_path / "critic")
+    assert gap(saved.weights, resumed.weights) == 0
+    learn(resumed, steps[1:])
+    assert gap(whole.weights, resumed.weights) == 0 < gap(whole.weights, saved.weights)
+    if lora is not None:
+        assert all("lora_" in name or "score" in name for name in whole.weights)
+
+
+def test_a_checkpoint_without_it_or_of_another_is_refused(tmp_path: Path) -> None:
+    learner = CriticLearner(training())
+    with pytest.raises(ConfigError, match=r"holds no critic .* pool of its own: .*placement\.critic\.actors=0"):
+        learner.load(tmp_path)
+    learner.save(tmp_path)
+    with pytest.raises(ConfigError, match=r"not of this critic: .*lora_A"):
+        CriticLearner(training(config=CriticConfig(lora=LoraConfig(rank=2)))).load(tmp_path)
+
+
+def test_in_bfloat16_small_steps_arrive_in_float32() -> None:
+    steps = in_the_workers().collected
+    tiny = CriticConfig(optimizer=OptimizerConfig(lr=1e-6, gradient_clip=0.0))
+    learner, exact = (CriticLearner(training(config=tiny, computes_in=d)) for d in (torch.bfloat16, torch.float32))
+    start = {name: weight.clone() for name, weight in learner.weights.items()}
+    norms = [[one.gradient_norm for one in learn(one, steps)] for one in (learner, exact)]
+    assert norms[0] == pytest.approx(norms[1], rel=0.05) and norms[0] != norms[1]
+    moved = [
+        name
+        for name, weight in learner.weights.items()
+        if weight.dtype == torch.float32 and gap({name: weight}, {name: start[name]}) > 1e-7
+    ]
+    assert len(moved) == len(start)
