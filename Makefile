@@ -30,6 +30,7 @@ $(INSTALLED): $(LOCK) pyproject.toml
 	@sh requirements/check_system.sh "$(PYTHON)"
 	@echo "Installing into $(VENV), 3 to 5 minutes (log: $(VENV)/install.log)"
 	@"$(PYTHON)" -m venv "$(VENV)"
+	@echo 'export TORCH_EXTENSIONS_DIR="$$VIRTUAL_ENV/torch_extensions"' >> "$(VENV)/bin/activate"
 	@$(PIP) install $$(grep '^pip==' $(LOCK))
 	@$(PIP) install --no-compile --no-deps --build-constraint $(LOCK) $(INDEX) -r $(LOCK) || { \
 		echo "If no torch build was found, name PyTorch's CPU index with TORCH_INDEX=... ."; exit 1; }
@@ -40,6 +41,7 @@ $(INSTALLED): $(LOCK) pyproject.toml
 
 quickstart: $(INSTALLED)  ## train a tiny model by reinforcement learning on this machine, without a GPU
 	$(PY) -m rl_plugins.recipes.quickstart $(if $(SEED),seed=$(SEED))
+	@echo "in a shell     . $(VENV)/bin/activate"
 
 test: lint typecheck unit integration  ## everything that needs no GPU: lint, types, unit and integration tests
 

@@ -1,4 +1,4 @@
-"""Progress on the stage's clock: phase, reward, KL, seconds per step, time left.
+"""Progress on the stage's clock: phase, reward, KL, pace, time left.
 
 A thread shows it, so that a long phase is seen while it lasts and no step waits for a terminal.
 """
@@ -17,8 +17,8 @@ from rl_plugins.callbacks.progress_view import Bar, Lines, State, View
 from rl_plugins.stages.stage import clock
 
 _SHOWN = {
-    "train/reward": "reward", "train/accuracy": "accuracy", "train/loss": "loss", "val/reward": "val",
-    "train/kl": "kl", "train/ppo_kl": "ppo_kl", "idle/trainer": "trainer idle", "idle/engine": "engine idle",
+    "train/reward": "reward", "train/accuracy": "accuracy", "train/kl": "kl", "val/reward": "val", "train/loss": "loss",
+    "train/ppo_kl": "ppo_kl", "idle/trainer": "trainer idle", "idle/engine": "engine idle",
 }  # fmt: skip
 _WINDOW = 32
 """Steps whose duration says how long the next ones take; validations and checkpoints between them are included."""

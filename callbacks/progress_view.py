@@ -6,10 +6,13 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from shutil import get_terminal_size
 from typing import Any, Protocol
 
 LINE_S, SAME_STEP_S = 10.0, 60.0
 """Seconds between two lines; and while no step ends."""
+BAR_WIDTH = 48
+"""What tqdm draws behind the text: a little bar, steps, time, time left, pace."""
 
 
 def redraw_interval_s() -> float:
@@ -79,8 +82,16 @@ class Bar:
         self._shown = state
         # In this order one drawing shows both.
         self._bar.n = state.step
-        doing = [self._label] if state.phase is None else [self._label, state.phase]
-        self._bar.set_description(", ".join([" ".join(doing), *state.said()]))
+        self._bar.set_description(self._text(state))
+
+    def _text(self, state: State) -> str:
+        """What is done, and as many metrics as leave room for the bar: tqdm would cut off the time left."""
+        text = self._label if state.phase is None else f"{self._label} {state.phase}"
+        for metric in filter(None, state.metrics.split(", ")):
+            if len(text) + len(metric) + 2 > get_terminal_size().columns - BAR_WIDTH:
+                break
+            text += f", {metric}"
+        return text
 
     def close(self, state: State) -> None:
         """Draw the last state, and let go of the line."""

@@ -118,11 +118,11 @@ def report(folder: Path, sft: RunFolder, grpo: RunFolder, seconds: float) -> boo
         (
             "try next",
             f"python -m rl_plugins.recipes.grpo --config-name quickstart_grpo run.name=more run.output_dir={folder} "
-            f"model.path={grpo.export} 'data.train_files=[{folder}/data/train.parquet]' "
+            f"model.path={os.path.relpath(grpo.export)} 'data.train_files=[{folder}/data/train.parquet]' "
             f"'data.val_files=[{folder}/data/test.parquet]'",
         ),
     ):
-        print(f"{name:<15}{value}")
+        print(f"{name:<15}{os.path.relpath(value) if isinstance(value, Path) else value}")
     gain = second.after - second.before
     if gain < MIN_GAIN:
         console.print(

@@ -49,6 +49,8 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
     def setup(self, trainer: Any) -> None:
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigError("precision=16-mixed: clipping here knows nothing of scaled losses: use bf16-mixed")
+        if self.precision_plugin.precision == "16-true":
+            raise ConfigError("precision=16-true: nothing scales the loss, and float16 overflows: use bf16-true")
         super().setup(trainer)
         if isinstance(self.lightning_module, HasEngines) and trainer.state.fn == TrainerFn.FITTING:
             for model in self.lightning_module.engine_modules().values():

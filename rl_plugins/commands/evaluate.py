@@ -117,6 +117,12 @@ def reward_config(name: str) -> Mapping[str, Any]:
         functions = (content.get("reward") or content).get("functions")
         if not functions:
             raise ConfigError(f"--reward {name}: it has no `reward.functions`")
+        turns = (content.get("environment") or {}).get("max_turns", 1)
+        if turns > 1:
+            raise ConfigError(
+                f"--reward {name}: its run has conversations (environment.max_turns={turns}), and samples are single "
+                "responses: validate the policy in a recipe with model.path and run.eval_before=true"
+            )
         return dict(functions)
     if ":" not in name and "." not in name:
         raise ConfigError(f"--reward {name}: use one of {', '.join(sorted(built_in))}, file.py:name, or module.name")

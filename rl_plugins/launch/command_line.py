@@ -18,6 +18,8 @@ from rl_plugins.launch.config_difference import difference
 from rl_plugins.launch.hydra_errors import CONFIG_FOLDER, explain, keys_of
 from rl_plugins.run_folder import RunFolder
 
+_INTERRUPTED = 130
+
 
 def recipe_main(config_name: str) -> None:
     """The entry point of a recipe; exits with status 2 after a `ConfigError`, with 75 after `RunStopped`."""
@@ -25,7 +27,10 @@ def recipe_main(config_name: str) -> None:
 
 
 def exit_on_config_error(run: Callable[[], object]) -> None:
-    """Run; a `ConfigError` becomes one line on stderr and status 2, `RunStopped` one on stdout and status 75."""
+    """Run; a `ConfigError` becomes one line on stderr and status 2, `RunStopped` one on stdout and status 75.
+
+    Ctrl-C becomes a line and status 130, as of a shell.
+    """
     try:
         run()
     except ConfigError as error:
@@ -34,6 +39,9 @@ def exit_on_config_error(run: Callable[[], object]) -> None:
     except RunStopped as stopped:
         print(stopped, flush=True)
         sys.exit(os.EX_TEMPFAIL)
+    except KeyboardInterrupt:
+        print("interrupted; run.resume=true goes on from the newest checkpoint", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
 
 
 def compose_config(config_name: str, overrides: list[str]) -> Any:
@@ -122,6 +130,9 @@ def run_recipe(
     from rl_plugins.launch.registered_model import resolve_registered_models
     from rl_plugins.launch.run_report import reported, write_changes
 
+    if config.launcher == "local":
+        # Before the checks import torch: threads that spin while they wait take the time of all others, up to tenfold.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     config.tracking.uri = tracking_uri(config)
     resolve_registered_models(config)
     preflight(config)

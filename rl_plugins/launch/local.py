@@ -13,8 +13,6 @@ from rl_plugins.run_folder import RunFolder
 
 def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> None:
     """Train in this process."""
-    # Before torch is imported: threads that spin while they wait take the time of all others, up to tenfold.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # transformers imports DeepSpeed to save a model, and DeepSpeed would say which device it takes.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if config.placement.device == "cuda" else "cpu")
     from rl_plugins.callbacks.progress_view import redraw_interval_s
@@ -36,7 +34,13 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
             max_failure_rate=config.reward.max_failure_rate,
         )
     strategy = SingleDeviceRolloutStrategy(device, rollout=rollout)
-    fit(
-        config, folder, strategy, scorer, checkpoint,
-        in_ray=False, redraw_s=redraw_interval_s(), started=psutil.Process().create_time(), accelerator=device,
-    )  # fmt: skip
+    try:
+        fit(
+            config, folder, strategy, scorer, checkpoint,
+            in_ray=False, redraw_s=redraw_interval_s(), started=psutil.Process().create_time(), accelerator=device,
+        )  # fmt: skip
+    except SystemExit as ended:
+        # What Lightning makes of Ctrl-C, without a word.
+        if isinstance(ended.__context__, KeyboardInterrupt):
+            raise ended.__context__ from None
+        raise

@@ -43,15 +43,19 @@ def connect(address: str) -> JobSubmissionClient:
     from ray.job_submission import JobSubmissionClient
     from requests import RequestException
 
-    # It tells of every socket that it closes.
-    logging.getLogger("ray.dashboard.modules").setLevel(logging.ERROR)
+    # They tell of every package and of every socket that is closed, each at a level of its own.
+    for name in ("dashboard_sdk", "job.sdk"):
+        logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.ERROR)
     try:
         client = within(CONNECT_TIMEOUT_S, f"the job server at {address}", lambda: JobSubmissionClient(address))
         # Asks for the token, if the cluster wants one.
         within(CONNECT_TIMEOUT_S, f"the job server at {address}", client.list_jobs)
         return client
-    except AuthenticationError as error:
-        raise ConfigError(f"the job server at {address} wants a token: {error}") from None
+    except AuthenticationError:
+        raise ConfigError(
+            f"the job server at {address} wants the token of its cluster: put that into ~/.ray/auth_token, where it is "
+            "on the head's machine, or into RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
+        ) from None
     except (OSError, RuntimeError, RequestException) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -148,7 +152,9 @@ def _exit_code(job: str, details: JobDetails, stopping: bool) -> int:
     if status == "STOPPED":
         print(f"{job} was stopped{'' if stopping else ' by somebody else'}", file=sys.stderr)
         return STOPPED_BY_USER if stopping else 1
-    print(f"{job} failed: {details.message}", file=sys.stderr)
+    # What it said has been printed.
+    reason, _, _ = str(details.message).partition(", last available logs")
+    print(f"{job} failed: {reason}", file=sys.stderr)
     return details.driver_exit_code or 1
 
 

@@ -38,8 +38,8 @@ def facts_of(config: RecipeConfig, folder: RunFolder) -> Facts:
     params = {
         "stage": config.stage,
         "model": config.model.path,
-        "algorithm": algorithm.get("name", algorithm.get("_target_")),
-        "loss": config.loss.name,
+        "algorithm": algorithm.get("advantage", algorithm.get("_target_")),
+        "loss": algorithm.get("policy_loss", config.loss.name),
         "lr": config.optimizer.lr,
         "lora_rank": config.model.lora.rank or None,
         "prompts_per_step": config.batch.prompts_per_step,
@@ -48,7 +48,7 @@ def facts_of(config: RecipeConfig, folder: RunFolder) -> Facts:
         "temperature": config.sampling.temperature,
         "steps": config.run.steps,
         "seed": config.run.seed,
-        "workers": config.placement.num_workers,
+        "workers": 1 if config.launcher == "local" else config.placement.num_workers,
     }
     mixed = [path for part in config.data.mixture.values() for path in part.files]
     return Facts(

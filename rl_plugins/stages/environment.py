@@ -68,6 +68,11 @@ class Ending:
         """How often the policy spoke."""
         return len(self.said) // 2 + 1
 
+    @property
+    def last(self) -> str:
+        """What the policy said in the end."""
+        return str(self.said[-1]["content"])
+
     def transcript(self) -> str:
         """All that was said, for people."""
         first, *others = self.said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,9 +98,38 @@ def interval_metrics(summary: Summary) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for source, measures in summary.items():
         for measure, interval in measures.items():
-            name = re.sub(r"[^\w\-. :/]", "_", f"{source}/{measure.replace('@', '_at_')}")
+            name = _plain(f"{source}/{measure.replace('@', '_at_')}")
             metrics |= {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
     return metrics
+
+
+Details = dict[str, tuple[float, int]]
+"""Name of a number that rewards return beside their score, to its sum and how many returned it."""
+
+
+def sum_details(scores: Iterable[Score], before: Details | None = None) -> Details:
+    """The sums of some scores, and of those before them."""
+    sums = dict(before or {})
+    for score in scores:
+        for name, value in score.details.items():
+            total, count = sums.get(name, (0.0, 0))
+            sums[name] = total + value, count + 1
+    return sums
+
+
+def mean_details(of_ranks: Iterable[Details]) -> dict[str, float]:
+    """`rewards/<name>`: the mean over those that returned it."""
+    totals: Details = {}
+    for sums in of_ranks:
+        for name, (value, count) in sums.items():
+            total, counted = totals.get(name, (0.0, 0))
+            totals[name] = total + value, counted + count
+    return {_plain(f"rewards/{name}"): total / count for name, (total, count) in sorted(totals.items())}
+
+
+def _plain(name: str) -> str:
+    """A name that MLflow takes."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 _FAILURES = ("raised", "timeout", "not_finite", "died")
@@ -119,6 +148,7 @@ class SampleMetrics:
     _batches: list[dict[str, tuple[Tensor, Tensor]]] = field(default_factory=list)
     _failed: Tensor = field(default_factory=lambda: torch.zeros(len(_FAILURES), dtype=torch.float64))
     _size: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    _details: Details = field(default_factory=dict)
 
     def add(self, experience: Experience, scores: list[Score]) -> None:
         """Take in scored samples."""
@@ -140,6 +170,7 @@ class SampleMetrics:
         counts = failure_counts(scores)
         self._failed += torch.tensor([float(counts.get(kind, 0)) for kind in _FAILURES])
         self._size += torch.stack([torch.tensor(len(scores)), experience.sequence_lengths.sum()])
+        self._details = sum_details(scores, self._details)
 
     def group_results(self) -> list[GroupResult]:
         """How the prompts of this rank were rewarded; nothing of those with fewer than two valid samples."""
@@ -154,15 +185,20 @@ class SampleMetrics:
                     results.append(GroupResult(draw, row_of(row), float(statistics.mean_B[first]), variance))
         return results
 
-    def averages(self, prefix: str, sum_over_ranks: Reduce, seconds: float) -> dict[str, float]:
+    def averages(
+        self, prefix: str, sum_over_ranks: Reduce, gather: Callable[[Details], list[Details]], seconds: float
+    ) -> dict[str, float]:
         """`<prefix>/<name>` over all ranks, and the throughput. Collective."""
         columns = {}
         for name in self._batches[0]:
             values, counted = zip(*(batch[name] for batch in self._batches), strict=True)
             columns[name] = (torch.cat(values), torch.cat(counted))
         metrics = mean_over_ranks(columns, sum_over_ranks)
-        *failed, samples, tokens = sum_over_ranks(torch.cat([self._failed, self._size])).tolist()
+        detailed = torch.tensor([float(len(self._details))], dtype=torch.float64)
+        *failed, samples, tokens, details = sum_over_ranks(torch.cat([self._failed, self._size, detailed])).tolist()
         metrics |= {f"reward_{kind}": count for kind, count in zip(_FAILURES, failed, strict=True)}
+        # Ranks may have met different names.
+        metrics |= mean_details(gather(self._details)) if details else {}
         if len(self._batches) > 1:
             metrics["generation_batches"] = float(len(self._batches))
         throughput = {"time/step": seconds, "samples_per_s": samples / seconds, "tokens_per_s": tokens / seconds}

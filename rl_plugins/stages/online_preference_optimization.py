@@ -57,7 +57,7 @@ class OnlinePreferenceOptimization(PreferenceOptimization):
         start = time.perf_counter()
         metrics = self.update(self.collect(prompts))
         seconds = time.perf_counter() - start
-        sampled = self._sampled.averages("train", self._strategy.sum_over_ranks, seconds)
+        sampled = self._sampled.averages("train", self._strategy.sum_over_ranks, self._strategy.gather, seconds)
         self.end_step({**sampled, **metrics, **self.tell_curriculum(self._sampled)})
 
     def collect(self, prompts: PromptBatch) -> list[PreferenceExamples]:

@@ -35,7 +35,7 @@ class PolicyOptimization(CollectingStage):
         experience = self.collect(prompts)
         metrics = self.update(experience)
         seconds = time.perf_counter() - start
-        sampled = self._sampled.averages("train", self._strategy.sum_over_ranks, seconds)
+        sampled = self._sampled.averages("train", self._strategy.sum_over_ranks, self._strategy.gather, seconds)
         if self.replayed is None:
             sampled |= self.schedule_metrics(experience, seconds)
         self.end_step({**sampled, **metrics, **self.tell_curriculum(self._sampled)})

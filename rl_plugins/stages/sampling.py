@@ -22,7 +22,7 @@ from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, SamplingConfig
 from rl_plugins.stages.conversations import Conversations, Opening
 from rl_plugins.stages.environment import EnvironmentConfig
-from rl_plugins.stages.metrics import SampleMetrics, interval_metrics, mean_over_ranks
+from rl_plugins.stages.metrics import SampleMetrics, interval_metrics, mean_details, mean_over_ranks, sum_details
 from rl_plugins.stages.seeds import seed_of
 from rl_plugins.stages.stage import Stage, StageOptions
 from rl_plugins.strategies.contract import POLICY, REFERENCE
@@ -229,7 +229,8 @@ class SamplingStage(Stage):
         experience = self.sample(prompts, self.eval_sampling, self._seeds(prompts))
         scores = self.score(experience)
         self._val_scores += scores
-        self._measure(prompts, scores, experience.columns["response"])
+        said = [ending.last for ending in experience.columns.get("ending", ())] or experience.columns["response"]
+        self._measure(prompts, scores, said)
         self.validation_samples += sample_rows(experience, scores)
 
     def _measure(self, prompts: PromptBatch, scores: list[Score], responses: list[str]) -> None:
@@ -245,9 +246,10 @@ class SamplingStage(Stage):
         values = torch.tensor([score.value or 0.0 for score in self._val_scores], dtype=torch.float64)
         valid = torch.tensor([score.failure is None for score in self._val_scores], dtype=torch.bool)
         metrics = mean_over_ranks({"reward": (values, valid)}, self._strategy.sum_over_ranks)
+        of_ranks = self._strategy.gather((self._val_measures, sum_details(self._val_scores)))
         # In the order of the rows, so that the intervals are the same for any number of ranks.
-        of_ranks = [row for rank in self._strategy.gather(self._val_measures) for row in rank.items()]
-        measured = [entry for _, entry in sorted(of_ranks)]
+        measured = [entry for _, entry in sorted(row for rows, _ in of_ranks for row in rows.items())]
+        metrics |= mean_details(details for _, details in of_ranks)
         metrics |= interval_metrics(summarize([source for source, _ in measured], [of for _, of in measured]))
         self.track({f"val/{name}": value for name, value in metrics.items()})
         self.track({f"val/{name}": value for name, value in self._strategy.phases.drain().items()})

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 
 from rl_plugins.callbacks import progress_view
 from rl_plugins.callbacks.progress import StepProgress
-from rl_plugins.callbacks.progress_view import Lines, State, redraw_interval_s
+from rl_plugins.callbacks.progress_view import Bar, Lines, State, redraw_interval_s
 from rl_plugins.stages.stage import Stage
 
 
@@ -102,6 +102,21 @@ def test_a_phase_is_shown_while_it_lasts(capsys: pytest.CaptureFixture[str]) -> 
     trainer.strategy.phases.current = "update_policy"
     progress.on_train_end(trainer, stage)
     assert "grpo rollout" in shown and "grpo update_policy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_bar_has_the_time_left_and_the_metrics_that_fit(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (columns, 24))
+    bar = Bar(150, "grpo", 0, in_ray=False)
+    metrics = "reward 0.123, kl 0.0123, val 0.625, loss 0.00123, ppo_kl 0.000123, trainer idle 0.223"
+    bar.close(State(100, metrics, 1.0, "update_policy"))
+    last = capsys.readouterr().err.rstrip().rpartition("\r")[2]
+    assert len(last) <= columns and last.startswith("grpo update_policy, reward 0.123")
+    assert "100/150 [00:00<00:00, " in last
+    assert ("trainer idle" in last) == (columns == 200)
 
 
 def test_nothing_is_drawn_anew_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,3 +100,10 @@ def test_every_kind_of_reward_name(tmp_path):
     empty.write_text("run: {name: x}")
     with pytest.raises(ConfigError, match=r"it has no `reward.functions`"):
         reward_config(str(empty))
+
+
+def test_the_reward_of_conversations_is_refused(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("reward: {functions: {default: {_target_: game.play}}}\nenvironment: {max_turns: 4}")
+    with pytest.raises(ConfigError, match=r"environment.max_turns=4\), and samples are single responses"):
+        reward_config(str(config))

@@ -6,8 +6,12 @@ import argparse
 import socket
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -90,6 +94,32 @@ def test_a_server_that_is_silent_is_not_waited_for(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=r"did not answer in 0\.5 s"):
             ray_job.connect(f"http://127.0.0.1:{listener.getsockname()[1]}")
     assert time.monotonic() - started < 5
+
+
+class Guarded(BaseHTTPRequestHandler):
+    """A server that wants a token."""
+
+    def do_GET(self) -> None:
+        self.send_error(401, "Unauthorized: Missing authentication token")
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
+
+
+def test_a_server_that_wants_a_token_is_told_of_in_one_line():
+    with HTTPServer(("127.0.0.1", 0), Guarded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(ConfigError) as refused:
+            ray_job.connect(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert "set RAY_AUTH_MODE=token" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_what_a_job_said_is_not_said_again(capsys):
+    said = "Job entrypoint command failed with exit code 2, last available logs (truncated to 20,000 chars):\nerror: no"
+    details: Any = SimpleNamespace(status="FAILED", message=said, driver_exit_code=2)
+    assert ray_job._exit_code("job_1", details, stopping=False) == 2
+    assert capsys.readouterr().err == "job_1 failed: Job entrypoint command failed with exit code 2\n"
 
 
 def test_an_error_of_a_call_is_that_of_the_caller():

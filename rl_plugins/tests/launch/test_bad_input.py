@@ -381,6 +381,22 @@ def test_good_input_starts(overrides, in_workplace, started, monkeypatch, tmp_pa
     assert "prompts x " in capsys.readouterr().out
 
 
+def test_ctrl_c_is_told_and_has_the_status_of_a_shell(in_workplace, monkeypatch, tmp_path, capsys):
+    def interrupted(*_, **__):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sys.exit(1)  # as Lightning does
+
+    monkeypatch.setattr("rl_plugins.launch.build.fit", interrupted)
+    options = ["launcher=local", "rollout.engine=transformers", f"run.output_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["grpo", *GOOD, *options])
+    with pytest.raises(SystemExit) as exit_:
+        recipe_main("grpo")
+    assert exit_.value.code == 130
+    assert "interrupted; run.resume=true goes on" in capsys.readouterr().err
+
+
 def test_a_lock_of_a_killed_build_is_removed_and_named(in_workplace, started, monkeypatch, tmp_path, capsys):
     lock = tmp_path / "extensions" / "py311_cpu" / "some_op" / "lock"
     lock.parent.mkdir(parents=True)
@@ -398,6 +414,28 @@ def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment["PYTHONPATH"] = str(Path(__file__).parents[3])
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+WATCHED = """
+import os, sys
+from rl_plugins.launch import command_line, local
+
+class Watch:
+    def find_spec(name, *_):
+        if name == "torch":
+            print("threads are", os.environ.get("OMP_WAIT_POLICY"))
+
+sys.meta_path.insert(0, Watch)
+local.train = lambda *_: None
+command_line.recipe_main("grpo")
+"""
+
+
+def test_threads_of_one_process_are_told_to_wait_before_torch_is_there(workplace, tmp_path):
+    options = [*GOOD, "launcher=local", "rollout.engine=transformers", f"run.output_dir={tmp_path}"]
+    outcome = python("-c", WATCHED, *options, cwd=workplace)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "threads are PASSIVE" in outcome.stdout and "threads are None" not in outcome.stdout
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 
+import pytest
+
+from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.config import parse_config
 from rl_plugins.launch.provenance import code_tags, write_provenance
+from rl_plugins.launch.tracking import facts_of
 from rl_plugins.run_folder import RunFolder
 
 
@@ -31,3 +36,17 @@ def test_outside_of_git_there_are_the_versions(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     write_provenance(folder)
     assert folder.environment.is_file() and code_tags(folder) == {}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "expected"),
+    [
+        ("grpo", ["algorithm=rloo"], ("rloo", "ppo_clip", 2)),
+        ("grpo", ["algorithm=gspo", "launcher=local"], ("grpo", "gspo", 1)),
+        ("preference_optimization", [], (None, "dpo", 2)),
+    ],
+)
+def test_runs_are_compared_by_what_they_do(recipe, options, expected, tmp_path):
+    config = parse_config(compose_config(recipe, ["model.path=model", "placement.num_workers=2", *options]))
+    params = facts_of(config, RunFolder(tmp_path)).params
+    assert tuple(params.get(name) for name in ("algorithm", "loss", "workers")) == expected

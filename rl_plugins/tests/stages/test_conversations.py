@@ -18,6 +18,7 @@ from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.conversations import Conversations, Opening
 from rl_plugins.stages.environment import EnvironmentConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.schedule import Schedule
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.stages import canned
@@ -89,7 +90,7 @@ class Scripted(canned.CannedRollout):
 
 def conversations(engine: Scripted, target: str = "haggle", failures: float = 0.0, **config: Any) -> Conversations:
     scorer = InlineScorer({"_target_": f"rl_plugins.tests.rewards.sample_rewards.{target}"}, max_failure_rate=failures)
-    return Conversations(scorer, tokenizer, EnvironmentConfig(**{"max_turns": 3, **config})).by(engine)  # type: ignore[arg-type]
+    return Conversations(scorer, tokenizer, EnvironmentConfig(**{"max_turns": 3, **config})).by(engine)
 
 
 def opening(ticket: int = 7) -> Opening:
@@ -172,6 +173,26 @@ def test_failures_are_judged_when_all_have_ended() -> None:
     generations = talk.collect([7], 0)[7]
     with pytest.raises(RewardFailureError, match="2 of 2 rewards failed"):
         talk.scores(generations.endings)
+
+
+def test_a_majority_votes_by_what_is_said_last() -> None:
+    said = {
+        "1+1": ["no<|end|>", "yes<|end|>", "hm<|end|>"],
+        f"1+1no{SURE}": ["yes<|end|>"],
+        "1+1hm<|end|><|tool|>HM<|assistant|>": ["well<|end|>"],
+    }
+    stage = PolicyOptimization(
+        canned.OwnPolicy(),
+        tokenizer=tokenizer,
+        scorer=InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.haggle"}),
+        sampling=SAMPLING,
+        eval_sampling=SamplingConfig(max_tokens=60, num_samples=3),
+        environment=EnvironmentConfig(max_turns=2),
+    )
+    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=Scripted(said)), precision="64-true")
+    trainer.validate(stage, canned.loader([canned.prompt_batch(["1+1"])]), verbose=False)
+    assert float(trainer.callback_metrics["val/canned/mean_at_3"]) == pytest.approx(2 / 3)
+    assert float(trainer.callback_metrics["val/canned/maj_at_3"]) == 1.0
 
 
 def test_what_is_dropped_is_forgotten() -> None:

@@ -170,6 +170,7 @@ def test_the_trainers_clipping_flag_is_the_bound_of_every_engine(tmp_path: Path)
         ({"accumulate_grad_batches": 2}, "tokens_per_micro_batch"),
         # Lightning takes the flag 16-mixed for bf16-mixed where there is no GPU.
         ({"plugins": [MixedPrecision("16-mixed", "cpu")]}, "bf16-mixed"),
+        ({"precision": "16-true"}, "use bf16-true"),
     ],
 )
 def test_flags_that_a_stage_cannot_follow_are_refused(tmp_path: Path, flags: dict[str, Any], message: str) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rl_plugins.evaluation.measures import summarize
-from rl_plugins.stages.metrics import TokenMetrics, interval_metrics, mean_over_ranks
+from rl_plugins.rewards.records import Score
+from rl_plugins.stages.metrics import TokenMetrics, interval_metrics, mean_details, mean_over_ranks, sum_details
 
 
 def one_rank(values: Tensor) -> Tensor:
@@ -59,6 +60,14 @@ def test_nothing_valid_gives_zero_and_no_maximum() -> None:
     metrics = TokenMetrics()
     metrics.add({"gap": torch.full((2, 3), torch.nan)}, torch.zeros(2, 3), maximum=True)
     assert metrics.averages(one_rank, one_rank) == {"train/gap": 0.0}
+
+
+def test_what_rewards_return_beside_the_score_is_averaged_over_those_that_returned_it() -> None:
+    first = sum_details([Score(1.0, {"right": 1.0, "tidy?": 0.0}), Score(0.0, {"right": 0.0})])
+    first = sum_details([Score(None, failure="raised"), Score(1.0, {"right": 1.0})], first)
+    # The other rank has met another reward.
+    second = sum_details([Score(1.0, {"words": 4.0, "tidy?": 0.5})])
+    assert mean_details([first, second, {}]) == {"rewards/right": 2 / 3, "rewards/tidy_": 0.25, "rewards/words": 4.0}
 
 
 def test_metrics_keep_no_graph() -> None:

@@ -21,7 +21,7 @@ class SecondOfTwo(SingleDeviceRolloutStrategy):
     others: ClassVar[dict[int, Any]] = {}
 
     def gather(self, value: Any) -> list[Any]:
-        return [self.others, value]
+        return [(self.others, {"elsewhere": (0.5, 1)}), value]
 
 
 def validate(num_samples: int, strategy: type[SingleDeviceRolloutStrategy] = SingleDeviceRolloutStrategy) -> Any:
@@ -63,6 +63,8 @@ def test_several_samples_have_best_and_majority_too() -> None:
     # The failed sample of one prompt counts nowhere, and nothing is said of three where two are left.
     whole: list[Any] = [row for row in scores(3) if None not in row]
     assert len(whole) == 3
+    counted = [response for row in canned.RESPONSES.values() for response in row if "!" not in response]
+    assert metrics["val/rewards/format"] == pytest.approx(mean(response.isdigit() for response in counted))
     assert metrics["val/canned/mean_at_3"] == pytest.approx(mean(mean(row) for row in scores(3)))
     assert metrics["val/canned/best_at_3"] == pytest.approx(mean(best_at(row, 3) for row in whole))
     assert len(stage.validation_samples) == 12
@@ -72,5 +74,5 @@ def test_prompts_of_all_ranks_are_counted() -> None:
     # The other rank's prompt is of another source, and comes first.
     SecondOfTwo.others = {-1: ("elsewhere", {"mean@1": 0.125})}
     _, metrics = validate(1, SecondOfTwo)
-    assert metrics["val/elsewhere/mean_at_1"] == 0.125
+    assert metrics["val/elsewhere/mean_at_1"] == 0.125 and metrics["val/rewards/elsewhere"] == 0.5
     assert metrics["val/canned/mean_at_1"] == pytest.approx(mean(row[0] for row in scores(1)))
