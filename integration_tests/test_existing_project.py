@@ -32,9 +32,9 @@ def added_lines(before: Path, after: Path) -> list[str]:
 def run_project(project: Path, folder: Path, name: str, **options: object) -> Path:
     """Run the project's script as its team would; returns the folder with its results."""
     output = folder / name
-    files = {"train-file": folder / "train.parquet", "val-file": folder / "test.parquet", "output": output}
+    files = {"train_file": folder / "train.parquet", "val_file": folder / "test.parquet", "output": output}
     command = [sys.executable, str(project / "train.py")]
-    command += [part for key, value in {**files, **options}.items() for part in (f"--{key}", str(value))]
+    command += [f"{key}={value}" for key, value in {**files, **options}.items()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "RAY_ADDRESS": "local"}
     # The project does not know that DeepSpeed wants to be told of the CPU.
     environment.pop("DS_ACCELERATOR", None)
@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fine_tuned(folder: Path) -> Path:
-    options = {"steps": 100, "val-every": 50, "lr": 3e-3}
+    options = {"steps": 100, "val_every": 50, "lr": 3e-3}
     return run_project(BEFORE, folder, "sft", model=folder / "tiny", **options)
 
 
@@ -109,7 +109,7 @@ def test_the_project_runs_without_rl(folder: Path, fine_tuned: Path) -> None:
 @pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 def test_the_project_runs_with_rl(folder: Path, fine_tuned: Path) -> None:
     steps, lr = 6, 1e-3
-    options = {"steps": steps, "val-every": 3, "lr": lr}
+    options = {"steps": steps, "val_every": 3, "lr": lr}
     output = run_project(AFTER, folder, "rl", model=fine_tuned / "model", **options)
     metrics = logged(output)
     assert_kept(metrics, output, steps=steps, lr=lr)

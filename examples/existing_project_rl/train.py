@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
+import hydra
 from data import QuestionAnswerData
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from model import LanguageModel
+from omegaconf import DictConfig
 from ray.train import RunConfig, ScalingConfig
 from ray.train.lightning import RayLightningEnvironment, prepare_trainer
 from ray.train.torch import TorchTrainer
@@ -69,19 +70,11 @@ def train(config: dict[str, Any]) -> None:
     model.export(output / "model")
 
 
-def main() -> None:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="Hugging Face name or folder")
-    parser.add_argument("--train-file", required=True, type=os.path.abspath, help="parquet, see README.md")
-    parser.add_argument("--val-file", required=True, type=os.path.abspath, help="the same, held out")
-    parser.add_argument("--output", default="outputs", type=os.path.abspath, help="folder for all results")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--val-every", type=int, default=50, help="steps between validations and checkpoints")
-    parser.add_argument("--batch-size", type=int, default=32, help="examples of a step, over all workers")
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    config = vars(parser.parse_args())
+@hydra.main(version_base="1.3", config_path=".", config_name="config")
+def main(options: DictConfig) -> None:
+    config: dict[str, Any] = {str(key): value for key, value in options.items()}
+    # Workers have a working folder of their own.
+    config |= {key: os.path.abspath(config[key]) for key in ("train_file", "val_file", "output")}
     if os.path.isdir(config["model"]):
         config["model"] = os.path.abspath(config["model"])
     TorchTrainer(

@@ -12,6 +12,8 @@ import re
 from argparse import ArgumentParser
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.config import parse_config
 from rl_plugins.launch.pipeline import register_schema, stage_configs
@@ -67,7 +69,7 @@ def check_command(words: list[str]) -> None:
     elif arguments[0] == "-c":
         exec(compile("\n".join(_imports(arguments[1])), "python -c", "exec"), {})
     else:
-        _check_flags(arguments[1:], (ROOT / arguments[0]).read_text(encoding="utf-8"))
+        _check_script(ROOT / arguments[0], arguments[1:])
 
 
 def _check_module(module: str, *arguments: str) -> None:
@@ -120,6 +122,15 @@ def _check_make(arguments: list[str]) -> None:
         variable, is_variable, _ = word.partition("=")
         known = rf"\$\({variable}\)" if is_variable else rf"^{word}:"
         assert re.search(known, makefile, re.MULTILINE), f"make knows no {variable}"
+
+
+def _check_script(script: Path, arguments: list[str]) -> None:
+    """A script has the flags, or the options of its configuration."""
+    _check_flags(arguments, script.read_text(encoding="utf-8"))
+    file = script.with_name("config.yaml")
+    known = OmegaConf.load(file).keys() if file.is_file() else ()
+    for option, is_option, _ in (word.partition("=") for word in arguments):
+        assert not is_option or option.startswith("-") or option in known, f"{script} has no option {option}"
 
 
 def _check_flags(arguments: list[str] | tuple[str, ...], source: str) -> None:

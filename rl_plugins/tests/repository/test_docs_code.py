@@ -76,7 +76,7 @@ def test_a_command_names_what_is_there(page, words):
         ("python -m rl_plugins.recipes.gropo", AssertionError),
         ("python -m benchmarks.nothing", AssertionError),
         ("python -m benchmarks.packing --fast", AssertionError),
-        ("python examples/existing_project/train.py --rate 1", AssertionError),
+        ("python examples/existing_project/train.py rate=1", AssertionError),
         ("make quikstart", AssertionError),
         ("rl-plugins show outputs/run --curve x", SystemExit),
         ("rl-plugins submit -- grpo run.nam=x", ValueError),
