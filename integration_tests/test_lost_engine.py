@@ -44,12 +44,15 @@ def finished(recipe: Recipe, status: int = 0) -> dict[int, dict[str, float]]:
     return dict(zip(steps, rows, strict=True))
 
 
-@pytest.mark.parametrize("schedule", [(), ("schedule.max_staleness=1",)], ids=["synchronous", "ahead"])
+@pytest.mark.parametrize(
+    "options",
+    [(), ("schedule.max_staleness=1",), ("rollout.transport=gloo",)],
+    ids=["synchronous", "ahead", "gloo"],
+)
 def test_a_killed_engine_is_replaced_while_the_other_works(
-    start_recipe: Callable[..., Recipe], schedule: tuple[str, ...]
+    start_recipe: Callable[..., Recipe], options: tuple[str, ...]
 ) -> None:
-    options = ("run.steps=100000", "rollout.engines=2", *COMMON, *schedule)
-    run = start_recipe("grpo", f"killed{len(schedule)}", *options)
+    run = start_recipe("grpo", "killed", "run.steps=100000", "rollout.engines=2", *COMMON, *options)
     run.wait_for_step(10)
     engines(run)[0].kill()
     # The other one has the work of the steps to itself at once, and not for ever.

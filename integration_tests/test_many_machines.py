@@ -20,6 +20,14 @@ SMALL = (
     "batch.prompts_per_step=4", "batch.samples_per_prompt=4", "run.eval_every=0", "tracking.enabled=false",
     "placement.device=cpu", "run.checkpoint_every=1", "optimizer.lr=1e-3",
 )  # fmt: skip
+# In the project alone, which every node has to unpack, although here they share a host and with it the folder for that.
+REWARD = """
+import os
+
+def shortness(solution_str):
+    assert "my_rewards.py" in os.listdir(os.getcwd())
+    return 1.0 - sum(character.isalpha() for character in solution_str) / 8
+"""
 
 
 @pytest.fixture
@@ -63,20 +71,22 @@ def test_pools_have_machines_of_their_own_and_are_replaced(
 def test_a_job_has_its_workers_and_engines_on_three_machines(
     three_machines: Machines, workplace: Path, tmp_path: Path
 ) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "my_rewards.py").write_text(REWARD)
     overrides = (
         "run.name=job", f"run.output_dir={tmp_path}/outputs", f"model.path={workplace}/tiny",
         f"data.train_files=[{workplace}/data/train.parquet]", "data.max_prompt_tokens=26", "sampling.max_tokens=6",
         *SMALL, "run.steps=4", "placement.num_workers=4", "placement.rollout=split", "rollout.engines=2",
         "algorithm.kl.coefficient=0.05", "placement.reference.actors=1", "placement.reference.cpus=0",
-        "reward.functions.default._target_=integration_tests.rewards.shortness",
+        "reward.functions.default._target_=my_rewards.shortness",
     )  # fmt: skip
     log, run = tmp_path / "job.log", RunFolder(tmp_path / "outputs" / "job")
     with log.open("w") as output:
         job = subprocess.Popen(
-            # Without a working folder: machines that are one would unpack it over each other.
-            [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", three_machines.dashboard, "--",
-             "python", "-m", "rl_plugins.recipes.grpo", *overrides],
-            cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "rl_plugins", "submit", "--address", three_machines.dashboard, "--", "grpo",
+             *overrides],
+            cwd=project, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     deadline = time.monotonic() + 250
     while run.latest_checkpoint() is None:

@@ -224,7 +224,7 @@ class RolloutConfig:
         prefix_caching: share the KV cache of common prefixes.
         gpu_memory_utilization: share of a GPU's memory for the engine.
         cpu_kv_cache_gib: KV cache on CPU.
-        tensor_parallel_size: GPUs of the engine.
+        tensor_parallel_size: GPUs of the engine, or on CPU its processes.
         sleep: what vLLM engines give back while the workers train: `kv_cache`; `all`, the weights too, which are then
             sent anew for every rollout; `none`, which saves the time of taking the KV cache back. Null is `kv_cache`,
             or `none` where `schedule.max_staleness` has them work at the same time.

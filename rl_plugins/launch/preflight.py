@@ -14,6 +14,7 @@ from urllib.parse import urlparse
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.batch import check_batch
 from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.launch.job_folder import JOB_FOLDERS
 from rl_plugins.launch.model_folder import check_model
 from rl_plugins.launch.offload import check_offload
 from rl_plugins.launch.resources import check_this_machine
@@ -21,8 +22,6 @@ from rl_plugins.launch.values import check_values
 from rl_plugins.run_folder import RunFolder
 
 _CONNECT_TIMEOUT_S = 3.0
-# Ray unpacks what is sent with a job below a folder of this name.
-_JOB_FOLDERS = "working_dir_files"
 
 
 def preflight(config: RecipeConfig) -> None:
@@ -57,7 +56,7 @@ def _check_output(config: RecipeConfig) -> None:
     output, name = Path(config.run.output_dir), config.run.name
     if name in (".", "..") or Path(name).name != name:
         raise ConfigError(f"run.name={name}: must be the name of a folder; the folders above it are run.output_dir")
-    if _JOB_FOLDERS in output.parts:
+    if JOB_FOLDERS in output.parts:
         raise ConfigError(
             f"run.output_dir={output} is in the folder that Ray made for this job, and goes away with it: give an "
             "absolute path that all machines see"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from rl_plugins.launch.config import RecipeConfig, num_engines, rollout_dtype, rollout_sleep
+from rl_plugins.launch.job_folder import settle
 from rl_plugins.launch.placement import (
     ENGINES,
     WORKERS,
@@ -53,6 +54,7 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     """
     import ray
 
+    started_in = Path.cwd()
     device = resolve_device(config)
     environment = worker_environment(device)
     os.environ.update(environment)
@@ -69,6 +71,7 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     if not placement.wait_for_nodes_s:
         check_fit(roles, nodes, "the cluster")
     with reserved(roles, config.run.name, placement.wait_for_nodes_s) as places:
+        settle(started_in, [node for node in ray.nodes() if node["Alive"]])
         _train(config, folder, checkpoint, device, roles, places)
 
 

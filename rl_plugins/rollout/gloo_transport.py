@@ -3,6 +3,9 @@
 All ranks walk the source, which is a collective; rank 0 packs what comes into buckets and broadcasts them to every
 process of every engine, which load a bucket while the next one is on its way. Both sides cut the same buckets, from
 what is known of the tensors beforehand.
+
+When a process ends or stops, the group is of no use any more: rank 0 leaves it, which all others notice, and asks which
+engines still answer. The next update makes a new group, of those that do.
 """
 
 from __future__ import annotations
@@ -72,6 +75,7 @@ class GlooSender:
         share: gives rank 0's object to all ranks, and waits for all of them.
         engines: all engines (rank 0), nothing elsewhere.
         num_receivers: processes of each engine.
+        find_lost: raises `EngineLost` if one of the engines does not answer (rank 0).
         bucket_bytes: bytes that are sent at once.
         timeout_s: deadline of every wait for the other side.
         host: address of rank 0's machine; that which Ray knows by default.
@@ -84,13 +88,15 @@ class GlooSender:
         rank: int,
         share: Callable[[Any], Any],
         engines: Sequence[Engine],
+        find_lost: Callable[[], None],
         num_receivers: int = 1,
         bucket_bytes: int = 64 * 2**20,
         timeout_s: float = 300.0,
         host: str | None = None,
     ) -> None:
         self._source, self._rank, self._share, self._engines = source, rank, share, engines
-        self._timeout_s, self._group = timeout_s, None
+        self._find_lost, self._timeout_s = find_lost, timeout_s
+        self._group: _Group | None = None
         self._buckets = buckets(source.metadata(), bucket_bytes) if engines else []
         # Kept: memory that is written for the first time is several times slower.
         self._buffers = _buffers(self._buckets)
@@ -118,9 +124,10 @@ class GlooSender:
         """Update the engines' weights to those of the source. Collective.
 
         Raises:
-            EngineLost: an engine has ended; on every rank.
-            DeadlineExceeded: an engine did not take a bucket in time.
-            ConnectionError: a process of an engine ended, or, on other ranks, whatever else rank 0 raises.
+            EngineLost: an engine has ended or does not answer; on every rank.
+            DeadlineExceeded: an engine that answers did not take a bucket in time.
+            ConnectionError: a connection to an engine that answers broke, or, on other ranks, whatever else rank 0
+                raises.
         """
         self._together(lambda: self._send(version))
 
@@ -141,43 +148,48 @@ class GlooSender:
 
     def close(self) -> None:
         """Leave the engines; the next update comes from another sender."""
+        if self._group is not None:
+            self._group.close()
         self._group = None
 
     def _send(self, version: int) -> None:
         loaded = [engine.load(version) for engine in self._engines]
         walk = iter(self._source)
         try:
-            if loaded:
-                self._broadcast(walk)
+            try:
+                if loaded:
+                    self._broadcast(walk)
+            finally:
+                # The walk is a collective, whatever became of the engines.
+                for _ in walk:
+                    pass
+            for wait in loaded:
+                wait()
         except (ConnectionError, DeadlineExceeded):
+            # No engine must wait for what does not come any more.
             self.close()
+            self._find_lost()
             _raise_cause(loaded)
             raise
-        finally:
-            # The walk is a collective, whatever became of the engines.
-            for _ in walk:
-                pass
-        for wait in loaded:
-            wait()
 
     def _broadcast(self, walk: Iterator[tuple[str, Tensor]]) -> None:
         waits_for = f"rank {self._rank} waited {self._timeout_s:.0f} s for the rollout engines to"
         if self._group is None:
             with _deadline(f"{waits_for} connect for new weights"):
-                self._group = _group(self._store, 0, self._world_size, self._timeout_s)
-        buffers, under_way = self._buffers, [None] * _BUFFERS
+                self._group = _Group(self._store, 0, self._world_size, self._timeout_s)
+        group, buffers = self._group, self._buffers
         for number, bucket in enumerate(self._buckets):
             slot = number % _BUFFERS
             with _deadline(f"{waits_for} take part {number - _BUFFERS + 1} of {len(self._buckets)} of the weights"):
-                _finish(under_way[slot])
+                group.finish(slot)
             for meta, place in bucket.views(buffers[slot]):
                 name, tensor = next(walk)
                 assert name == meta.name, f"the source gave {name} where its metadata has {meta.name}"
                 place.copy_(tensor)
-            under_way[slot] = _broadcast(self._group, buffers[slot][: bucket.nbytes])
-        for work in under_way:
+            group.broadcast(slot, buffers[slot][: bucket.nbytes])
+        for slot in range(len(buffers)):
             with _deadline(f"{waits_for} take the last of {len(self._buckets)} parts of the weights"):
-                _finish(work)
+                group.finish(slot)
 
 
 class GlooReceiver:
@@ -190,8 +202,8 @@ class GlooReceiver:
 
     def __init__(self, load_weights: LoadWeights, number: int = 0) -> None:
         self._load_weights, self._number = load_weights, number
-        self._connect: Callable[[], Any] | None = None
-        self._group: Any = None
+        self._connect: Callable[[], _Group] | None = None
+        self._group: _Group | None = None
         self._buckets: list[Bucket] = []
         self._buffers: list[Tensor] = []
         self._timeout_s = 0.0
@@ -218,13 +230,14 @@ class GlooReceiver:
             bucket_bytes: bytes that it sends at once.
             timeout_s: deadline of every wait for it.
         """
+        self.disconnect()
         metadata = [WeightMeta(name, dtype_named(dtype), tuple(shape)) for name, dtype, shape in tensors]
-        self._buckets, self._timeout_s, self._group = buckets(metadata, bucket_bytes), timeout_s, None
+        self._buckets, self._timeout_s = buckets(metadata, bucket_bytes), timeout_s
         self._buffers = _buffers(self._buckets)
 
-        def connect() -> Any:
+        def connect() -> _Group:
             store = _store(host, port, world_size, timeout_s, is_master=False)
-            return _group(store, first_rank + self._number, world_size, timeout_s)
+            return _Group(store, first_rank + self._number, world_size, timeout_s)
 
         self._connect = connect
 
@@ -241,19 +254,17 @@ class GlooReceiver:
             if self._group is None:
                 with _deadline(f"{waits_for} connect for new weights"):
                     self._group = self._connect()
-            buffers = self._buffers
-            under_way = [
-                _broadcast(self._group, buffer[: bucket.nbytes])
-                for buffer, bucket in zip(buffers, self._buckets, strict=False)
-            ]
+            group, buffers = self._group, self._buffers
+            for slot, (buffer, bucket) in enumerate(zip(buffers, self._buckets, strict=False)):
+                group.broadcast(slot, buffer[: bucket.nbytes])
             for number, bucket in enumerate(self._buckets):
                 slot = number % _BUFFERS
                 with _deadline(f"{waits_for} send part {number + 1} of {len(self._buckets)} of the weights"):
-                    _finish(under_way[slot])
+                    group.finish(slot)
                 self._load_weights((meta.name, tensor) for meta, tensor in bucket.views(buffers[slot]))
                 if number + _BUFFERS < len(self._buckets):
                     following = self._buckets[number + _BUFFERS]
-                    under_way[slot] = _broadcast(self._group, buffers[slot][: following.nbytes])
+                    group.broadcast(slot, buffers[slot][: following.nbytes])
         except BaseException:
             # Rank 0 must not wait for an engine that takes nothing more.
             self.disconnect()
@@ -261,7 +272,39 @@ class GlooReceiver:
 
     def disconnect(self) -> None:
         """Leave the sender."""
+        if self._group is not None:
+            self._group.close()
         self._group = None
+
+
+class _Group:
+    """Rank 0 and all processes of all engines, connected, and what is on its way between them.
+
+    Gloo closes its connections with the last reference to the group or to what is on its way in it, not on demand. So
+    nothing else may hold one, least of all an error's traceback.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+        # Beside the process group of the trainers, of which a process has one.
+        prefixed = torch.distributed.PrefixStore("weights", store)
+        self._gloo: Any = torch.distributed.ProcessGroupGloo(prefixed, rank, world_size, timedelta(seconds=timeout_s))
+        self._under_way: dict[int, Any] = {}
+
+    def broadcast(self, slot: int, flat: Tensor) -> None:
+        """From rank 0 to all others; returns at once."""
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._under_way[slot] = self._gloo.broadcast([flat], options)
+
+    def finish(self, slot: int) -> None:
+        """Wait for the last one of a slot, if there is one."""
+        if slot in self._under_way:
+            self._under_way[slot].wait()
+
+    def close(self) -> None:
+        """Close all connections: whoever waits for this process hears of it."""
+        self._under_way.clear()
+        self._gloo = None
 
 
 def _own_address() -> str:
@@ -276,27 +319,9 @@ def _store(host: str, port: int, world_size: int, timeout_s: float, *, is_master
     )
 
 
-def _group(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    # Beside the process group of the trainers, of which a process has one.
-    prefixed = torch.distributed.PrefixStore("weights", store)
-    return torch.distributed.ProcessGroupGloo(prefixed, rank, world_size, timedelta(seconds=timeout_s))
-
-
 def _buffers(parts: Sequence[Bucket]) -> list[Tensor]:
     size = max((bucket.nbytes for bucket in parts), default=0)
     return [torch.empty(size, dtype=torch.uint8) for _ in range(min(_BUFFERS, len(parts)))]
-
-
-def _broadcast(group: Any, flat: Tensor) -> Any:
-    """From rank 0 to all others; returns at once."""
-    options = torch.distributed.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    return group.broadcast([flat], options)
-
-
-def _finish(work: Any) -> None:
-    if work is not None:
-        work.wait()
 
 
 @contextmanager

@@ -8,13 +8,14 @@ which rank came first.
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import DeadlineExceeded
-from rl_plugins.rollout.engine import Generations, GroupRequest, SamplingConfig
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, SamplingConfig
 from rl_plugins.rollout.memory import MemoryChange
 from rl_plugins.rollout.shared_memory import Run
 from rl_plugins.rollout.vllm.config import VLLMConfig
@@ -36,6 +37,9 @@ class VLLMActor:
         self._config = config
         self._llm = LLM(**config.engine_arguments())
         self._llm.update_weight_version("0")
+        if config.device == "cpu":
+            # An engine is as good as lost when one of its processes is: Ray starts all of them again.
+            self._llm.llm_engine.model_executor.register_failure_callback(lambda: os._exit(1))
         self._loop = EngineLoop(self._llm)
         self._adapter: Any = None
         # What keeps the weights from being sampled with; None if nothing does.
@@ -48,6 +52,7 @@ class VLLMActor:
         self._groups: dict[int, list[str]] = {}
         self._calls = 0
         self._updating = False
+        self._in_session = False
 
     async def ready(self) -> str:
         """The engine is up; returns vLLM's version."""
@@ -60,7 +65,11 @@ class VLLMActor:
         return self._loop.steps
 
     async def begin_session(self) -> None:
-        """Forget what earlier training workers left unfinished: prompts of a round, half a weight update."""
+        """Forget what earlier training workers left unfinished: prompts of a round, half a weight update.
+
+        It comes before everything that depends on what an engine has been told: groups, and weights.
+        """
+        self._in_session = True
         self._round.cancel()
         self._groups.clear()
         await self.abort()
@@ -123,6 +132,7 @@ class VLLMActor:
             By their tickets the number of responses, these one behind the other, and the seconds that the engine has
             worked so far.
         """
+        self._check_session()
         there = self._groups.setdefault(rank, [])
         outputs = await self._loop.wait(there, [_name(rank, ticket) for ticket in required], count)
         for name in outputs:
@@ -154,7 +164,12 @@ class VLLMActor:
                 f"{self._round.missing(ranks)} to hand in their prompts"
             ) from None
 
+    def _check_session(self) -> None:
+        if not self._in_session:
+            raise EngineLost("the engine's process has ended, and Ray has started another one in its place")
+
     def _begin(self, requests: Requests) -> None:
+        self._check_session()
         if self._unusable is not None:
             raise RuntimeError(f"the engine cannot sample: {self._unusable}; a weight update comes first")
         self._loop.start(requests, self._adapter)
@@ -167,6 +182,7 @@ class VLLMActor:
 
     async def start_weight_update(self) -> None:
         """Begin; nothing is sampled until the version of the new weights is named."""
+        self._check_session()
         self._loop.hold()
         self._llm.start_weight_update()
         self._updating = True
@@ -201,6 +217,7 @@ class VLLMActor:
         """
         from vllm.lora.request import LoRARequest
 
+        self._check_session()
         self._loop.hold()
         self._unusable = "its last weight update did not end"
         # vLLM takes adapters from folders; this one is in memory where the machine has such a place.

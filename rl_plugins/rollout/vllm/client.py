@@ -191,6 +191,8 @@ class VLLMRollout:
             raise EngineLost("an engine was lost in an adapter update")
 
     def _make_sender(self, source: WeightSource) -> Callable[[int], None]:
+        # All that is waited for is the other side.
+        timeout_s = min(self.config.update_timeout_s, self.config.stall_timeout_s)
         # Rank 0 talks to the engines.
         speaks = self._fleet.rank == 0
         receivers = [Receivers(self._fleet, engine) for engine in self._fleet.living] if speaks else []
@@ -204,8 +206,7 @@ class VLLMRollout:
                 num_engines=len(self._fleet.living),
                 num_receivers=self.config.tensor_parallel_size,
                 keeps_weights=self.keeps_weights,
-                # All that is waited for is the other side.
-                timeout_s=min(self.config.update_timeout_s, self.config.stall_timeout_s),
+                timeout_s=timeout_s,
             )
             return self._sender.send
         if self.config.backend == "gloo":
@@ -214,9 +215,10 @@ class VLLMRollout:
                 rank=self._fleet.rank,
                 share=broadcast,
                 engines=receivers,
+                find_lost=self._fleet.find_lost,
                 num_receivers=self.config.tensor_parallel_size,
                 bucket_bytes=self.config.bucket_mb * 2**20,
-                timeout_s=self.config.update_timeout_s,
+                timeout_s=timeout_s,
             )
             return self._sender.send
         from rl_plugins.rollout.vllm.cuda_transport import SeveralEngines, make_cuda_sender

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rl_plugins.errors import DeadlineExceeded
@@ -221,7 +222,8 @@ class Fleet:
 
         try:
             return ray.get(reference, timeout=timeout_s)
-        except ray.exceptions.RayActorError as error:
+        # A process that Ray has started in the place of one that nobody missed says so itself.
+        except (ray.exceptions.RayActorError, EngineLost) as error:
             raise self.lose(engine, silent=False) from error
 
     def patience(self) -> Patience:
@@ -246,6 +248,24 @@ class Fleet:
         if self._lost:
             raise EngineLost(f"rank {self.rank} has lost vLLM engines {[self.label(one) for one in self._lost]}")
 
+    def find_lost(self) -> None:
+        """Have all living engines say that they live, at once.
+
+        Raises:
+            EngineLost: one has not, for as long as it may take between two steps.
+        """
+        import ray
+
+        asked = {self.actors[engine].progress.remote(): engine for engine in self.living}
+        answers, _ = ray.wait(list(asked), num_returns=len(asked), timeout=self.config.stall_timeout_s)
+        for reference, engine in asked.items():
+            if reference not in answers:
+                self.lose(engine, silent=True)
+                continue
+            with suppress(EngineLost):
+                self.result(engine, reference)
+        self.check_lost()
+
     def leave_lost(self) -> int:
         """Go on without the engines that any rank has lost; returns how many they are. Collective."""
         import ray
@@ -258,7 +278,7 @@ class Fleet:
             self.living.remove(engine)
             if self.rank == 0 and silent:
                 ray.kill(self.actors[engine], no_restart=False)
-            self.returning[engine] = self.actors[engine].ready.remote() if self.rank == 0 else None
+            self.returning[engine] = self.actors[engine].begin_session.remote() if self.rank == 0 else None
         self._lost.clear()
         return len(lost)
 
@@ -291,7 +311,7 @@ class Fleet:
                     back.append(waiting[reference])
                 except ray.exceptions.RayActorError:
                     # It met the process that was about to end.
-                    self.returning[waiting[reference]] = self.actors[waiting[reference]].ready.remote()
+                    self.returning[waiting[reference]] = self.actors[waiting[reference]].begin_session.remote()
             if back or self.living:
                 return back
             if time.monotonic() > deadline:

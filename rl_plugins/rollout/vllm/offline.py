@@ -23,6 +23,7 @@ class OfflineVLLM:
 
         self._engine = VLLMActor(config)
         self._events = asyncio.new_event_loop()
+        self._events.run_until_complete(self._engine.begin_session())
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> Generations:
         """Sample; nothing is kept from earlier calls, so that the same call gives the same responses.

@@ -1,0 +1,78 @@
+"""The engines as a training rank sees them, with a note of the form in which every lot of samples has arrived."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.vllm.fleet import Fleet
+from rl_plugins.strategies import sharded
+
+NOTES = "SAMPLE_PATH_NOTES"
+"""Environment variable: the folder for the notes."""
+STRETCH = 8
+"""Tokens by which a response is recognised."""
+
+_exchange_objects = sharded.exchange_objects
+
+
+class WatchedFleet(Fleet):
+    """Writes a line for every lot of samples that comes from an engine, and for every one that goes to another rank."""
+
+    def result(self, engine: int, reference: Any, timeout_s: float | None = None) -> Any:
+        """See `Fleet.result`."""
+        result = super().result(engine, reference, timeout_s)
+        for part in result if isinstance(result, tuple) else ():
+            if isinstance(part, Generations):
+                self._note_samples(part, self.actors[engine]._actor_id.hex())
+                sharded.exchange_objects = self._exchange
+        return result
+
+    def _note_samples(self, samples: Generations, actor: str) -> None:
+        arrays = (samples.token_ids, samples.log_probs, samples.policy_versions)
+        store = _object_store()
+        self._note(
+            actor=actor,
+            samples=len(samples.lengths),
+            bytes=sum(array.nbytes for array in arrays),
+            bytes_in_store=sum(array.nbytes for array in arrays if any(_address(array) in part for part in store)),
+            referred=len(returned_by(actor, references())),
+            stretches=[response[:STRETCH] for response in samples.responses() if len(response) >= STRETCH][:2],
+        )
+
+    def _exchange(self, parcels: list[Any], rank: int, device: Any) -> list[Any]:
+        self._note(moved=sum(len(one) for to, one in enumerate(parcels) if one is not None and to != rank))
+        return _exchange_objects(parcels, rank, device)
+
+    def _note(self, **values: Any) -> None:
+        with (Path(os.environ[NOTES]) / f"{self.rank}.jsonl").open("a") as notes:
+            notes.write(json.dumps(values) + "\n")
+
+
+def _object_store() -> list[range]:
+    """Where Ray's object store is mapped in this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    bounds = [line.split()[0].split("-") for line in lines if "plasma" in line]
+    return [range(int(start, 16), int(stop, 16)) for start, stop in bounds]
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def references() -> set[str]:
+    """Ids of all objects that this process owns or holds."""
+    from ray._private.worker import global_worker
+
+    return {identity.decode() for identity in global_worker.core_worker.get_all_reference_counts()}
+
+
+def returned_by(actor: str, objects: set[str]) -> set[str]:
+    """Those of some objects that an actor's methods have returned; its own handle is none of them."""
+    # An object's id is eight bytes of its task, the actor's id, and a number; those of a creation are ones.
+    return {one for one in objects if one[16:].startswith(actor) and not one.startswith("f" * 16)}
