@@ -16,7 +16,7 @@ from statistics import mean
 from benchmarks.shared_workers import train_in_turn
 from rl_plugins.launch.command_line import compose_config, run_recipe
 from rl_plugins.launch.config import RecipeConfig, parse_config
-from rl_plugins.recipes.quickstart import NUM_DEV, NUM_TEST, NUM_TRAIN
+from rl_plugins.launch.quickstart_start import NUM_TEST, save_base, write_sums
 from rl_plugins.run_folder import read_metrics
 
 STEPS, SAMPLES_PER_STEP = 75, 512
@@ -37,13 +37,8 @@ Curve = dict[int, float]
 
 def start(folder: Path, seed: int) -> Path:
     """Data, tiny model and SFT of the quickstart; returns the policy to begin with."""
-    from rl_plugins.data.prepare.addition import addition_rows
-    from rl_plugins.data.prepare.writing import write_splits
-    from rl_plugins.models.tiny import save_tiny_policy
-
-    rows = addition_rows(below=50, num_train=NUM_TRAIN, num_dev=NUM_DEV, num_test=NUM_TEST, seed=seed)
-    write_splits(rows, folder / "data")
-    save_tiny_policy(folder / "base", seed=seed)
+    write_sums(folder / "data", seed)
+    save_base(folder / "base", seed)
     overrides = [
         f"run.output_dir={folder}", f"run.seed={seed}", f"data.train_files=[{folder}/data/train.parquet]",
         f"model.path={folder}/base", f"data.val_files=[{folder}/data/dev.parquet]", "tracking.enabled=false",

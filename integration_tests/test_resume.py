@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def test_interrupted_run_equals_uninterrupted(start_recipe: Callable[..., Recipe
     broken.kill_one("RayTrainWorker")  # Ray Train starts the workers again, from step 3
     broken.wait_for_step(5)
     broken.wait_for_step(6)
+    said = " ".join(broken.log.read_text().split())
+    assert re.search(
+        r"broken: training worker \d failed \(.+\): the workers start again from checkpoint_0000000\d,", said
+    )
+    assert "restart 1 of 2" in (broken.run / "failures.txt").read_text()
     broken.kill()  # the driver and everything with it
     assert not list(broken.run.glob("policy")), "the run had already ended"
 

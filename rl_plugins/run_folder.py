@@ -60,6 +60,21 @@ class RunFolder:
         return self.path / "resumes.txt"
 
     @property
+    def failures(self) -> Path:
+        """What ended training workers that were started again: a line that begins with `[`, and tracebacks."""
+        return self.path / "failures.txt"
+
+    def add_failure(self, line: str, details: str) -> None:
+        """Write down that training workers have failed and start again."""
+        with self.failures.open("a", encoding="utf-8") as file:
+            file.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {line}\n{details}\n\n")
+
+    def times_failed(self) -> int:
+        """How often training workers were started again."""
+        lines = self.failures.read_text(encoding="utf-8").splitlines() if self.failures.is_file() else []
+        return sum(line.startswith("[20") for line in lines)
+
+    @property
     def samples(self) -> Path:
         """Tables of validation samples, one file per validation."""
         return self.path / "samples"
@@ -165,6 +180,7 @@ class RunFolder:
             "last checkpoint": self.latest_checkpoint(),
             "exported model": self.exported(),
             "resumes": self.resumes,
+            "failures of workers": self.failures,
         }
         return {name: path for name, path in known.items() if path is not None and path.exists()}
 

@@ -106,7 +106,7 @@ def _train(
 
     from rl_plugins.callbacks.graceful_stop import stop_on_sigterm
     from rl_plugins.callbacks.progress_view import redraw_interval_s
-    from rl_plugins.launch.worker_errors import StopOnConfigError, config_errors_unwrapped, without_traceback
+    from rl_plugins.launch.worker_errors import WorkerFailures, config_errors_unwrapped, without_traceback
 
     placement = config.placement
     resources = {"CPU": placement.cpus_per_worker}
@@ -147,7 +147,7 @@ def _train(
             ),
             checkpoint_config=CheckpointConfig(num_to_keep=config.run.keep_checkpoints),
             logging_config=LoggingConfig(log_level="ERROR"),
-            callbacks=[StopOnConfigError()],  # type: ignore[list-item]
+            callbacks=[WorkerFailures(folder, placement.max_restarts)],  # type: ignore[list-item]
         ),
     )
     # Ray Train makes a group of its own, as large as this one.

@@ -59,7 +59,8 @@ def _page(folder: RunFolder) -> Node:
         if file.is_file():
             body.append(node("p", said + file.read_text(encoding="utf-8").strip(), class_="bad"))
     steps = f"{last} of {total}" if total else str(last)
-    body.append(sections.headline(series, summary_of(series), steps, folder.times_resumed()))
+    times = {"resumes": folder.times_resumed(), "failures": folder.times_failed()}
+    body.append(sections.headline(series, summary_of(series), steps, **times))
     body.append(sections.curves(whole))
     body.append(sections.times(series))
     body.append(sections.memory(series))

@@ -20,7 +20,7 @@ _FAILURES = {
 _VALIDATED = {"val/reward": "validation reward", "val/accuracy": "validation accuracy", "val/loss": "validation loss"}
 
 
-def headline(series: Series, summary: RunSummary, steps: str, resumes: int) -> Node:
+def headline(series: Series, summary: RunSummary, steps: str, *, resumes: int, failures: int) -> Node:
     """The run in figures."""
     figures = {"steps": steps}
     for metric, name in _VALIDATED.items():
@@ -36,6 +36,8 @@ def headline(series: Series, summary: RunSummary, steps: str, resumes: int) -> N
     if "train/rollout_gap_max" in series:
         figures["log-prob gap"] = f"{summary.gap_max:.1e} nats"
     figures["resumed"] = {0: "never", 1: "once"}.get(resumes, f"{resumes} times")
+    if failures:
+        figures["workers restarted"] = {1: "once"}.get(failures, f"{failures} times")
     tiles = [node("div", node("span", name), node("b", value), class_="tile") for name, value in figures.items()]
     return node("div", *tiles, class_="tiles")
 

@@ -6,7 +6,8 @@ import pytest
 from ray.train import ControllerError, WorkerGroupError
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.worker_errors import StopOnConfigError, config_errors_unwrapped, without_traceback
+from rl_plugins.launch.worker_errors import WorkerFailures, config_errors_unwrapped, without_traceback
+from rl_plugins.run_folder import RunFolder
 
 
 class FromWorker(Exception):
@@ -16,15 +17,25 @@ class FromWorker(Exception):
         self._base_exc = error
 
 
-def test_a_config_error_of_any_worker_stops_the_run():
+def test_a_config_error_of_any_worker_stops_the_run(tmp_path):
     errors = {0: FromWorker(RuntimeError("connection lost")), 1: FromWorker(ConfigError("row 3 is bad"))}
     with pytest.raises(ControllerError) as caught:
-        StopOnConfigError().after_exception(None, errors)
+        WorkerFailures(RunFolder(tmp_path), 2).after_exception(None, errors)
     assert str(caught.value.controller_failure) == "row 3 is bad"
 
 
-def test_other_errors_are_left_to_the_restarts():
-    StopOnConfigError().after_exception(None, {0: FromWorker(ValueError("a bug"))})
+def test_other_errors_are_said_and_written_down_while_there_are_restarts(tmp_path, capsys):
+    folder = RunFolder(tmp_path / "run")
+    (folder.path / "checkpoint_00000003").mkdir(parents=True)
+    failures = WorkerFailures(folder, 1)
+    errors = {1: FromWorker(ValueError("a bug\nof mine")), 0: FromWorker(OSError("disk"))}
+    failures.after_exception(None, errors)
+    said = "training worker 0 failed (OSError: disk): the workers start again from checkpoint_00000003, restart 1 of 1"
+    assert capsys.readouterr().out == f"run: {said}; more in {folder.failures}\n"
+    assert said in folder.failures.read_text() and "worker 1:" in folder.failures.read_text()
+    # The next one ends the run, and Ray Train raises it.
+    failures.after_exception(None, errors)
+    assert capsys.readouterr().out == "" and folder.times_failed() == 1
 
 
 def test_the_user_gets_the_config_error_itself():

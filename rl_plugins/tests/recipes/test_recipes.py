@@ -97,3 +97,8 @@ def test_a_file_is_short_and_explained(path):
         entries = [line for line in lines[first:] if re.match(r"  - ", line)]
         assert entries
         assert [line for line in entries if " # " not in line] == []
+
+
+def test_no_recipe_is_long() -> None:
+    files = [*CONFIG_FOLDER.rglob("*.yaml"), *CONFIG_FOLDER.parent.glob("*.py")]
+    assert {file.name: lines for file in files if (lines := len(file.read_text().splitlines())) > 60} == {}
