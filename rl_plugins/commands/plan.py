@@ -203,7 +203,11 @@ def _named(candidate: Candidate) -> str:
 
 def _described(work: Workload, cluster: Cluster) -> str:
     return (
-        f"{work.policy.parameters / 1e9:.2f} B parameters, {work.prompts} x {work.samples} samples of "
+        f"{_count(work.policy.parameters)} parameters, {work.prompts} x {work.samples} samples of "
         f"{work.prompt_tokens:g} + {work.response_tokens:g} tokens, {work.precision}, on {cluster.nodes} x "
         f"{cluster.per_node} {cluster.device.name}"
     )
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
