@@ -1,0 +1,130 @@
+"""The shell blocks of the pages, typed as they stand, in a folder where a reader has what they name.
+
+Recipes get further options behind their own, so that they are small and run in one process. What is left out, and
+why, is in `LEFT_OUT`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import pytest
+
+from rl_plugins.data.prepare.addition import addition_rows, preference_rows
+from rl_plugins.data.prepare.writing import write_splits
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.tests.repository.documentation import ROOT, WRITTEN, blocks
+
+TIMEOUT_S = 240
+RECIPES = "rl_plugins.recipes."
+ITS_OWN = "model.path=MODEL 'data.train_files=[train.parquet]'"
+"""What stands for the options of a reader's own."""
+PAGES = (
+    "docs/callbacks.md", "docs/commands.md", "docs/data.md", "docs/environments.md", "docs/existing_project.md",
+    "docs/mlflow.md", "docs/own_algorithm.md", "docs/planning.md", "docs/recipes.md", "docs/references/README.md",
+    "docs/rewards.md",
+)  # fmt: skip
+LEFT_OUT = {
+    "mlflow ui": "does not end",
+    "mlflow artifacts": "names a run that the reader chooses; test_tracking gets a checkpoint back",
+    "rl-plugins export run/best": "what the line before it has brought",
+    "rl-plugins sync": "needs an outage; test_tracking_outage and test_pipeline_outage have one",
+    "python -m benchmarks.": "takes minutes; results are in benchmarks/results",
+    "rl-plugins plan grpo model.path=MODEL --device cpu --calibration": "what the line before it has written",
+    "rl-plugins doctor --imports": "installs nothing and says nothing of the pages; test_doctor runs it",
+}
+SMALL = [
+    "launcher=local", "rollout.engine=transformers", "run.steps=2", "run.eval_every=1", "batch.prompts_per_step=4",
+    "batch.samples_per_prompt=2", "sampling.max_tokens=8",
+]  # fmt: skip
+STAGES = [
+    *(f"++common.{option}" for option in ("launcher=local", "rollout.engine=transformers", "run.steps=2")),
+    "++common.batch.prompts_per_step=4", "++common.sampling.max_tokens=8", "++stages.ppo.options.critic.warmup_steps=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files and models with the names that the pages use."""
+    folder = tmp_path_factory.mktemp("reader")
+    save_tiny_policy(folder / "MODEL", max_position_embeddings=4096)
+    shutil.copytree(folder / "MODEL", folder / "Qwen" / "Qwen2.5-0.5B-Instruct")
+    sums = addition_rows(below=50, num_train=32, num_test=8, seed=0)
+    names = {"train": "train", "sft": "train", "test": "test"}
+    pairs = {"pairs": preference_rows(sums["train"], seed=0)}
+    write_splits({name: sums[split] for name, split in names.items()} | pairs, folder)
+    for name in ("math", "code"):
+        write_splits({name: [{**row, "data_source": name} for row in sums["train"]]}, folder)
+    records = {split: [_asked(row) for row in rows] for split, rows in sums.items()}
+    for split, asked in records.items():
+        raw = [{"question": question, "answer": f"It is #### {answer}"} for question, answer in asked]
+        _write_lines(folder / "raw" / "gsm8k" / f"{split}.jsonl", raw)
+    _write_lines(folder / "math.jsonl", [{"question": q, "answer": a} for q, a in records["train"]])
+    chosen = [{"prompt": q, "chosen": a, "rejected": "no"} for q, a in records["train"]]
+    _write_lines(folder / "pairs.jsonl", chosen)
+    said = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in records["train"]]
+    datasets.Dataset.from_list([{"messages": messages} for messages in said]).save_to_disk(folder / "saved_data_set")
+    for file, page in (("my_reward.py", "docs/rewards.md"), ("my_environment.py", "docs/environments.md")):
+        (folder / file).write_text(blocks(WRITTEN[page], "python")[0])
+    for name in ("docs", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    _type(folder, "rl-plugins prepare gsm8k --input raw/gsm8k --output data/gsm8k")
+    lora = "model.lora.rank=2 run.name=run run.steps=50 run.checkpoint_every=50"
+    train = "python -m rl_plugins.recipes.grpo model.path=MODEL 'data.train_files=[train.parquet]'"
+    reward = "reward=file reward.functions.default.path=my_reward.py"
+    _type(folder, f"{train} 'data.val_files=[test.parquet]' {reward} {lora}", keep=("run.steps",))
+    return folder
+
+
+def _asked(row: dict[str, object]) -> tuple[str, str]:
+    prompt, reward_model = row["prompt"], row["reward_model"]
+    assert isinstance(prompt, list) and isinstance(reward_model, dict)
+    return prompt[-1]["content"], reward_model["ground_truth"]
+
+
+def _write_lines(file: Path, records: list[dict[str, str]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def lines(page: str) -> Iterator[str]:
+    for block in blocks(WRITTEN[page], "bash"):
+        yield from (line for line in block.replace("\\\n", " ").splitlines() if shlex.split(line, comments=True))
+
+
+def _type(folder: Path, line: str, keep: tuple[str, ...] = ()) -> None:
+    """Run a line of a shell in the folder."""
+    words = shlex.split(line.replace(" ... ", f" {ITS_OWN} "), comments=True)
+    recipe = next((word.removeprefix(RECIPES) for word in words if word.startswith(RECIPES)), None)
+    if recipe == "sft_rm_ppo":
+        words += STAGES
+    elif recipe is not None:
+        words += [option for option in SMALL if option.partition("=")[0] not in keep]
+        if (folder / "outputs" / recipe).exists() and not any(word.startswith("run.name=") for word in words):
+            # A page has the same recipe twice; a reader is told to give the second a name.
+            words.append(f"run.name={recipe}{len(list(folder.glob('outputs/*')))}")
+    command = shlex.join(words).replace("/shared", f"{folder}/shared")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        command, shell=True, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S,
+        env={**os.environ, "PATH": path, "RAY_ADDRESS": "local"},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_can_be_typed(page: str, readers: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(readers, tmp_path / "reader", symlinks=True)
+    typed = [line for line in lines(page) if not any(" ".join(line.split()).startswith(start) for start in LEFT_OUT)]
+    assert typed, f"{page} has nothing to type"
+    for line in typed:
+        _type(folder, line)
