@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import datasets
 import pytest
 
 from rl_plugins.data.prepare.addition import addition_rows, preference_rows
@@ -39,15 +38,18 @@ LEFT_OUT = {
     "rl-plugins sync": "needs an outage; test_tracking_outage and test_pipeline_outage have one",
     "python -m benchmarks.": "takes minutes; results are in benchmarks/results",
     "rl-plugins plan grpo model.path=MODEL --device cpu --calibration": "what the line before it has written",
+    "rl-plugins prepare hf": "needs what the library `datasets` writes; test_conversion has one",
+    "python -m rl_plugins.recipes.grpo ... run.name=again": "after a step by hand; test_local_launcher replays a run",
+    "python -m rl_plugins.recipes.grpo algorithm=rloo algorithm.advantage=median": "test_own_algorithm installs it first",
     "rl-plugins doctor --imports": "installs nothing and says nothing of the pages; test_doctor runs it",
 }
 SMALL = [
     "launcher=local", "rollout.engine=transformers", "run.steps=2", "run.eval_every=1", "batch.prompts_per_step=4",
-    "batch.samples_per_prompt=2", "sampling.max_tokens=8",
+    "batch.samples_per_prompt=2", "sampling.max_tokens=16",
 ]  # fmt: skip
 STAGES = [
     *(f"++common.{option}" for option in ("launcher=local", "rollout.engine=transformers", "run.steps=2")),
-    "++common.batch.prompts_per_step=4", "++common.sampling.max_tokens=8", "++stages.ppo.options.critic.warmup_steps=1",
+    "++common.batch.prompts_per_step=4", "++common.sampling.max_tokens=16", "++stages.ppo.options.critic.warmup_steps=1",
 ]  # fmt: skip
 
 
@@ -70,8 +72,6 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _write_lines(folder / "math.jsonl", [{"question": q, "answer": a} for q, a in records["train"]])
     chosen = [{"prompt": q, "chosen": a, "rejected": "no"} for q, a in records["train"]]
     _write_lines(folder / "pairs.jsonl", chosen)
-    said = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in records["train"]]
-    datasets.Dataset.from_list([{"messages": messages} for messages in said]).save_to_disk(folder / "saved_data_set")
     for file, page in (("my_reward.py", "docs/rewards.md"), ("my_environment.py", "docs/environments.md")):
         (folder / file).write_text(blocks(WRITTEN[page], "python")[0])
     for name in ("docs", "examples"):
