@@ -39,8 +39,8 @@ LEFT_OUT = {
     "python -m benchmarks.": "takes minutes; results are in benchmarks/results",
     "rl-plugins plan grpo model.path=MODEL --device cpu --calibration": "what the line before it has written",
     "rl-plugins prepare hf": "needs what the library `datasets` writes; test_conversion has one",
-    "python -m rl_plugins.recipes.grpo ... run.name=again": "after a step by hand; test_local_launcher replays a run",
-    "python -m rl_plugins.recipes.grpo algorithm=rloo algorithm.advantage=median": "test_own_algorithm installs it first",
+    "python -m rl_plugins.recipes.grpo ... run.name=again": "after a step by hand; test_rollout_dump replays a run",
+    "python -m rl_plugins.recipes.grpo algorithm=rloo": "test_own_algorithm has it installed",
     "rl-plugins doctor --imports": "installs nothing and says nothing of the pages; test_doctor runs it",
 }
 SMALL = [
@@ -49,7 +49,8 @@ SMALL = [
 ]  # fmt: skip
 STAGES = [
     *(f"++common.{option}" for option in ("launcher=local", "rollout.engine=transformers", "run.steps=2")),
-    "++common.batch.prompts_per_step=4", "++common.sampling.max_tokens=16", "++stages.ppo.options.critic.warmup_steps=1",
+    "++common.batch.prompts_per_step=4", "++common.sampling.max_tokens=16",
+    "++stages.ppo.options.critic.warmup_steps=1",
 ]  # fmt: skip
 
 
