@@ -8,13 +8,13 @@ queue; what could not be sent when the run ends is counted and said.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 
 from rl_plugins.callbacks.metrics_tail import MetricsTail
+from rl_plugins.callbacks.mlflow_import import import_mlflow
 from rl_plugins.callbacks.mlflow_run import Facts, TrackedRun, open_run
 from rl_plugins.run_folder import RunFolder
 
@@ -98,7 +98,7 @@ class RunSender:
             run.log_points(points)
 
     def _send(self) -> None:
-        quiet_mlflow()
+        import_mlflow()
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
 
@@ -141,21 +141,3 @@ def _is_refused(error: Exception) -> bool:
         # What stores of artifacts answer.
         status = error.response.status_code
     return 400 <= status < 500 and status not in (401, 403, 408, 429)
-
-
-def quiet_mlflow() -> None:
-    """Before MLflow is imported: no chatter, and a server that is away answers in seconds.
-
-    Its own patience is two minutes of retries.
-    """
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    os.environ.setdefault("MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT", "600")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    # It would tell its makers what it is used for, from machines that often have no way out.
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # A trace is sent by the thread that makes it, which is not the one that trains.
-    os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rl_plugins.callbacks.mlflow_import import import_mlflow
 from rl_plugins.stages.stage import clock
 
 
@@ -77,6 +78,7 @@ class Sampler(threading.Thread):
 
     @override
     def run(self) -> None:
+        import_mlflow()
         monitors = _monitors()
         while not self.ended.wait(self._every_s):
             with self._lock:

@@ -60,8 +60,8 @@ def fetch(option: str, uri: str, store: str, cache: Path) -> Path:
             f"{option}={uri}: there is no MLflow store {file}: name the one that has it by MLFLOW_TRACKING_URI"
         )
     check_tracking(store)
+    from rl_plugins.callbacks.mlflow_import import quiet_mlflow
     from rl_plugins.callbacks.mlflow_run import use_store
-    from rl_plugins.callbacks.mlflow_sender import quiet_mlflow
 
     quiet_mlflow()
     import mlflow
