@@ -161,20 +161,21 @@ def test_an_engine_that_does_not_come_is_named_by_a_deadline() -> None:
 
 
 @pytest.mark.parametrize("bad_place", [0, 1, 2])
-def test_the_engine_that_fails_says_why_and_the_others_hear_of_it_at_once(bad_place: int) -> None:
+def test_the_engine_that_fails_says_why_and_the_others_go_on(bad_place: int) -> None:
     def large() -> nn.Module:
         # More than lies in sockets: rank 0 is not done before the engines are.
         return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
 
     policy, models = large(), [[large(), large()] for _ in range(3)]
     engines = [Threads(*pair, fails_at="0.weight" if place == bad_place else None) for place, pair in enumerate(models)]
-    broken = sender(ModuleWeightSource(policy), *engines, timeout_s=60.0, bucket_bytes=2**22)
+    broken = sender(ModuleWeightSource(policy), *engines, timeout_s=8.0, bucket_bytes=2**22)
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"no room for 0\.weight"):
         broken.send(1)
-    # The others take the weights of a new group without it, as soon as they have left the old one.
+    # The others take the weights of a new group without it, when they have left the old one: nearly always at once, and
+    # within a deadline if gloo does not tell them.
     del engines[bad_place], models[bad_place]
-    sender(ModuleWeightSource(policy), *engines, timeout_s=60.0).send(2)
+    sender(ModuleWeightSource(policy), *engines, timeout_s=8.0).send(2)
     assert time.monotonic() - began < 20
     assert all(same(policy, copy) for pair in models for copy in pair)
 

@@ -144,7 +144,9 @@ def test_two_become_what_one_becomes() -> None:
 def test_an_update_waits_for_the_rows_of_all_ranks_and_takes_them_in_order() -> None:
     steps = [step.clone() for step in in_the_workers().collected]
     settings = training(computes_in=torch.float32)
-    actor, learner = CriticActor(PoolConfig("critic", "", "scalar"), settings, 0), CriticLearner(settings)
+    # The same bits take the same number of threads.
+    pool = PoolConfig("critic", "", "scalar", threads=torch.get_num_threads())
+    actor, learner = CriticActor(pool, settings, 0), CriticLearner(settings)
     counts = [GlobalCounts(*local_counts(step.response_mask).tolist()) for step in steps[:2]]
     expected = [
         learner.update([step[:5], step[5:]], count, last=True) for step, count in zip(steps[:2], counts, strict=True)
