@@ -114,10 +114,10 @@ def _type(folder: Path, line: str, keep: tuple[str, ...] = ()) -> None:
             words.append(f"run.name={recipe}{len(list(folder.glob('outputs/*')))}")
     command = shlex.join(words).replace("/shared", f"{folder}/shared")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {"PATH": path}
     done = subprocess.run(
-        command, shell=True, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S,
-        env={**os.environ, "PATH": path, "RAY_ADDRESS": "local"},
-    )  # fmt: skip
+        command, shell=True, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
 
 
