@@ -35,6 +35,7 @@ LEFT_OUT = {
     "mlflow ui": "does not end",
     "mlflow artifacts": "names a run that the reader chooses; test_tracking gets a checkpoint back",
     "rl-plugins export run/best": "what the line before it has brought",
+    "rl-plugins submit --dry-run": "refuses the links out of this folder; test_submit and test_ray_job have projects",
     "rl-plugins sync": "needs an outage; test_tracking_outage and test_pipeline_outage have one",
     "python -m benchmarks.": "takes minutes; results are in benchmarks/results",
     "rl-plugins plan grpo model.path=MODEL --device cpu --calibration": "what the line before it has written",
