@@ -109,7 +109,7 @@ class Lines:
 
     def __init__(self, total: int, label: str) -> None:
         self._total, self._label = total, label
-        self._step, self._time = -1, time.monotonic()
+        self._step, self._metrics, self._time = -1, "", time.monotonic()
 
     def show(self, state: State) -> None:
         """Write a line, if it is time for one."""
@@ -124,9 +124,9 @@ class Lines:
 
     def close(self, state: State) -> None:
         """Write the last state, if it has not been written."""
-        if state.step != self._step:
+        if (state.step, state.metrics) != (self._step, self._metrics):
             self._write(state)
 
     def _write(self, state: State, *ahead: str) -> None:
-        self._step, self._time = state.step, time.monotonic()
+        self._step, self._metrics, self._time = state.step, state.metrics, time.monotonic()
         print(", ".join([f"{self._label}: step {state.step} of {self._total}", *state.said(), *ahead]), flush=True)

@@ -17,12 +17,9 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from integration_tests.conftest import Recipe
-from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.errors import ConfigError, DeadlineExceeded
 from rl_plugins.models.pool_actor import PoolConfig
-from rl_plugins.models.tiny import build_model
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.critic_pool import CriticLost, CriticPool
@@ -53,18 +50,8 @@ def train(
     run: Path, critic: CriticPool | None, resume: Path | None = None, steps: int = STEPS
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Steps of PPO in this process; the metrics of each, and the policy."""
-    stage = PolicyOptimization(
-        build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2),
-        tokenizer=canned.tokenizer,
-        scorer=canned.CannedScorer(),
-        sampling=SamplingConfig(max_tokens=20, num_samples=3),
-        algorithm=Algorithm(advantage="gae", value_clip=0.02),
-        critic=CriticConfig(canned.other_model(), OptimizerConfig(lr=0.02, warmup_steps=1, gradient_clip=0.1), 1),
-        optimizer=OptimizerConfig(lr=0.01),
-        updates_per_step=2,
-        tokens_per_micro_batch=40,
-        max_steps=steps,
-    )
+    settings = CriticConfig(canned.other_model(), OptimizerConfig(lr=0.02, warmup_steps=1, gradient_clip=0.1), 1)
+    stage = canned.ppo(PolicyOptimization, critic=settings, max_steps=steps)
     if critic is not None:
         stage.critic = critic
     seen = Steps()

@@ -74,7 +74,9 @@ def series(recipe: Recipe) -> dict[str, dict[int, float]]:
 def test_every_step_has_every_metric(series: dict[str, dict[int, float]]) -> None:
     of_validation = {f"val/{kind}/{phase}" for kind in ("time", "memory") for phase in VALIDATION_PHASES}
     of_validation |= {f"val/{name}" for name in ENGINE_MEMORY}
-    assert set(series) == METRICS | SOMETIMES | VALIDATION | of_validation
+    # The machine's own come after its first five seconds: on a fast one, after the run.
+    of_stage = {name for name in series if not name.startswith("system/node_0/")}
+    assert of_stage == METRICS | SOMETIMES | VALIDATION | of_validation
     for name in METRICS:
         assert list(series[name]) == [1, 2, 3, 4], name
     assert all(list(series[name]) == [2, 4] for name in SOMETIMES)
@@ -156,7 +158,7 @@ def test_mlflow_has_the_configuration_and_the_samples(
 def test_output_is_about_the_run(recipe: Recipe) -> None:
     log = recipe.tail(1_000_000)
     assert "stack: 4 RL steps of 8 prompts x 4 samples = 32 samples, 16 on each of 2 workers" in log
-    metrics = "reward \\S+, loss \\S+, val \\S+, kl \\S+, ppo_kl \\S+, trainer idle \\S+, engine idle \\S+"
+    metrics = "reward \\S+, kl \\S+, val \\S+, loss \\S+, ppo_kl \\S+, trainer idle \\S+, engine idle \\S+"
     assert re.search(rf"stack: step 4 of 4, {metrics}, \S+ s/step", log)
     # Ray says which worker has printed a line.
     ours = re.compile(r"(\(RayTrainWorker pid=\d+\) )?stack: ")

@@ -70,6 +70,16 @@ def test_the_last_step_is_told_once(at: Callable[[float], None], capsys: pytest.
     assert capsys.readouterr().out == "sft: step 2 of 2, loss 0.1, 0.5 s/step\n"
 
 
+def test_the_end_tells_what_its_step_has_learned_since(
+    at: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = Lines(2, "grpo")
+    at(11)
+    lines.show(State(2, "reward 0.1", 5.5, "rollout"))
+    lines.close(State(2, "reward 0.1, val 0.2", 5.5, None))
+    assert capsys.readouterr().out.splitlines()[1:] == ["grpo: step 2 of 2, reward 0.1, val 0.2, 5.5 s/step"]
+
+
 @pytest.mark.parametrize("error", [None, RuntimeError("lost")])
 def test_a_run_ends_with_its_last_step_and_leaves_no_thread(
     error: Exception | None, capsys: pytest.CaptureFixture[str]

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from rl_plugins.algorithms.aggregation import AGGREGATIONS
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
@@ -140,6 +141,39 @@ class OwnPolicy(LightningModule):
     def configure_optimizers(self) -> Recorder:
         self.recorder = Recorder(self.model.parameters())
         return self.recorder
+
+
+class Keeping(PolicyOptimization):
+    """Keeps what every step trained on, and the metrics."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.trained_on: list[Experience] = []
+        self.metrics: list[dict[str, float]] = []
+
+    @override
+    def update(self, experience: Experience) -> dict[str, float]:
+        self.trained_on.append(experience)
+        return super().update(experience)
+
+    @override
+    def track(self, metrics: Any) -> None:
+        self.metrics.append(dict(metrics))
+
+
+def ppo(stage_class: type[PolicyOptimization], **options: Any) -> Any:
+    """A stage of PPO on the fixed responses, in uneven micro-batches, of two updates a step."""
+    return stage_class(
+        build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2),
+        tokenizer=tokenizer,
+        scorer=CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3),
+        algorithm=Algorithm(advantage="gae", value_clip=0.02),
+        optimizer=OptimizerConfig(lr=0.01),
+        updates_per_step=2,
+        tokens_per_micro_batch=40,
+        **options,
+    )
 
 
 class AllReduceStrategy(SingleDeviceRolloutStrategy):

@@ -22,7 +22,7 @@ from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.schedule import Schedule
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.stages import canned
-from rl_plugins.tests.stages.test_scheduled import Keeping, Loader
+from rl_plugins.tests.stages.test_scheduled import Loader
 
 pytestmark = pytest.mark.unit
 
@@ -219,7 +219,7 @@ def test_a_scorer_that_cannot_answer() -> None:
 def test_a_policy_learns_from_the_tokens_that_it_sampled(staleness: int, tmp_path: Any) -> None:
     save_tiny_policy(tmp_path, hidden_size=32, intermediate_size=48, initializer_range=0.2)
     policy = build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2)
-    stage = Keeping(
+    stage = canned.Keeping(
         policy,
         tokenizer=tokenizer,
         scorer=InlineScorer({"_target_": f"{__name__}.talkative"}),

@@ -12,18 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
-from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import LoraConfig
 from rl_plugins.models.pool_actor import PoolConfig
-from rl_plugins.models.tiny import build_model
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.critic import CriticConfig, ValueObjective
 from rl_plugins.stages.critic_actor import CriticActor
 from rl_plugins.stages.critic_learner import CriticLearner, CriticTraining, Learnt
 from rl_plugins.stages.optimizer import OptimizerConfig
-from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
@@ -33,35 +29,10 @@ STEPS, UPDATES, CLIP = 3, 2, 0.1
 OPTIMIZER = OptimizerConfig(lr=0.02, warmup_steps=1, gradient_clip=CLIP)
 
 
-class Keeping(PolicyOptimization):
-    """Keeps the experience of every step, and the metrics."""
-
-    collected: list[Experience]
-    metrics: list[dict[str, float]]
-
-    def update(self, experience: Experience) -> dict[str, float]:
-        self.collected.append(experience)
-        return super().update(experience)
-
-    def track(self, metrics: Any) -> None:
-        self.metrics.append(dict(metrics))
-
-
 @cache
-def in_the_workers() -> Keeping:
+def in_the_workers() -> canned.Keeping:
     """A critic that was trained beside a policy, on samples that are kept."""
-    stage = Keeping(
-        build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2),
-        tokenizer=canned.tokenizer,
-        scorer=canned.CannedScorer(),
-        sampling=SamplingConfig(max_tokens=20, num_samples=3),
-        algorithm=Algorithm(advantage="gae", value_clip=0.02),
-        critic=CriticConfig(canned.other_model(), OPTIMIZER),
-        optimizer=OptimizerConfig(lr=0.01),
-        updates_per_step=UPDATES,
-        tokens_per_micro_batch=40,
-    )
-    stage.collected, stage.metrics = [], []
+    stage: canned.Keeping = canned.ppo(canned.Keeping, critic=CriticConfig(canned.other_model(), OPTIMIZER))
     strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
     trainer = canned.quiet_trainer(strategy, precision="64-true")
     trainer.fit(stage, canned.loader([canned.prompt_batch(canned.PROMPTS)] * STEPS))
@@ -108,7 +79,7 @@ def test_it_becomes_the_critic_of_the_workers() -> None:
     stage = in_the_workers()
     learner = CriticLearner(training())
     start = {name: weight.clone() for name, weight in learner.weights.items()}
-    learnt = learn(learner, stage.collected)
+    learnt = learn(learner, stage.trained_on)
     assert gap(learner.weights, weights_of(stage.critic)) < 1e-12 < 0.01 < gap(learner.weights, start)
     assert (
         [one.lr for one in learnt[::UPDATES]] == [row["train/critic/lr"] for row in stage.metrics] == [0.01, 0.02, 0.02]
@@ -131,7 +102,7 @@ def rank_of_two(rank: int, path: str, steps: list[Experience]) -> tuple[dict[str
 
 
 def test_two_become_what_one_becomes() -> None:
-    steps = in_the_workers().collected
+    steps = in_the_workers().trained_on
     (first, norms), (second, _) = (result for result, _ in run_ranks(rank_of_two, canned.other_model(), steps))
     assert gap(first, second) == 0
     learner = CriticLearner(training())
@@ -142,7 +113,7 @@ def test_two_become_what_one_becomes() -> None:
 
 
 def test_an_update_waits_for_the_rows_of_all_ranks_and_takes_them_in_order() -> None:
-    steps = [step.clone() for step in in_the_workers().collected]
+    steps = [step.clone() for step in in_the_workers().trained_on]
     settings = training(computes_in=torch.float32)
     # The same bits take the same number of threads.
     pool = PoolConfig("critic", "", "scalar", threads=torch.get_num_threads())
@@ -173,7 +144,7 @@ def test_an_update_waits_for_the_rows_of_all_ranks_and_takes_them_in_order() -> 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, dropout=0.2)])
 def test_it_goes_on_where_it_was(tmp_path: Path, lora: LoraConfig | None) -> None:
-    steps = in_the_workers().collected
+    steps = in_the_workers().trained_on
     settings = training(config=CriticConfig(optimizer=OPTIMIZER, lora=lora))
     whole, saved, resumed = (CriticLearner(settings) for _ in range(3))
     learn(whole, steps)
@@ -198,7 +169,7 @@ def test_a_checkpoint_without_it_or_of_another_is_refused(tmp_path: Path) -> Non
 
 
 def test_in_bfloat16_small_steps_arrive_in_float32() -> None:
-    steps = in_the_workers().collected
+    steps = in_the_workers().trained_on
     tiny = CriticConfig(optimizer=OptimizerConfig(lr=1e-6, gradient_clip=0.0))
     learner, exact = (CriticLearner(training(config=tiny, computes_in=d)) for d in (torch.bfloat16, torch.float32))
     start = {name: weight.clone() for name, weight in learner.weights.items()}

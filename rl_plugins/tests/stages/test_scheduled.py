@@ -19,7 +19,6 @@ from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, Sam
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.stages.optimizer import OptimizerConfig
-from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.schedule import Schedule
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.stages import canned
@@ -84,22 +83,8 @@ class Distant(canned.CannedRollout):
         return 1
 
 
-class Keeping(PolicyOptimization):
-    """Keeps what every step trained on."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.trained_on: list[Experience] = []
-        self.metrics: list[dict[str, float]] = []
-
-    @override
-    def update(self, experience: Experience) -> dict[str, float]:
-        self.trained_on.append(experience)
-        return super().update(experience)
-
-    @override
-    def track(self, metrics: Any) -> None:
-        self.metrics.append(dict(metrics))
+class Keeping(canned.Keeping):
+    """Says what every step trained on."""
 
     @property
     def prompts(self) -> list[list[str]]:
