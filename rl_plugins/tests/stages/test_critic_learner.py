@@ -117,7 +117,9 @@ def test_an_update_waits_for_the_rows_of_all_ranks_and_takes_them_in_order() -> 
     settings = training(computes_in=torch.float32)
     # The same bits take the same number of threads.
     pool = PoolConfig("critic", "", "scalar", threads=torch.get_num_threads())
-    actor, learner = CriticActor(pool, settings, 0), CriticLearner(settings)
+    # One after the other: the actor loads in a thread, and transformers ties no weights in the process meanwhile.
+    learner = CriticLearner(settings)
+    actor = CriticActor(pool, settings, 0)
     counts = [GlobalCounts(*local_counts(step.response_mask).tolist()) for step in steps[:2]]
     expected = [
         learner.update([step[:5], step[5:]], count, last=True) for step, count in zip(steps[:2], counts, strict=True)
