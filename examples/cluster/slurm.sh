@@ -15,7 +15,7 @@ source "${ENVIRONMENT:?the folder of a virtual environment with rl-plugins[gpu]}
 shared=${SHARED:?a folder that every machine can write}
 run=$shared/outputs/grpo
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 address="$head:6379"
 
 # Five minutes before the end, or before a preemption: the step is finished and saved.
