@@ -2,8 +2,8 @@
 
 `python -m benchmarks.calibrate [--output FILE] [--kept FOLDER]` runs the GRPO recipe on two sizes of a model, in a few
 minutes: the tiny one shows what processes take that have hardly a model, and what steps cost that hardly compute; one
-of 28 M parameters shows the rates of training and sampling in float32 and bfloat16. Settings that a plan is for (other
-ZeRO stages, several engines, other models and lengths) are not among what is measured.
+of 28 M parameters shows the rates of training and sampling in float32 and bfloat16. Settings that a plan is for
+(several engines, other models and lengths, and of the larger model other ZeRO stages) are not among what is measured.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def measure(kept: Path | None) -> dict[str, Any]:
         save_28m(large / "policy")
         save_prompts(large / "data")
         few, many = (run_at(small, [*TINY, f"{PROMPTS}={prompts}"], kept) for prompts in (2, 32))
+        gathered, _ = run_at(small, [*TINY, f"{PROMPTS}=32"], kept, zero_stage=3)
         at = {
             precision: [
                 run_at(large, [*LARGE, f"{PROMPTS}={prompts}", f"model.precision={precision}"], kept)
@@ -96,6 +97,9 @@ def measure(kept: Path | None) -> dict[str, Any]:
     arithmetic = training_flops(work, work.policy, tokens) / found["train_flops"]["float32"]
     passes = micro_batches(work, PLACE) * work.policy.tensors
     found["tensor_s"] = max(0.0, run.quiet("time/update_policy") - arithmetic) / passes
+    longer = gathered.quiet("time/update_policy") - run.quiet("time/update_policy")
+    # In the forward and the backward pass; moving the parameters of so small a model takes no time.
+    found["gather_s"] = max(0.0, longer) / (2 * passes)
     phases = ("time/rollout", "time/update_policy", "time/update_weights", "time/offload", "time/reload")
     found["step_s"] = max(0.0, run.quiet("time/step") - sum(run.quiet(phase) for phase in phases))
     # Ranks meet in shared memory: a collective is copies.
@@ -157,14 +161,18 @@ def update(work: Workload, device: Device) -> dict[str, float]:
     return trainer_memory(work, PLACE, replace(device, fragments=1.0))["update"]
 
 
-def run_at(folder: Path, overrides: list[str], kept: Path | None, workers: int = WORKERS) -> tuple[Run, Workload]:
+def run_at(
+    folder: Path, overrides: list[str], kept: Path | None, workers: int = WORKERS, zero_stage: int = 1
+) -> tuple[Run, Workload]:
     """A run, and the work of one of its steps with the lengths that were sampled."""
-    name = "_".join([folder.name, *(option.rpartition("=")[2] for option in overrides[-2:]), str(workers)])
+    name = "_".join(
+        [folder.name, *(option.rpartition("=")[2] for option in overrides[-2:]), str(workers), str(zero_stage)]
+    )
     file = kept / f"{name}.pickle" if kept else None
     if file and file.is_file():
         run: Run = pickle.loads(file.read_bytes())
     else:
-        further = (f"placement.num_workers={workers}", "strategy.zero_stage=1")
+        further = (f"placement.num_workers={workers}", f"strategy.zero_stage={zero_stage}")
         run = run_grpo(folder, *overrides, *further, name=name, closely=True)
         if file:
             file.write_bytes(pickle.dumps(run))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_plugins.data.experience import Experience
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.vllm.fleet import Fleet
 from rl_plugins.strategies import sharded
@@ -46,12 +47,19 @@ class WatchedFleet(Fleet):
         )
 
     def _exchange(self, parcels: list[Any], rank: int, device: Any) -> list[Any]:
-        self._note(moved=sum(len(one) for to, one in enumerate(parcels) if one is not None and to != rank))
+        self._note(moved=sum(_samples_in(parcel) for to, parcel in enumerate(parcels) if to != rank))
         return _exchange_objects(parcels, rank, device)
 
     def _note(self, **values: Any) -> None:
         with (Path(os.environ[NOTES]) / f"{self.rank}.jsonl").open("a") as notes:
             notes.write(json.dumps(values) + "\n")
+
+
+def _samples_in(parcel: Any) -> int:
+    """Those that go along: of a group that its engine holds, none does."""
+    if isinstance(parcel, Experience):
+        return len(parcel)
+    return sum(len(one.generations.lengths) for one in parcel or () if isinstance(one.generations, Generations))
 
 
 def _object_store() -> list[range]:

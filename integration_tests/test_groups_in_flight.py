@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Iterator
 from copy import deepcopy
@@ -46,6 +47,13 @@ def requests(*tickets: int) -> list[GroupRequest]:
     return [GroupRequest(ticket, [5 + ticket, 6, 7], seed=ticket) for ticket in tickets]
 
 
+def collected(rollout: VLLMRollout, required: list[int], count: int) -> dict[int, Generations]:
+    """Finished groups, with their responses."""
+    held = rollout.collect(required, count)
+    fetched = rollout.fetch(list(held.values()))
+    return {ticket: one for ticket, one in zip(held, fetched, strict=True) if one is not None}
+
+
 def steps_taken(rollout: VLLMRollout) -> int:
     return int(ray.get(rollout._fleet.actors[0].progress.remote(), timeout=30))
 
@@ -70,7 +78,7 @@ def test_every_token_is_of_the_weights_that_it_says(rollout: VLLMRollout, workpl
         assert time.monotonic() < deadline
     policies[4] = trained(policy, 4)
     rollout.update_weights(source, version=4)
-    groups = rollout.collect([0, 1], 2)
+    groups = collected(rollout, [0, 1], 2)
 
     mixed: list[tuple[list[int], list[int], list[float], list[int]]] = []
     for request in requests(0, 1):
@@ -109,9 +117,26 @@ def test_groups_are_those_of_one_call_whatever_else_is_sampled(rollout: VLLMRoll
         return [response for ticket in sorted(groups) for response in groups[ticket].responses()]
 
     rollout.submit(requests(20, 21), SHORT)
-    together = flat(rollout.collect([20, 21], 2))
+    together = flat(collected(rollout, [20, 21], 2))
     once = rollout.generate([one.prompt for one in requests(20, 21)], SHORT, [20, 21])
     assert together == once.responses()
+
+
+def test_finished_groups_stay_with_the_engine_until_somebody_fetches_them(rollout: VLLMRollout) -> None:
+    rollout.submit(requests(25, 26, 27), SHORT)
+    held = rollout.collect([25, 26, 27], 3)
+    # Their lengths and where they are: that is all a rank hands on to another.
+    assert len(pickle.dumps(list(held.values()))) < 1000
+    rollout.drop([27])
+    asked = [held[27], held[26], held[25]]
+    dropped, second, first = rollout.fetch(asked)
+    assert dropped is None and first is not None and second is not None
+    assert [len(one) for one in first.responses()] == held[25].lengths.tolist() == [3, 3]
+    apart = [rollout.generate([one.prompt], SHORT, [one.seed]) for one in requests(25, 26)]
+    assert [first.responses(), second.responses()] == [one.responses() for one in apart]
+    assert rollout.fetch(asked) == [None, None, None]
+    # What is in this process stays as it is.
+    assert rollout.fetch([first]) == [first]
 
 
 def test_dropped_groups_end_and_leave_nothing(rollout: VLLMRollout) -> None:
@@ -135,3 +160,23 @@ def test_what_is_there_is_taken_without_waiting(rollout: VLLMRollout) -> None:
     assert rollout.collect([], 0) == {}
     assert time.monotonic() - start < 1
     assert list(rollout.collect([41], 1)) == [41]
+
+
+def test_what_a_lost_engine_had_is_gone_and_can_be_sampled_again(rollout: VLLMRollout, workplace: Path) -> None:
+    rollout.submit(requests(50), SHORT)
+    held = rollout.collect([50], 1)
+    ray.kill(rollout._fleet.actors[0], no_restart=False)
+    deadline = time.monotonic() + 30
+    with pytest.raises(ray.exceptions.RayActorError):
+        while time.monotonic() < deadline:
+            steps_taken(rollout)
+    assert rollout.fetch(list(held.values())) == [None]
+    assert rollout.replace_lost() == 1
+    # It is on its way back, and nobody asks it.
+    assert rollout.fetch(list(held.values())) == [None]
+    rollout.update_weights(ModuleWeightSource(AutoModelForCausalLM.from_pretrained(workplace / "tiny")), version=9)
+    # The new process has never had them.
+    assert rollout.fetch(list(held.values())) == [None]
+    rollout.submit(requests(50), SHORT)
+    (again,) = collected(rollout, [50], 1).values()
+    assert again.lengths.tolist() == [3, 3]

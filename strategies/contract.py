@@ -31,7 +31,7 @@ TEACHER = "teacher"
 T = TypeVar("T")
 
 # In one phase of a step; beyond it something is wrong with what the engines are given to do.
-_MOST_LOSSES = 5
+MOST_LOSSES = 5
 
 
 @runtime_checkable
@@ -110,6 +110,11 @@ class RolloutStrategy(Protocol):
         """The weights of engine `target` become `keep * target + (1 - keep) * source`, shard by shard. Collective."""
 
 
+def lost_too_often() -> EngineLost:
+    """What ends a run whose engines are lost `MOST_LOSSES` times in one phase."""
+    return EngineLost(f"rollout engines were lost {MOST_LOSSES} times in one phase: their output says why")
+
+
 class RolloutMixin:
     """The rollout side of a strategy: owns the engine's connection and the order of the memory phases."""
 
@@ -158,7 +163,7 @@ class RolloutMixin:
         Raises:
             EngineLost: engines are lost again and again.
         """
-        for _ in range(_MOST_LOSSES):
+        for _ in range(MOST_LOSSES):
             with self.rollout_phase(version) as engine, self.phases.measure("rollout"):
                 try:
                     result, lost = sample(engine), False
@@ -169,10 +174,10 @@ class RolloutMixin:
             if not lost_somewhere:
                 return result
             self._replace_lost()
-        raise EngineLost(f"rollout engines were lost {_MOST_LOSSES} times in one phase: their output says why")
+        raise lost_too_often()
 
     def _update_engine(self, engine: RolloutEngine, version: int) -> None:
-        for _ in range(_MOST_LOSSES):
+        for _ in range(MOST_LOSSES):
             try:
                 lost = False
                 engine.update_weights(self.weight_source(), version)
@@ -181,7 +186,7 @@ class RolloutMixin:
             if not self._on_any_rank(lost):
                 return
             self._replace_lost()
-        raise EngineLost(f"rollout engines were lost {_MOST_LOSSES} times in one phase: their output says why")
+        raise lost_too_often()
 
     def _replace_lost(self) -> None:
         self.engines_lost += self.rollout.replace_lost()

@@ -23,6 +23,7 @@ from rl_plugins.data.tokenization import Overlong, check_chat_template, load_tok
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
 Batch = TypeVar("Batch")
@@ -138,6 +139,10 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         if "validation" not in self.sources:
             return []
         return EvalLoader(self.sources["validation"], batch_size=self.eval_batch_size, **self._place())
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Leave it: batches are token ids in Python lists, and micro-batches go to the device one at a time."""
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training data."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.config import PoolOptions, RecipeConfig, num_engines
+from rl_plugins.launch.config import RecipeConfig, num_engines
+from rl_plugins.launch.options.machines import PoolOptions
 from rl_plugins.launch.values import POOLS, needs_engine
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from rl_plugins.data.process_rewards import ProcessRewardDataModule
 from rl_plugins.data.prompts import PromptDataModule
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.data.tokenization import check_same_tokens
-from rl_plugins.launch.config import LoraOptions, OptimizerOptions, RecipeConfig
+from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.launch.options.models import LoraOptions, OptimizerOptions
 from rl_plugins.launch.trials import curriculum_config, training_data
 from rl_plugins.models.lora import LoraConfig
 from rl_plugins.models.pool import ModelPool

@@ -34,6 +34,7 @@ class Device:
         decode_step_s: what an engine takes for a step of decoding besides reading and multiplying.
         decode_sequence_s: the same, for each response that the step goes on with.
         tensor_s: what a pass with a gradient takes for each tensor of the model besides arithmetic.
+        gather_s: what a pass takes under ZeRO-3 for each tensor besides moving it: DeepSpeed's own work.
         step_s: what a step takes besides sampling, passes and updates.
         trainer_base: bytes of a training process before it has a model.
         engine_base: bytes of an engine's process before it has weights.
@@ -55,6 +56,7 @@ class Device:
     decode_step_s: float = 0.004
     decode_sequence_s: float = 2e-5
     tensor_s: float = 2e-5
+    gather_s: float = 5e-5
     step_s: float = 1.0
     trainer_base: float = 1.5 * GIB
     engine_base: float = 2.0 * GIB

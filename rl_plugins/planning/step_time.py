@@ -139,7 +139,9 @@ def _collectives(
         reduced = passes if place.accumulate_shards else work.updates
         return passes * 2 * whole + reduced * gradients
     gathered = 1 if shape.parameters < 1e9 else 2
-    return passes * (gathered * whole + gradients)
+    # Hooks run in the forward and the backward pass, and where activations are computed again.
+    hooks = (3 if work.gradient_checkpointing else 2) * shape.tensors * device.gather_s
+    return passes * (gathered * whole + gradients + hooks)
 
 
 def _log_probs(work: Workload, place: Placement, device: Device, per_node: int) -> float:
@@ -154,7 +156,8 @@ def _log_probs(work: Workload, place: Placement, device: Device, per_node: int) 
         seconds += shape.forward_flops(tokens, work.sample_tokens / 2) / device.train_flops[work.dtype]
         if place.zero_stage in (0, 3) and place.trainers > 1:
             whole = shape.parameters * work.width * (place.trainers - 1) / place.trainers
-            seconds += micro_batches(work, place) * whole / _link(device, place.trainers, per_node)
+            hooks = shape.tensors * device.gather_s if place.zero_stage == 3 else 0.0
+            seconds += micro_batches(work, place) * (whole / _link(device, place.trainers, per_node) + hooks)
     return seconds
 
 

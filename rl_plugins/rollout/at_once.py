@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from rl_plugins.rollout.engine import Generations, GroupRequest, SamplingConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest, Held, SamplingConfig
 
 
 class SampledAtOnce:
@@ -38,10 +38,14 @@ class SampledAtOnce:
             self._finished |= zip([one.ticket for one in those], parts, strict=True)
         self.busy_s += time.perf_counter() - start
 
-    def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | Held]:
         """All groups that were submitted."""
         finished, self._finished = self._finished, {}
         return finished
+
+    def fetch(self, finished: Sequence[Generations | Held]) -> list[Generations | None]:
+        """They are in this process."""
+        return [one for one in finished if isinstance(one, Generations)]
 
     def drop(self, tickets: Sequence[int]) -> None:
         """Forget groups."""

@@ -6,7 +6,7 @@ names the new policy version, in one call, because a cache that outlives its wei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -150,6 +150,23 @@ class Generations:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Responses that an engine in another process keeps until a rank, any one, fetches them.
+
+    Attributes:
+        engine: its number.
+        rank: the one that had them sampled.
+        ticket: that it gave them.
+        lengths: int64 [R], tokens of each of the R responses.
+    """
+
+    engine: int
+    rank: int
+    ticket: int
+    lengths: np.ndarray
+
+
+@dataclass(frozen=True)
 class GroupRequest:
     """A prompt to be sampled from some time.
 
@@ -187,7 +204,7 @@ class GroupSampler(Protocol):
                 on who came first. Otherwise the groups begin now.
         """
 
-    def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | Held]:
         """Wait for groups that this rank has submitted; returns those that are finished, by their tickets.
 
         Args:
@@ -198,8 +215,11 @@ class GroupSampler(Protocol):
             EngineLost: see `lost_tickets`.
         """
 
+    def fetch(self, finished: Sequence[Generations | Held]) -> list[Generations | None]:
+        """Responses of finished groups, whichever rank collected them, once; None of what went with a lost engine."""
+
     def drop(self, tickets: Sequence[int]) -> None:
-        """End groups, and forget them; when it returns, nothing of them is being sampled."""
+        """End groups, and forget them, finished ones too; when it returns, nothing of them is being sampled."""
 
     def lost_tickets(self) -> list[int]:
         """Of groups that went with a lost engine; whoever submitted them does so again."""

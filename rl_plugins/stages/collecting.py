@@ -29,7 +29,8 @@ from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.critic import CriticConfig, ValueObjective
 from rl_plugins.stages.critic_learner import CriticTraining
 from rl_plugins.stages.critic_pool import CriticPool
-from rl_plugins.stages.dealing import GroupBuffer, Table, balance_over_ranks, resample_over_ranks
+from rl_plugins.stages.dealing import GroupBuffer, resample_over_ranks
+from rl_plugins.stages.fields import filled, named_tensors
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.optimizer import OptimizerConfig
@@ -216,13 +217,13 @@ class CollectingStage(ScheduledStage):
         experience = gather(self._of_step)
         if self.algorithm.resampling is not None:
             experience = resample_over_ranks(
-                experience, self.algorithm.resampling, self.sampling.num_samples, self._step_seed, self._table
+                experience,
+                self.algorithm.resampling,
+                self.sampling.num_samples,
+                self.updates_per_step,
+                self._step_seed,
+                self._table,
             )
-        if self.trainer.world_size > 1:
-            with self._phase("balance"):
-                experience = balance_over_ranks(
-                    experience, self.sampling.num_samples, self.updates_per_step, self._table
-                )
         self.shape_rewards(experience)
         self.compute_log_probs(experience)
         self.compute_values(experience)
@@ -241,7 +242,9 @@ class CollectingStage(ScheduledStage):
         return experience
 
     def _scored(self, num_groups: int) -> tuple[Experience, list[Score]]:
-        prompts, experience = self.take_groups(num_groups, self._of_step)
+        # Where scores decide what is trained on, groups change ranks after that.
+        chooses = self.algorithm.group_filter is not None or self.algorithm.resampling is not None
+        prompts, experience = self.take_groups(num_groups, self._of_step, 0 if chooses else self.updates_per_step)
         scores = self.score(experience)
         if "baseline_rewards_B" in self.algorithm.needs:
             baseline = self.sample(prompts, greedy(self.sampling), self._seeds(prompts))
@@ -310,7 +313,7 @@ class CollectingStage(ScheduledStage):
             )
             groups = buffer.add(experience, kept_B, self._draws)
             if len(groups) >= wanted:
-                return buffer.take(groups[:wanted])
+                return buffer.take(groups[:wanted], self.updates_per_step)
             if taken >= group_filter.max_batches * num_groups:
                 raise ConfigError(
                     f"step {self.step}: {taken * world_size} prompts gave {len(groups)} groups that teach something, "
@@ -319,10 +322,6 @@ class CollectingStage(ScheduledStage):
                 )
             if self.schedule.active:
                 missing = -(-(wanted - len(groups)) // world_size)
-
-    @property
-    def _table(self) -> Table:
-        return Table(self.trainer.global_rank, self.trainer.world_size, self._strategy.gather, self._strategy.exchange)
 
     def _filtered_by(self, experience: Experience) -> Tensor:
         assert self.algorithm.group_filter is not None
@@ -478,39 +477,6 @@ class CollectingStage(ScheduledStage):
 
     def _micro_batches(self, experience: Experience) -> list[Tensor]:
         return self.cutter.indices(Lengths.of(experience))
-
-
-def filled(field: Tensor | None) -> Tensor:
-    """A field of the experience that an earlier part of the step has computed."""
-    assert field is not None, "the parts of the step ran out of order"
-    return field
-
-
-def named_tensors(batch: Experience) -> dict[str, Tensor | None]:
-    """The tensors of a batch by the names under which functions ask for them."""
-    return {
-        "scores_B": batch.scores,
-        "baseline_rewards_B": batch.baseline_scores,
-        "component_rewards_BK": batch.component_scores,
-        "groups_B": batch.groups,
-        "valid_B": batch.valid,
-        "response_lengths_B": batch.response_lengths,
-        "response_mask_BT": batch.response_mask,
-        "rollout_log_probs_BT": batch.rollout_log_probs,
-        "old_log_probs_BT": batch.old_log_probs,
-        "ref_log_probs_BT": batch.ref_log_probs,
-        "teacher_log_probs_BT": batch.teacher_log_probs,
-        "teacher_top_log_probs_BTK": batch.teacher_top_log_probs,
-        "entropy_BT": batch.entropy,
-        "sum_pi_squared_BT": batch.sum_pi_squared,
-        "values_BT": batch.values,
-        "process_rewards_BT": batch.process_rewards,
-        "rollout_weights_BT": batch.rollout_weights,
-        "advantages_BT": batch.advantages,
-        "returns_BT": batch.returns,
-        "loss_mask_BT": batch.loss_mask,
-        "selected_BT": batch.selected,
-    }
 
 
 def _detail(scores: list[Score], name: str, option: str) -> list[float]:

@@ -15,7 +15,7 @@ from rl_plugins.data.turns import TurnTokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.failures import check_failure_rate
 from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rollout.engine import Generations, GroupRequest, RolloutEngine, SamplingConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest, Held, RolloutEngine, SamplingConfig
 from rl_plugins.stages.environment import Ending, Environment, EnvironmentConfig, Trajectory
 from rl_plugins.stages.seeds import seed_of
 
@@ -104,11 +104,15 @@ class Conversations:
             if required or count:
                 if len(ended) >= count and set(required) <= set(ended):
                     break
-                self._advance(self._engine.collect((), 1))
-            elif not self._advance(self._engine.collect((), 0)):
+                self._advance(self._finished(1))
+            elif not self._advance(self._finished(0)):
                 break
         taken = ended if count or not required else required
         return {ticket: Generations.concat([one.generations() for one in self._groups.pop(ticket)]) for ticket in taken}
+
+    def fetch(self, finished: Sequence[Generations | Held]) -> list[Generations | None]:
+        """They are in this process."""
+        return [one for one in finished if isinstance(one, Generations)]
 
     def drop(self, tickets: Sequence[int]) -> None:
         """Break off conversations, and forget them."""
@@ -143,6 +147,14 @@ class Conversations:
         own = replace(request, ticket=self._tickets)
         self._asked[own.ticket] = _Turn(trajectories, own, sampling, ticket)
         return own
+
+    def _finished(self, count: int) -> dict[int, Generations]:
+        """Responses by the engine's tickets, `count` of them at least; lost ones are asked for again."""
+        held = self._engine.collect((), count)
+        fetched = dict(zip(held, self._engine.fetch(list(held.values())), strict=True))
+        lost = [self._asked[own] for own, responses in fetched.items() if responses is None and own in self._asked]
+        self._send([(turn.request, turn.sampling) for turn in lost])
+        return {own: responses for own, responses in fetched.items() if responses is not None}
 
     def _advance(self, finished: Mapping[int, Generations]) -> bool:
         """Have responses answered, and go on with those that are not at their end; whether there were any."""

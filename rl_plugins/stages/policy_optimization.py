@@ -19,9 +19,10 @@ from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
-from rl_plugins.stages.collecting import CollectingStage, filled, named_tensors
+from rl_plugins.stages.collecting import CollectingStage
 from rl_plugins.stages.critic import explained_variance
 from rl_plugins.stages.critic_pool import CriticPool
+from rl_plugins.stages.fields import filled, named_tensors
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
 from rl_plugins.strategies.contract import CRITIC, POLICY
 

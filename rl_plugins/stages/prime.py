@@ -32,7 +32,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.stages.collecting import filled
+from rl_plugins.stages.fields import filled
 from rl_plugins.stages.metrics import mean_over_ranks
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization

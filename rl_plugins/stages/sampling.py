@@ -123,14 +123,15 @@ class SamplingStage(Stage):
         def generate(engine: RolloutEngine) -> Generations:
             return engine.generate(prompts.prompt_ids, sampling, seeds)
 
-        if self._conversations is None:
+        conversations = self._conversations
+        if conversations is None:
             return self._strategy.sampled(self.step, generate)
         # Those of groups that are sampled ahead are not negative.
         requests = [self.request(-1 - place, prompts, place, seed) for place, seed in enumerate(seeds)]
         tickets, new = [one.ticket for one in requests], [requests]
 
         def talk(engine: RolloutEngine) -> Generations:
-            groups = self.groups_of(engine)
+            groups = conversations.by(engine)
             while new:
                 groups.submit(new.pop(), sampling)
             groups.lost_tickets()

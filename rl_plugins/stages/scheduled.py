@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from typing_extensions import Unpack, override
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, RolloutEngine, SamplingConfig
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, GroupSampler, RolloutEngine, SamplingConfig
+from rl_plugins.stages.dealing import Table, all_hands, deal_groups, even_turns
 from rl_plugins.stages.sampling import SamplingOptions, SamplingStage
 from rl_plugins.stages.schedule import Schedule
 from rl_plugins.stages.seeds import seed_of
 from rl_plugins.stages.trajectories import Group, TrajectoryQueue, together
+from rl_plugins.strategies.contract import MOST_LOSSES, lost_too_often
 
 
 class ScheduledStage(SamplingStage):
@@ -58,12 +61,14 @@ class ScheduledStage(SamplingStage):
         self._queue.offer(prompts, slot=self._slots, rank=trainer.global_rank, world_size=trainer.world_size)
         self._slots += 1
 
-    def take_groups(self, count: int, of_step: int) -> tuple[PromptBatch, Experience]:
-        """So many groups of this rank, as they were sampled, and their prompts. Collective.
+    def take_groups(self, count: int, of_step: int, mini_batches: int) -> tuple[PromptBatch, Experience]:
+        """So many groups for this rank, as they were sampled, and their prompts. Collective.
 
         Args:
             count: the same on every rank.
             of_step: groups of this rank that a step takes in all.
+            mini_batches: into how many they are cut; inside each, groups change ranks until all have about as many
+                tokens. 0 leaves them where they are.
         """
         queue = self._queue
         in_flight = self._in_flight(count, of_step)
@@ -80,16 +85,57 @@ class ScheduledStage(SamplingStage):
             if new:
                 groups.submit(self._requests(new), self.sampling)
                 new.clear()
-            if lost := groups.lost_tickets():
-                queue.begun_anew(lost, self.step)
-                groups.submit(self._requests(lost), self.sampling, together=False)
+            self._ask_again(groups, groups.lost_tickets())
             queue.finish(groups.collect(queue.unfinished(due), max(0, count - queue.num_finished)))
             if self.schedule.drops:
                 groups.drop(queue.drop_but(count))
 
         self._strategy.sampled(self.step, sample)
         groups = queue.take(count, self.step)
-        return self._experience_of(groups)
+        if mini_batches and self.trainer.world_size > 1:
+            with self._phase("balance"):
+                groups = self._evened(groups, mini_batches)
+        return self._experience_of(self._fetched(groups))
+
+    def _evened(self, groups: list[Group], mini_batches: int) -> list[Group]:
+        """As many groups, each in the mini-batch it was in, of about as many tokens as other ranks have. Collective."""
+        table, size = self._table, self.sampling.num_samples
+        keys = [(place * table.world_size + table.rank,) for place in range(len(groups))]
+        tokens = [size * len(one.prompt.prompt_ids[0]) + int(one.sampled.lengths.sum()) for one in groups]
+        return deal_groups(groups, even_turns(all_hands(keys, size, tokens, table), mini_batches, table), table)
+
+    def _fetched(self, groups: list[Group]) -> list[Group]:
+        """The same with their responses, which their engines have kept; what a lost one had is sampled again."""
+        for _ in range(MOST_LOSSES):
+            with self._phase("rollout"):
+                responses = self.groups_of(self._strategy.rollout).fetch([one.sampled for one in groups])
+            groups = [replace(one, generations=theirs) for one, theirs in zip(groups, responses, strict=True)]
+            lost = [place for place, theirs in enumerate(responses) if theirs is None]
+            if not self._strategy.max_over_ranks(torch.tensor([float(len(lost))])).item():
+                return groups
+            for place, group in zip(lost, self._sampled_again([groups[place] for place in lost]), strict=True):
+                groups[place] = group
+        raise lost_too_often()
+
+    def _sampled_again(self, groups: Sequence[Group]) -> list[Group]:
+        tickets = [self._queue.add(one) for one in groups]
+        self._queue.begun_anew(tickets, self.step)
+        new = list(tickets)
+
+        def sample(engine: RolloutEngine) -> None:
+            sampler = self.groups_of(engine)
+            self._ask_again(sampler, [*sampler.lost_tickets(), *new])
+            new.clear()
+            self._queue.finish(sampler.collect(self._queue.unfinished(tickets), 0) if tickets else {})
+
+        self._strategy.sampled(self.step, sample)
+        return self._queue.take_out(tickets)
+
+    def _ask_again(self, sampler: GroupSampler, tickets: Sequence[int]) -> None:
+        """Have groups sampled that went with a lost engine."""
+        if tickets:
+            self._queue.begun_anew(tickets, self.step)
+            sampler.submit(self._requests(tickets), self.sampling, together=False)
 
     def _in_flight(self, count: int, of_step: int) -> int:
         """How many groups are to be in flight: not more than training will take to its end."""
@@ -127,9 +173,13 @@ class ScheduledStage(SamplingStage):
 
     def _experience_of(self, groups: Sequence[Group]) -> tuple[PromptBatch, Experience]:
         prompts = together([group.prompt for group in groups])
-        generations = Generations.concat([one.generations for one in groups if one.generations is not None])
+        generations = Generations.concat([one for group in groups if isinstance(one := group.generations, Generations)])
         numbers = [group.number for group in groups]
         return prompts, self._experience(prompts, generations, self.sampling.num_samples, numbers)
+
+    @property
+    def _table(self) -> Table:
+        return Table(self.trainer.global_rank, self.trainer.world_size, self._strategy.gather, self._strategy.exchange)
 
     # What is said of it -----------------------------------------------------------------------------------------
 
@@ -167,10 +217,15 @@ class ScheduledStage(SamplingStage):
         """This rank's part of the queue, with all that is sampled by now."""
         if not self.schedule.active:
             return None
+        queue, sampler = self._queue, self.groups_of(self._strategy.rollout)
         # Of a lost engine the next step finds out, and has its groups sampled again.
         with suppress(EngineLost):
-            self._queue.finish(self.groups_of(self._strategy.rollout).collect((), 0))
-        return self._queue.state()
+            queue.finish(sampler.collect((), 0))
+        held = queue.held()
+        fetched = dict(zip(held, sampler.fetch(list(held.values())), strict=True))
+        queue.finish({ticket: responses for ticket, responses in fetched.items() if responses is not None})
+        queue.lose(ticket for ticket, responses in fetched.items() if responses is None)
+        return queue.state()
 
     def load_rank_shares(self, shares: Sequence[Any]) -> str:
         """Go on with the queue of a checkpoint; see `TrajectoryQueue.load`."""

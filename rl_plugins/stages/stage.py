@@ -290,11 +290,6 @@ class Stage(LightningModule):
         for name, value in metrics.items():
             self.log(name, value, logger=alone)
 
-    @override
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        # Batches are token ids in Python lists; micro-batches go to the device one at a time.
-        return batch
-
     def export(self, folder: Path, *, adapter: bool = False) -> None:
         """Write the trained model and its tokenizer as a Hugging Face folder. Collective.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.engine import Generations, Held
 from rl_plugins.stages.schedule import Schedule
 
 _SLOT = 2**32
@@ -22,19 +22,25 @@ class Group:
         slot: the batch of prompts that it came with, counted from 0.
         place: in that batch of all ranks.
         begun: version of the policy with which its sampling began; None before that.
-        generations: its responses, when they are finished.
+        generations: its responses, when they are finished, or where they are.
     """
 
     prompt: PromptBatch
     slot: int
     place: int
     begun: int | None = None
-    generations: Generations | None = None
+    generations: Generations | Held | None = None
 
     @property
     def number(self) -> int:
         """Of the group among all that a step may train on: a row may come twice."""
         return self.slot * _SLOT + self.prompt.rows[0]
+
+    @property
+    def sampled(self) -> Generations | Held:
+        """The responses of a group that is finished."""
+        assert self.generations is not None, "the group is not finished"
+        return self.generations
 
 
 def row_of(number: int) -> int:
@@ -65,11 +71,13 @@ class TrajectoryQueue:
     def offer(self, prompts: PromptBatch, *, slot: int, rank: int, world_size: int) -> None:
         """Take in this rank's prompts of a batch."""
         for position in range(len(prompts)):
-            self._add(Group(single(prompts, position), slot, position * world_size + rank))
+            self.add(Group(single(prompts, position), slot, position * world_size + rank))
 
-    def _add(self, group: Group) -> None:
+    def add(self, group: Group) -> int:
+        """Take in a group; returns its ticket."""
         self._groups[self._tickets] = group
         self._tickets += 1
+        return self._tickets - 1
 
     def begin(self, in_flight: int, version: int) -> list[int]:
         """The tickets of the groups to be asked for now, so that so many are on their way or finished."""
@@ -87,10 +95,19 @@ class TrajectoryQueue:
         for ticket in tickets:
             self._groups[ticket] = replace(self._groups[ticket], begun=version)
 
-    def finish(self, finished: Mapping[int, Generations]) -> None:
+    def finish(self, finished: Mapping[int, Generations | Held]) -> None:
         """Take in responses."""
         for ticket, generations in finished.items():
             self._groups[ticket] = replace(self._groups[ticket], generations=generations)
+
+    def held(self) -> dict[int, Held]:
+        """Those that are finished and still with their engines, by their tickets."""
+        return {ticket: one.generations for ticket, one in self._groups.items() if isinstance(one.generations, Held)}
+
+    def lose(self, tickets: Iterable[int]) -> None:
+        """Their responses are gone: they are to be asked for anew."""
+        for ticket in tickets:
+            self._groups[ticket] = replace(self._groups[ticket], begun=None, generations=None)
 
     def due(self, version: int) -> list[int]:
         """Tickets of the groups that would be too stale for the step after this one."""
@@ -114,7 +131,11 @@ class TrajectoryQueue:
         finished = [ticket for ticket, group in self._groups.items() if group.generations is not None]
         chosen = sorted(sorted(finished, key=lambda ticket: (ticket not in due, ticket))[:count])
         assert len(chosen) == count, f"{len(chosen)} groups are finished, and {count} are wanted"
-        return [self._groups.pop(ticket) for ticket in chosen]
+        return self.take_out(chosen)
+
+    def take_out(self, tickets: Iterable[int]) -> list[Group]:
+        """Take out these groups."""
+        return [self._groups.pop(ticket) for ticket in tickets]
 
     def begin_again(self) -> list[int]:
         """All groups are to be asked for anew; returns the tickets of those that had been."""
@@ -122,7 +143,7 @@ class TrajectoryQueue:
         groups = [replace(group, begun=None, generations=None) for group in self._groups.values()]
         self._groups.clear()
         for group in groups:
-            self._add(group)
+            self.add(group)
         return begun
 
     def drop_but(self, count: int) -> list[int]:
@@ -138,14 +159,14 @@ class TrajectoryQueue:
     # State ------------------------------------------------------------------------------------------------------
 
     def state(self) -> list[dict[str, Any]]:
-        """All groups, as `torch.save` can write them."""
+        """All groups, as `torch.save` can write them; none is with an engine."""
         return [
             {
                 "prompt": {name: getattr(group.prompt, name) for name in PromptBatch.__slots__},
                 "slot": group.slot,
                 "place": group.place,
                 "begun": group.begun,
-                "generations": None if group.generations is None else vars(group.generations),
+                "generations": vars(group.generations) if isinstance(group.generations, Generations) else None,
             }
             for group in self._groups.values()
         ]
@@ -166,7 +187,7 @@ class TrajectoryQueue:
             generations = None if state["generations"] is None else Generations(**state["generations"])
             begun = None if generations is None else state["begun"]
             prompt = PromptBatch(**state["prompt"])
-            self._add(Group(prompt, state["slot"], state["place"], begun, generations))
+            self.add(Group(prompt, state["slot"], state["place"], begun, generations))
         return f"{len(self)} groups of each worker's queue, {self.num_finished} of them sampled"
 
 

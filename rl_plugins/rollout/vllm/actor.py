@@ -50,6 +50,8 @@ class VLLMActor:
         self._round = Round()
         # Of each rank, the groups that it has submitted and not collected, in that order.
         self._groups: dict[int, list[str]] = {}
+        # What vLLM gave for groups that were collected and not fetched.
+        self._held: dict[str, Any] = {}
         self._calls = 0
         self._updating = False
         self._in_session = False
@@ -72,6 +74,7 @@ class VLLMActor:
         self._in_session = True
         self._round.cancel()
         self._groups.clear()
+        self._held.clear()
         await self.abort()
         if self._updating:
             await self.finish_weight_update()
@@ -123,27 +126,44 @@ class VLLMActor:
         await self._start(rank, ranks, named)
         self._groups.setdefault(rank, []).extend(named)
 
-    async def collect(
-        self, rank: int, required: Sequence[int], count: int
-    ) -> tuple[dict[int, int], Generations | None, float]:
+    async def collect(self, rank: int, required: Sequence[int], count: int) -> tuple[dict[int, list[int]], float]:
         """Groups of this rank that are finished: all that are required, and `count` of them at least.
 
         Returns:
-            By their tickets the number of responses, these one behind the other, and the seconds that the engine has
-            worked so far.
+            By their tickets the lengths of the responses, and the seconds that the engine has worked so far.
         """
         self._check_session()
         there = self._groups.setdefault(rank, [])
         outputs = await self._loop.wait(there, [_name(rank, ticket) for ticket in required], count)
         for name in outputs:
             there.remove(name)
-        sizes = {int(name.split("-")[1]): len(output.outputs) for name, output in outputs.items()}
-        return sizes, _generations(list(outputs.values())) if outputs else None, self._loop.busy_s
+        self._held |= outputs
+        lengths = {
+            int(name.split("-")[1]): [len(completion.token_ids) for completion in output.outputs]
+            for name, output in outputs.items()
+        }
+        return lengths, self._loop.busy_s
+
+    async def fetch(self, groups: Sequence[tuple[int, int]]) -> tuple[list[bool], Generations]:
+        """Hand out collected groups, and forget them.
+
+        Args:
+            groups: rank and ticket of each.
+
+        Returns:
+            Which of them are here, and their responses, one behind the other.
+        """
+        self._check_session()
+        outputs = [self._held.pop(_name(*group), None) for group in groups]
+        there = [output is not None for output in outputs]
+        return there, _generations([output for output in outputs if output is not None])
 
     async def drop(self, rank: int, tickets: Sequence[int]) -> None:
         """End groups of this rank, and forget them."""
         names = {_name(rank, ticket) for ticket in tickets}
         self._loop.abort(names)
+        for name in names:
+            self._held.pop(name, None)
         self._groups[rank] = [name for name in self._groups.get(rank, []) if name not in names]
 
     async def drop_prefixes(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, SamplingConfig
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, Held, SamplingConfig
 from rl_plugins.rollout.gloo_transport import GlooSender
 from rl_plugins.rollout.memory import MemoryChange
 from rl_plugins.rollout.ranks import barrier, broadcast
@@ -119,9 +119,13 @@ class VLLMRollout:
         """Have groups sampled. Collective if they begin together."""
         self._sampling.submit(requests, sampling, together=together)
 
-    def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Held]:
         """Wait for groups; returns those that are finished."""
         return self._sampling.collect(required, count)
+
+    def fetch(self, finished: Sequence[Generations | Held]) -> list[Generations | None]:
+        """Responses that any rank has collected."""
+        return self._sampling.fetch(finished)
 
     def drop(self, tickets: Sequence[int]) -> None:
         """End groups, and forget them."""

@@ -1,4 +1,7 @@
-"""What a training rank has engines sample: whole batches, or groups that it collects when they are finished."""
+"""What a training rank has engines sample: whole batches, or groups that it collects when they are finished.
+
+Collected groups stay with their engine: their lengths decide which rank trains on them, and that one fetches them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, SamplingConfig
+import numpy as np
+
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, Held, SamplingConfig
 from rl_plugins.rollout.vllm.fleet import Fleet, Patience
 
 
@@ -23,7 +28,7 @@ class FleetSampling:
         self._engine_of: dict[int, int] = {}
         self._submitted: dict[Any, int] = {}
         self._polls: dict[Any, int] = {}
-        self._finished: dict[int, Generations] = {}
+        self._finished: dict[int, Held] = {}
         self._lost_tickets: list[int] = []
         self._busy_s: dict[int, float] = {}
         fleet.on_lost = self._forget
@@ -62,7 +67,7 @@ class FleetSampling:
                 reference = self._fleet.actors[engine].submit.remote(self._fleet.rank, ranks, mine, sampling)
                 self._submitted[reference] = engine
 
-    def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
+    def collect(self, required: Sequence[int], count: int) -> dict[int, Held]:
         """Wait for groups; returns those that are finished."""
         self._fleet.check_lost()
         patience = self._fleet.patience()
@@ -106,19 +111,45 @@ class FleetSampling:
 
     def _take(self, reference: Any) -> None:
         engine = self._polls.pop(reference)
-        sizes, generations, self._busy_s[engine] = self._fleet.result(engine, reference)
-        for ticket, part in zip(sizes, generations.split(list(sizes.values())) if sizes else (), strict=True):
+        lengths, self._busy_s[engine] = self._fleet.result(engine, reference)
+        for ticket, of_responses in lengths.items():
             # One that was dropped in the meantime is of no use.
             if self._engine_of.pop(ticket, None) is not None:
-                self._finished[ticket] = part
+                self._finished[ticket] = Held(engine, self._fleet.rank, ticket, np.array(of_responses))
+
+    def fetch(self, finished: Sequence[Generations | Held]) -> list[Generations | None]:
+        """Responses that any rank has collected; None of what went with a lost engine."""
+        theirs: dict[int, list[int]] = {}
+        for place, one in enumerate(finished):
+            if isinstance(one, Held) and one.engine in self._fleet.living:
+                theirs.setdefault(one.engine, []).append(place)
+        timeout_s = self._fleet.config.update_timeout_s
+        waits = {
+            engine: self._fleet.begin(
+                engine, "fetch", [_name(finished[place]) for place in places], timeout_s=timeout_s, phase="fetch"
+            )
+            for engine, places in theirs.items()
+        }
+        fetched = [one if isinstance(one, Generations) else None for one in finished]
+        for engine, wait in waits.items():
+            # The next phase of sampling hears that it is lost.
+            with suppress(EngineLost):
+                there, generations = wait()
+                found = [place for place, is_there in zip(theirs[engine], there, strict=True) if is_there]
+                sizes = [len(finished[place].lengths) for place in found]
+                for place, part in zip(found, generations.split(sizes), strict=True):
+                    fetched[place] = part
+        return fetched
 
     def drop(self, tickets: Sequence[int]) -> None:
         """End groups, and forget them."""
         theirs: dict[int, list[int]] = {}
         for ticket in tickets:
             self._finished.pop(ticket, None)
-            if ticket in self._engine_of:
-                theirs.setdefault(self._engine_of.pop(ticket), []).append(ticket)
+            # One that is finished is with any of them.
+            engines = [self._engine_of.pop(ticket)] if ticket in self._engine_of else self._fleet.living
+            for engine in engines:
+                theirs.setdefault(engine, []).append(ticket)
         timeout_s = self._fleet.config.update_timeout_s
         waits = [
             self._fleet.begin(engine, "drop", self._fleet.rank, dropped, timeout_s=timeout_s, phase="drop")
@@ -140,3 +171,8 @@ class FleetSampling:
             for key in [key for key, holder in held.items() if holder == engine]:
                 del held[key]
         self._busy_s.pop(engine, None)
+
+
+def _name(held: Generations | Held) -> tuple[int, int]:
+    assert isinstance(held, Held)
+    return held.rank, held.ticket

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from typing_extensions import override
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rewards import InlineScorer, RewardFailureError, ScoringRequest
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, SamplingConfig
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, Held, SamplingConfig
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.conversations import Conversations, Opening
 from rl_plugins.stages.environment import EnvironmentConfig
@@ -63,7 +63,7 @@ class Scripted(canned.CannedRollout):
                 super().submit([one], sampling)
 
     @override
-    def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | Held]:
         if self._gone and not self._finished:
             raise EngineLost("gone")
         return super().collect(required, count)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_plugins.data.experience import Experience
-from rl_plugins.stages.dealing import Hand, Table, all_hands, balance_over_ranks, deal, even_shares
+from rl_plugins.stages.dealing import Hand, Table, all_hands, deal, deal_groups, even_shares, even_turns
 from rl_plugins.tests.algorithms.simulated_ranks import sit_at_table
 
 GROUP = 2
@@ -29,6 +29,24 @@ def experience_of(rank: int, world_size: int) -> Experience:
     )
 
 
+def tokens_of(experience: Experience) -> list[int]:
+    """Of each group."""
+    return [int(n) for n in experience.sequence_lengths.view(-1, GROUP).sum(dim=1)]
+
+
+def evened(experience: Experience, mini_batches: int, table: Table) -> Experience:
+    """What this rank has when all groups are dealt evenly."""
+    groups = torch.arange(len(experience)).split(GROUP)
+    keys = [(int(experience.groups[group[0]]),) for group in groups]
+    hands = all_hands(keys, GROUP, tokens_of(experience), table)
+    turns = even_turns(hands, mini_batches, table)
+    # Without their samples they are dealt in the same way.
+    names = [experience.columns["name"][group[0]] for group in groups]
+    dealt = deal(experience, groups, turns, table)
+    assert deal_groups(names, turns, table) == dealt.columns["name"][::GROUP]
+    return dealt
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_chosen_hands_are_dealt_in_turn(world_size: int) -> None:
     wanted = [5, 0, 0, 3, 2, 4]
@@ -37,7 +55,7 @@ def test_chosen_hands_are_dealt_in_turn(world_size: int) -> None:
         experience = experience_of(table.rank, world_size)
         groups = torch.arange(len(experience)).split(GROUP)
         keys = [(int(experience.groups[group[0]]),) for group in groups]
-        hands = all_hands(keys, GROUP, table)
+        hands = all_hands(keys, GROUP, tokens_of(experience), table)
         assert [hand.key for hand in hands] == [(prompt,) for prompt in range(PROMPTS)]
         chosen = [hands[place] for place in wanted]
         dealt = deal(experience, groups, chosen, table)
@@ -55,7 +73,7 @@ def test_chosen_hands_are_dealt_in_turn(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_groups_change_ranks_inside_their_mini_batch_until_ranks_are_even(world_size: int) -> None:
     def on_rank(table: Table) -> Experience:
-        return balance_over_ranks(experience_of(table.rank, world_size), GROUP, 1, table)
+        return evened(experience_of(table.rank, world_size), 1, table)
 
     everyone = sit_at_table(world_size, on_rank)
     assert [len(mine) for mine in everyone] == [GROUP * PROMPTS // world_size] * world_size
@@ -72,17 +90,36 @@ def test_groups_change_ranks_inside_their_mini_batch_until_ranks_are_even(world_
 @given(st.integers(1, 4), st.lists(st.integers(1, 99), min_size=4, max_size=24))
 def test_shares_are_equally_many_and_never_less_even_than_before(ranks: int, sizes: list[int]) -> None:
     del sizes[len(sizes) // ranks * ranks :]
-    tokens = {Hand((0, n), n % ranks, n // ranks, 1): size for n, size in enumerate(sizes)}
-    shares = even_shares(tokens, ranks)
+    hands = [Hand((n,), n % ranks, n // ranks, 1, size) for n, size in enumerate(sizes)]
+    shares = even_shares(hands, ranks)
     assert [len(share) for share in shares] == [len(sizes) // ranks] * ranks
-    assert sorted(hand for share in shares for hand in share) == sorted(tokens)
+    assert sorted(hand for share in shares for hand in share) == hands
     before = [sum(sizes[rank::ranks]) for rank in range(ranks)]
-    assert max(sum(tokens[hand] for hand in share) for share in shares) <= max(before)
+    assert max(sum(hand.tokens for hand in share) for share in shares) <= max(before)
+
+
+def test_hands_that_come_twice_or_from_few_ranks_are_dealt_evenly_too() -> None:
+    (long, short), other = (Hand((n,), 0, n, 1, 10 - 9 * n) for n in range(2)), Hand((2,), 1, 0, 1, 1)
+    shares = even_shares([long, long, short, other, short, short], 2)
+    assert [len(share) for share in shares] == [3, 3]
+    assert [sum(hand.tokens for hand in share) for share in shares] == [12, 12]
+
+
+def test_ranks_that_are_about_even_keep_what_they_have() -> None:
+    def on_rank(table: Table) -> list[str]:
+        def exchange(parcels: list[object]) -> list[object]:
+            raise AssertionError("nothing is sent")
+
+        hands = [Hand((n,), n % 2, n // 2, 1, tokens) for n, tokens in enumerate([50, 49, 50, 51])]
+        names = [f"{table.rank}/{n}" for n in range(2)]
+        return deal_groups(names, even_turns(hands, 1, table), Table(table.rank, 2, table.gather, exchange))
+
+    assert sit_at_table(2, on_rank) == [["0/0", "0/1"], ["1/0", "1/1"]]
 
 
 def test_mini_batches_keep_their_groups() -> None:
     def on_rank(table: Table) -> list[set[int]]:
-        mine = balance_over_ranks(experience_of(table.rank, 2), GROUP, 3, table)
+        mine = evened(experience_of(table.rank, 2), 3, table)
         return [set(part.groups.tolist()) for part in mine.chunk(3)]
 
     one, other = sit_at_table(2, on_rank)

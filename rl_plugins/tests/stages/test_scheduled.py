@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, SamplingConfig
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, Held, SamplingConfig
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.stages.optimizer import OptimizerConfig
@@ -59,7 +59,7 @@ class Distant(canned.CannedRollout):
             self.asked.append(text)
 
     @override
-    def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | Held]:
         self.collects += 1
         if self.collects in self.loses_at:
             self._gone, self._open = list(self._open), {}
@@ -81,6 +81,38 @@ class Distant(canned.CannedRollout):
     @override
     def replace_lost(self) -> int:
         return 1
+
+
+class Remote(Distant):
+    """Keeps what is finished until it is fetched.
+
+    Args:
+        loses_fetched: calls of `fetch` in which nothing is left.
+    """
+
+    def __init__(self, slow: Sequence[str] = (), loses_fetched: Sequence[int] = ()) -> None:
+        super().__init__(slow)
+        self.loses_fetched, self.fetches = loses_fetched, 0
+        self.kept: dict[int, Generations] = {}
+
+    @override
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | Held]:
+        finished = super().collect(required, count)
+        self.kept |= {ticket: one for ticket, one in finished.items() if isinstance(one, Generations)}
+        return {ticket: Held(0, 0, ticket, one.lengths) for ticket, one in finished.items()}
+
+    @override
+    def fetch(self, finished: Sequence[Generations | Held]) -> list[Generations | None]:
+        self.fetches += 1
+        if self.fetches in self.loses_fetched:
+            self.kept.clear()
+        return [self.kept.pop(one.ticket, None) if isinstance(one, Held) else one for one in finished]
+
+    @override
+    def drop(self, tickets: Sequence[int]) -> None:
+        super().drop(tickets)
+        for ticket in tickets:
+            self.kept.pop(ticket, None)
 
 
 class Keeping(canned.Keeping):
@@ -151,6 +183,27 @@ def test_each_step_trains_on_its_prompts_as_old_as_it_may(staleness: int) -> Non
         assert [metrics["rollout/staleness"] for metrics in stage.metrics] == [min(s, staleness) for s in range(4)]
 
 
+@pytest.mark.parametrize("schedule", [Schedule(), Schedule(1), Schedule(1, ahead=0.5), Schedule(0, ahead=0.5)])
+def test_it_is_the_same_where_the_engine_keeps_what_is_finished(schedule: Schedule) -> None:
+    engine = Remote(slow=["12+30"])
+    kept, direct = train(engine, schedule), train(Distant(slow=["12+30"]), schedule)
+    assert kept.prompts == direct.prompts
+    assert all(torch.equal(a, b) for a, b in zip(kept.policy.parameters(), direct.policy.parameters(), strict=True))
+    assert len(engine.kept) == 0
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_what_is_lost_before_it_is_fetched_is_sampled_again(staleness: int) -> None:
+    engine = Remote(loses_fetched=[2])
+    stage = train(engine, Schedule(staleness))
+    assert stage.prompts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
+    # Two groups of each step that had samples there are asked for twice, and nothing of them is old.
+    assert stage.ages == [[0], [0], [0], [staleness]]
+    assert len(engine.asked) == 8 + 2 * (1 + staleness)
+    with pytest.raises(EngineLost, match="rollout engines were lost 5 times in one phase"):
+        train(Remote(loses_fetched=range(1, 100)), Schedule(staleness))
+
+
 def test_stragglers_are_waited_for_only_when_they_would_be_too_stale() -> None:
     stage = train(Distant(slow=["12+30"]), Schedule(1, ahead=0.5), steps=3)
     assert stage.prompts == [["1+1", "100+1"], ["12+30", "1+1"], ["1+1", "12+30"]]
@@ -215,7 +268,7 @@ class SamplesDirectly(Keeping):
     """The synchronous mode, written down: one call of the engine for the prompts of the step."""
 
     @override
-    def take_groups(self, count: int, of_step: int) -> tuple[PromptBatch, Experience]:
+    def take_groups(self, count: int, of_step: int, mini_batches: int) -> tuple[PromptBatch, Experience]:
         groups = [self._queue[ticket] for ticket in self._queue.begin(count, self.step)]
         self._queue.drop_but(0)
         prompts = PromptBatch(
