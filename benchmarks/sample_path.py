@@ -188,11 +188,14 @@ def show(notes: list[list[dict[str, Any]]], driver: Driver, search: Search) -> N
     lots = [line for rank in notes for line in rank if "bytes" in line]
     total, stored = sum(lot["bytes"] for lot in lots), sum(lot["bytes_in_store"] for lot in lots)
     samples = sum(lot["samples"] for lot in lots)
-    moved = sum(line.get("moved", 0) for rank in notes for line in rank)
+    moved, groups, of_others = (
+        sum(line.get(name, 0) for rank in notes for line in rank) for name in ("moved", "groups", "of_others")
+    )
     of_engines = {one for lot in lots for one in returned_by(lot["actor"], driver.objects)}
     print(f"\n{samples} samples of {total / samples:.0f} bytes (ids, log-probs, versions), {len(lots)} lots of engines")
     print(f"  read in the object store, where the engine wrote them    {stored / total:6.1%} of the bytes")
     print(f"  in the engine's answer                                   {1 - stored / total:6.1%}")
+    print(f"  groups that another rank fetched than had asked for them {of_others / groups:6.1%}")
     print(f"  went on from one rank to another                         {moved / samples:6.1%} of the samples")
     print(f"  objects of engines, a rank refers to, at least           {min(lot['referred'] for lot in lots):6}")
     print(f"  objects of engines, the driver refers to                 {len(of_engines):6} of {len(driver.objects)}")

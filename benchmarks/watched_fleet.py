@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ _exchange_objects = sharded.exchange_objects
 
 class WatchedFleet(Fleet):
     """Writes a line for every lot of samples that comes from an engine, and for every one that goes to another rank."""
+
+    def begin(self, engine: int, method: str, *arguments: Any, **options: Any) -> Callable[[], Any]:
+        """See `Fleet.begin`."""
+        if method == "fetch":
+            asked_by = [rank for rank, _ in arguments[0]]
+            self._note(groups=len(asked_by), of_others=sum(rank != self.rank for rank in asked_by))
+        return super().begin(engine, method, *arguments, **options)
 
     def result(self, engine: int, reference: Any, timeout_s: float | None = None) -> Any:
         """See `Fleet.result`."""
