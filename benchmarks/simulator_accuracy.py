@@ -2,10 +2,10 @@
 
 `python -m benchmarks.simulator_accuracy [--models 24m 6m] [--schedules 0 1 2:0.5] [--measured FILE]` runs each model
 twice with one engine and few or many prompts, takes the seconds of phases and the lengths of responses from that, and
-predicts runs with more prompts, and with an engine for each trainer. A schedule is
-`schedule.max_staleness`, or that and `schedule.ahead`; other ones than 0 run with one trainer and one engine, a core
-for each. Responses end where the random policy happens to end them, so their lengths have a tail. What was measured is
-kept in FILE, and not measured again.
+predicts runs with more prompts, and with an engine for each trainer. A schedule is `schedule.max_staleness`, or that
+and `schedule.ahead`. Other ones than 0 run with one trainer and one engine, a core for each, and are predicted from
+runs in which these take turns. Responses end where the random policy happens to end them, so their lengths have a tail.
+What was measured is kept in FILE, and not measured again.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def run(folder: Path, name: str, prompts: int, layout: Layout, further: Sequence
     return Seen(found.steps[SKIPPED:], lengths[SKIPPED:])
 
 
-def fit(runs: Sequence[tuple[int, Seen]]) -> PhaseTimes:
-    """Seconds of phases, by least squares over the steps of runs with one engine and two trainers."""
+def fit(runs: Sequence[tuple[int, Seen]], trainers: int) -> PhaseTimes:
+    """Seconds of phases, by least squares over the steps of runs with one engine."""
     import numpy as np
 
     training, rollouts = [], []
@@ -79,7 +79,7 @@ def fit(runs: Sequence[tuple[int, Seen]]) -> PhaseTimes:
         for step, lengths in seen.quiet_half():
             tokens = sum(lengths) + prompts * SAMPLES * PROMPT_TOKENS
             other = step["time/step"] - step["time/rollout"] - step.get("time/update_weights", 0.0)
-            training.append((tokens / 2, 1.0, other))
+            training.append((tokens / trainers, 1.0, other))
             rollouts.append((max(lengths), sum(lengths), prompts * PROMPT_TOKENS, step["time/rollout"]))
     a, b = np.array(training), np.array(rollouts)
     (token, fixed), *_ = np.linalg.lstsq(a[:, :2], a[:, 2])
@@ -132,24 +132,29 @@ def main() -> None:
                         file.write_text(json.dumps(kept))
                 return Seen(**kept[key])
 
-            fitted = [(prompts, seen("1 engine", prompts, Layout(2, 1))) for prompts in FITTED]
-            times = fit(fitted)
-            lengths = [n for _, one in fitted for step in one.lengths for n in step]
-            print(
-                f"{model}: a step of decoding {times.decode_step_s * 1e3:.1f} ms and "
-                f"{times.decode_sequence_s * 1e3:.2f} of each response, training "
-                f"{times.train_token_s * 1e3:.3f} ms a token and {times.train_fixed_s:.2f} s"
-            )
-            for text in arguments.schedules:
-                staleness, _, ahead = text.partition(":")
-                schedule = Schedule(int(staleness), float(ahead) if ahead else None)
-                wanted = [f"schedule.max_staleness={staleness}"] if schedule.max_staleness else []
-                wanted += [f"schedule.ahead={ahead}"] if ahead else []
-                for who, (layout, prompts) in (ASYNCHRONOUS if wanted else SYNCHRONOUS).items():
-                    setting = who + (f", schedule {text}" if wanted else "")
-                    found = seen(setting, prompts, layout, wanted)
-                    said = predict(times, prompts, layout, schedule, lengths)
-                    print(line(f"{model}: {setting}", said, found), flush=True)
+            ahead_of = [text for text in arguments.schedules if text != "0"]
+            in_turns = [text for text in arguments.schedules if text == "0"]
+            for trainers, who, texts in ((2, "1 engine", in_turns), (1, "1 trainer, 1 engine", ahead_of)):
+                if not texts:
+                    continue
+                fitted = [(prompts, seen(who, prompts, Layout(trainers, 1))) for prompts in FITTED]
+                times = fit(fitted, trainers)
+                lengths = [n for _, one in fitted for step in one.lengths for n in step]
+                print(
+                    f"{model}, {trainers} trainer(s): a step of decoding {times.decode_step_s * 1e3:.1f} ms and "
+                    f"{times.decode_sequence_s * 1e3:.2f} of each response, training "
+                    f"{times.train_token_s * 1e3:.3f} ms a token and {times.train_fixed_s:.2f} s"
+                )
+                for text in texts:
+                    staleness, _, ahead = text.partition(":")
+                    schedule = Schedule(int(staleness), float(ahead) if ahead else None)
+                    wanted = [f"schedule.max_staleness={staleness}"] if schedule.max_staleness else []
+                    wanted += [f"schedule.ahead={ahead}"] if ahead else []
+                    for name_there, (layout, prompts) in (ASYNCHRONOUS if wanted else SYNCHRONOUS).items():
+                        setting = name_there + (f", schedule {text}" if wanted else "")
+                        found = seen(setting, prompts, layout, wanted)
+                        said = predict(times, prompts, layout, schedule, lengths)
+                        print(line(f"{model}: {setting}", said, found), flush=True)
 
 
 def line(name: str, said: Any, found: Seen) -> str:
