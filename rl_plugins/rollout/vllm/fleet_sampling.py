@@ -36,7 +36,9 @@ class FleetSampling:
     @property
     def busy_s(self) -> float:
         """Seconds of work, as the engines beside this rank said last; their mean."""
-        return sum(self._busy_s.values()) / max(len(self._busy_s), 1)
+        # Others were beside it while one of these was lost.
+        said = [self._busy_s[engine] for engine in self._fleet.beside if engine in self._busy_s]
+        return sum(said) / max(len(said), 1)
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         """Sample this rank's prompts. Collective."""

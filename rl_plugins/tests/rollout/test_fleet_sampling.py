@@ -1,0 +1,51 @@
+"""What a rank knows of the engines that sample for it, while they change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.vllm.fleet_sampling import FleetSampling
+
+pytestmark = pytest.mark.unit
+
+
+class Fleet:
+    """Two engines, of which one is beside the rank; each answers with one token and the seconds that it has worked."""
+
+    def __init__(self) -> None:
+        self.rank, self.beside, self.busy_s, self.on_lost = 0, [0], [4.0, 60.0], None
+        self.actors = [SimpleNamespace(generate=SimpleNamespace(remote=lambda *_: object())) for _ in range(2)]
+
+    def check_lost(self) -> None: ...
+
+    def patience(self) -> None: ...
+
+    def shares(self, count: int) -> dict[int, range]:
+        return {engine: range(count) for engine in self.beside}
+
+    def ranks_beside(self, engine: int) -> list[int]:
+        return [0]
+
+    def first(self, waiting: Mapping[Any, int], phase: str, patience: Any) -> Any:
+        return next(iter(waiting))
+
+    def result(self, engine: int, reference: Any) -> tuple[Generations, float]:
+        return Generations.from_responses([[1]], [[-1.0]], ["stop"], 0), self.busy_s[engine]
+
+
+def test_only_engines_beside_the_rank_count_as_busy() -> None:
+    fleet: Any = Fleet()
+    sampling = FleetSampling(fleet)
+    assert sampling.busy_s == 0
+    seen = []
+    # The other one helps out while this one is lost.
+    for beside in (0, 1, 0):
+        fleet.beside = [beside]
+        sampling.generate([[5]], SamplingConfig(max_tokens=1), None)
+        seen.append(sampling.busy_s)
+    assert seen == [4.0, 60.0, 4.0]
