@@ -141,10 +141,12 @@ class Fleet:
     def each(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every engine that this rank speaks for: the first of the ranks beside it does.
 
-        A lost engine answers nothing, and is found to be lost when it is to sample.
+        A lost engine is not asked, and one that is lost now is found to be so when it is to sample.
         """
         timeout_s = self.config.update_timeout_s
-        engines = [engine for engine in self.beside if self.ranks_beside(engine)[0] == self.rank]
+        spoken_for = [engine for engine in self.beside if self.ranks_beside(engine)[0] == self.rank]
+        # Ray takes seconds to say of a call that its actor is no more.
+        engines = [engine for engine in spoken_for if engine not in self._lost]
         waits = [self.begin(engine, method, *arguments, timeout_s=timeout_s, phase=method) for engine in engines]
         results = []
         for wait in waits:
