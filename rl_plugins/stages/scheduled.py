@@ -119,7 +119,6 @@ class ScheduledStage(SamplingStage):
 
     def _sampled_again(self, groups: Sequence[Group]) -> list[Group]:
         tickets = [self._queue.add(one) for one in groups]
-        self._queue.begun_anew(tickets, self.step)
         new = list(tickets)
 
         def sample(engine: RolloutEngine) -> None:

@@ -121,16 +121,16 @@ class FleetSampling:
 
     def fetch(self, finished: Sequence[Generations | Held]) -> list[Generations | None]:
         """Responses that any rank has collected; None of what went with a lost engine."""
-        theirs: dict[int, list[int]] = {}
+        theirs: dict[int, dict[int, Held]] = {}
         for place, one in enumerate(finished):
             if isinstance(one, Held) and one.engine in self._fleet.living:
-                theirs.setdefault(one.engine, []).append(place)
+                theirs.setdefault(one.engine, {})[place] = one
         timeout_s = self._fleet.config.update_timeout_s
         waits = {
             engine: self._fleet.begin(
-                engine, "fetch", [_name(finished[place]) for place in places], timeout_s=timeout_s, phase="fetch"
+                engine, "fetch", [(one.rank, one.ticket) for one in held.values()], timeout_s=timeout_s, phase="fetch"
             )
-            for engine, places in theirs.items()
+            for engine, held in theirs.items()
         }
         fetched = [one if isinstance(one, Generations) else None for one in finished]
         for engine, wait in waits.items():
@@ -138,7 +138,7 @@ class FleetSampling:
             with suppress(EngineLost):
                 there, generations = wait()
                 found = [place for place, is_there in zip(theirs[engine], there, strict=True) if is_there]
-                sizes = [len(finished[place].lengths) for place in found]
+                sizes = [len(theirs[engine][place].lengths) for place in found]
                 for place, part in zip(found, generations.split(sizes), strict=True):
                     fetched[place] = part
         return fetched
@@ -173,8 +173,3 @@ class FleetSampling:
             for key in [key for key, holder in held.items() if holder == engine]:
                 del held[key]
         self._busy_s.pop(engine, None)
-
-
-def _name(held: Generations | Held) -> tuple[int, int]:
-    assert isinstance(held, Held)
-    return held.rank, held.ticket

@@ -110,7 +110,8 @@ def test_a_checkpoint_keeps_what_is_sampled_and_asks_for_the_rest_again() -> Non
     assert said == "6 groups of each worker's queue, 1 of them sampled"
     assert again.begin(6, version=6) == [0, 2, 3, 4, 5]
     assert again.due(6) == [1]
-    assert vars(again[1])["generations"].responses() == [[1]]
+    kept = again[1].sampled
+    assert isinstance(kept, Generations) and kept.responses() == [[1]]
     assert [again[ticket].prompt.rows for ticket in range(6)] == [queue[ticket].prompt.rows for ticket in range(6)]
 
 
