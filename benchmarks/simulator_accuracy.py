@@ -95,6 +95,59 @@ def predict(times: PhaseTimes, prompts: int, layout: Layout, schedule: Schedule,
     return simulate(times, layout, schedule, batch, steps=100)
 
 
+class Runs:
+    """Runs of one model, each measured once.
+
+    Args:
+        model: which one.
+        folder: for the model, its prompts and the runs.
+        kept: what was measured, of all models.
+        file: that keeps it.
+    """
+
+    def __init__(self, model: str, folder: Path, kept: dict[str, Any], file: Path | None) -> None:
+        self.model = model
+        self._folder, self._kept, self._file = folder, kept, file
+
+    def seen(self, setting: str, prompts: int, layout: Layout, further: Sequence[str] = ()) -> Seen:
+        """What happened in a run, which is made if it is not known."""
+        key = f"{self.model}: {setting}, {prompts} prompts"
+        if key not in self._kept:
+            if not self._folder.exists():
+                hidden, layers, intermediate = MODELS[self.model]
+                save_policy(
+                    self._folder / "policy", hidden_size=hidden, num_layers=layers, intermediate_size=intermediate,
+                    vocab_size=VOCABULARY,
+                )  # fmt: skip
+                save_prompts(self._folder / "data")
+            self._kept[key] = vars(run(self._folder, f"run{len(self._kept)}", prompts, layout, further))
+            if self._file:
+                self._file.write_text(json.dumps(self._kept))
+        return Seen(**self._kept[key])
+
+
+def compare(runs: Runs, who: str, trainers: int, schedules: Sequence[str]) -> None:
+    """Take phases from runs that take turns, and print what they predict of schedules, over what was measured."""
+    fitted = [(prompts, runs.seen(who, prompts, Layout(trainers, 1))) for prompts in FITTED]
+    times = fit(fitted, trainers)
+    lengths = [n for _, one in fitted for step in one.lengths for n in step]
+    print(
+        f"{runs.model}, {trainers} trainer(s): a step of decoding {times.decode_step_s * 1e3:.1f} ms and "
+        f"{times.decode_sequence_s * 1e3:.2f} of each response, training "
+        f"{times.train_token_s * 1e3:.3f} ms a token and {times.train_fixed_s:.2f} s"
+    )
+    for text in schedules:
+        staleness, _, ahead = text.partition(":")
+        schedule = Schedule(int(staleness), float(ahead) if ahead else None)
+        wanted = [f"schedule.max_staleness={staleness}"] if schedule.max_staleness else []
+        wanted += [f"schedule.ahead={ahead}"] if ahead else []
+        for name, (layout, prompts) in (ASYNCHRONOUS if wanted else SYNCHRONOUS).items():
+            setting = name + (f", schedule {text}" if wanted else "")
+            found = runs.seen(setting, prompts, layout, wanted)
+            said = predict(times, prompts, layout, schedule, lengths)
+            print(line(f"{runs.model}: {setting}", said, found), flush=True)
+
+
 def main() -> None:
     """Measure what has not been, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -106,55 +159,15 @@ def main() -> None:
     kept: dict[str, Any] = json.loads(file.read_text()) if file and file.is_file() else {}
     columns = ("step, s", "trainers idle", "engines idle", "staleness")
     print(f"{'predicted, measured, ratio':36}" + "".join(f" |{name:>20}" for name in columns))
+    in_turns = [text for text in arguments.schedules if text == "0"]
+    running_ahead = [text for text in arguments.schedules if text != "0"]
     with tempfile.TemporaryDirectory() as name:
         for model in arguments.models:
-            folder = Path(name) / model
-
-            def seen(
-                setting: str,
-                prompts: int,
-                layout: Layout,
-                further: Sequence[str] = (),
-                folder: Path = folder,
-                model: str = model,
-            ) -> Seen:
-                key = f"{model}: {setting}, {prompts} prompts"
-                if key not in kept:
-                    if not folder.exists():
-                        hidden, layers, intermediate = MODELS[model]
-                        save_policy(
-                            folder / "policy", hidden_size=hidden, num_layers=layers, intermediate_size=intermediate,
-                            vocab_size=VOCABULARY,
-                        )  # fmt: skip
-                        save_prompts(folder / "data")
-                    kept[key] = vars(run(folder, f"run{len(kept)}", prompts, layout, further))
-                    if file:
-                        file.write_text(json.dumps(kept))
-                return Seen(**kept[key])
-
-            ahead_of = [text for text in arguments.schedules if text != "0"]
-            in_turns = [text for text in arguments.schedules if text == "0"]
-            for trainers, who, texts in ((2, "1 engine", in_turns), (1, "1 trainer, 1 engine", ahead_of)):
-                if not texts:
-                    continue
-                fitted = [(prompts, seen(who, prompts, Layout(trainers, 1))) for prompts in FITTED]
-                times = fit(fitted, trainers)
-                lengths = [n for _, one in fitted for step in one.lengths for n in step]
-                print(
-                    f"{model}, {trainers} trainer(s): a step of decoding {times.decode_step_s * 1e3:.1f} ms and "
-                    f"{times.decode_sequence_s * 1e3:.2f} of each response, training "
-                    f"{times.train_token_s * 1e3:.3f} ms a token and {times.train_fixed_s:.2f} s"
-                )
-                for text in texts:
-                    staleness, _, ahead = text.partition(":")
-                    schedule = Schedule(int(staleness), float(ahead) if ahead else None)
-                    wanted = [f"schedule.max_staleness={staleness}"] if schedule.max_staleness else []
-                    wanted += [f"schedule.ahead={ahead}"] if ahead else []
-                    for name_there, (layout, prompts) in (ASYNCHRONOUS if wanted else SYNCHRONOUS).items():
-                        setting = name_there + (f", schedule {text}" if wanted else "")
-                        found = seen(setting, prompts, layout, wanted)
-                        said = predict(times, prompts, layout, schedule, lengths)
-                        print(line(f"{model}: {setting}", said, found), flush=True)
+            runs = Runs(model, Path(name) / model, kept, file)
+            if in_turns:
+                compare(runs, "1 engine", 2, in_turns)
+            if running_ahead:
+                compare(runs, "1 trainer, 1 engine", 1, running_ahead)
 
 
 def line(name: str, said: Any, found: Seen) -> str:

@@ -91,6 +91,9 @@ class RolloutStrategy(Protocol):
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """Element-wise maximum of a small tensor over all ranks."""
 
+    def on_any_rank(self, happened: bool) -> bool:
+        """Whether it has happened on one rank at least. Collective."""
+
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, in their order, on every rank. Collective."""
 
@@ -170,7 +173,7 @@ class RolloutMixin:
                 except EngineLost:
                     lost = True
                 # No rank has the engine sleep while another one's groups are being sampled.
-                lost_somewhere = self._on_any_rank(lost)
+                lost_somewhere = self.on_any_rank(lost)
             if not lost_somewhere:
                 return result
             self._replace_lost()
@@ -183,7 +186,7 @@ class RolloutMixin:
                 engine.update_weights(self.weight_source(), version)
             except EngineLost:
                 lost = True
-            if not self._on_any_rank(lost):
+            if not self.on_any_rank(lost):
                 return
             self._replace_lost()
         raise lost_too_often()
@@ -192,7 +195,8 @@ class RolloutMixin:
         self.engines_lost += self.rollout.replace_lost()
         self.weights_changed()
 
-    def _on_any_rank(self, happened: bool) -> bool:
+    def on_any_rank(self, happened: bool) -> bool:
+        """Whether it has happened on one rank at least. Collective."""
         return bool(self.max_over_ranks(torch.tensor([float(happened)])).item())
 
     @contextmanager

@@ -111,7 +111,7 @@ class ScheduledStage(SamplingStage):
                 responses = self.groups_of(self._strategy.rollout).fetch([one.sampled for one in groups])
             groups = [replace(one, generations=theirs) for one, theirs in zip(groups, responses, strict=True)]
             lost = [place for place, theirs in enumerate(responses) if theirs is None]
-            if not self._strategy.max_over_ranks(torch.tensor([float(len(lost))])).item():
+            if not self._strategy.on_any_rank(bool(lost)):
                 return groups
             for place, group in zip(lost, self._sampled_again([groups[place] for place in lost]), strict=True):
                 groups[place] = group
