@@ -8,7 +8,7 @@ which rank came first.
 from __future__ import annotations
 
 import asyncio
-import os
+import multiprocessing
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,13 +33,14 @@ class VLLMActor:
 
         from rl_plugins.rollout.vllm import plugin  # noqa: F401
         from rl_plugins.rollout.vllm.engine_loop import EngineLoop
+        from rl_plugins.rollout.vllm.processes import end_with
 
         self._config = config
         self._llm = LLM(**config.engine_arguments())
         self._llm.update_weight_version("0")
-        if config.device == "cpu":
-            # An engine is as good as lost when one of its processes is: Ray starts all of them again.
-            self._llm.llm_engine.model_executor.register_failure_callback(lambda: os._exit(1))
+        if config.device == "cuda":
+            # The engine runs in a process of its own there.
+            end_with([process.sentinel for process in multiprocessing.active_children()])
         self._loop = EngineLoop(self._llm)
         self._adapter: Any = None
         # What keeps the weights from being sampled with; None if nothing does.

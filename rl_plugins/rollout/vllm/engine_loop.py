@@ -7,11 +7,13 @@ the new weights, from the tokens it has (vLLM recomputes its KV cache and keeps 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vllm.inputs.engine import tokens_input
+from vllm.v1.engine.exceptions import EngineDeadError
 
 
 class EngineLoop:
@@ -101,6 +103,9 @@ class EngineLoop:
                     async with self._changed:
                         self._changed.notify_all()
                 await asyncio.sleep(0)
+        except EngineDeadError:
+            # A process of the engine has ended, and with it all that the engine knew.
+            os._exit(1)
         except BaseException as error:
             # Whoever waits for one of these requests raises it.
             self._failures |= dict.fromkeys(self._running, error)

@@ -41,3 +41,10 @@ def test_a_cpu_engine_keeps_plain_weights_and_one_thread() -> None:
     assert config.engine_arguments()["quantization"] == "plain_weights"
     assert config.environment["OMP_NUM_THREADS"] == "1"
     assert config.environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_of_several_processes_has_an_executor_of_ours(device: Any) -> None:
+    assert "distributed_executor_backend" not in VLLMConfig("m", device=device).engine_arguments()
+    arguments = VLLMConfig("m", device=device, tensor_parallel_size=2).engine_arguments()
+    assert arguments["distributed_executor_backend"] == "rl_plugins.rollout.vllm.processes.OneForAllExecutor"
