@@ -93,7 +93,7 @@ def measure(kept: Path | None) -> dict[str, Any]:
         found["sample_flops"][work.engine_dtype], found["sample_bandwidth"][work.engine_dtype] = rate, read
     found["alone"] = training_rate(*single, 1) / found["train_flops"]["bfloat16"]
     run, work = many
-    tokens = work.responses * work.sample_tokens / WORKERS
+    tokens = work.row_tokens / WORKERS
     arithmetic = training_flops(work, work.policy, tokens) / found["train_flops"]["float32"]
     passes = micro_batches(work, PLACE) * work.policy.tensors
     found["tensor_s"] = max(0.0, run.quiet("time/update_policy") - arithmetic) / passes
@@ -109,7 +109,7 @@ def measure(kept: Path | None) -> dict[str, Any]:
 
 def training_rate(run: Run, work: Workload, workers: int) -> float:
     """Operations a second of a trainer."""
-    tokens = work.responses * work.sample_tokens / workers
+    tokens = work.row_tokens / workers
     return training_flops(work, work.policy, tokens) / run.quiet("time/update_policy")
 
 

@@ -29,10 +29,10 @@ def matrix_rate(dtype_name: str, hidden: int, intermediate: int) -> float:
 def step_floor_s(work: Workload, rate: float) -> float:
     """Seconds of the products of a step: every response token forwards once, every token trained forwards and back.
 
-    Prompts are read once for all their samples when sampling, and with each of them when training.
+    Prompts are read once for all their samples, when sampling and when training.
     """
     shape, sampled = work.policy, work.responses * work.response_tokens
     sampling = shape.forward_flops(sampled, work.prompt_tokens + work.response_tokens / 2)
     sampling += shape.forward_flops(work.prompts * work.prompt_tokens, work.prompt_tokens / 2)
-    training = 3 * shape.forward_flops(work.responses * work.sample_tokens, work.sample_tokens / 2)
+    training = 3 * shape.forward_flops(work.row_tokens, work.row_context)
     return (sampling + training) / rate

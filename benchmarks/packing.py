@@ -51,7 +51,7 @@ def samples() -> Experience:
 def seconds(model: Any, experience: Experience, budget: int, *, packing: bool) -> float:
     """One pass over the samples, forward and backward."""
     start = time.perf_counter()
-    for indices in Cutter(budget, packing, lambda largest: largest).indices(Lengths.of(experience)):
+    for indices in Cutter(budget, packing, packing, lambda largest: largest).indices(Lengths.of(experience)):
         micro = experience[indices].trimmed()
         result = response_log_probs(
             model,

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter
-from rl_plugins.models.packed_attention import boundaries, has_packed_attention, starts_of
+from rl_plugins.models.packed_attention import boundaries, has_packed_attention
 from rl_plugins.strategies.gathering import gather_rows, inputs_of_pass
 
 
@@ -77,7 +77,7 @@ class SequenceShards:
             "input_ids": ids_G[None, part],
             "position_ids": positions_G[None, part],
             "head_exchange": HeadExchange(parts, self._rank, self._group),
-            **boundaries(starts_of(positions_G).diff()),
+            **boundaries(positions_G),
         }
 
     def _keep_own(self, body: nn.Module, inputs: Any, output: Any) -> None:

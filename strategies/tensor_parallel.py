@@ -129,19 +129,16 @@ class GroupBatch:
         kwargs = inputs_of_pass(args, kwargs, "tensor parallelism")
         ids, mask, positions = kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids")
         if mask is None and positions is not None and len(ids) == 1:
-            joined = self._join_rows(ids, positions, kwargs.get("cu_seq_lens_q"))
+            joined = self._join_rows(ids, positions, cut="cu_seq_lens_q" in kwargs)
         else:
             joined = self._join_padded(ids, mask, positions)
         return (), {**kwargs, **joined}
 
-    def _join_rows(self, ids_1M: Tensor, positions_1M: Tensor, starts: Tensor | None) -> dict[str, Any]:
+    def _join_rows(self, ids_1M: Tensor, positions_1M: Tensor, *, cut: bool) -> dict[str, Any]:
         sizes, ids_G, positions_G = gather_rows(ids_1M[0], positions_1M[0], self._group)
         self._batch = _Batch(1, sizes, ids_1M, 0)
-        joined: dict[str, Any] = {"input_ids": ids_G[None], "position_ids": positions_G[None]}
-        if starts is not None:
-            lengths_B = starts.diff().to(ids_1M)
-            joined |= boundaries(torch.cat(gather_parts(lengths_B, 0, sizes_of(lengths_B, self._group), self._group)))
-        return joined
+        row = {"input_ids": ids_G[None], "position_ids": positions_G[None]}
+        return {**row, **boundaries(positions_G)} if cut else row
 
     def _join_padded(self, ids_BS: Tensor, mask_BS: Tensor | None, positions_BS: Tensor | None) -> dict[str, Any]:
         if mask_BS is None:

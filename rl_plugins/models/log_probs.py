@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_plugins.models.chunked_head import chunked_head_columns
 from rl_plugins.models.output_head import last_linear_head, replaced_forward
-from rl_plugins.models.packing import pack, predicting_places
+from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.token_distributions import Columns, distribution_columns
 
@@ -100,8 +100,9 @@ def response_log_probs(
         entropy_gradient: `entropy_BT` has a gradient.
         top_k: give so many of the most likely tokens, too, at most the vocabulary: `top_ids_BTK`, `top_log_probs_BTK`.
         tokens_BTK: give the log-probs of these tokens, too: `log_probs_BTK`.
-        packed: the real tokens of all samples go through the model as one row without padding. With attention that is
-            not `packed_sdpa`, the mask of that row may be as large as the square of its length.
+        packed: the real tokens of all samples go through the model as one row without padding, the prompts that
+            several of them have only once. With attention that is not `packed_sdpa`, prompts are not shared, and the
+            mask of that row may be as large as the square of its length.
 
     Raises:
         ConfigError: `packed`, and the model lets the samples of a row see each other.
@@ -129,10 +130,14 @@ def response_log_probs(
     }
     head = last_linear_head(model, inputs)
     if packed:
-        inputs = pack(
-            model, input_ids_BS=input_ids_BS, attention_mask_BS=attention_mask_BS, position_ids_BS=position_ids_BS
+        row = pack(
+            model,
+            input_ids_BS=input_ids_BS,
+            attention_mask_BS=attention_mask_BS,
+            position_ids_BS=position_ids_BS,
+            response_width=response_width,
         )
-        inputs["logits_to_keep"] = predicting_places(attention_mask_BS, response_width)
+        inputs = {**row.inputs, "logits_to_keep": row.predicting(attention_mask_BS, response_width)}
     else:
         # The last position predicts nothing, but `logits_to_keep` cannot leave it out.
         inputs["logits_to_keep"] = response_width + 1

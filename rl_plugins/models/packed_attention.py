@@ -4,7 +4,12 @@ Registered with transformers under the name `packed_sdpa`. A model that uses it 
 begin (`cu_seq_lens_q`, as flash attention does), and each runs through `scaled_dot_product_attention` by itself; those
 of one length that stand side by side run together. Without these it is transformers' own `sdpa`.
 
-Axes: `M` tokens of the row, `D` width of a head, `N` samples of one length `L`.
+In a row, samples may share a prompt: it stands there once, before the response of the first of them, and the responses
+of the others, whose positions go on from the prompt's, follow. Everything but attention then runs once over the prompt.
+Attention takes the row apart into whole samples (`sample_places`) and puts it together again.
+
+Axes: `M` tokens of the row, `F` of all samples as wholes, `D` width of a head, `N` stretches of the row, or samples of
+one length `L`.
 """
 
 from __future__ import annotations
@@ -62,16 +67,40 @@ def has_packed_attention(model: Callable[..., Any]) -> bool:
     return getattr(config, "_attn_implementation", None) == PACKED_SDPA
 
 
-def boundaries(lengths_B: Tensor) -> dict[str, Any]:
-    """The arguments that tell a model where the samples of a row begin, from how many tokens each has."""
-    # Attention cuts by them on the host, in every layer.
-    starts = nn.functional.pad(lengths_B.cpu().cumsum(dim=0, dtype=torch.int32), (1, 0))
-    longest = int(lengths_B.max())
+def boundaries(positions_M: Tensor) -> dict[str, Any]:
+    """The arguments that tell a model which tokens of a row are one sample, from their positions in it.
+
+    A stretch of positions that does not begin at 0 goes on behind as many tokens of the last one that does.
+    """
+    starts = starts_of(positions_M)
+    begin_N, own_N = starts[:-1], starts.diff()
+    shared_N = positions_M[begin_N]
+    # Attention cuts by the lengths on the host, in every layer.
+    if not bool(shared_N.any()):
+        return _cut_at(own_N.cpu())
+    first_N = torch.where(shared_N == 0, torch.arange(len(own_N), device=starts.device), 0).cummax(dim=0).values
+    # Samples of one length run together.
+    lengths_N, order_N = (shared_N + own_N).sort(stable=True)
+    begin_N, own_N, shared_N, prompt_N = (values[order_N] for values in (begin_N, own_N, shared_N, begin_N[first_N]))
+    nth_F = torch.arange(int(lengths_N.sum()), device=starts.device)
+    nth_F -= (lengths_N.cumsum(dim=0) - lengths_N).repeat_interleave(lengths_N)
+    in_prompt_F = nth_F < shared_N.repeat_interleave(lengths_N)
+    from_N = torch.stack([begin_N - shared_N, prompt_N])
+    from_F, from_prompt_F = from_N.repeat_interleave(lengths_N, dim=1)
+    sample_places_F = nth_F + torch.where(in_prompt_F, from_prompt_F, from_F)
+    row_places_M = torch.empty_like(positions_M)
+    row_places_M[sample_places_F[~in_prompt_F]] = (~in_prompt_F).nonzero().flatten()
+    return {**_cut_at(lengths_N.cpu()), "sample_places": sample_places_F, "row_places": row_places_M}
+
+
+def _cut_at(lengths_N: Tensor) -> dict[str, Any]:
+    starts = nn.functional.pad(lengths_N.cumsum(dim=0, dtype=torch.int32), (1, 0))
+    longest = int(lengths_N.max())
     return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
 
 
 def starts_of(positions_M: Tensor) -> Tensor:
-    """Where the samples of a row begin, by its positions, and where the last one ends."""
+    """Where the stretches of a row begin whose positions go up one by one, and where the last one ends."""
     begins_M = positions_M.diff(prepend=positions_M[:1]) != 1
     return nn.functional.pad(begins_M.nonzero().flatten(), (0, 1), value=len(positions_M))
 
@@ -84,6 +113,8 @@ def packed_sdpa(
     attention_mask: Tensor | None,
     *,
     cu_seq_lens_q: Tensor | None = None,
+    sample_places: Tensor | None = None,
+    row_places: Tensor | None = None,
     head_exchange: HeadExchange | None = None,
     position_ids: Tensor | None = None,
     position_bias: Tensor | None = None,
@@ -94,7 +125,8 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it: heads [1, heads, M, D] in, [1, M, heads, D] out.
 
-    With a `head_exchange` a rank has but a part of the row that `cu_seq_lens_q` cuts, in and out.
+    With a `head_exchange` a rank has but a part of the row, in and out. Behind `sample_places` [F] of the row are the
+    whole samples that `cu_seq_lens_q` cuts, and at `row_places` [M] of these what goes on in the row.
 
     Raises:
         ConfigError: a row, and a bias that depends on the distance between its tokens.
@@ -113,9 +145,12 @@ def packed_sdpa(
     if head_exchange is not None:
         query, key, value = head_exchange.to_heads(query, key, value)
     attending: Any = _Attending(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
+    by_token = [heads.transpose(1, 2)[0] for heads in (query, key, value)]
+    if sample_places is not None:
+        by_token = [heads_MHD.index_select(0, sample_places) for heads_MHD in by_token]
     runs = [(length, len(list(same))) for length, same in groupby(cu_seq_lens_q.diff().tolist())]
     tokens = [length * count for length, count in runs]
-    parts = zip(*(heads.transpose(1, 2)[0].split(tokens) for heads in (query, key, value)), strict=True)
+    parts = zip(*(heads_FHD.split(tokens) for heads_FHD in by_token), strict=True)
     outputs = []
     for (length, count), qkv in zip(runs, parts, strict=True):
         q_NHLD, k_NHLD, v_NHLD = (part.view(count, length, *part.shape[1:]).transpose(1, 2) for part in qkv)
@@ -123,6 +158,8 @@ def packed_sdpa(
         output, _ = sdpa_attention_forward(attending, q_NHLD, k_NHLD, v_NHLD, mask, dropout=dropout, scaling=scaling)
         outputs.append(output.flatten(0, 1))
     output_MHD = torch.cat(outputs)
+    if row_places is not None:
+        output_MHD = output_MHD.index_select(0, row_places)
     return (output_MHD if head_exchange is None else head_exchange.to_tokens(output_MHD))[None], None
 
 

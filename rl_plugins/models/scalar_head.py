@@ -138,17 +138,20 @@ def position_scores(
     input_ids_BS: Tensor,
     attention_mask_BS: Tensor,
     position_ids_BS: Tensor,
+    response_width: int | None = None,
     packed: bool = False,
 ) -> Tensor:
     """One forward pass; the number at every position [B, S], in float32 at least. Padding has finite numbers.
 
-    With `packed`, the real tokens of all samples go through the model as one row: see `packing`.
+    With `packed`, the real tokens of all samples go through the model as one row, and if it is known how many columns
+    are not prompts (`response_width`), the same prompts only once: see `packing`.
     """
     if isinstance(model, RemoteModel):
         return model.position_scores(
             input_ids_BS=input_ids_BS,
             attention_mask_BS=attention_mask_BS,
             position_ids_BS=position_ids_BS,
+            response_width=response_width,
             packed=packed,
         )
     if not packed:
@@ -157,11 +160,18 @@ def position_scores(
         )
         padded_BS: Tensor = output.logits.squeeze(-1)
         return padded_BS.to(accumulation_dtype(padded_BS.dtype))
-    row = pack(model, input_ids_BS=input_ids_BS, attention_mask_BS=attention_mask_BS, position_ids_BS=position_ids_BS)
-    scores_M: Tensor = model(**row, use_cache=False).logits[0].squeeze(-1)
+    row = pack(
+        model,
+        input_ids_BS=input_ids_BS,
+        attention_mask_BS=attention_mask_BS,
+        position_ids_BS=position_ids_BS,
+        response_width=response_width,
+    )
+    scores_M: Tensor = model(**row.inputs, use_cache=False).logits[0].squeeze(-1)
     scores_M = scores_M.to(accumulation_dtype(scores_M.dtype))
     scores_BS = scores_M.new_zeros(attention_mask_BS.shape)
-    scores_BS[attention_mask_BS.bool()] = scores_M
+    is_token_BS = attention_mask_BS.bool()
+    scores_BS[is_token_BS] = scores_M[row.places_BS[is_token_BS]]
     return scores_BS
 
 
@@ -173,7 +183,8 @@ def response_values(model: Callable[..., Any], *, response_width: int, **forward
         response_width: T.
         **forward: further arguments of `position_scores`.
     """
-    return position_scores(model, **forward)[:, -(response_width + 1) : -1]
+    scores_BS = position_scores(model, response_width=response_width, **forward)
+    return scores_BS[:, -(response_width + 1) : -1]
 
 
 def response_scores(
@@ -190,7 +201,7 @@ def response_scores(
         response_width: T.
         **forward: further arguments of `position_scores`.
     """
-    scores_BS = position_scores(model, attention_mask_BS=attention_mask_BS, **forward)
+    scores_BS = position_scores(model, attention_mask_BS=attention_mask_BS, response_width=response_width, **forward)
     prompt_width = scores_BS.shape[1] - response_width
     response_lengths_B = attention_mask_BS[:, prompt_width:].sum(dim=-1)
     nth_T = torch.arange(1, max(response_width, 1) + 1, device=scores_BS.device)

@@ -180,19 +180,19 @@ def _larger(one: Parts, other: Parts) -> Parts:
 
 def _micro_batches(work: Workload, place: Placement) -> int:
     """Passes of a worker for one optimizer step."""
-    tokens = work.responses * work.sample_tokens / place.trainers / work.updates
+    tokens = work.row_tokens / place.trainers / work.updates
     return max(1, -(-int(tokens) // max(work.micro_batch_tokens, work.max_tokens)))
 
 
 def _tokens(work: Workload) -> float:
     """Of the largest micro-batch: a sample that is longer than the budget makes one of its own."""
-    return min(max(work.micro_batch_tokens, work.max_tokens), work.responses * work.sample_tokens)
+    return min(max(work.micro_batch_tokens, work.max_tokens), work.row_tokens)
 
 
 def _activations(work: Workload) -> float:
     """Bytes that autograd keeps of a micro-batch, with the last norm, and with the gradients inside a block."""
     shape, width, tokens = work.policy, work.width, _tokens(work)
-    block = shape.activation_bytes(width)
+    block = shape.activation_bytes(width, work.responses * work.sample_tokens / work.row_tokens)
     ends = shape.hidden * (4 + 2 * width) + width * (2 * shape.hidden + 3 * shape.intermediate)
     if work.gradient_checkpointing:
         return tokens * (shape.layers * shape.hidden * width + block + ends)
@@ -207,6 +207,6 @@ def _forward_activations(work: Workload) -> float:
 
 def _head(work: Workload) -> Parts:
     """Bytes of the output head's logits: three times as many float32 numbers as are computed at a time."""
-    responses = _tokens(work) * work.response_tokens / work.sample_tokens
+    responses = _tokens(work) * work.responses * work.response_tokens / work.row_tokens
     logits = min(responses * work.policy.vocab, LOGITS_AT_ONCE)
     return {"logits": logits * (12 + (2 if work.width == 2 else 0))}

@@ -106,17 +106,19 @@ class ModelShape:
         widths += [(self.q_width, self.hidden)] + [(self.hidden, self.intermediate)] * 3
         return self.layers * rank * sum(a + b for a, b in widths)
 
-    def activation_bytes(self, width: int) -> float:
-        """What a block keeps of a token between forward and backward, in numbers of `width` bytes.
+    def activation_bytes(self, width: int, copies: float = 1.0) -> float:
+        """What a block keeps of a token of a row between forward and backward, in numbers of `width` bytes.
 
         Of each norm its input and the normalised input in float32 (in low precision: the latter rounded) and what it
-        gives; queries, keys, values and twice what attention gives, as a packed row is put together from samples; and
-        the MLP's two inner products, the gate's activation and their product.
+        gives; queries, keys, values and what attention gives, of each token as often as it is in a sample (`copies`);
+        that once more, as a row is put together from samples; and the MLP's two inner products, the gate's activation
+        and their product.
         """
         norms = 2 * self.hidden * (4 + 2 * width)
         if self.normed_heads:
             norms += (self.q_width + self.kv_width) * (4 + width)
-        return norms + width * (3 * self.q_width + 2 * self.kv_width + 4 * self.intermediate)
+        attention = copies * 2 * (self.q_width + self.kv_width) + self.q_width
+        return norms + width * (attention + 4 * self.intermediate)
 
     def kv_bytes(self, width: int) -> int:
         """Bytes of a token's keys and values, of `width` bytes a number."""

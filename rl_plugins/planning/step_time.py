@@ -91,19 +91,19 @@ def rollout_seconds(work: Workload, place: Placement, device: Device) -> float:
 
 def training_flops(work: Workload, shape: ModelShape, tokens: float) -> float:
     """Forward and backward; of a model whose own weights are frozen, no gradients of those."""
-    forward = shape.forward_flops(tokens, work.sample_tokens / 2)
+    forward = shape.forward_flops(tokens, work.row_context)
     passes = 3.0 - (1.0 if work.lora_rank and shape is work.policy else 0.0)
     return forward * (passes + (1.0 if work.gradient_checkpointing else 0.0))
 
 
 def micro_batches(work: Workload, place: Placement) -> int:
     """Passes of a worker in each pass over the samples."""
-    tokens = work.responses * work.sample_tokens / place.trainers
+    tokens = work.row_tokens / place.trainers
     return max(work.updates, math.ceil(tokens / max(work.micro_batch_tokens, work.max_tokens)))
 
 
 def _updates(work: Workload, place: Placement, device: Device, per_node: int) -> float:
-    tokens = work.responses * work.sample_tokens / place.trainers
+    tokens = work.row_tokens / place.trainers
     rate = device.train_flops[work.dtype]
     seconds = 0.0
     models = [(work.policy, work.trained_parameters)]
@@ -145,7 +145,7 @@ def _collectives(
 
 
 def _log_probs(work: Workload, place: Placement, device: Device, per_node: int) -> float:
-    tokens = work.responses * work.sample_tokens / place.trainers
+    tokens = work.row_tokens / place.trainers
     shapes = list(work.frozen.values())
     if work.updates * work.passes > 1:
         shapes.append(work.policy)
@@ -153,7 +153,7 @@ def _log_probs(work: Workload, place: Placement, device: Device, per_node: int) 
         shapes.append(work.critic)
     seconds = 0.0
     for shape in shapes:
-        seconds += shape.forward_flops(tokens, work.sample_tokens / 2) / device.train_flops[work.dtype]
+        seconds += shape.forward_flops(tokens, work.row_context) / device.train_flops[work.dtype]
         if place.zero_stage in (0, 3) and place.trainers > 1:
             whole = shape.parameters * work.width * (place.trainers - 1) / place.trainers
             hooks = shape.tensors * device.gather_s if place.zero_stage == 3 else 0.0

@@ -470,11 +470,6 @@ class CollectingStage(ScheduledStage):
         correction = self.algorithm.rollout_correction
         return correction.bypass or (self.schedule.max_staleness > 0 and not correction.decoupled)
 
-    @property
-    def _is_on_policy(self) -> bool:
-        # With one update the old policy is the one that is updated: the ratio is 1 by construction.
-        return self._updates == 1 and not self._ratio_to_rollout
-
     def _micro_batches(self, experience: Experience) -> list[Tensor]:
         return self.cutter.indices(Lengths.of(experience))
 

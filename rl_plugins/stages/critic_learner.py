@@ -19,6 +19,7 @@ from rl_plugins.algorithms.aggregation import GlobalCounts
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import add_adapter
+from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.scalar_head import load_scalar_head, position_scores, response_values
 from rl_plugins.stages.critic import CriticConfig, ValueObjective
 from rl_plugins.stages.metrics import TokenMetrics
@@ -131,7 +132,8 @@ class CriticLearner:
         # Dropout, where there is some, is the same when a run goes on.
         torch.manual_seed(training.seed + self._updates * self._ranks + self._rank)
         if len(mini_batch):
-            cutter = Cutter(training.tokens_per_micro_batch, training.packing, _alone)
+            together = training.packing and shares_prompts(self._model)
+            cutter = Cutter(training.tokens_per_micro_batch, training.packing, together, _alone)
             indices = cutter.indices(Lengths.of(mini_batch))
             for loss, _ in training.objective.losses(mini_batch, indices, self._values, counts, metrics, self._device):
                 loss.backward()

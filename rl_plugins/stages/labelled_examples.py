@@ -32,10 +32,7 @@ class Pairs:
     @property
     def lengths(self) -> Lengths:
         """How long each pair is."""
-        responses_2B = self._samples.response_lengths.view(2, -1)
-        tokens_2B = self._samples.sequence_lengths.view(2, -1)
-        prompts_B = self._samples.prompt_lengths[: self._count]
-        return Lengths(prompts_B, responses_2B.amax(dim=0), tokens_2B.sum(dim=0), samples_per_example=2)
+        return Lengths.of_examples(self._samples, self._both(torch.arange(self._count)).view(2, -1).T)
 
     @property
     def tokens(self) -> Tensor:

@@ -2,21 +2,23 @@
 
 Sharded engines gather parameters in every forward pass, so ranks must run equally many. An example is a sample, or two
 that stay together; the loss does not care which meet, for its denominators are global. With packing, micro-batches have
-about the same number of tokens, so that ranks that run them in turn do not wait. Without, examples of similar length go
-together, for little padding.
+about the same number of tokens, so that ranks that run them in turn do not wait; and where a model runs a prompt only
+once for all its samples, these stay together. Without, examples of similar length go together, for little padding.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience
+from rl_plugins.models.packing import first_of_prompt
 
 MaxOverRanks = Callable[[Tensor], Tensor]
 
@@ -29,18 +31,45 @@ class Lengths:
         prompts_B: tokens of each prompt.
         responses_B: tokens of each example's longest response.
         tokens_B: of all samples of each example.
+        first_B: the first example with the same prompt.
         samples_per_example: how many samples an example has.
     """
 
     prompts_B: Tensor
     responses_B: Tensor
     tokens_B: Tensor
+    first_B: Tensor
     samples_per_example: int = 1
 
     @classmethod
     def of(cls, samples: Experience) -> Lengths:
         """Those of single samples."""
-        return cls(samples.prompt_lengths, samples.response_lengths, samples.sequence_lengths)
+        return cls.of_examples(samples, torch.arange(len(samples))[:, None])
+
+    @classmethod
+    def of_examples(cls, samples: Experience, members_BK: Tensor) -> Lengths:
+        """Those of examples of several samples with one prompt, given where these are."""
+        prompt_mask_RP = samples.attention_mask[:, : samples.prompts.shape[1]]
+        own_B = members_BK[:, 0]
+        return cls(
+            samples.prompt_lengths[own_B],
+            samples.response_lengths[members_BK].amax(dim=1),
+            samples.sequence_lengths[members_BK].sum(dim=1),
+            first_of_prompt(samples.prompts[own_B], prompt_mask_RP[own_B]),
+            samples_per_example=members_BK.shape[1],
+        )
+
+
+class Bundle(NamedTuple):
+    """Examples that stay together in a micro-batch.
+
+    Attributes:
+        indices: of the examples.
+        tokens: that a model runs for them.
+    """
+
+    indices: list[int]
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -50,11 +79,13 @@ class Cutter:
     Attributes:
         tokens_per_micro_batch: budget; an example longer than it makes a micro-batch of its own.
         packing: the budget counts real tokens; if not, padding too.
+        shares_prompts: and a prompt only once for all samples of it in a micro-batch; only with `packing`.
         max_over_ranks: maximum of a tensor over ranks.
     """
 
     tokens_per_micro_batch: int
     packing: bool
+    shares_prompts: bool
     max_over_ranks: MaxOverRanks
 
     def common_number(self, lengths: Lengths) -> int:
@@ -64,18 +95,42 @@ class Cutter:
 
     def split(self, lengths: Lengths, count: int) -> list[Tensor]:
         """Indices of `count` micro-batches; where there are fewer examples, the last are empty."""
-        return balanced(lengths.tokens_B, count) if self.packing else split_by_length(lengths, count)
+        if not self.packing:
+            return split_by_length(lengths, count)
+        # Of the ways to bundle that need no more micro-batches, the one with the fewest tokens.
+        for most in self._bundle_sizes:
+            bundled = self._bundles(lengths, most, at_least=count)
+            parts = balanced([bundle.tokens for bundle in bundled], count)
+            if self._fit(bundled, parts):
+                break
+        members = [[index for place in part for index in bundled[place].indices] for part in parts]
+        return [torch.tensor(part, dtype=torch.int64) for part in members]
 
     def indices(self, lengths: Lengths) -> list[Tensor]:
         """Index tensors of this rank's micro-batches; every rank gets the same number. Collective."""
         return self.split(lengths, self.common_number(lengths))
 
+    @property
+    def _bundle_sizes(self) -> list[int]:
+        # Small bundles, or single examples, fill micro-batches better, and run a prompt more often.
+        return [*(self.tokens_per_micro_batch // parts for parts in (1, 2, 4)), 0] if self.shares_prompts else [0]
+
+    def _bundles(self, lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
+        if not self.shares_prompts:
+            return [Bundle([index], tokens) for index, tokens in enumerate(lengths.tokens_B.tolist())]
+        return bundles(lengths, most, at_least)
+
+    def _fit(self, bundled: list[Bundle], parts: list[list[int]]) -> bool:
+        budget = self.tokens_per_micro_batch
+        return all(len(part) <= 1 or sum(bundled[place].tokens for place in part) <= budget for part in parts)
+
     def _packed_number(self, lengths: Lengths) -> int:
-        tokens_B, budget = lengths.tokens_B, self.tokens_per_micro_batch
-        if not len(tokens_B):
-            return 0
-        count = min(len(tokens_B), math.ceil(int(tokens_B.sum()) / budget))
-        while any(len(part) > 1 and int(tokens_B[part].sum()) > budget for part in balanced(tokens_B, count)):
+        return min(self._number_of(self._bundles(lengths, most)) for most in self._bundle_sizes)
+
+    def _number_of(self, bundled: list[Bundle]) -> int:
+        tokens = [bundle.tokens for bundle in bundled]
+        count = min(len(tokens), math.ceil(sum(tokens) / self.tokens_per_micro_batch))
+        while not self._fit(bundled, balanced(tokens, count)):
             count += 1
         return count
 
@@ -87,20 +142,53 @@ class Cutter:
         return math.ceil(len(lengths.prompts_B) / max(1, self.tokens_per_micro_batch // max(1, width)))
 
 
+def bundles(lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
+    """Examples with the same prompt together, which is run once for them.
+
+    Args:
+        lengths: of the examples.
+        most: tokens of a bundle, if it has several examples; with 0, each has one.
+        at_least: so many bundles, if there are as many examples; the largest are cut in two for that.
+    """
+    prompts = lengths.prompts_B.tolist()
+    responses = (lengths.tokens_B - lengths.samples_per_example * lengths.prompts_B).tolist()
+    by_prompt: dict[int, list[int]] = {}
+    for index, first in enumerate(lengths.first_B.tolist()):
+        by_prompt.setdefault(first, []).append(index)
+
+    def cut(indices: list[int], count: int) -> list[Bundle]:
+        # No part must be empty, not even of empty responses.
+        parts = balanced([1 + responses[index] for index in indices], count)
+        members = [[indices[place] for place in part] for part in parts]
+        return [Bundle(part, prompts[part[0]] + sum(responses[index] for index in part)) for part in members]
+
+    found: list[Bundle] = []
+    for indices in by_prompt.values():
+        room, wanted = most - prompts[indices[0]], sum(responses[index] for index in indices)
+        count = min(len(indices), max(1, math.ceil(wanted / room)) if room > 0 else len(indices))
+        while any(len(bundle.indices) > 1 and bundle.tokens > most for bundle in cut(indices, count)):
+            count += 1
+        found += cut(indices, count)
+    while len(found) < min(at_least, len(prompts)):
+        largest = max((bundle for bundle in found if len(bundle.indices) > 1), key=lambda bundle: bundle.tokens)
+        found.remove(largest)
+        found += cut(largest.indices, 2)
+    return found
+
+
 def split_by_length(lengths: Lengths, count: int) -> list[Tensor]:
     """Sorted by length, cut into parts of (almost) equally many examples."""
     return list(torch.argsort(lengths.prompts_B + lengths.responses_B, stable=True).tensor_split(count))
 
 
-def balanced(tokens_B: Tensor, count: int) -> list[Tensor]:
+def balanced(tokens: Sequence[int], count: int) -> list[list[int]]:
     """Indices of `count` parts of about equally many tokens, the largest part first.
 
-    The longest example goes first, each to the part with the fewest tokens (LPT, Graham 1969: the largest part is at
-    most 4/3 of the best possible); where cutting the sorted examples does better, as it may with a handful of them,
-    that is taken. With more parts the largest of LPT is never larger, so a budget that some number of parts keeps is
-    kept by any larger number. Inside a part, examples are sorted by length.
+    The longest goes first, each to the part with the fewest tokens (LPT, Graham 1969: the largest part is at most 4/3
+    of the best possible); where cutting the sorted ones does better, as it may with a handful of them, that is taken.
+    With more parts the largest of LPT is never larger, so a budget that some number of parts keeps is kept by any
+    larger number. Inside a part, they are sorted by length.
     """
-    tokens = tokens_B.tolist()
     longest_first = sorted(range(len(tokens)), key=lambda index: (-tokens[index], index))
     parts: list[list[int]] = [[] for _ in range(count)]
     smallest_first = [(0, part) for part in range(count)]
@@ -108,10 +196,10 @@ def balanced(tokens_B: Tensor, count: int) -> list[Tensor]:
         total, part = heapq.heappop(smallest_first)
         parts[part].append(index)
         heapq.heappush(smallest_first, (total + tokens[index], part))
-    cut = [part.flip(0).tolist() for part in torch.tensor(longest_first[::-1]).tensor_split(count)]
+    cut = [part.flip(0).tolist() for part in torch.tensor(longest_first[::-1]).tensor_split(count)] if count else []
 
     def size(part: list[int]) -> int:
         return sum(tokens[index] for index in part)
 
-    chosen = min(parts, cut, key=lambda candidate: max(map(size, candidate)))
-    return [torch.tensor(part, dtype=torch.int64) for part in sorted(chosen, key=size, reverse=True)]
+    chosen = min(parts, cut, key=lambda candidate: max(map(size, candidate), default=0))
+    return sorted(chosen, key=size, reverse=True)

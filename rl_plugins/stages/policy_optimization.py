@@ -52,7 +52,7 @@ class PolicyOptimization(CollectingStage):
             if policy_learns:
                 with self._phase("update_policy"):
                     self.choose_tokens(mini_batch)
-                    self.optimize(self._policy_losses(mini_batch, tokens))
+                    self.optimize(self._policy_losses(mini_batch, tokens, first=number == 1))
         metrics = tokens.averages(self._strategy.sum_over_ranks, self._strategy.max_over_ranks)
         if isinstance(self.critic, CriticPool):
             # It has learnt while the policy did.
@@ -101,7 +101,11 @@ class PolicyOptimization(CollectingStage):
         tokens, sequences = self._strategy.sum_over_ranks(local_counts(mask_BT)).tolist()
         return GlobalCounts(tokens, sequences, self.trainer.world_size)
 
-    def _policy_losses(self, mini_batch: Experience, metrics: TokenMetrics) -> Iterator[tuple[Tensor, bool]]:
+    def _policy_losses(
+        self, mini_batch: Experience, metrics: TokenMetrics, *, first: bool
+    ) -> Iterator[tuple[Tensor, bool]]:
+        # The old policy is the one that is updated: the ratio is 1 by construction.
+        is_old = first and not self._ratio_to_rollout
         counts, positive_counts = self._counts(mini_batch.response_mask), None
         if self.algorithm.modifiers.positive_nll:
             positive_B = self.algorithm.is_positive(filled(mini_batch.scores))
@@ -110,7 +114,7 @@ class PolicyOptimization(CollectingStage):
         for position, indices in enumerate(micro_batches):
             micro = mini_batch[indices].trimmed().to(self.device)
             current = self._run(POLICY, micro, entropy_gradient=self.algorithm.entropy.active)
-            old_BT = current.log_probs_BT.detach() if self._is_on_policy else filled(micro.old_log_probs)
+            old_BT = current.log_probs_BT.detach() if is_old else filled(micro.old_log_probs)
             tensors = {
                 **named_tensors(micro),
                 "log_probs_BT": current.log_probs_BT,

@@ -100,12 +100,7 @@ class PreferenceExamples:
     @property
     def lengths(self) -> Lengths:
         """How long each example is."""
-        return Lengths(
-            self.samples.prompt_lengths[self.members_NK[:, 0]],
-            self.samples.response_lengths[self.members_NK].amax(dim=1),
-            self.samples.sequence_lengths[self.members_NK].sum(dim=1),
-            samples_per_example=self.members_NK.shape[1],
-        )
+        return Lengths.of_examples(self.samples, self.members_NK)
 
     def members(self, indices_N: Tensor) -> Tensor:
         """Where the samples of some examples are: all first ones, then all second ones."""

@@ -25,6 +25,7 @@ from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import LoraConfig, MergedWeightSource, adapted_layers, add_adapter, has_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
+from rl_plugins.models.packing import shares_prompts
 from rl_plugins.stages.micro_batches import Cutter
 from rl_plugins.stages.optimizer import OptimizerConfig, only_one
 from rl_plugins.stages.trainer_flags import check_trainer, take_gradient_clip
@@ -67,7 +68,8 @@ class Stage(LightningModule):
             ones without. What belongs together, such as a pair, is never split.
         packing: the samples of a micro-batch go through the models as one row without padding. A model of transformers
             that attends by `sdpa` is set to `packed_sdpa` (see `rl_plugins.models.packed_attention`), also one that is
-            given as such; a model that lets packed samples see each other is refused.
+            given as such, and runs a prompt only once for all its samples in a micro-batch; a model that lets packed
+            samples see each other is refused.
     """
 
     trained: ClassVar[str] = POLICY
@@ -207,7 +209,8 @@ class Stage(LightningModule):
     @property
     def cutter(self) -> Cutter:
         """How the stage cuts what a rank holds into micro-batches."""
-        return Cutter(self.tokens_per_micro_batch, self.packing, self._strategy.max_over_ranks)
+        together = self.packing and shares_prompts(getattr(self, self.trained))
+        return Cutter(self.tokens_per_micro_batch, self.packing, together, self._strategy.max_over_ranks)
 
     def forward_inputs(self, samples: Experience) -> dict[str, Any]:
         """The arguments of a forward pass over the responses of samples."""

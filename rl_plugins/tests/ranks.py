@@ -1,7 +1,7 @@
 """Processes for tests that need several ranks, or one with a process group and a DeepSpeed of its own.
 
-They are forked from a server that has imported what takes its time to import and has done nothing else: a process that
-has run a backward pass or an OpenMP loop must not fork.
+They are forked from a server that has imported what takes its time to import and what changes models for tests, and
+has done nothing else: a process that has run a backward pass or an OpenMP loop must not fork.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_SLOW_TO_IMPORT = ["deepspeed", "lightning.pytorch", "rl_plugins.strategies.zero", "rl_plugins.tests.stages.canned"]
+_IMPORTED = [
+    "deepspeed", "lightning.pytorch", "rl_plugins.strategies.zero", "rl_plugins.tests.stages.canned",
+    "rl_plugins.tests.exact_norms",
+]  # fmt: skip
 
 
 def run_ranks(
@@ -30,7 +33,7 @@ def run_ranks(
     # DeepSpeed chooses its accelerator when it is imported.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_SLOW_TO_IMPORT)
+    context.set_forkserver_preload(_IMPORTED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

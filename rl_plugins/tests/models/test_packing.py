@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rl_plugins.errors import ConfigError
 from rl_plugins.models import log_probs as module
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
-from rl_plugins.models.packing import pack, predicting_places
+from rl_plugins.models.packing import pack
 from rl_plugins.models.scalar_head import response_values
 from rl_plugins.tests.models.samples import (
     VOCABULARY,
@@ -90,11 +90,11 @@ def test_pack_by_hand() -> None:
     ids = torch.tensor([[0, 0, 5, 6, 7, 0], [1, 2, 3, 4, 8, 9]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
     positions = torch.tensor([[0, 0, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]])
-    packed = pack(tiny("Llama"), input_ids_BS=ids, attention_mask_BS=mask, position_ids_BS=positions)
-    assert packed["input_ids"].tolist() == [[5, 6, 7, 1, 2, 3, 4, 8, 9]]
-    assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5]]
+    row = pack(tiny("Llama"), input_ids_BS=ids, attention_mask_BS=mask, position_ids_BS=positions)
+    assert row.inputs["input_ids"].tolist() == [[5, 6, 7, 1, 2, 3, 4, 8, 9]]
+    assert row.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5]]
     # 7 is predicted at 6; 8 and 9 at 4 and 8.
-    assert predicting_places(mask, response_width=2).tolist() == [1, 6, 7]
+    assert row.predicting(mask, response_width=2).tolist() == [1, 6, 7]
 
 
 def test_a_model_whose_samples_see_each_other_is_refused() -> None:

@@ -55,7 +55,7 @@ def test_an_adapter_has_as_many_parameters_as_peft_gives_it():
     assert shape_of(config.to_dict(), "it").adapter(4) == trained
 
 
-def kept_by_autograd(config, dtype):
+def kept_by_autograd(config, dtype, *, same_prompt):
     """Bytes of what a packed pass keeps for its backward, parameters left out."""
     model = AutoModelForCausalLM.from_config(config).to(dtype).train()
     use_packed_attention(model)
@@ -69,6 +69,8 @@ def kept_by_autograd(config, dtype):
         return tensor
 
     ids = torch.randint(0, config.vocab_size, (4, 64))
+    if same_prompt:
+        ids[:, :56] = ids[0, :56]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         response_log_probs(
             model,
@@ -81,15 +83,17 @@ def kept_by_autograd(config, dtype):
     return sum(storage.nbytes() for storage in kept.values())
 
 
+@pytest.mark.parametrize("same_prompt", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", [Qwen2Config, LlamaConfig, Qwen3Config], ids=lambda family: family.model_type)
-def test_activations_are_what_autograd_keeps(family, dtype):
+def test_activations_are_what_autograd_keeps(family, dtype, same_prompt):
     def config(layers):
         return family(**{**SIZES, "num_hidden_layers": layers}, **HEADS, head_dim=24)
 
-    of_two_blocks = kept_by_autograd(config(3), dtype) - kept_by_autograd(config(1), dtype)
-    shape = shape_of(config(1).to_dict(), "it")
-    assert shape.activation_bytes(dtype.itemsize) == pytest.approx(of_two_blocks / 2 / (4 * 64), rel=0.02)
+    three, one = (kept_by_autograd(config(layers), dtype, same_prompt=same_prompt) for layers in (3, 1))
+    tokens = 56 + 4 * 8 if same_prompt else 4 * 64
+    found = shape_of(config(1).to_dict(), "it").activation_bytes(dtype.itemsize, copies=4 * 64 / tokens)
+    assert found == pytest.approx((three - one) / 2 / tokens, rel=0.02)
 
 
 def test_what_is_not_understood_is_refused_by_name():

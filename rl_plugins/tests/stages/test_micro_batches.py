@@ -8,15 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_plugins.stages.micro_batches import Cutter, Lengths, balanced
+from rl_plugins.data.experience import Experience
+from rl_plugins.stages.micro_batches import Cutter, Lengths, balanced, bundles
 
 lengths = st.tuples(st.integers(1, 40), st.integers(0, 60))
 
 
 def cut(ranks: list[list[tuple[int, int]]], budget: int, *, packing: bool, samples: int = 1) -> list[list[Tensor]]:
-    """The micro-batches of every rank."""
-    columns = [torch.tensor(rank).T for rank in ranks]
-    parts = [Lengths(prompts, responses, samples * (prompts + responses), samples) for prompts, responses in columns]
+    """The micro-batches of every rank, whose examples all have prompts of their own."""
+    parts = []
+    for prompts, responses in (torch.tensor(rank).T for rank in ranks):
+        tokens, own = samples * (prompts + responses), torch.arange(len(prompts))
+        parts.append(Lengths(prompts, responses, tokens, own, samples))
+    return cut_each(parts, budget, packing=packing)
+
+
+def cut_each(parts: list[Lengths], budget: int, *, packing: bool, together: bool = False) -> list[list[Tensor]]:
     wanted: list[Tensor] = []
 
     def collect(values: Tensor) -> Tensor:
@@ -24,9 +31,9 @@ def cut(ranks: list[list[tuple[int, int]]], budget: int, *, packing: bool, sampl
         return values
 
     for part in parts:
-        Cutter(budget, packing, collect).indices(part)
+        Cutter(budget, packing, together, collect).indices(part)
     largest = torch.stack(wanted).amax(dim=0)
-    return [Cutter(budget, packing, lambda _: largest).indices(part) for part in parts]
+    return [Cutter(budget, packing, together, lambda _: largest).indices(part) for part in parts]
 
 
 @settings(deadline=None)
@@ -55,7 +62,7 @@ def test_every_sample_once_and_as_many_micro_batches_on_every_rank(
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 12))
 def test_balanced_parts_are_no_worse_than_a_sorted_cut(tokens: list[int], count: int) -> None:
-    parts = [[tokens[i] for i in part.tolist()] for part in balanced(torch.tensor(tokens), count)]
+    parts = [[tokens[i] for i in part] for part in balanced(tokens, count)]
     assert sorted(length for part in parts for length in part) == sorted(tokens)
     sizes = [sum(part) for part in parts]
     assert sizes == sorted(sizes, reverse=True)
@@ -92,5 +99,69 @@ def test_with_packing_a_long_sample_meets_short_ones() -> None:
     parts = cut([[(1, 50), (1, 2), (1, 49), (1, 1)]], 54, packing=True)[0]
     assert [part.tolist() for part in parts] == [[0, 3], [2, 1]]
     # Few samples of which the longest come in a pair: sorted, they cut evenly.
-    parts = balanced(torch.tensor([3, 3, 2, 2, 2]), 2)
-    assert [part.tolist() for part in parts] == [[2, 3, 4], [0, 1]]
+    assert balanced([3, 3, 2, 2, 2], 2) == [[2, 3, 4], [0, 1]]
+
+
+groups = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(0, 60), min_size=1, max_size=8)), min_size=1, max_size=6
+)
+
+
+def lengths_of(groups: list[tuple[int, list[int]]]) -> Lengths:
+    """Of samples, given the length of each prompt and those of its responses."""
+    prompts = torch.tensor([prompt for prompt, responses in groups for _ in responses])
+    responses = torch.tensor([length for _, responses in groups for length in responses])
+    sizes = torch.tensor([len(responses) for _, responses in groups])
+    return Lengths(prompts, responses, prompts + responses, (sizes.cumsum(0) - sizes).repeat_interleave(sizes))
+
+
+def first(lengths: Lengths, size: int) -> Lengths:
+    own = slice(size)
+    return Lengths(lengths.prompts_B[own], lengths.responses_B[own], lengths.tokens_B[own], lengths.first_B[own])
+
+
+def run(lengths: Lengths, part: Tensor) -> int:
+    """Tokens of a micro-batch in which prompts are shared."""
+    firsts = {int(lengths.first_B[i]): int(lengths.prompts_B[i]) for i in part.tolist()}
+    return sum(firsts.values()) + int(lengths.responses_B[part].sum())
+
+
+@settings(deadline=None)
+@given(st.lists(groups, min_size=1, max_size=3), st.integers(1, 400))
+def test_shared_prompts_count_once(ranks: list[list[tuple[int, list[int]]]], budget: int) -> None:
+    # In training, ranks have equally many samples.
+    size = min(sum(len(responses) for _, responses in rank) for rank in ranks)
+    parts = [first(lengths_of(rank), size) for rank in ranks]
+    shared, apart = (cut_each(parts, budget, packing=True, together=together) for together in (True, False))
+    assert len({len(rank) for rank in shared}) == 1
+    assert len(shared[0]) <= len(apart[0])
+    for part, micro_batches in zip(parts, shared, strict=True):
+        assert sorted(torch.cat(micro_batches).tolist()) == list(range(size))
+        assert all(len(one) > 0 and (len(one) == 1 or run(part, one) <= budget) for one in micro_batches)
+
+
+def test_samples_of_a_prompt_stay_together_as_far_as_the_budget_allows() -> None:
+    lengths = lengths_of([(10, [5, 5, 5, 5]), (10, [5, 5, 5, 5])])
+    (parts,) = cut_each([lengths], 30, packing=True, together=True)
+    assert [sorted(part.tolist()) for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    # By themselves, two samples would fit.
+    assert len(cut_each([lengths], 30, packing=True)[0]) == 4
+    (parts,) = cut_each([lengths], 20, packing=True, together=True)
+    assert [run(lengths, part) for part in parts] == [20, 20, 20, 20]
+    # A rank that needs fewer micro-batches than another one cuts the largest bundle, not all of them.
+    short = lengths_of([(4, [1, 1, 1, 1]), (2, [1, 1, 1, 1])])
+    parts = cut_each([lengths, short], 20, packing=True, together=True)[1]
+    assert sorted(sorted(i // 4 for i in part.tolist()) for part in parts) == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    # Where whole bundles would leave much of the budget unused, they are cut: three micro-batches, not four.
+    uneven = lengths_of([(2, [9, 9, 9])] * 4)
+    assert len(cut_each([uneven], 42, packing=True, together=True)[0]) == 3
+
+
+def test_pairs_of_one_prompt_are_examples_of_two_samples() -> None:
+    samples = Experience.from_responses([[1, 2], [3], [1, 2], [3]], [[4], [5, 5], [6, 6, 6], [7]], pad_token_id=0)
+    lengths = Lengths.of_examples(samples, torch.tensor([[0, 2], [1, 3]]))
+    assert lengths.prompts_B.tolist() == [2, 1] and lengths.responses_B.tolist() == [3, 2]
+    assert lengths.tokens_B.tolist() == [8, 5] and lengths.first_B.tolist() == [0, 1]
+    assert [bundle.tokens for bundle in bundles(lengths, 100)] == [6, 4]
+    assert Lengths.of(samples).first_B.tolist() == [0, 1, 0, 1]
+    assert len(Lengths.of(samples[:0]).first_B) == 0

@@ -16,6 +16,8 @@ from rl_plugins.tests.ranks import run_ranks
 
 # Of each of four ranks, the lengths of its samples: one is longer than all others together, one rank has a token only.
 LENGTHS = [[19], [2, 3], [1], [4, 1, 4]]
+# Where positions begin when some go on behind the prompt of the sample before them.
+BEHIND_PROMPTS = [[0], [0, 1], [0], [0, 3, 2]]
 VARIANTS: dict[str, dict[str, Any]] = {
     "as many keys as queries": {"num_key_value_heads": 4},
     "ranks that share keys": {"num_key_value_heads": 2},
@@ -33,13 +35,12 @@ def model_of(**options: Any) -> Any:
     return model
 
 
-def row_of(lengths: list[int]) -> dict[str, Any]:
+def row_of(lengths: list[int], begins: list[int] | None = None) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(sum(lengths))
-    return {
-        "input_ids": torch.randint(30, (1, sum(lengths)), generator=generator),
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        **boundaries(torch.tensor(lengths)),
-    }
+    starts = zip(begins or [0] * len(lengths), lengths, strict=True)
+    positions = torch.cat([torch.arange(begin, begin + length) for begin, length in starts])
+    ids = torch.randint(30, (1, sum(lengths)), generator=generator)
+    return {"input_ids": ids, "position_ids": positions[None], **boundaries(positions)}
 
 
 def padded_of(lengths: list[int]) -> dict[str, Any]:
@@ -64,8 +65,15 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 
 def compare(rank: int, options: dict[str, Any], dtype: torch.dtype, checkpointing: bool) -> None:
     torch.distributed.init_process_group("gloo")
-    expected_model = model_of(**options).to(dtype)
-    expected = [run(expected_model, row_of(lengths)) for lengths in LENGTHS][rank]
+
+    def expected(rows: list[dict[str, Any]]) -> tuple[Tensor, list[Tensor]]:
+        """The logits of this rank's row, and the gradient of all ranks'."""
+        whole = model_of(**options).to(dtype)
+        logits = [run(whole, row) for row in rows][rank]
+        return logits, [parameter.grad for parameter in whole.parameters()]
+
+    whole_rows = [row_of(lengths) for lengths in LENGTHS]
+    shared_rows = [row_of(lengths, begins) for lengths, begins in zip(LENGTHS, BEHIND_PROMPTS, strict=True)]
     model = model_of(**options).to(dtype)
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -75,19 +83,21 @@ def compare(rank: int, options: dict[str, Any], dtype: torch.dtype, checkpointin
     seen: list[int] = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
     tolerance: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
-    for inputs in (row_of(LENGTHS[rank]), padded_of(LENGTHS[rank])):
+    cases = (whole_rows[rank], whole_rows), (padded_of(LENGTHS[rank]), whole_rows), (shared_rows[rank], shared_rows)
+    for inputs, rows in cases:
         model.zero_grad()
-        torch.testing.assert_close(run(model, inputs), expected, **tolerance)
-        for parameter, wanted in zip(model.parameters(), expected_model.parameters(), strict=True):
-            assert parameter.grad is not None and wanted.grad is not None
+        logits, gradients = expected(rows)
+        torch.testing.assert_close(run(model, inputs), logits, **tolerance)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert parameter.grad is not None
             torch.distributed.all_reduce(parameter.grad)
-            error = (parameter.grad - wanted.grad).norm() / wanted.grad.norm()
+            error = (parameter.grad - gradient).norm() / gradient.norm()
             assert error < (1e-5 if dtype == torch.float32 else 0.05)
     # No rank has more than its quarter of all tokens, whatever its samples.
     tokens = sum(map(sum, LENGTHS))
     assert set(seen) <= {tokens // 4, tokens // 4 + 1}
     shards.remove()
-    torch.testing.assert_close(run(model, row_of(LENGTHS[rank])), expected, **tolerance)
+    torch.testing.assert_close(run(model, whole_rows[rank]), expected(whole_rows)[0], **tolerance)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

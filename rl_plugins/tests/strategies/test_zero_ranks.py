@@ -42,7 +42,10 @@ def check_equal(folder: Path, name: str, steps: range, other: str = "single") ->
     assert set(got["weights"]) == {"policy", "critic", "reference"}
     for engine, weights in got["weights"].items():
         for key, weight in weights.items():
-            torch.testing.assert_close(weight, expected["weights"][engine][key], rtol=1e-3, atol=1e-4, msg=key)
+            # The keys' bias has hardly a gradient but rounding, as softmax does not see what all keys have in common;
+            # Adam's steps do not show that.
+            atol = 1e-3 if key.endswith("k_proj.bias") else 1e-4
+            torch.testing.assert_close(weight, expected["weights"][engine][key], rtol=1e-3, atol=atol, msg=key)
 
 
 def test_the_single_device_learns_clips_and_warms_up(folder: Path) -> None:
