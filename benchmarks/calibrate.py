@@ -26,7 +26,8 @@ from benchmarks.runs import Run, run_grpo
 from rl_plugins.planning.devices import CPU_FILE, Device
 from rl_plugins.planning.memory import engine_memory, total, trainer_memory
 from rl_plugins.planning.placement import Placement
-from rl_plugins.planning.step_time import micro_batches, training_flops
+from rl_plugins.planning.rows import rows_of
+from rl_plugins.planning.step_time import training_flops
 from rl_plugins.planning.workload import WIDTHS, Workload
 
 PLACE = Placement(WORKERS, 1, zero_stage=1, offload="stay")
@@ -86,20 +87,17 @@ def measure(kept: Path | None) -> dict[str, Any]:
         "sample_flops": {},
         "sample_bandwidth": {},
     }
+    found["tensor_s"] = tensor_s = tensor_seconds(many, at["32-true"][1])
     for runs in at.values():
         run, work = runs[1]
-        found["train_flops"][work.dtype] = training_rate(run, work, WORKERS)
+        found["train_flops"][work.dtype] = training_rate(run, work, WORKERS, tensor_s)
         rate, read = sampling_rates(runs, decode_step, decode_sequence)
         found["sample_flops"][work.engine_dtype], found["sample_bandwidth"][work.engine_dtype] = rate, read
-    found["alone"] = training_rate(*single, 1) / found["train_flops"]["bfloat16"]
+    found["alone"] = training_rate(*single, 1, tensor_s) / found["train_flops"]["bfloat16"]
     run, work = many
-    tokens = work.row_tokens / WORKERS
-    arithmetic = training_flops(work, work.policy, tokens) / found["train_flops"]["float32"]
-    passes = micro_batches(work, PLACE) * work.policy.tensors
-    found["tensor_s"] = max(0.0, run.quiet("time/update_policy") - arithmetic) / passes
     longer = gathered.quiet("time/update_policy") - run.quiet("time/update_policy")
     # In the forward and the backward pass; moving the parameters of so small a model takes no time.
-    found["gather_s"] = max(0.0, longer) / (2 * passes)
+    found["gather_s"] = max(0.0, longer) / (2 * tensor_passes(work, WORKERS))
     phases = ("time/rollout", "time/update_policy", "time/update_weights", "time/offload", "time/reload")
     found["step_s"] = max(0.0, run.quiet("time/step") - sum(run.quiet(phase) for phase in phases))
     # Ranks meet in shared memory: a collective is copies.
@@ -107,10 +105,24 @@ def measure(kept: Path | None) -> dict[str, Any]:
     return found | memory(few, [runs[1] for runs in at.values()], Device(**found))
 
 
-def training_rate(run: Run, work: Workload, workers: int) -> float:
-    """Operations a second of a trainer."""
-    tokens = work.row_tokens / workers
-    return training_flops(work, work.policy, tokens) / run.quiet("time/update_policy")
+def tensor_seconds(small: tuple[Run, Workload], large: tuple[Run, Workload]) -> float:
+    """What each tensor takes in a pass whatever its size, from the updates of two models at one rate of arithmetic."""
+    (s, m, a), (t, n, b) = (
+        (run.quiet("time/update_policy"), tensor_passes(work, WORKERS), training_flops(work, work.policy, WORKERS))
+        for run, work in (small, large)
+    )
+    return max(0.0, (s - t * a / b) / (m - n * a / b))
+
+
+def tensor_passes(work: Workload, workers: int) -> int:
+    """How many tensors a trainer's passes over the samples have, all together."""
+    return rows_of(work, workers).passes * work.policy.tensors
+
+
+def training_rate(run: Run, work: Workload, workers: int, tensor_s: float) -> float:
+    """Operations a second of a trainer, beside what tensors take whatever their size."""
+    seconds = run.quiet("time/update_policy") - tensor_passes(work, workers) * tensor_s
+    return training_flops(work, work.policy, workers) / seconds
 
 
 def decoding_costs(few: tuple[Run, Workload], many: tuple[Run, Workload]) -> tuple[float, float]:

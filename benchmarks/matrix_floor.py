@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+from rl_plugins.planning.rows import rows_of
 from rl_plugins.planning.workload import Workload
 
 _ROWS = 1536
@@ -34,5 +35,6 @@ def step_floor_s(work: Workload, rate: float) -> float:
     shape, sampled = work.policy, work.responses * work.response_tokens
     sampling = shape.forward_flops(sampled, work.prompt_tokens + work.response_tokens / 2)
     sampling += shape.forward_flops(work.prompts * work.prompt_tokens, work.prompt_tokens / 2)
-    training = 3 * shape.forward_flops(work.row_tokens, work.row_context)
+    rows = rows_of(work, 1)
+    training = 3 * shape.forward_flops(rows.tokens, rows.context)
     return (sampling + training) / rate

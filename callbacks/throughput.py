@@ -42,8 +42,9 @@ PEAK_TFLOPS = {
 class Throughput(Callback):
     """Adds `throughput/...` to the metrics of every step.
 
-    `trained_tokens_per_s` counts all ranks over the whole step, `sampled_tokens_per_s` the responses of one training
-    device while the rollout engine samples, and `mfu` the share of the devices' peak in the time of the updates.
+    `trained_tokens_per_s` counts all ranks over the whole step, a prompt that samples share in a row once;
+    `sampled_tokens_per_s` the responses of one training device while the rollout engine samples; and `mfu` is the share
+    of the devices' peak in the time of the updates.
 
     Args:
         peak_tflops: dense peak of a training device in the precision of the run, in 10^12 operations a second; by

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from rl_plugins.planning.devices import Device
 from rl_plugins.planning.placement import Placement
+from rl_plugins.planning.rows import Rows, rows_of
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.workload import WIDTHS, Workload
 
@@ -40,17 +41,22 @@ def trainer_memory(work: Workload, place: Placement, device: Device) -> dict[str
     frozen = {f"{name} parameters": _resident(shape, work, place) for name, shape in work.frozen.items()}
     models = [work.policy, *([work.critic] if work.critic else []), *work.frozen.values()]
     largest = max(models, key=lambda shape: shape.parameters)
-    passes = {"gathered": _gathered(largest, work, place), **_head(work), "activations": _forward_activations(work)}
+    rows = rows_of(work, place.trainers)
+    passes = {
+        "gathered": _gathered(largest, work, place),
+        **_head(work, rows),
+        "activations": _forward_activations(work, rows),
+    }
     sampling = {**kept, **frozen}
     if device.is_cpu:
         # The C library keeps what was freed in blocks of less than 32 MB for the next pass.
-        sampling["activations"] = _activations(work) * device.fragments
+        sampling["activations"] = _activations(work, rows) * device.fragments
     elif place.offload == "while_sampling" and place.colocated:
         sampling = frozen
     return {
         "sampling": sampling,
         "log_probs": {**kept, **frozen, **passes},
-        "update": {**kept, **frozen, **_update(work, place, device)},
+        "update": {**kept, **frozen, **_update(work, place, device, rows)},
     }
 
 
@@ -143,7 +149,7 @@ def _gathered(shape: ModelShape, work: Workload, place: Placement) -> float:
     return 0.0
 
 
-def _update(work: Workload, place: Placement, device: Device) -> Parts:
+def _update(work: Workload, place: Placement, device: Device, rows: Rows) -> Parts:
     """What the update of a trained model has besides its states, at its largest: in a pass or in the optimizer."""
     shape, trained, workers, width = work.policy, work.trained_parameters, place.trainers, work.width
     if work.critic is not None and work.critic.parameters > trained:
@@ -157,14 +163,18 @@ def _update(work: Workload, place: Placement, device: Device) -> Parts:
         bucket = min(trained, REDUCE_BUCKET) * width
         # Stage 1 adds up whole gradients until the last pass, the others parts of them.
         gradients = shard * width
-        if place.zero_stage == 1 and _micro_batches(work, place) > 1:
+        if place.zero_stage == 1 and rows.passes > work.updates:
             gradients += trained * width
         if place.zero_stage == 3:
             # A bucket is put together anew before it is sent, and what is gathered before it is taken apart.
             bucket = 2 * bucket + min(shape.large(PERSISTENT), PREFETCHED) * width
         in_step = shard * 4
-    held: Parts = {"gradients": gradients, "gathered": _gathered(shape, work, place), "activations": _activations(work)}
-    passing: Parts = {"bucket": bucket, **_head(work)}
+    held: Parts = {
+        "gradients": gradients,
+        "gathered": _gathered(shape, work, place),
+        "activations": _activations(work, rows),
+    }
+    passing: Parts = {"bucket": bucket, **_head(work, rows)}
     # An optimizer on the host does not work here.
     stepping: Parts = {"float32 gradients": in_step, "temporary": shard * 8} if place.offload != "cpu" else {}
     if device.is_cpu:
@@ -178,35 +188,24 @@ def _larger(one: Parts, other: Parts) -> Parts:
     return one if total(one) >= total(other) else other
 
 
-def _micro_batches(work: Workload, place: Placement) -> int:
-    """Passes of a worker for one optimizer step."""
-    tokens = work.row_tokens / place.trainers / work.updates
-    return max(1, -(-int(tokens) // max(work.micro_batch_tokens, work.max_tokens)))
-
-
-def _tokens(work: Workload) -> float:
-    """Of the largest micro-batch: a sample that is longer than the budget makes one of its own."""
-    return min(max(work.micro_batch_tokens, work.max_tokens), work.row_tokens)
-
-
-def _activations(work: Workload) -> float:
+def _activations(work: Workload, rows: Rows) -> float:
     """Bytes that autograd keeps of a micro-batch, with the last norm, and with the gradients inside a block."""
-    shape, width, tokens = work.policy, work.width, _tokens(work)
-    block = shape.activation_bytes(width, work.responses * work.sample_tokens / work.row_tokens)
+    shape, width, tokens = work.policy, work.width, rows.largest
+    block = shape.activation_bytes(width, rows.copies)
     ends = shape.hidden * (4 + 2 * width) + width * (2 * shape.hidden + 3 * shape.intermediate)
     if work.gradient_checkpointing:
         return tokens * (shape.layers * shape.hidden * width + block + ends)
     return tokens * (shape.layers * block + ends)
 
 
-def _forward_activations(work: Workload) -> float:
+def _forward_activations(work: Workload, rows: Rows) -> float:
     """Bytes of a block's intermediate results in a pass that keeps none."""
     shape = work.policy
-    return _tokens(work) * work.width * (2 * shape.hidden + 3 * shape.intermediate)
+    return rows.largest * work.width * (2 * shape.hidden + 3 * shape.intermediate)
 
 
-def _head(work: Workload) -> Parts:
+def _head(work: Workload, rows: Rows) -> Parts:
     """Bytes of the output head's logits: three times as many float32 numbers as are computed at a time."""
-    responses = _tokens(work) * work.responses * work.response_tokens / work.row_tokens
+    responses = rows.largest * rows.copies * work.response_tokens / work.sample_tokens
     logits = min(responses * work.policy.vocab, LOGITS_AT_ONCE)
     return {"logits": logits * (12 + (2 if work.width == 2 else 0))}

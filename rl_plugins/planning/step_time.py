@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rl_plugins.planning.devices import Device
 from rl_plugins.planning.memory import engine_memory, sample_cache
 from rl_plugins.planning.placement import Placement
+from rl_plugins.planning.rows import rows_of
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.workload import WIDTHS, Workload
 
@@ -89,34 +90,28 @@ def rollout_seconds(work: Workload, place: Placement, device: Device) -> float:
     return (prefill + waves * work.response_tokens * step) * busy
 
 
-def training_flops(work: Workload, shape: ModelShape, tokens: float) -> float:
-    """Forward and backward; of a model whose own weights are frozen, no gradients of those."""
-    forward = shape.forward_flops(tokens, work.row_context)
+def training_flops(work: Workload, shape: ModelShape, trainers: int) -> float:
+    """Forward and backward, of each trainer; of a model whose own weights are frozen, no gradients of those."""
+    rows = rows_of(work, trainers)
+    forward = shape.forward_flops(rows.tokens, rows.context)
     passes = 3.0 - (1.0 if work.lora_rank and shape is work.policy else 0.0)
     return forward * (passes + (1.0 if work.gradient_checkpointing else 0.0))
 
 
-def micro_batches(work: Workload, place: Placement) -> int:
-    """Passes of a worker in each pass over the samples."""
-    tokens = work.row_tokens / place.trainers
-    return max(work.updates, math.ceil(tokens / max(work.micro_batch_tokens, work.max_tokens)))
-
-
 def _updates(work: Workload, place: Placement, device: Device, per_node: int) -> float:
-    tokens = work.row_tokens / place.trainers
     rate = device.train_flops[work.dtype]
     seconds = 0.0
     models = [(work.policy, work.trained_parameters)]
     if work.critic is not None:
         models.append((work.critic, work.critic.parameters))
     for shape, trained in models:
-        arithmetic = training_flops(work, shape, tokens) / rate
+        arithmetic = training_flops(work, shape, place.trainers) / rate
         collectives = _collectives(work, shape, trained, place, device, per_node)
         # The optimizer reads and writes masters, moments and gradients.
         optimizer = work.updates * 32 * trained / place.trainers / device.bandwidth
         if place.offload == "cpu":
             optimizer = work.updates * trained / place.trainers * (32 / 20e9 + 4 / device.host_link)
-        overhead = micro_batches(work, place) * shape.tensors * device.tensor_s
+        overhead = rows_of(work, place.trainers).passes * shape.tensors * device.tensor_s
         seconds += arithmetic + collectives + optimizer + overhead
     return seconds * work.passes
 
@@ -130,7 +125,7 @@ def _collectives(
         return 0.0
     moved = (workers - 1) / workers / _link(device, workers, per_node)
     whole, gradients = shape.parameters * width * moved, trained * width * moved
-    passes = micro_batches(work, place)
+    passes = rows_of(work, place.trainers).passes
     if place.zero_stage == 1:
         return work.updates * (2 * gradients + gradients)
     if place.zero_stage == 2:
@@ -145,7 +140,7 @@ def _collectives(
 
 
 def _log_probs(work: Workload, place: Placement, device: Device, per_node: int) -> float:
-    tokens = work.row_tokens / place.trainers
+    rows = rows_of(work, place.trainers)
     shapes = list(work.frozen.values())
     if work.updates * work.passes > 1:
         shapes.append(work.policy)
@@ -153,11 +148,11 @@ def _log_probs(work: Workload, place: Placement, device: Device, per_node: int) 
         shapes.append(work.critic)
     seconds = 0.0
     for shape in shapes:
-        seconds += shape.forward_flops(tokens, work.row_context) / device.train_flops[work.dtype]
+        seconds += shape.forward_flops(rows.tokens, rows.context) / device.train_flops[work.dtype]
         if place.zero_stage in (0, 3) and place.trainers > 1:
             whole = shape.parameters * work.width * (place.trainers - 1) / place.trainers
             hooks = shape.tensors * device.gather_s if place.zero_stage == 3 else 0.0
-            seconds += micro_batches(work, place) * (whole / _link(device, place.trainers, per_node) + hooks)
+            seconds += rows.passes * (whole / _link(device, place.trainers, per_node) + hooks)
     return seconds
 
 

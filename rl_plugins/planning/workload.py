@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -79,20 +78,6 @@ class Workload:
     def sample_tokens(self) -> float:
         """Of a prompt and a response."""
         return self.prompt_tokens + self.response_tokens
-
-    @property
-    def row_tokens(self) -> float:
-        """That a model runs for all samples: a prompt only once for those of its samples that share a micro-batch."""
-        room = self.micro_batch_tokens - self.prompt_tokens
-        together = min(self.samples, max(1, int(room / self.response_tokens)))
-        return self.prompts * math.ceil(self.samples / together) * self.prompt_tokens + (
-            self.responses * self.response_tokens
-        )
-
-    @property
-    def row_context(self) -> float:
-        """Tokens that each of those attends to on average; attention runs over whole samples."""
-        return self.responses * self.sample_tokens / self.row_tokens * self.sample_tokens / 2
 
     @property
     def trained_parameters(self) -> int:

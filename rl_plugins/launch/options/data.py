@@ -80,8 +80,8 @@ class BatchConfig:
         samples_per_prompt: responses to each prompt.
         tokens_per_micro_batch: tokens of one forward and backward pass on one worker: real ones with `packing`, padded
             ones without.
-        packing: the samples of a micro-batch go through the models as one row without padding; false for a model that
-            lets samples in a row see each other.
+        packing: the samples of a micro-batch go through the models as one row without padding, a prompt only once for
+            all its samples; false for a model that lets samples in a row see each other.
         updates_per_step: optimizer steps of one pass over the samples of a step.
         passes_per_step: passes over the samples of a step.
     """

@@ -1,0 +1,50 @@
+"""How samples of average lengths fall into a worker's micro-batches, as `stages/micro_batches.py` cuts them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rl_plugins.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that a worker runs in one pass over its samples.
+
+    Attributes:
+        tokens: of all rows: a prompt once for those of its samples that share a micro-batch.
+        passes: micro-batches.
+        largest: tokens of the largest one.
+        copies: how often a token is in a sample, on average.
+        context: tokens that each attends to on average; attention runs over whole samples.
+    """
+
+    tokens: float
+    passes: int
+    largest: float
+    copies: float
+    context: float
+
+
+def rows_of(work: Workload, trainers: int) -> Rows:
+    """Those of each of so many workers."""
+    budget, prompts = max(work.micro_batch_tokens, work.max_tokens), work.prompts / trainers
+    ways = []
+    for most in (budget, budget / 2, budget / 4):
+        together = min(work.samples, max(1, int((most - work.prompt_tokens) / work.response_tokens)))
+        bundles = math.ceil(work.samples / together)
+        size = work.prompt_tokens + work.samples / bundles * work.response_tokens
+        of_update = math.ceil(prompts / work.updates) * bundles
+        passes = math.ceil(of_update / max(1, int(budget / size)))
+        ways.append((passes, prompts * bundles * size, math.ceil(of_update / passes) * size))
+    passes, tokens, largest = min(ways)
+    copies = prompts * work.samples * work.sample_tokens / tokens
+    return Rows(
+        tokens=tokens,
+        passes=passes * work.updates,
+        # A sample that is longer than the others makes a micro-batch of its own.
+        largest=max(largest, work.max_tokens),
+        copies=copies,
+        context=copies * work.sample_tokens / 2,
+    )

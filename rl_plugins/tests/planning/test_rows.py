@@ -1,0 +1,40 @@
+"""Micro-batches as planned, against those that are cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rl_plugins.planning.rows import rows_of
+from rl_plugins.planning.shape import ModelShape
+from rl_plugins.planning.workload import Workload
+from rl_plugins.stages.micro_batches import Cutter, Lengths
+
+SHAPE = ModelShape(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=4, head_dim=16, vocab=1000, norms=128)
+WORK = Workload(SHAPE, prompts=16, samples=4, prompt_tokens=64, response_tokens=128, max_tokens=192)
+
+
+@pytest.mark.parametrize("budget", [192, 320, 500, 576, 600, 1152, 1536, 1728, 10_000])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_rows_are_those_that_are_cut(budget: int, updates: int) -> None:
+    found = rows_of(replace(WORK, micro_batch_tokens=budget, updates=updates), trainers=2)
+    groups = 8 // updates
+    prompts, first = torch.full((groups * 4,), 64), (torch.arange(groups * 4) // 4) * 4
+    lengths = Lengths(prompts, prompts * 2, prompts * 3, first)
+    cut = Cutter(budget, packing=True, shares_prompts=True, max_over_ranks=lambda largest: largest).indices(lengths)
+    tokens = [64 * len(set(first[part].tolist())) + 128 * len(part) for part in cut]
+    assert found.passes == len(cut) * updates
+    assert found.largest == max(tokens)
+    assert found.tokens == sum(tokens) * updates
+    # Attention runs over whole samples.
+    assert found.copies * found.tokens == pytest.approx(8 * 4 * 192)
+    assert found.context * found.tokens == pytest.approx(8 * 4 * 192 * 96)
+
+
+def test_a_prompt_of_its_own_is_run_for_its_sample() -> None:
+    alone = rows_of(replace(WORK, samples=1), trainers=2)
+    assert (alone.tokens, alone.copies, alone.context) == (8 * 192, 1, 96)
+    # One sample may be longer than the others are on average.
+    assert rows_of(replace(WORK, micro_batch_tokens=1, max_tokens=1000), trainers=16).largest == 1000
