@@ -14,10 +14,15 @@ from rl_plugins.tests.stages import canned
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_what_is_trained_and_sampled(packing: bool) -> None:
-    stage = build_stage(4, packing=packing, updates_per_step=2, passes_per_step=2, tokens_per_micro_batch=20)
+    budget = 1000 if packing else 20
+    stage = build_stage(4, packing=packing, updates_per_step=2, passes_per_step=2, tokens_per_micro_batch=budget)
     _, log = train(stage, [Throughput(peak_tflops=2.0)])
     texts = [(prompt, response) for prompt, responses in canned.RESPONSES.items() for response in responses]
     lengths = {pair: sum(len(canned.tokenizer.encode(text)) for text in pair) for pair in texts}
+    # Packed, a prompt runs once for its samples.
+    prompts = [len(canned.tokenizer.encode(prompt)) for prompt, _ in texts]
+    spared = [length - length / 3 for length in prompts] if packing else [0]
+    spared_squares = [length**2 - length**2 / 3 for length in prompts] if packing else [0]
     rows = [row for _, row in log.rows]
     trained = [row for row in rows if "throughput/mfu" in row]
     timed = [row for row in rows if "time/step" in row]
@@ -26,7 +31,7 @@ def test_what_is_trained_and_sampled(packing: bool) -> None:
     tokens = [
         row["throughput/trained_tokens_per_s"] * own["time/step"] for row, own in zip(trained, timed, strict=True)
     ]
-    assert sum(tokens) == pytest.approx(4 * sum(lengths.values()))
+    assert sum(tokens) == pytest.approx(4 * (sum(lengths.values()) - sum(spared)))
     responses = sum(len(canned.tokenizer.encode(response)) for _, response in texts)
     sampled = [
         row["throughput/sampled_tokens_per_s"] * own["time/rollout"] for row, own in zip(trained, timed, strict=True)
@@ -36,7 +41,9 @@ def test_what_is_trained_and_sampled(packing: bool) -> None:
     flops = sum(
         row["throughput/mfu"] * own["time/update_policy"] * 2e12 for row, own in zip(trained, timed, strict=True)
     )
-    assert flops == pytest.approx(4 * sum(length * matrices + length**2 * attention for length in lengths.values()))
+    run = sum(lengths.values()) - sum(spared)
+    pairs = sum(length**2 for length in lengths.values()) - sum(spared_squares)
+    assert flops == pytest.approx(4 * (run * matrices + pairs * attention))
     assert not stage.policy._forward_pre_hooks
 
 
