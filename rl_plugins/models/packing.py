@@ -13,6 +13,7 @@ tokens of the row, `N` real response tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries, has_packed_attention
+
+logger = logging.getLogger(__name__)
 
 _TRIAL_TOKENS = 4
 
@@ -123,14 +126,22 @@ def _inputs(model: Callable[..., Any], ids_M: Tensor, positions_M: Tensor) -> di
 def _try(model: Callable[..., Any], device: torch.device) -> _Trial:
     # Once per model.
     assert isinstance(model, nn.Module), "packed samples need a module"
-    if model not in _TRIALS:
-        _TRIALS[model] = _trial_of(model, device)
-    if not _TRIALS[model].keeps_apart:
+    if model in _TRIALS:
+        return _TRIALS[model]
+    trial, name = _trial_of(model, device), type(getattr(model, "module", model)).__name__
+    if not trial.keeps_apart:
         raise ConfigError(
-            f"{type(getattr(model, 'module', model)).__name__} lets packed samples see each other: "
-            "with this model and its attention implementation, set batch.packing=false"
+            f"{name} lets packed samples see each other: with this model and its attention implementation, "
+            "set batch.packing=false"
         )
-    return _TRIALS[model]
+    if shares_prompts(model) and not trial.shares_prompts:
+        logger.warning(
+            "%s does not go by its position ids, so every sample runs its prompt, and micro-batches hold more than "
+            "batch.tokens_per_micro_batch",
+            name,
+        )
+    _TRIALS[model] = trial
+    return trial
 
 
 def _trial_of(model: nn.Module, device: torch.device) -> _Trial:

@@ -158,7 +158,7 @@ def test_dropout_does_not_look_like_a_difference(monkeypatch: pytest.MonkeyPatch
     assert rows[-1].shape == (1, tokens_once(GROUPS)) and model.training
 
 
-def test_a_model_that_does_not_go_by_positions_runs_every_prompt() -> None:
+def test_a_model_that_does_not_go_by_positions_runs_every_prompt(caplog: pytest.LogCaptureFixture) -> None:
     """It is asked, not trusted: this one takes the place in the row for the position, from where a sample begins."""
     model = packed()
     inner = model.model.rotary_emb.forward
@@ -172,7 +172,9 @@ def test_a_model_that_does_not_go_by_positions_runs_every_prompt() -> None:
     padded = response_log_probs(model, **forward_arguments(samples)).log_probs_BT
     model.model.rotary_emb.forward = by_place
     rows = rows_of(model)
+    assert "Qwen2ForCausalLM" not in caplog.text
     found = response_log_probs(model, **forward_arguments(samples), packed=True).log_probs_BT
+    assert "Qwen2ForCausalLM does not go by its position ids, so every sample runs its prompt" in caplog.text
     assert rows[-1].shape == (1, int(samples.attention_mask.sum()))
     mask = samples.response_mask.bool()
     torch.testing.assert_close(found[mask], padded[mask], rtol=1e-10, atol=1e-10)
