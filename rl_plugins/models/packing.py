@@ -44,7 +44,7 @@ class _Trial:
     shares_prompts: bool
 
 
-# Of every model that has been tried.
+# Of every model that has been tried, without the engine around it.
 _TRIALS: WeakKeyDictionary[nn.Module, _Trial] = WeakKeyDictionary()
 
 
@@ -114,8 +114,15 @@ def first_of_prompt(prompts_BP: Tensor, is_token_BP: Tensor) -> Tensor:
 
 
 def shares_prompts(model: Callable[..., Any]) -> bool:
-    """Whether a model runs a prompt only once for all its samples in a row."""
-    return has_packed_attention(model)
+    """Whether a model runs a prompt only once for all its samples in a row, as far as is known."""
+    trial = _TRIALS.get(_without_engine(model)) if has_packed_attention(model) else None
+    return has_packed_attention(model) and (trial is None or trial.shares_prompts)
+
+
+def _without_engine(model: Callable[..., Any]) -> nn.Module:
+    assert isinstance(model, nn.Module), "packed samples need a module"
+    inner: nn.Module = getattr(model, "module", model)
+    return inner
 
 
 def _inputs(model: Callable[..., Any], ids_M: Tensor, positions_M: Tensor) -> dict[str, Any]:
@@ -125,26 +132,26 @@ def _inputs(model: Callable[..., Any], ids_M: Tensor, positions_M: Tensor) -> di
 
 def _try(model: Callable[..., Any], device: torch.device) -> _Trial:
     # Once per model.
-    assert isinstance(model, nn.Module), "packed samples need a module"
-    if model in _TRIALS:
-        return _TRIALS[model]
-    trial, name = _trial_of(model, device), type(getattr(model, "module", model)).__name__
+    inner = _without_engine(model)
+    if inner in _TRIALS:
+        return _TRIALS[inner]
+    trial, name = _trial_of(model, device), type(inner).__name__
     if not trial.keeps_apart:
         raise ConfigError(
             f"{name} lets packed samples see each other: with this model and its attention implementation, "
             "set batch.packing=false"
         )
-    if shares_prompts(model) and not trial.shares_prompts:
+    if has_packed_attention(model) and not trial.shares_prompts:
         logger.warning(
-            "%s does not go by its position ids, so every sample runs its prompt, and micro-batches hold more than "
-            "batch.tokens_per_micro_batch",
+            "%s cannot share a prompt among the samples of a row: each runs its own. The first micro-batches hold more "
+            "than batch.tokens_per_micro_batch",
             name,
         )
-    _TRIALS[model] = trial
+    _TRIALS[inner] = trial
     return trial
 
 
-def _trial_of(model: nn.Module, device: torch.device) -> _Trial:
+def _trial_of(model: Any, device: torch.device) -> _Trial:
     ids = torch.arange(_TRIAL_TOKENS, device=device)
     others = ids.flip(0)
     half = _TRIAL_TOKENS // 2

@@ -199,9 +199,10 @@ def _activations(work: Workload, rows: Rows) -> float:
 
 
 def _forward_activations(work: Workload, rows: Rows) -> float:
-    """Bytes of a block's intermediate results in a pass that keeps none."""
+    """Bytes of a block's intermediate results in a pass that keeps none: of its attention or its MLP."""
     shape = work.policy
-    return rows.largest * work.width * (2 * shape.hidden + 3 * shape.intermediate)
+    attention = 2 * rows.copies * (shape.q_width + shape.kv_width)
+    return rows.largest * work.width * (2 * shape.hidden + max(attention, 3 * shape.intermediate))
 
 
 def _head(work: Workload, rows: Rows) -> Parts:

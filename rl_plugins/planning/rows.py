@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rl_plugins.planning.workload import Workload
+from rl_plugins.planning.workload import COPY, Workload
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,14 @@ def rows_of(work: Workload, trainers: int) -> Rows:
     budget, prompts = max(work.micro_batch_tokens, work.max_tokens), work.prompts / trainers
     ways = []
     for most in (budget, budget / 2, budget / 4):
-        together = min(work.samples, max(1, int((most - work.prompt_tokens) / work.response_tokens)))
+        copied = COPY * work.prompt_tokens
+        room = (most - work.prompt_tokens + copied) / (work.response_tokens + copied)
+        together = min(work.samples, max(1, int(room)))
         bundles = math.ceil(work.samples / together)
-        size = work.prompt_tokens + work.samples / bundles * work.response_tokens
+        each = work.samples / bundles
+        size = work.prompt_tokens + each * work.response_tokens
         of_update = math.ceil(prompts / work.updates) * bundles
-        passes = math.ceil(of_update / max(1, int(budget / size)))
+        passes = math.ceil(of_update / max(1, int(budget / (size + (each - 1) * copied))))
         ways.append((passes, prompts * bundles * size, math.ceil(of_update / passes) * size))
     passes, tokens, largest = min(ways)
     copies = prompts * work.samples * work.sample_tokens / tokens

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,9 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.models.packing import first_of_prompt
 
 MaxOverRanks = Callable[[Tensor], Tensor]
+
+COPY = 0.25
+"""What a token of a prompt counts for each further sample: attention keeps whole samples, and less than that share."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Bundle(NamedTuple):
 
     Attributes:
         indices: of the examples.
-        tokens: that a model runs for them.
+        tokens: that a model runs for them, and `COPY` of those that attention runs for each sample again.
     """
 
     indices: list[int]
@@ -79,7 +84,8 @@ class Cutter:
     Attributes:
         tokens_per_micro_batch: budget; an example longer than it makes a micro-batch of its own.
         packing: the budget counts real tokens; if not, padding too.
-        shares_prompts: and a prompt only once for all samples of it in a micro-batch; only with `packing`.
+        shares_prompts: and a prompt once for all samples of it in a micro-batch, and a little for each further one
+            (`COPY`); only with `packing`.
         max_over_ranks: maximum of a tensor over ranks.
     """
 
@@ -129,10 +135,8 @@ class Cutter:
 
     def _number_of(self, bundled: list[Bundle]) -> int:
         tokens = [bundle.tokens for bundle in bundled]
-        count = min(len(tokens), math.ceil(sum(tokens) / self.tokens_per_micro_batch))
-        while not self._fit(bundled, balanced(tokens, count)):
-            count += 1
-        return count
+        least = min(len(tokens), math.ceil(sum(tokens) / self.tokens_per_micro_batch))
+        return _fewest(least, len(tokens), lambda count: self._fit(bundled, balanced(tokens, count)))
 
     def _padded_number(self, lengths: Lengths) -> int:
         if not len(lengths.prompts_B):
@@ -156,24 +160,32 @@ def bundles(lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
     for index, first in enumerate(lengths.first_B.tolist()):
         by_prompt.setdefault(first, []).append(index)
 
+    def bundle(indices: list[int]) -> Bundle:
+        prompt, further = prompts[indices[0]], lengths.samples_per_example * len(indices) - 1
+        return Bundle(indices, prompt + sum(responses[i] for i in indices) + math.ceil(COPY * further * prompt))
+
     def cut(indices: list[int], count: int) -> list[Bundle]:
         # No part must be empty, not even of empty responses.
         parts = balanced([1 + responses[index] for index in indices], count)
-        members = [[indices[place] for place in part] for part in parts]
-        return [Bundle(part, prompts[part[0]] + sum(responses[index] for index in part)) for part in members]
+        return [bundle([indices[place] for place in part]) for part in parts]
+
+    def small_enough(indices: list[int], count: int) -> bool:
+        return all(len(part.indices) == 1 or part.tokens <= most for part in cut(indices, count))
 
     found: list[Bundle] = []
     for indices in by_prompt.values():
-        room, wanted = most - prompts[indices[0]], sum(responses[index] for index in indices)
-        count = min(len(indices), max(1, math.ceil(wanted / room)) if room > 0 else len(indices))
-        while any(len(bundle.indices) > 1 and bundle.tokens > most for bundle in cut(indices, count)):
-            count += 1
+        count = _fewest(1, len(indices), partial(small_enough, indices))
         found += cut(indices, count)
     while len(found) < min(at_least, len(prompts)):
         largest = max((bundle for bundle in found if len(bundle.indices) > 1), key=lambda bundle: bundle.tokens)
         found.remove(largest)
         found += cut(largest.indices, 2)
     return found
+
+
+def _fewest(least: int, most: int, enough: Callable[[int], bool]) -> int:
+    """The smallest number that is enough; `most` is."""
+    return bisect_left(range(most), True, lo=least, key=enough)
 
 
 def split_by_length(lengths: Lengths, count: int) -> list[Tensor]:

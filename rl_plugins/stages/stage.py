@@ -26,6 +26,7 @@ from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import LoraConfig, MergedWeightSource, adapted_layers, add_adapter, has_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.models.packing import shares_prompts
+from rl_plugins.models.remote import RemoteModel
 from rl_plugins.stages.micro_batches import Cutter
 from rl_plugins.stages.optimizer import OptimizerConfig, only_one
 from rl_plugins.stages.trainer_flags import check_trainer, take_gradient_clip
@@ -209,7 +210,8 @@ class Stage(LightningModule):
     @property
     def cutter(self) -> Cutter:
         """How the stage cuts what a rank holds into micro-batches."""
-        together = self.packing and shares_prompts(getattr(self, self.trained))
+        models = [model for model in self.engine_modules().values() if not isinstance(model, RemoteModel)]
+        together = self.packing and all(map(shares_prompts, models))
         return Cutter(self.tokens_per_micro_batch, self.packing, together, self._strategy.max_over_ranks)
 
     def forward_inputs(self, samples: Experience) -> dict[str, Any]:

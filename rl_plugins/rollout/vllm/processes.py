@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import os
+import sys
 from collections.abc import Callable, Sequence
 from threading import Thread
 
@@ -34,6 +35,7 @@ def end_with(sentinels: Sequence[int], unless: Callable[[], bool] = lambda: Fals
     def watch() -> None:
         multiprocessing.connection.wait(sentinels)
         if not unless():
+            print("a process of the vLLM engine has ended: the others end, too", file=sys.stderr, flush=True)
             os._exit(1)
 
     Thread(target=watch, daemon=True, name="end-with-other-processes").start()

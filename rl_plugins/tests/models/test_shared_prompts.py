@@ -174,7 +174,8 @@ def test_a_model_that_does_not_go_by_positions_runs_every_prompt(caplog: pytest.
     rows = rows_of(model)
     assert "Qwen2ForCausalLM" not in caplog.text
     found = response_log_probs(model, **forward_arguments(samples), packed=True).log_probs_BT
-    assert "Qwen2ForCausalLM does not go by its position ids, so every sample runs its prompt" in caplog.text
+    assert "Qwen2ForCausalLM cannot share a prompt among the samples of a row" in caplog.text
+    assert not module.shares_prompts(model)
     assert rows[-1].shape == (1, int(samples.attention_mask.sum()))
     mask = samples.response_mask.bool()
     torch.testing.assert_close(found[mask], padded[mask], rtol=1e-10, atol=1e-10)

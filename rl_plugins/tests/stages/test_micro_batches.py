@@ -142,19 +142,20 @@ def test_shared_prompts_count_once(ranks: list[list[tuple[int, list[int]]]], bud
 
 def test_samples_of_a_prompt_stay_together_as_far_as_the_budget_allows() -> None:
     lengths = lengths_of([(10, [5, 5, 5, 5]), (10, [5, 5, 5, 5])])
-    (parts,) = cut_each([lengths], 30, packing=True, together=True)
+    # Four responses, their prompt, and three quarters of it, rounded up.
+    (parts,) = cut_each([lengths], 38, packing=True, together=True)
     assert [sorted(part.tolist()) for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     # By themselves, two samples would fit.
-    assert len(cut_each([lengths], 30, packing=True)[0]) == 4
-    (parts,) = cut_each([lengths], 20, packing=True, together=True)
+    assert len(cut_each([lengths], 38, packing=True)[0]) == 4
+    (parts,) = cut_each([lengths], 23, packing=True, together=True)
     assert [run(lengths, part) for part in parts] == [20, 20, 20, 20]
     # A rank that needs fewer micro-batches than another one cuts the largest bundle, not all of them.
     short = lengths_of([(4, [1, 1, 1, 1]), (2, [1, 1, 1, 1])])
-    parts = cut_each([lengths, short], 20, packing=True, together=True)[1]
+    parts = cut_each([lengths, short], 23, packing=True, together=True)[1]
     assert sorted(sorted(i // 4 for i in part.tolist()) for part in parts) == [[0, 0], [0, 0], [1, 1], [1, 1]]
     # Where whole bundles would leave much of the budget unused, they are cut: three micro-batches, not four.
     uneven = lengths_of([(2, [9, 9, 9])] * 4)
-    assert len(cut_each([uneven], 42, packing=True, together=True)[0]) == 3
+    assert len(cut_each([uneven], 43, packing=True, together=True)[0]) == 3
 
 
 def test_pairs_of_one_prompt_are_examples_of_two_samples() -> None:
@@ -162,6 +163,7 @@ def test_pairs_of_one_prompt_are_examples_of_two_samples() -> None:
     lengths = Lengths.of_examples(samples, torch.tensor([[0, 2], [1, 3]]))
     assert lengths.prompts_B.tolist() == [2, 1] and lengths.responses_B.tolist() == [3, 2]
     assert lengths.tokens_B.tolist() == [8, 5] and lengths.first_B.tolist() == [0, 1]
-    assert [bundle.tokens for bundle in bundles(lengths, 100)] == [6, 4]
+    # Attention runs over both samples: a quarter of the prompt once more.
+    assert [bundle.tokens for bundle in bundles(lengths, 100)] == [7, 5]
     assert Lengths.of(samples).first_B.tolist() == [0, 1, 0, 1]
     assert len(Lengths.of(samples[:0]).first_B) == 0
