@@ -67,14 +67,15 @@ def assert_alike(metrics: list[dict[str, float]], expected: list[dict[str, float
     for row, other in zip(metrics, expected, strict=True):
         learnt = {name for name in other if name.startswith("train/")}
         assert {"train/critic/loss", "train/critic/lr", "train/critic/gradient_norm"} < learnt
-        assert {name: row[name] for name in learnt} == pytest.approx({name: other[name] for name in learnt}, rel=1e-6)
+        # Norms are in float32, and which samples share a prompt's pass depends on how rows are cut.
+        assert {name: row[name] for name in learnt} == pytest.approx({name: other[name] for name in learnt}, rel=1e-5)
         assert row["time/update_critic"] > 0
 
 
 def assert_same(weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
     for name, weight in weights.items():
         # A step is as large as the rate, 0.01; Adam makes much of how gradients that are almost 0 are rounded.
-        torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
