@@ -65,9 +65,9 @@ def seconds(model: Any, experience: Experience, budget: int, *, packing: bool) -
     return time.perf_counter() - start
 
 
-def main() -> None:
-    """Print tokens per second of both ways, and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def prepared(description: str | None) -> tuple[Any, int]:
+    """The policy, and how often to measure, by the command line of a benchmark."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
@@ -75,12 +75,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_policy(Path(folder), hidden_size=256, num_layers=4, intermediate_size=704, vocab_size=VOCABULARY)
         model = load_causal_lm(folder, dtype=torch.float32)
+    return model, arguments.repeats
+
+
+def main() -> None:
+    """Print tokens per second of both ways, and their ratio."""
+    model, repeats = prepared(__doc__)
     experience = samples()
     lengths_B = experience.sequence_lengths.double()
     print(f"{SAMPLES} samples of {lengths_B.mean():.0f} tokens on average, {lengths_B.max():.0f} at most")
     ways = [(name, packing) for name in BUDGETS for packing in (True, False)]
     taken: dict[tuple[str, bool], list[float]] = {way: [] for way in ways}
-    for _ in range(arguments.repeats + 1):
+    for _ in range(repeats + 1):
         for name, packing in ways:
             taken[name, packing].append(seconds(model, experience, BUDGETS[name], packing=packing))
     for name in BUDGETS:

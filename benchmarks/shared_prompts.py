@@ -7,17 +7,12 @@ two take turns, so that what else the machine does falls on both.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks.packing import VOCABULARY, seconds
-from benchmarks.policies import save_policy
+from benchmarks.packing import VOCABULARY, prepared, seconds
 from rl_plugins.data.experience import Experience
-from rl_plugins.models.loading import load_causal_lm
 
 BUDGET = 4096
 SIZES = [(64, 128, 4), (64, 128, 8), (256, 128, 8), (512, 64, 8), (16, 240, 8)]
@@ -40,18 +35,11 @@ def samples(prompt: int, response: int, group: int, *, shared: bool) -> Experien
 
 def main() -> None:
     """Print samples per second of both, and their ratio, for each size."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        save_policy(Path(folder), hidden_size=256, num_layers=4, intermediate_size=704, vocab_size=VOCABULARY)
-        model = load_causal_lm(folder, dtype=torch.float32)
+    model, repeats = prepared(__doc__)
     for prompt, response, group in SIZES:
         ways = {shared: samples(prompt, response, group, shared=shared) for shared in (True, False)}
         taken: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(arguments.repeats + 1):
+        for _ in range(repeats + 1):
             for shared, experience in ways.items():
                 taken[shared].append(seconds(model, experience, BUDGET, packing=True))
         # The first pass of each is a warm-up.

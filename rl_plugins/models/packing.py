@@ -115,8 +115,10 @@ def first_of_prompt(prompts_BP: Tensor, is_token_BP: Tensor) -> Tensor:
 
 def shares_prompts(model: Callable[..., Any]) -> bool:
     """Whether a model runs a prompt only once for all its samples in a row, as far as is known."""
-    trial = _TRIALS.get(_without_engine(model)) if has_packed_attention(model) else None
-    return has_packed_attention(model) and (trial is None or trial.shares_prompts)
+    if not has_packed_attention(model):
+        return False
+    trial = _TRIALS.get(_without_engine(model))
+    return trial is None or trial.shares_prompts
 
 
 def _without_engine(model: Callable[..., Any]) -> nn.Module:
