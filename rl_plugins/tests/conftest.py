@@ -1,3 +1,13 @@
 """What all unit tests share."""
 
-from rl_plugins.tests import exact_norms  # noqa: F401
+from collections.abc import Iterator
+
+import pytest
+
+from rl_plugins.tests.exact_norms import exact_norms
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _exact_norms() -> Iterator[None]:
+    with exact_norms():
+        yield

@@ -1,10 +1,13 @@
 """RMS norms of float64 states in float64.
 
-transformers computes them in float32, which leaves seven digits of a gradient and hides what differs after them. Import
-this for gradients that shall agree to more.
+transformers computes them in float32, which leaves seven digits of a gradient and hides what differs after them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -12,20 +15,25 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+_Forward = Callable[[torch.nn.Module, Tensor], Tensor]
+_NORMS: tuple[type[torch.nn.Module], ...] = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
-def _patch(norm: type[torch.nn.Module]) -> None:
-    in_float32 = norm.forward
 
+@contextmanager
+def exact_norms() -> Iterator[None]:
+    """For gradients that shall agree to more; in this process."""
+    with ExitStack() as patches:
+        for norm in _NORMS:
+            patches.enter_context(mock.patch.object(norm, "forward", _exact(norm.forward)))
+        yield
+
+
+def _exact(in_float32: _Forward) -> _Forward:
     def forward(self: torch.nn.Module, hidden_states: Tensor) -> Tensor:
         if hidden_states.dtype != torch.float64:
-            normed: Tensor = in_float32(self, hidden_states)
-            return normed
+            return in_float32(self, hidden_states)
         weight, epsilon = self.weight, self.variance_epsilon
         assert isinstance(weight, Tensor) and isinstance(epsilon, float)
         return weight * hidden_states * torch.rsqrt(hidden_states.square().mean(-1, keepdim=True) + epsilon)
 
-    norm.forward = forward
-
-
-for _norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
-    _patch(_norm)
+    return forward

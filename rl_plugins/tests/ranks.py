@@ -1,7 +1,7 @@
 """Processes for tests that need several ranks, or one with a process group and a DeepSpeed of its own.
 
-They are forked from a server that has imported what takes its time to import and what changes models for tests, and
-has done nothing else: a process that has run a backward pass or an OpenMP loop must not fork.
+They are forked from a server that has imported what takes its time to import and has done nothing else: a process that
+has run a backward pass or an OpenMP loop must not fork.
 """
 
 from __future__ import annotations
@@ -65,13 +65,16 @@ def _rank(
 ) -> None:
     import torch
 
+    from rl_plugins.tests.exact_norms import exact_norms
+
     log = os.open(file.with_suffix(".log"), os.O_CREAT | os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:
-        result = function(rank, *arguments)
+        with exact_norms():
+            result = function(rank, *arguments)
     except BaseException:
         traceback.print_exc()
         raise
