@@ -27,7 +27,7 @@ from rl_plugins.planning.devices import CPU_FILE, Device
 from rl_plugins.planning.memory import engine_memory, total, trainer_memory
 from rl_plugins.planning.placement import Placement
 from rl_plugins.planning.rows import rows_of
-from rl_plugins.planning.step_time import training_flops
+from rl_plugins.planning.step_time import engine_threads, training_flops
 from rl_plugins.planning.workload import WIDTHS, Workload
 
 PLACE = Placement(WORKERS, 1, zero_stage=1, offload="stay")
@@ -133,7 +133,7 @@ def decoding_costs(few: tuple[Run, Workload], many: tuple[Run, Workload]) -> tup
 
 
 def sampling_rates(runs: Sequence[tuple[Run, Workload]], step_s: float, sequence_s: float) -> tuple[float, float]:
-    """Operations and bytes a second of decoding, from two runs with other numbers of responses."""
+    """Operations and bytes a second of each core in decoding, from two runs with other numbers of responses."""
     rows, seconds = [], []
     for run, work in runs:
         context = work.prompt_tokens + work.response_tokens / 2
@@ -141,7 +141,8 @@ def sampling_rates(runs: Sequence[tuple[Run, Workload]], step_s: float, sequence
         flops += work.policy.forward_flops(work.prompts * work.prompt_tokens, work.prompt_tokens / 2)
         width = WIDTHS[work.engine_dtype]
         each = work.policy.multiplied * width + work.responses * context * work.policy.kv_bytes(width)
-        rows.append((flops, each * work.response_tokens))
+        threads = engine_threads(PLACE)
+        rows.append((flops / threads, each * work.response_tokens / threads))
         seconds.append(run.quiet("time/rollout") - work.response_tokens * (step_s + work.responses * sequence_s))
     (a, b), (c, d) = rows
     determinant = a * d - b * c

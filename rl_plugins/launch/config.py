@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +119,24 @@ def num_engines(config: RecipeConfig) -> int:
     """How many rollout engines there are."""
     engines = config.rollout.engines
     return config.placement.num_workers if engines == "per_worker" else int(engines)
+
+
+def engine_threads(config: RecipeConfig, machines: int) -> int:
+    """Threads of each process of an engine on CPU: its own cores, or those of the workers that wait while it samples.
+
+    Args:
+        config: the run's.
+        machines: that the workers and the engines are spread over, at most.
+    """
+    placement = config.placement
+    if placement.rollout == "split":
+        return max(1, int(placement.engine_cpus))
+    if config.schedule.max_staleness:
+        # The workers train meanwhile.
+        return 1
+    cores = math.ceil(placement.num_workers / machines) * placement.cpus_per_worker
+    processes = math.ceil(num_engines(config) / machines) * config.rollout.tensor_parallel_size
+    return max(1, int(cores / processes))
 
 
 def rollout_sleep(config: RecipeConfig) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rl_plugins.launch.config import RecipeConfig, num_engines, rollout_dtype, rollout_sleep
+from rl_plugins.launch.config import RecipeConfig, engine_threads, num_engines, rollout_dtype, rollout_sleep
 from rl_plugins.launch.job_folder import settle
 from rl_plugins.launch.placement import (
     ENGINES,
@@ -312,6 +312,7 @@ def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
             max_num_seqs=rollout.max_num_seqs,
             tensor_parallel_size=rollout.tensor_parallel_size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
+            threads=engine_threads(config, hosts),
             cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
             prefix_caching=rollout.prefix_caching,
             sleep=rollout_sleep(config),  # type: ignore[arg-type]

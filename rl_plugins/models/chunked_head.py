@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_plugins.models.token_distributions import Columns, accumulation_dtype
+from rl_plugins.models.token_distributions import (
+    Columns,
+    columns_and_normaliser,
+    logits_gradient,
+    with_further,
+)
 
 
 def chunked_head_columns(
@@ -56,26 +61,12 @@ class _ChunkedHead(torch.autograd.Function):
         columns: Columns,
         rows: int,
     ) -> Tensor:
-        dtype = accumulation_dtype(hidden_NH.dtype)
-        width = columns.own + (0 if further_NJ is None else further_NJ.shape[1])
-        result_NK = hidden_NH.new_empty((len(hidden_NH), width), dtype=dtype)
-        normaliser_N = hidden_NH.new_empty(len(hidden_NH), dtype=dtype)
-        for chunk in _chunks(len(hidden_NH), rows):
-            scaled_NV = _scaled_logits(hidden_NH[chunk], weight_VH, bias_V, columns.temperature)
-            normaliser_N[chunk] = scaled_NV.logsumexp(dim=-1)
-            log_pi_NV = scaled_NV.sub_(normaliser_N[chunk, None])
-            pi_NV = log_pi_NV.exp()
-            result_NK[chunk, 0] = log_pi_NV.gather(-1, tokens_N[chunk, None]).squeeze(-1)
-            result_NK[chunk, 1] = -torch.linalg.vecdot(pi_NV, log_pi_NV)
-            if columns.sum_pi_squared:
-                result_NK[chunk, 2] = torch.linalg.vecdot(pi_NV, pi_NV)
-            if columns.top_k:
-                tops_NK, ids_NK = log_pi_NV.topk(columns.top_k, dim=-1)
-                result_NK[chunk, columns.own - 2 * columns.top_k : columns.own] = torch.cat([tops_NK, ids_NK], dim=-1)
-            if further_NJ is not None:
-                result_NK[chunk, columns.own :] = log_pi_NV.gather(-1, further_NJ[chunk])
-        # The tokens whose log-probs have a gradient.
-        tokens_NJ = tokens_N[:, None] if further_NJ is None else torch.cat([tokens_N[:, None], further_NJ], dim=-1)
+        tokens_NJ = with_further(tokens_N, further_NJ)
+        parts = [
+            columns_and_normaliser(_logits(hidden_NH[chunk], weight_VH, bias_V), tokens_NJ[chunk], columns)
+            for chunk in _chunks(len(hidden_NH), rows)
+        ]
+        result_NK, normaliser_N = (torch.cat(one) for one in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_NJ, normaliser_N, result_NK[:, 1].clone())
         ctx.columns, ctx.rows = columns, rows
         return result_NK
@@ -90,17 +81,16 @@ class _ChunkedHead(torch.autograd.Function):
         weight_gradient_VH = torch.zeros_like(weight_VH, dtype=dtype) if needs_weight else None
         bias_gradient_V = torch.zeros_like(bias_V, dtype=dtype) if needs_bias else None
         for chunk in _chunks(len(hidden_NH), ctx.rows):
-            scaled_NV = _scaled_logits(hidden_NH[chunk], weight_VH, bias_V, ctx.columns.temperature)
-            gradient_NV = _logits_gradient(
-                scaled_NV.sub_(normaliser_N[chunk, None]),
+            gradient_NV = logits_gradient(
+                _logits(hidden_NH[chunk], weight_VH, bias_V),
                 tokens_NJ[chunk],
+                normaliser_N[chunk],
                 entropy_N[chunk],
-                gradient_NK[chunk] / ctx.columns.temperature,
+                gradient_NK[chunk],
                 ctx.columns,
             )
             if bias_gradient_V is not None:
-                bias_gradient_V += gradient_NV.sum(dim=0)
-            gradient_NV = gradient_NV.to(hidden_NH.dtype)
+                bias_gradient_V += gradient_NV.sum(dim=0, dtype=dtype)
             if hidden_gradient_NH is not None:
                 torch.mm(gradient_NV, weight_VH, out=hidden_gradient_NH[chunk])
             if weight_gradient_VH is None:
@@ -121,28 +111,9 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _chunks(length: int, rows: int) -> Iterator[slice]:
-    return (slice(start, start + rows) for start in range(0, length, rows))
+    # One at least, which may be empty.
+    return (slice(start, start + rows) for start in range(0, max(1, length), rows))
 
 
-def _scaled_logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
-    logits_NV = hidden_NH @ weight_VH.T if bias_V is None else torch.addmm(bias_V, hidden_NH, weight_VH.T)
-    scaled_NV = logits_NV.to(accumulation_dtype(hidden_NH.dtype))
-    return scaled_NV if temperature == 1.0 else scaled_NV.div_(temperature)
-
-
-def _logits_gradient(
-    log_pi_NV: Tensor, tokens_NJ: Tensor, entropy_N: Tensor, gradient_NK: Tensor, columns: Columns
-) -> Tensor:
-    """Gradient of the scaled logits, from that of the columns; takes the memory of `log_pi_NV`.
-
-    d log pi(token) / dz_v = [v is token] - pi_v, and dH / dz_v = -pi_v (log pi_v + H).
-    """
-    gradient_NJ = torch.cat([gradient_NK[:, :1], gradient_NK[:, columns.own :]], dim=-1)
-    log_prob_gradient_N = gradient_NJ.sum(dim=-1, keepdim=True)
-    if columns.entropy_gradient:
-        pi_NV = log_pi_NV.exp()
-        factor_NV = log_pi_NV.add_(entropy_N[:, None]).mul_(gradient_NK[:, 1, None]).add_(log_prob_gradient_N)
-        gradient_NV = pi_NV.mul_(factor_NV).neg_()
-    else:
-        gradient_NV = log_pi_NV.exp_().mul_(-log_prob_gradient_N)
-    return gradient_NV.scatter_add_(-1, tokens_NJ, gradient_NJ)
+def _logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+    return hidden_NH @ weight_VH.T if bias_V is None else torch.addmm(bias_V, hidden_NH, weight_VH.T)

@@ -2,7 +2,7 @@
 
 A causal language model is run up to its output head; there, the hidden states that predict a response token go through
 the head by chunks (`chunked_head`). Models that do something to their logits after the head, or have none, give the
-logits of the response, which are turned to float32 by chunks.
+logits of the response, which are turned to float32 by blocks.
 
 Axes: `B` samples, `S` prompt and response (prompts padded on the left, responses on the right), `T` response tokens,
 `N` real response tokens of all samples, `H` hidden, `V` vocabulary, `J` and `K`: see `token_distributions`; in results
@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rl_plugins.models.chunked_head import chunked_head_columns
 from rl_plugins.models.output_head import last_linear_head, replaced_forward
@@ -27,7 +25,7 @@ from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.token_distributions import Columns, distribution_columns
 
 CHUNK_ELEMENTS = 2**24
-"""Logits in float32 at a time: 64 MB."""
+"""Logits at a time: 32 MB in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,11 @@ def token_log_probs(
 ) -> ResponseLogProbs:
     """Log-probs of `tokens_BT` under `softmax(logits / temperature)`, and that distribution's entropy.
 
-    The float32 copy of the logits (float64 of float64) is made, and recomputed in backward, `CHUNK_ELEMENTS`
-    at a time. Give contiguous logits: others are copied whole, in their own dtype.
+    The float32 copy of the logits (float64 of float64) is made, and recomputed in backward, a block at a time. Give
+    contiguous logits: others are copied whole, in their own dtype.
     """
     columns = Columns(temperature, sum_pi_squared, entropy_gradient)
-    columns_NK = _columns_of_logits(logits_BTV.reshape(-1, logits_BTV.shape[-1]), tokens_BT.reshape(-1), columns)
+    columns_NK = distribution_columns(logits_BTV.reshape(-1, logits_BTV.shape[-1]), tokens_BT.reshape(-1), columns)
     return _by_name(columns_NK.view(*tokens_BT.shape, -1), columns)
 
 
@@ -154,7 +152,7 @@ def response_log_probs(
         with replaced_forward(head, columns_of_hidden):
             columns_NK = run().logits[0]
     elif packed:
-        columns_NK = _columns_of_logits(run().logits[0], tokens_N, columns, further_NJ)
+        columns_NK = distribution_columns(run().logits[0], tokens_N, columns, further_NJ)
     else:
         # Choosing among the positions would copy the logits: the last one and padding get any token.
         next_tokens_BT = input_ids_BS.roll(-1, dims=1)[:, -(response_width + 1) :]
@@ -162,7 +160,7 @@ def response_log_probs(
         logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
         if tokens_BTK is not None:
             further_NJ = nn.functional.pad(tokens_BTK, (0, 0, 0, 1)).flatten(0, 1)
-        all_NK = _columns_of_logits(logits_NV, next_tokens_BT.reshape(-1), columns, further_NJ)
+        all_NK = distribution_columns(logits_NV, next_tokens_BT.reshape(-1), columns, further_NJ)
         return _by_name(all_NK.view(*next_tokens_BT.shape, -1)[:, :-1], columns)
     columns_BTK = columns_NK.new_zeros(len(input_ids_BS), response_width, columns_NK.shape[-1])
     columns_BTK[where] = columns_NK
@@ -181,28 +179,6 @@ def _columns_of_hidden(
         return distribution_columns(forward(hidden_NH), tokens_N, columns, further_NJ)
     rows = max(1, CHUNK_ELEMENTS // head.out_features)
     return chunked_head_columns(hidden_NH, head.weight, head.bias, tokens_N, columns, further_NJ, rows=rows)
-
-
-def _columns_of_logits(
-    logits_NV: Tensor, tokens_N: Tensor, columns: Columns, further_NJ: Tensor | None = None
-) -> Tensor:
-    rows = max(1, CHUNK_ELEMENTS // logits_NV.shape[-1])
-    if len(logits_NV) <= rows:
-        return distribution_columns(logits_NV, tokens_N, columns, further_NJ)
-    chunks = [slice(start, start + rows) for start in range(0, len(logits_NV), rows)]
-    return torch.cat(
-        [
-            checkpoint(
-                distribution_columns,
-                logits_NV[chunk],
-                tokens_N[chunk],
-                columns,
-                None if further_NJ is None else further_NJ[chunk],
-                use_reentrant=False,
-            )
-            for chunk in chunks
-        ]
-    )
 
 
 def _by_name(columns_BTK: Tensor, columns: Columns) -> ResponseLogProbs:

@@ -1,30 +1,34 @@
 """Attention over a row of samples that do not see each other, without a mask and without padding.
 
 Registered with transformers under the name `packed_sdpa`. A model that uses it takes, beside a row, where its samples
-begin (`cu_seq_lens_q`, as flash attention does), and each runs through `scaled_dot_product_attention` by itself; those
-of one length that stand side by side run together. Without these it is transformers' own `sdpa`.
+begin (`cu_seq_lens_q`, as flash attention does), and each runs through `scaled_dot_product_attention` by itself (or
+`product_attention`, where that is faster); those of one length that stand side by side run together. Without these it
+is transformers' own `sdpa`.
 
 In a row, samples may share a prompt: it stands there once, before the response of the first of them, and the responses
-of the others, whose positions go on from the prompt's, follow. Everything but attention then runs once over the prompt.
-Attention takes the row apart into whole samples (`sample_places`) and puts it together again.
+of the others, whose positions go on from the prompt's, follow. Then everything runs once over the prompt; the tokens of
+a stretch of the row attend, and they see those of their whole sample (`cu_seq_lens_k`).
 
-Axes: `M` tokens of the row, `F` of all samples as wholes, `D` width of a head, `N` stretches of the row, or samples of
-one length `L`.
+Axes: `M` tokens of the row, `F` of all samples as wholes, `N` stretches of the row, `Q` tokens of a stretch, `K` of its
+whole sample, `H` heads of queries, `G` of keys, `D` width of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.product_attention import product_attention, suits
 
 PACKED_SDPA = "packed_sdpa"
 
@@ -75,28 +79,40 @@ def boundaries(positions_M: Tensor) -> dict[str, Any]:
     starts = starts_of(positions_M)
     begin_N, own_N = starts[:-1], starts.diff()
     shared_N = positions_M[begin_N]
-    # Attention cuts by the lengths on the host, in every layer.
     if not bool(shared_N.any()):
-        return _cut_at(own_N.cpu())
+        return _cut_at(own_N, own_N)
     first_N = torch.where(shared_N == 0, torch.arange(len(own_N), device=starts.device), 0).cummax(dim=0).values
-    # Samples of one length run together.
-    lengths_N, order_N = (shared_N + own_N).sort(stable=True)
-    begin_N, own_N, shared_N, prompt_N = (values[order_N] for values in (begin_N, own_N, shared_N, begin_N[first_N]))
-    nth_F = torch.arange(int(lengths_N.sum()), device=starts.device)
-    nth_F -= (lengths_N.cumsum(dim=0) - lengths_N).repeat_interleave(lengths_N)
-    in_prompt_F = nth_F < shared_N.repeat_interleave(lengths_N)
-    from_N = torch.stack([begin_N - shared_N, prompt_N])
-    from_F, from_prompt_F = from_N.repeat_interleave(lengths_N, dim=1)
-    sample_places_F = nth_F + torch.where(in_prompt_F, from_prompt_F, from_F)
-    row_places_M = torch.empty_like(positions_M)
-    row_places_M[sample_places_F[~in_prompt_F]] = (~in_prompt_F).nonzero().flatten()
-    return {**_cut_at(lengths_N.cpu()), "sample_places": sample_places_F, "row_places": row_places_M}
+    whole_N = shared_N + own_N
+    # Those of one length run together.
+    order_N = (whole_N * len(positions_M) + own_N).argsort(stable=True)
+    begin_N, own_N, whole_N, shared_N, prompt_N = (
+        values[order_N] for values in (begin_N, own_N, whole_N, shared_N, begin_N[first_N])
+    )
+    query_places_M = _nth(own_N) + begin_N.repeat_interleave(own_N)
+    nth_F = _nth(whole_N)
+    in_prompt_F = nth_F < shared_N.repeat_interleave(whole_N)
+    from_own_F, from_prompt_F = torch.stack([begin_N - shared_N, prompt_N]).repeat_interleave(whole_N, dim=1)
+    return {
+        **_cut_at(own_N, whole_N),
+        "query_places": query_places_M,
+        "key_places": nth_F + torch.where(in_prompt_F, from_prompt_F, from_own_F),
+        "row_places": query_places_M.argsort(),
+    }
 
 
-def _cut_at(lengths_N: Tensor) -> dict[str, Any]:
-    starts = nn.functional.pad(lengths_N.cumsum(dim=0, dtype=torch.int32), (1, 0))
-    longest = int(lengths_N.max())
-    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+def _nth(lengths_N: Tensor) -> Tensor:
+    """0, 1, ... of each length, one behind the other."""
+    nth = torch.arange(int(lengths_N.sum()), device=lengths_N.device)
+    return nth - (lengths_N.cumsum(dim=0) - lengths_N).repeat_interleave(lengths_N)
+
+
+def _cut_at(own_N: Tensor, whole_N: Tensor) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for name, lengths_N in (("q", own_N), ("k", whole_N)):
+        # Attention cuts by the lengths on the host, in every layer.
+        starts = nn.functional.pad(lengths_N.cpu().cumsum(dim=0, dtype=torch.int32), (1, 0))
+        arguments |= {f"cu_seq_lens_{name}": starts, f"max_length_{name}": int(lengths_N.max())}
+    return arguments
 
 
 def starts_of(positions_M: Tensor) -> Tensor:
@@ -113,7 +129,9 @@ def packed_sdpa(
     attention_mask: Tensor | None,
     *,
     cu_seq_lens_q: Tensor | None = None,
-    sample_places: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    query_places: Tensor | None = None,
+    key_places: Tensor | None = None,
     row_places: Tensor | None = None,
     head_exchange: HeadExchange | None = None,
     position_ids: Tensor | None = None,
@@ -125,8 +143,9 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it: heads [1, heads, M, D] in, [1, M, heads, D] out.
 
-    With a `head_exchange` a rank has but a part of the row, in and out. Behind `sample_places` [F] of the row are the
-    whole samples that `cu_seq_lens_q` cuts, and at `row_places` [M] of these what goes on in the row.
+    With a `head_exchange` a rank has but a part of the row, in and out. At `query_places` [M] of the row are the
+    stretches that `cu_seq_lens_q` cuts, at `key_places` [F] the whole samples of each, which `cu_seq_lens_k` cuts, and
+    at `row_places` [M] of the stretches what goes on in the row.
 
     Raises:
         ConfigError: a row, and a bias that depends on the distance between its tokens.
@@ -144,19 +163,31 @@ def packed_sdpa(
         raise ConfigError(f"{type(module).__name__} adds a bias to its attention: set batch.packing=false")
     if head_exchange is not None:
         query, key, value = head_exchange.to_heads(query, key, value)
-    attending: Any = _Attending(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
-    by_token = [heads.transpose(1, 2)[0] for heads in (query, key, value)]
-    if sample_places is not None:
-        by_token = [heads_MHD.index_select(0, sample_places) for heads_MHD in by_token]
-    runs = [(length, len(list(same))) for length, same in groupby(cu_seq_lens_q.diff().tolist())]
-    tokens = [length * count for length, count in runs]
-    parts = zip(*(heads_FHD.split(tokens) for heads_FHD in by_token), strict=True)
+    query_MHD, key_FGD, value_FGD = (heads.transpose(1, 2)[0] for heads in (query, key, value))
+    if query_places is not None and key_places is not None:
+        query_MHD = query_MHD.index_select(0, query_places)
+        key_FGD, value_FGD = (heads.index_select(0, key_places) for heads in (key_FGD, value_FGD))
+    lengths = cu_seq_lens_q.diff().tolist(), (cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k).diff().tolist()
+    runs = [(own, whole, len(list(same))) for (own, whole), same in groupby(zip(*lengths, strict=True))]
+    parts = zip(
+        query_MHD.split([own * count for own, _, count in runs]),
+        key_FGD.split([whole * count for _, whole, count in runs]),
+        value_FGD.split([whole * count for _, whole, count in runs]),
+        strict=True,
+    )
+    attend = partial(
+        _attend,
+        is_causal=bool(getattr(module, "is_causal", True)),
+        window=sliding_window,
+        dropout=dropout,
+        scaling=scaling,
+    )
     outputs = []
-    for (length, count), qkv in zip(runs, parts, strict=True):
-        q_NHLD, k_NHLD, v_NHLD = (part.view(count, length, *part.shape[1:]).transpose(1, 2) for part in qkv)
-        mask = _window_mask(length, sliding_window, query.device)
-        output, _ = sdpa_attention_forward(attending, q_NHLD, k_NHLD, v_NHLD, mask, dropout=dropout, scaling=scaling)
-        outputs.append(output.flatten(0, 1))
+    for (own, whole, count), (of_queries, *of_keys) in zip(runs, parts, strict=True):
+        output_NQHD = attend(
+            of_queries.unflatten(0, (count, own)), *(heads.unflatten(0, (count, whole)) for heads in of_keys)
+        )
+        outputs.append(output_NQHD.flatten(0, 1))
     output_MHD = torch.cat(outputs)
     if row_places is not None:
         output_MHD = output_MHD.index_select(0, row_places)
@@ -197,13 +228,36 @@ def _may_be_a_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> bo
     return is_whole and position_ids is not None and position_ids.ndim == 2
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which tokens of a sample see which [1, 1, L, L]; None if it is all up to themselves."""
-    if window is None or length <= window:
-        return None
-    places_L = torch.arange(length, device=device)
-    distance_LL = places_L[:, None] - places_L[None, :]
-    return ((distance_LL >= 0) & (distance_LL < window))[None, None]
+def _attend(
+    query_NQHD: Tensor,
+    key_NKGD: Tensor,
+    value_NKGD: Tensor,
+    *,
+    is_causal: bool,
+    window: int | None,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    if is_causal and not dropout and suits(query_NQHD):
+        return product_attention(query_NQHD, key_NKGD, value_NKGD, scale=scaling, window=window)
+    query, key, value = (heads.transpose(1, 2) for heads in (query_NQHD, key_NKGD, value_NKGD))
+    (_, heads, own, _), (_, groups, whole, _) = query.shape, key.shape
+    mask = None if window is None or whole <= window else _mask(own, whole, window, query.device)
+    if own < whole and mask is None:
+        # The way to say so that flash attention understands; keys stay as few as they are.
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, causal_lower_right(own, whole), dropout, scale=scaling, enable_gqa=heads > groups
+        )
+        return output.transpose(1, 2)
+    module: Any = _Attending(heads // groups, is_causal)
+    return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling)[0]
+
+
+def _mask(own: int, whole: int, window: int, device: torch.device) -> Tensor:
+    """Which tokens of a sample its last ones see within a window [1, 1, Q, K]."""
+    places_K = torch.arange(whole, device=device)
+    distance_QK = places_K[whole - own :, None] - places_K
+    return ((distance_QK >= 0) & (distance_QK < window))[None, None]
 
 
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)

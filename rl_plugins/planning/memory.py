@@ -201,12 +201,12 @@ def _activations(work: Workload, rows: Rows) -> float:
 def _forward_activations(work: Workload, rows: Rows) -> float:
     """Bytes of a block's intermediate results in a pass that keeps none: of its attention or its MLP."""
     shape = work.policy
-    attention = 2 * rows.copies * (shape.q_width + shape.kv_width)
+    attention = 2 * (shape.q_width + rows.copies * shape.kv_width)
     return rows.largest * work.width * (2 * shape.hidden + max(attention, 3 * shape.intermediate))
 
 
 def _head(work: Workload, rows: Rows) -> Parts:
-    """Bytes of the output head's logits: three times as many float32 numbers as are computed at a time."""
+    """Bytes of the output head's logits and their gradient, as many as there are at a time."""
     responses = rows.largest * rows.copies * work.response_tokens / work.sample_tokens
     logits = min(responses * work.policy.vocab, LOGITS_AT_ONCE)
-    return {"logits": logits * (12 + (2 if work.width == 2 else 0))}
+    return {"logits": logits * 2 * work.width}

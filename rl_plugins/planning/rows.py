@@ -17,7 +17,7 @@ class Rows:
         passes: micro-batches.
         largest: tokens of the largest one.
         copies: how often a token is in a sample, on average.
-        context: tokens that each attends to on average; attention runs over whole samples.
+        context: tokens that each of them attends to on average.
     """
 
     tokens: float
@@ -42,12 +42,14 @@ def rows_of(work: Workload, trainers: int) -> Rows:
         passes = math.ceil(of_update / max(1, int(budget / (size + (each - 1) * copied))))
         ways.append((passes, prompts * bundles * size, math.ceil(of_update / passes) * size))
     passes, tokens, largest = min(ways)
-    copies = prompts * work.samples * work.sample_tokens / tokens
+    responses = prompts * work.samples * work.response_tokens
+    attending = responses * (work.prompt_tokens + work.response_tokens / 2)
+    attending += (tokens - responses) * work.prompt_tokens / 2
     return Rows(
         tokens=tokens,
         passes=passes * work.updates,
         # A sample that is longer than the others makes a micro-batch of its own.
         largest=max(largest, work.max_tokens),
-        copies=copies,
-        context=copies * work.sample_tokens / 2,
+        copies=prompts * work.samples * work.sample_tokens / tokens,
+        context=attending / tokens,
     )

@@ -110,14 +110,14 @@ class ModelShape:
         """What a block keeps of a token of a row between forward and backward, in numbers of `width` bytes.
 
         Of each norm its input and the normalised input in float32 (in low precision: the latter rounded) and what it
-        gives; queries, keys, values and what attention gives, of each token as often as it is in a sample (`copies`);
-        that once more, as a row is put together from samples; and the MLP's two inner products, the gate's activation
-        and their product.
+        gives; queries; keys and values, of each token as often as it is in a sample (`copies`); what attention gives,
+        once more as a row is put together from samples; and the MLP's two inner products, the gate's activation and
+        their product.
         """
         norms = 2 * self.hidden * (4 + 2 * width)
         if self.normed_heads:
             norms += (self.q_width + self.kv_width) * (4 + width)
-        attention = copies * 2 * (self.q_width + self.kv_width) + self.q_width
+        attention = 3 * self.q_width + copies * 2 * self.kv_width
         return norms + width * (attention + 4 * self.intermediate)
 
     def kv_bytes(self, width: int) -> int:

@@ -73,8 +73,9 @@ def rollout_seconds(work: Workload, place: Placement, device: Device) -> float:
     waves = math.ceil(share / most)
     at_once = math.ceil(share / waves)
     shape, width = work.policy, WIDTHS[work.engine_dtype]
-    flops = device.sample_flops[work.engine_dtype] * place.tensor_parallel
-    bandwidth = device.sample_bandwidth[work.engine_dtype] * place.tensor_parallel
+    # Rates on CPU are those of a core.
+    parts = place.tensor_parallel * (engine_threads(place) if device.is_cpu else 1)
+    flops, bandwidth = (rates[work.engine_dtype] * parts for rates in (device.sample_flops, device.sample_bandwidth))
     read_prompts = share / work.samples if work.prefix_caching else share
     prefill = shape.forward_flops(read_prompts * work.prompt_tokens, work.prompt_tokens / 2) / flops
     context = work.prompt_tokens + work.response_tokens / 2
@@ -86,8 +87,15 @@ def rollout_seconds(work: Workload, place: Placement, device: Device) -> float:
         exchanged = 2 * shape.layers * (2 * at_once * shape.hidden * width / device.link + 1e-5)
     computing = reading + multiplying if device.is_cpu else max(reading, multiplying)
     step = computing + exchanged + device.decode_step_s + at_once * device.decode_sequence_s
-    busy = _slowdown(device, place.engines * place.tensor_parallel)
+    busy = _slowdown(device, place.engines * parts)
     return (prefill + waves * work.response_tokens * step) * busy
+
+
+def engine_threads(place: Placement) -> int:
+    """Those of each of an engine's processes on CPU: its share of the cores of the trainers that wait for it."""
+    if not place.colocated:
+        return 1
+    return max(1, place.trainers // (place.engines * place.tensor_parallel))
 
 
 def training_flops(work: Workload, shape: ModelShape, trainers: int) -> float:

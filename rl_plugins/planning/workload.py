@@ -9,7 +9,7 @@ from rl_plugins.planning.shape import ModelShape
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 """Bytes of a number."""
-COPY = 0.25
+COPY = 0.125
 """As in `stages/micro_batches.py`, which imports torch."""
 
 

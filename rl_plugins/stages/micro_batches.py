@@ -24,8 +24,8 @@ from rl_plugins.models.packing import first_of_prompt
 
 MaxOverRanks = Callable[[Tensor], Tensor]
 
-COPY = 0.25
-"""What a token of a prompt counts for each further sample: attention keeps whole samples, and less than that share."""
+COPY = 0.125
+"""What a token of a prompt counts for each further sample: attention keeps its keys and values, which is less."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Bundle(NamedTuple):
 
     Attributes:
         indices: of the examples.
-        tokens: that a model runs for them, and `COPY` of those that attention runs for each sample again.
+        tokens: that a model runs for them, and `COPY` of those whose keys attention keeps for each sample.
     """
 
     indices: list[int]

@@ -59,8 +59,8 @@ class RolloutConfig:
 
     Attributes:
         engine: `vllm` or `transformers`.
-        engines: how many vLLM engines, or `per_worker`. Each samples for its share of the prompts, with one thread on
-            CPU; more than one run on CPU only.
+        engines: how many vLLM engines, or `per_worker`. Each samples for its share of the prompts, on CPU with its
+            share of the cores of the workers, which wait for it; more than one run on CPU only.
         dtype: of the engine's weights; null follows `model.precision`.
         max_num_seqs: responses sampled at once.
         prefix_caching: share the KV cache of common prefixes.

@@ -327,6 +327,7 @@ def _parameters(sampling: SamplingConfig, seed: int | None) -> Any:
         top_k=sampling.top_k,
         seed=seed,
         logprobs=0,
+        flat_logprobs=True,
         stop_token_ids=list(sampling.stop_token_ids),
         stop=list(sampling.stop) or None,
         include_stop_str_in_output=bool(sampling.stop),
@@ -339,9 +340,8 @@ def _generations(outputs: Sequence[Any]) -> Generations:
     completions = [completion for output in outputs for completion in output.outputs]
     return Generations.from_responses(
         responses=[completion.token_ids for completion in completions],
-        log_probs=[
-            [choice[token].logprob for choice, token in zip(c.logprobs, c.token_ids, strict=True)] for c in completions
-        ],
+        # Of the sampled token at each place, and no other.
+        log_probs=[completion.logprobs.logprobs for completion in completions],
         finish_reasons=[completion.finish_reason for completion in completions],
         policy_versions=[
             [int(span.version) for span in completion.weight_versions for _ in range(span.start, span.end)]

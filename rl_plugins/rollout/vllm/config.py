@@ -8,10 +8,9 @@ from typing import Any, Literal
 from rl_plugins.errors import ConfigError
 
 CPU_ENVIRONMENT = {
-    # One process and one thread: a second OpenMP thread spins against the trainers, and three imports of vLLM in
-    # helper processes cost more than the whole start.
+    # One process: three imports of vLLM in helper processes cost more than the whole start.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "OMP_NUM_THREADS": "1",
+    # Threads that spin while they wait take the trainers' time.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -33,6 +32,7 @@ class VLLMConfig:
         max_num_seqs: responses sampled at once.
         tensor_parallel_size: devices of the engine.
         gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA).
+        threads: of each process of the engine (CPU).
         cpu_kv_cache_gib: KV cache, in GiB (CPU).
         prefix_caching: share the KV cache of common prefixes; dropped at every weight update.
         enforce_eager: no CUDA graphs.
@@ -57,6 +57,7 @@ class VLLMConfig:
     max_num_seqs: int = 256
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.5
+    threads: int = 1
     cpu_kv_cache_gib: int = 1
     prefix_caching: bool = True
     enforce_eager: bool = False
@@ -107,6 +108,7 @@ class VLLMConfig:
             return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
         return {
             **CPU_ENVIRONMENT,
+            "OMP_NUM_THREADS": str(self.threads),
             "VLLM_LOGGING_LEVEL": "ERROR",
             # The CPU build tells of its memory binding with a warning.
             "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.models import log_probs as module
+from rl_plugins.models import token_distributions
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs, token_log_probs
 from rl_plugins.models.tiny import build_model
 from rl_plugins.tests.models.memory import LargestNewTensor
@@ -78,7 +79,7 @@ class Logits(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_logits_are_never_copied_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     batch, width, vocabulary, rows = 6, 9, 64, 4
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * vocabulary)
+    monkeypatch.setattr(token_distributions, "_BLOCK_ELEMENTS", (rows * vocabulary,) * 2)
     model = Logits(torch.randn(batch, width + 1, vocabulary, dtype=dtype))
     ids = torch.randint(vocabulary, (batch, 20))
     with LargestNewTensor() as forward:

@@ -117,15 +117,17 @@ def test_a_row_by_hand() -> None:
     assert row.inputs["position_ids"].tolist() == [[0, 1, 2, 2, 3, 2, 3, 0, 1, 2]]
     # 7, 8 and the first 4 are predicted at 6; 2 at 1.
     assert row.predicting(samples.attention_mask, samples.responses.shape[1]).tolist() == [1, 7, 8, 1, 3, 1, 5]
-    # Whole samples, the shortest first: [5 6 7], [1 2 3], [5 6 8 9], [5 6 4 4].
-    assert row.inputs["cu_seq_lens_q"].tolist() == [0, 3, 6, 10, 14]
-    assert row.inputs["sample_places"].tolist() == [0, 1, 2, 7, 8, 9, 0, 1, 3, 4, 0, 1, 5, 6]
-    assert row.inputs["row_places"].tolist() == [0, 1, 2, 8, 9, 12, 13, 3, 4, 5]
+    # Of [5 6 7], [1 2 3], [5 6 8 9] and [5 6 4 4], the shortest first, all of two, and the responses of two.
+    assert row.inputs["cu_seq_lens_q"].tolist() == [0, 3, 6, 8, 10]
+    assert row.inputs["cu_seq_lens_k"].tolist() == [0, 3, 6, 10, 14]
+    assert row.inputs["query_places"].tolist() == [0, 1, 2, 7, 8, 9, 3, 4, 5, 6]
+    assert row.inputs["key_places"].tolist() == [0, 1, 2, 7, 8, 9, 0, 1, 3, 4, 0, 1, 5, 6]
+    assert row.inputs["row_places"].tolist() == [0, 1, 2, 6, 7, 8, 9, 3, 4, 5]
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.lists(st.integers(0, 4), min_size=1, max_size=4)), min_size=1))
-def test_whole_samples_come_out_of_a_row_and_go_back(groups: list[tuple[int, list[int]]]) -> None:
+def test_a_row_is_taken_apart_into_whole_samples_and_put_together_again(groups: list[tuple[int, list[int]]]) -> None:
     positions = [
         position
         for prompt, responses in groups
@@ -133,15 +135,20 @@ def test_whole_samples_come_out_of_a_row_and_go_back(groups: list[tuple[int, lis
         for position in range(prompt if number else 0, prompt + response)
     ]
     found = boundaries(torch.tensor(positions))
-    lengths = found["cu_seq_lens_q"].diff().tolist()
-    assert found["max_length_q"] == max(lengths)
-    if "sample_places" not in found:
-        assert sum(lengths) == len(positions)
+    own, whole = (found[f"cu_seq_lens_{name}"].diff().tolist() for name in "qk")
+    assert (found["max_length_q"], found["max_length_k"]) == (max(own), max(whole))
+    assert sum(own) == len(positions)
+    if "key_places" not in found:
+        assert own == whole
         return
-    places = found["sample_places"]
-    # Every sample runs through its positions from 0.
-    assert torch.tensor(positions)[places].tolist() == [place for length in lengths for place in range(length)]
-    assert torch.equal(places[found["row_places"]], torch.arange(len(positions)))
+    # Every sample runs through its positions from 0, and its last tokens attend.
+    assert torch.tensor(positions)[found["key_places"]].tolist() == [
+        place for length in whole for place in range(length)
+    ]
+    samples, attending = found["key_places"].split(whole), found["query_places"].split(own)
+    for sample, stretch in zip(samples, attending, strict=True):
+        assert torch.equal(sample[-len(stretch) :], stretch)
+    assert torch.equal(found["query_places"][found["row_places"]], torch.arange(len(positions)))
 
 
 def test_prompts_are_the_same_by_their_real_tokens() -> None:

@@ -28,9 +28,10 @@ def test_rows_are_those_that_are_cut(budget: int, updates: int) -> None:
     assert found.passes == len(cut) * updates
     assert found.largest == max(tokens)
     assert found.tokens == sum(tokens) * updates
-    # Attention runs over whole samples.
+    # Attention keeps the keys of whole samples.
     assert found.copies * found.tokens == pytest.approx(8 * 4 * 192)
-    assert found.context * found.tokens == pytest.approx(8 * 4 * 192 * 96)
+    prompts_run = found.tokens / 64 - 2 * 8 * 4
+    assert found.context * found.tokens == pytest.approx(prompts_run * 64 * 32 + 8 * 4 * 128 * 128)
 
 
 def test_a_prompt_of_its_own_is_run_for_its_sample() -> None:

@@ -50,8 +50,8 @@ def test_what_does_not_fit_at_once_is_sampled_in_waves():
 
 
 def test_training_is_three_forward_passes_and_four_if_they_are_computed_again():
-    # Prompts once for both samples; attention over whole samples.
-    forward = ((2 * 10 + 4 * 20) * 2 * N + 4 * 30 * 4 * 100 * 15) / 1e6
+    # Prompts once for both samples.
+    forward = ((2 * 10 + 4 * 20) * 2 * N + (2 * 10 * 5 + 4 * 20 * 20) * 4 * 100) / 1e6
     optimizer = 32 * SHAPE.parameters / 1e6
     assert step_time(WORK, APART, DEVICE, 8).update == pytest.approx(3 * forward + optimizer)
     again = step_time(replace(WORK, gradient_checkpointing=True), APART, DEVICE, 8)

@@ -40,6 +40,7 @@ def test_a_cpu_engine_keeps_plain_weights_and_one_thread() -> None:
     config = VLLMConfig("m", cpu_kv_cache_gib=3)
     assert config.engine_arguments()["quantization"] == "plain_weights"
     assert config.environment["OMP_NUM_THREADS"] == "1"
+    assert VLLMConfig(model="m", threads=3).environment["OMP_NUM_THREADS"] == "3"
     assert config.environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
 
 

@@ -142,11 +142,11 @@ def test_shared_prompts_count_once(ranks: list[list[tuple[int, list[int]]]], bud
 
 def test_samples_of_a_prompt_stay_together_as_far_as_the_budget_allows() -> None:
     lengths = lengths_of([(10, [5, 5, 5, 5]), (10, [5, 5, 5, 5])])
-    # Four responses, their prompt, and three quarters of it, rounded up.
-    (parts,) = cut_each([lengths], 38, packing=True, together=True)
+    # Four responses, their prompt, and three eighths of it, rounded up.
+    (parts,) = cut_each([lengths], 34, packing=True, together=True)
     assert [sorted(part.tolist()) for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     # By themselves, two samples would fit.
-    assert len(cut_each([lengths], 38, packing=True)[0]) == 4
+    assert len(cut_each([lengths], 34, packing=True)[0]) == 4
     (parts,) = cut_each([lengths], 23, packing=True, together=True)
     assert [run(lengths, part) for part in parts] == [20, 20, 20, 20]
     # A rank that needs fewer micro-batches than another one cuts the largest bundle, not all of them.
@@ -163,7 +163,7 @@ def test_pairs_of_one_prompt_are_examples_of_two_samples() -> None:
     lengths = Lengths.of_examples(samples, torch.tensor([[0, 2], [1, 3]]))
     assert lengths.prompts_B.tolist() == [2, 1] and lengths.responses_B.tolist() == [3, 2]
     assert lengths.tokens_B.tolist() == [8, 5] and lengths.first_B.tolist() == [0, 1]
-    # Attention runs over both samples: a quarter of the prompt once more.
+    # Attention keeps the keys of both samples: an eighth of the prompt once more, rounded up.
     assert [bundle.tokens for bundle in bundles(lengths, 100)] == [7, 5]
     assert Lengths.of(samples).first_B.tolist() == [0, 1, 0, 1]
     assert len(Lengths.of(samples[:0]).first_B) == 0
