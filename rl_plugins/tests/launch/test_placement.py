@@ -8,7 +8,7 @@ import pytest
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import RecipeConfig, parse_config
+from rl_plugins.launch.config import RecipeConfig, engine_threads, parse_config
 from rl_plugins.launch.placement import Role, check_fit, needed, roles_of, table, weight_transport
 
 
@@ -50,6 +50,25 @@ def test_processes_that_learn_together_have_a_gpu_each():
 def test_colocated_on_gpus_there_is_one_engine_on_one(overrides: list[str]):
     with pytest.raises(ConfigError, match=r"one on one GPU: add placement\.rollout=split"):
         asked("cuda", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machines", "threads"),
+    [
+        ([], 1, 2),
+        (["rollout.engines=per_worker"], 1, 1),
+        (["placement.num_workers=4", "placement.cpus_per_worker=3"], 1, 12),
+        (["placement.num_workers=4", "placement.cpus_per_worker=3"], 2, 6),
+        (["placement.num_workers=4", "rollout.tensor_parallel_size=2"], 1, 2),
+        (["placement.cpus_per_worker=0.25"], 1, 1),
+        (["schedule.max_staleness=1"], 1, 1),
+        (["placement.rollout=split", "placement.engine_cpus=3"], 1, 3),
+    ],
+)
+def test_engines_on_cpu_have_their_cores_or_those_of_the_workers_that_wait(
+    overrides: list[str], machines: int, threads: int
+):
+    assert engine_threads(configured(*overrides), machines) == threads
 
 
 WORKERS = Role("training workers", 4, 1.0, 0.0, "PACK", "placement.num_workers=4")
