@@ -51,7 +51,7 @@ def product_attention(
     key_BKD, value_BKD = (heads.transpose(1, 2).flatten(0, 1).contiguous() for heads in (key_NKGD, value_NKGD))
     scale = d**-0.5 if scale is None else scale
     output_BRQD: Any = _ProductAttention.apply(query_BRQD, key_BKD, value_BKD, scale, window or key_NKGD.shape[1])
-    heads_NQHD: Tensor = output_BRQD.view(n, h, q, d).transpose(1, 2)
+    heads_NQHD: Tensor = output_BRQD.view(n, h, q, -1).transpose(1, 2)
     return heads_NQHD
 
 
@@ -79,8 +79,8 @@ class _Block(NamedTuple):
 class _ProductAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query_BRQD: Tensor, key_BKD: Tensor, value_BKD: Tensor, scale: float, window: int) -> Tensor:
-        output_BRQD = torch.empty_like(query_BRQD)
-        norms_BRQ1 = torch.empty(*query_BRQD.shape[:-1], 1)
+        output_BRQD = query_BRQD.new_empty(*query_BRQD.shape[:-1], value_BKD.shape[-1])
+        norms_BRQ1 = query_BRQD.new_empty(*query_BRQD.shape[:-1], 1, dtype=torch.float32)
         for block in _blocks(query_BRQD, key_BKD, window):
             scores = _scores(block, query_BRQD, key_BKD, scale, window)
             largest = scores.amax(dim=-1, keepdim=True)
@@ -97,7 +97,7 @@ class _ProductAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient_BRQD: Tensor) -> tuple[Tensor | None, ...]:
         query_BRQD, key_BKD, value_BKD, output_BRQD, norms_BRQ1 = ctx.saved_tensors
         of_query_BRQD = torch.empty_like(query_BRQD)
-        of_key_BKD, of_value_BKD = (torch.zeros(heads.shape) for heads in (key_BKD, value_BKD))
+        of_key_BKD, of_value_BKD = (torch.zeros_like(heads, dtype=torch.float32) for heads in (key_BKD, value_BKD))
         mean_BRQ1 = (gradient_BRQD.float() * output_BRQD).sum(dim=-1, keepdim=True)
         for block in _blocks(query_BRQD, key_BKD, ctx.window):
             scores = _scores(block, query_BRQD, key_BKD, ctx.scale, ctx.window)
@@ -131,9 +131,10 @@ def _scores(block: _Block, query_BRQD: Tensor, key_BKD: Tensor, scale: float, wi
     scores = rounded.float().add_(rest)
     count, seen = block.queries.stop - block.queries.start, key.shape[-1]
     first = key_BKD.shape[1] - query_BRQD.shape[2] + block.queries.start - block.keys.start
-    unseen = torch.full((count, seen), -torch.inf).triu_(first + 1)
+    nothing = scores.new_full((count, seen), -torch.inf)
+    unseen = nothing.triu(first + 1)
     if window < seen:
-        unseen += torch.full((count, seen), -torch.inf).tril_(first - window)
+        unseen += nothing.tril(first - window)
     scores.view(len(scores), -1, count, seen).add_(unseen)
     return scores
 

@@ -62,6 +62,27 @@ def test_it_and_its_gradient_are_those_in_float64(
             assert error(one, other.double()) < 1e-2
 
 
+def test_sums_are_exact_where_new_tensors_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning makes the model's precision that of new tensors, where a step is made in it."""
+    monkeypatch.setattr(module, "_BLOCK_QUERIES", 4)
+    of = [heads(2, 64, 2, 16, seed=seed) for seed in range(3)]
+    whole = torch.autograd.grad(product_attention(*of).sum(), of)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = torch.autograd.grad(product_attention(*of).sum(), of)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(found, whole, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_values_may_be_of_another_width() -> None:
+    query, key, value = heads(2, 5, 4, 8, seed=0), heads(2, 7, 2, 8, seed=1), heads(2, 7, 2, 12, seed=2)
+    found = product_attention(query, key, value)
+    assert error(found, exact(query, key, value, 8**-0.5, None)) < 4e-3
+    found.sum().backward()
+
+
 def test_large_scores_are_not_rounded_to_bfloat16() -> None:
     query, key, value = (heads(2, 64, 4, 64, seed=seed, times=times) for seed, times in enumerate((8.0, 1.0, 1.0)))
     expected = exact(query, key, value, 1.0, None)
