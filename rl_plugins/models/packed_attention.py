@@ -238,6 +238,11 @@ def _attend(
     dropout: float,
     scaling: float | None,
 ) -> Tensor:
+    device = query_NQHD.device.type
+    if torch.is_autocast_enabled(device) and query_NQHD.dtype != torch.float64:
+        # As autocast does for the plain function; rotary positions make queries and keys float32 there, values not.
+        dtype = torch.get_autocast_dtype(device)
+        query_NQHD, key_NKGD, value_NKGD = (heads.to(dtype) for heads in (query_NQHD, key_NKGD, value_NKGD))
     if is_causal and not dropout and suits(query_NQHD):
         return product_attention(query_NQHD, key_NKGD, value_NKGD, scale=scaling, window=window)
     query, key, value = (heads.transpose(1, 2) for heads in (query_NQHD, key_NKGD, value_NKGD))

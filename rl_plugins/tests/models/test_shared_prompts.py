@@ -109,6 +109,15 @@ def test_scores_and_values_are_those_of_padded_samples(tmp_path: Path) -> None:
         assert_same(found, 1e-9)
 
 
+def test_under_autocast_prompts_are_shared_too() -> None:
+    model, batch_ = packed().float(), batch()
+    mask = batch_.response_mask.bool()
+    exact = response_log_probs(model, **forward_arguments(batch_), packed=True).log_probs_BT[mask]
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = response_log_probs(model, **forward_arguments(batch_), packed=True).log_probs_BT[mask]
+    assert 0 < float((rounded - exact).abs().max().detach()) < 0.1 * float(exact.abs().max().detach())
+
+
 def test_a_row_by_hand() -> None:
     samples = batch_of([([5, 6], [7]), ([1], [2, 3]), ([5, 6], [8, 9]), ([5, 6], [4, 4])])
     arguments = forward_arguments(samples)
