@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from integration_tests.conftest import Recipe
+from integration_tests.gpu import NEEDS_CUDA
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is visible"),
-]
+pytestmark = NEEDS_CUDA
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 # Name to GPUs, and options.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
+from integration_tests.gpu import NEEDS_CUDA
 from rl_plugins.strategies.host_memory import HostMemory
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is visible"),
-]
+pytestmark = NEEDS_CUDA
 
 
 def test_taken_memory_is_free_for_other_processes_and_comes_back_in_place() -> None:

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from integration_tests.gpu import NEEDS_CUDA
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is visible"),
-]
+pytestmark = NEEDS_CUDA
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -341,7 +341,7 @@ def _generations(outputs: Sequence[Any]) -> Generations:
     return Generations.from_responses(
         responses=[completion.token_ids for completion in completions],
         # Of the sampled token at each place, and no other.
-        log_probs=[completion.logprobs.logprobs for completion in completions],
+        log_probs=[[p for p, _ in zip(c.logprobs.logprobs, c.token_ids, strict=True)] for c in completions],
         finish_reasons=[completion.finish_reason for completion in completions],
         policy_versions=[
             [int(span.version) for span in completion.weight_versions for _ in range(span.start, span.end)]
