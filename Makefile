@@ -19,7 +19,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format typecheck unit integration gpu docs lock clean
+.PHONY: help install quickstart test lint format typecheck unit integration outages gpu docs lock clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,14 +53,17 @@ format: $(INSTALLED)  ## let ruff mend and format the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-typecheck: $(INSTALLED)  ## mypy on the whole package
+typecheck: $(INSTALLED)  ## mypy on the package, tests, benchmarks, docs and examples
 	$(PY) -m mypy
 
-unit: $(INSTALLED)  ## unit tests
-	$(PY) -m pytest -m unit --timeout 300
+unit: $(INSTALLED)  ## unit tests, two files at a time
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m unit --timeout 300 --numprocesses 2 --dist loadfile
 
 integration: $(INSTALLED)  ## integration tests over Ray, DeepSpeed, vLLM and MLflow
 	$(PY) -m pytest -m "integration and not gpu" --timeout 600
+
+outages: $(INSTALLED)  ## engines, machines, servers and runs that are lost, hang or come back, over the same stack
+	$(PY) -m pytest -m "outage and not gpu" --timeout 600 --exitfirst
 
 gpu:  ## the tests that need a GPU, in the environment of the `python` in use (install: pip install -e '.[gpu,dev]')
 	python -c "import torch; assert torch.cuda.is_available(), 'no CUDA device is visible'"

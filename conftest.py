@@ -13,6 +13,7 @@ INTEGRATION_TESTS = Path(__file__).parent / "integration_tests"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(INTEGRATION_TESTS):
-            item.add_marker("integration")
+            if not item.get_closest_marker("outage"):
+                item.add_marker("integration")
         elif not any(item.get_closest_marker(tier) for tier in ("integration", "gpu")):
             item.add_marker("unit")

@@ -24,10 +24,10 @@ from benchmarks.plan_work import WORKERS, prepare_tiny, work_of
 from benchmarks.policies import save_28m, save_prompts
 from benchmarks.runs import Run, run_grpo
 from rl_plugins.planning.devices import CPU_FILE, Device
-from rl_plugins.planning.memory import engine_memory, total, trainer_memory
+from rl_plugins.planning.memory import engine_memory, prompt_tokens_of_sample, total, trainer_memory
 from rl_plugins.planning.placement import Placement
 from rl_plugins.planning.rows import rows_of
-from rl_plugins.planning.step_time import engine_threads, training_flops
+from rl_plugins.planning.step_time import training_flops
 from rl_plugins.planning.workload import WIDTHS, Workload
 
 PLACE = Placement(WORKERS, 1, zero_stage=1, offload="stay")
@@ -138,11 +138,12 @@ def sampling_rates(runs: Sequence[tuple[Run, Workload]], step_s: float, sequence
     for run, work in runs:
         context = work.prompt_tokens + work.response_tokens / 2
         flops = work.policy.forward_flops(work.responses * work.response_tokens, context)
-        flops += work.policy.forward_flops(work.prompts * work.prompt_tokens, work.prompt_tokens / 2)
+        read = work.responses * prompt_tokens_of_sample(work, on_cpu=True)
+        flops += work.policy.forward_flops(read, work.prompt_tokens / 2)
         width = WIDTHS[work.engine_dtype]
         each = work.policy.multiplied * width + work.responses * context * work.policy.kv_bytes(width)
-        threads = engine_threads(PLACE)
-        rows.append((flops / threads, each * work.response_tokens / threads))
+        # The engine has the cores of all workers.
+        rows.append((flops / WORKERS, each * work.response_tokens / WORKERS))
         seconds.append(run.quiet("time/rollout") - work.response_tokens * (step_s + work.responses * sequence_s))
     (a, b), (c, d) = rows
     determinant = a * d - b * c
@@ -155,7 +156,7 @@ def memory(few: tuple[Run, Workload], larger: Sequence[tuple[Run, Workload]], de
     assert run.resident is not None
     start, end = run.steps[1]["time"], run.steps[-1]["time"]
     # All other processes are looked at once a second.
-    found = {"machine_base": run.resident.others(start - 5, end)}
+    found: dict[str, float] = {"machine_base": run.resident.others(start - 5, end)}
     found["trainer_base"] = run.resident.peak("RayTrainWorker", start, end) - total(update(work, device))
     engine = engine_memory(work, PLACE, device)["sampling"]
     found["engine_base"] = run.resident.peak("VLLMActor", start, end, shared=True) - total(engine)

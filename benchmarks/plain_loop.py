@@ -10,6 +10,7 @@ import json
 import resource
 import time
 from statistics import median
+from typing import Any
 
 import pyarrow.parquet as pq
 import torch
@@ -26,7 +27,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(options.policy, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(options.policy, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(options.policy, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
     rows = pq.read_table(options.parquet).to_pylist()
     times: dict[str, list[float]] = {"rollout": [], "update": [], "step": []}
@@ -34,7 +35,7 @@ def main() -> None:
     for step in range(options.steps):
         start = time.perf_counter()
         batch = [rows[(step * options.prompts + i) % len(rows)] for i in range(options.prompts)]
-        prompts = tokenizer.apply_chat_template(
+        prompts: Any = tokenizer.apply_chat_template(
             [row["prompt"] for row in batch],
             add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True,
         )  # fmt: skip

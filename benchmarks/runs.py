@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from statistics import median
 import psutil
 
 from benchmarks.resident import Resident, ResidentWatch
+from rl_plugins.run_folder import metric_rows
 
 TIMEOUT_S = 1800
 
@@ -80,8 +80,7 @@ def run_grpo(folder: Path, *overrides: str, name: str = "run", closely: bool = F
     seen = watcher.stop()
     if process.returncode:
         raise RuntimeError(f"the recipe ended with status {process.returncode}:\n{output[-4000:]}")
-    lines = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
-    steps = [row for row in map(json.loads, lines) if "train/loss" in row]
+    steps = [row for row in metric_rows(folder / "outputs" / name / "metrics.jsonl") if "train/loss" in row]
     return Run(steps, resident=seen) if isinstance(seen, Resident) else Run(steps, seen)
 
 

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from benchmarks.policies import save_policy, save_prompts
 from benchmarks.runs import Run, run_grpo
 from rl_plugins.launch.command_line import compose_config, run_recipe
 from rl_plugins.launch.config import parse_config
-from rl_plugins.run_folder import read_metrics
+from rl_plugins.run_folder import metric_rows, read_metrics
 
 AHEAD = "schedule.max_staleness=1"
 SHORT, LONG = 4, 40
@@ -170,8 +169,7 @@ def _run_and_kill(folder: Path, at_step: int) -> Run:
     metrics = folder / "outputs" / "lost" / "metrics.jsonl"
 
     def rows() -> list[dict[str, float]]:
-        lines = metrics.read_text().splitlines() if metrics.is_file() else []
-        return [row for row in map(json.loads, lines) if "train/loss" in row]
+        return [row for row in metric_rows(metrics) if "train/loss" in row]
 
     process = subprocess.Popen([sys.executable, "-m", "rl_plugins.recipes.grpo", *options])
     while len(rows()) < at_step:

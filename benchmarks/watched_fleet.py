@@ -85,7 +85,8 @@ def references() -> set[str]:
     """Ids of all objects that this process owns or holds."""
     from ray._private.worker import global_worker
 
-    return {identity.decode() for identity in global_worker.core_worker.get_all_reference_counts()}
+    worker: Any = global_worker
+    return {identity.decode() for identity in worker.core_worker.get_all_reference_counts()}
 
 
 def returned_by(actor: str, objects: set[str]) -> set[str]:

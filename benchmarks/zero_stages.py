@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.policies import save_28m
 
@@ -145,9 +145,10 @@ def work(
             measured["whole"] = whole / sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
 
     strategy = ZeroStrategy(stage=stage, timeout_s=TIMEOUT_S)
+    assert strategy.config is not None
     strategy.config["zero_optimization"].update(options)
     trainer = Trainer(
-        strategy=strategy, accelerator="cpu", devices=WORKERS, precision=precision, callbacks=[Watch()],
+        strategy=strategy, accelerator="cpu", devices=WORKERS, precision=cast(Any, precision), callbacks=[Watch()],
         max_steps=-1, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
@@ -159,7 +160,7 @@ def work(
         tokens_per_micro_batch=MICRO_BATCH * TOKENS,
         gradient_checkpointing=recompute,
     )
-    trainer.fit(model, DataLoader(Sequences(WARM_UP + steps), batch_size=None))
+    trainer.fit(model, DataLoader(cast(Any, Sequences(WARM_UP + steps)), batch_size=None))
     if trainer.is_global_zero:
         output.write_text(json.dumps(measured))
 

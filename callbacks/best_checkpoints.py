@@ -26,7 +26,7 @@ class BestCheckpoints(Callback):
     """Saves the best `keep` steps as `best_00000050`, looking at a metric of validation or of training steps.
 
     A step that `PolicyCheckpoint` has saved, before this callback, is linked and takes no room of its own. It is
-    `python -m rl_plugins.launch.export RUN/best_00000050 FOLDER` that makes a model of one.
+    `rl-plugins export RUN/best_00000050 FOLDER` that makes a model of one.
 
     Args:
         folder: of the run.

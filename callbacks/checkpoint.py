@@ -1,8 +1,8 @@
 """Checkpoints on the stage's clock: complete or not there, everything a run needs to go on exactly, the last K kept.
 
-A checkpoint is written by all ranks under a temporary name and renamed when all have finished. Under Ray Train it is
-then reported, so that restarted workers find it and Ray keeps the last K. A run that goes on from one says in a line
-what it was given back.
+A checkpoint is written by all ranks under a temporary name and renamed when all have finished; under Ray Train it is
+then reported. What is in the folder is what there is: restarted workers and resumed runs look there. A run that goes on
+from one says in a line what it was given back.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class HasRankShares(Protocol):
     def rank_share(self) -> Any:
         """What `torch.save` can write; None on every rank if there is nothing."""
 
-    def load_rank_shares(self, shares: list[Any]) -> str:
-        """Go on from the shares of all ranks, or from this rank's alone if there were as many; says what goes on."""
+    def load_rank_shares(self, shares: list[Any], *, own: bool) -> str:
+        """Go on from the shares of all ranks, or from this rank's own one if there were as many; says what goes on."""
 
 
 @runtime_checkable
@@ -132,9 +132,8 @@ class PolicyCheckpoint(Callback):
             for engine, kept in self._keep_engines.items():
                 for old in self._folder.checkpoints()[:-kept]:
                     remove(old / "state" / engine)
-            if not self._report_to_ray:
-                for old in self._folder.checkpoints()[: -self._keep_last]:
-                    remove(old)
+            for old in self._folder.checkpoints()[: -self._keep_last]:
+                remove(old)
         self.saved_step = step
         if self._report_to_ray:
             self._report(trainer, step, final)
@@ -221,9 +220,11 @@ def _load_rank_shares(trainer: Trainer, checkpoint: Path) -> list[str]:
     module: Any = trainer.lightning_module
     if not files or not isinstance(module, HasRankShares):
         return []
-    if len(files) == trainer.world_size:
+    own = len(files) == trainer.world_size
+    if own:
         files = [files[trainer.global_rank]]
-    return [module.load_rank_shares([torch.load(file, map_location="cpu", weights_only=False) for file in files])]
+    shares = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+    return [module.load_rank_shares(shares, own=own)]
 
 
 def _with_rank_state(trainer: Trainer) -> dict[str, HasRankState]:

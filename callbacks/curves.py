@@ -30,9 +30,10 @@ class Curves(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, MLflowTracking) and trainer.is_global_zero:
                 # Drawn where nothing waits for it.
-                logger.submit(self._send)
+                logger.submit(self.send)
 
-    def _send(self, run: TrackedRun) -> None:
+    def send(self, run: TrackedRun) -> None:
+        """Draw the curves of the metrics file, and send them."""
         if draw_curves(read_metrics(self._folder.metrics), self._folder.curves):
             run.client.log_artifact(run.run_id, str(self._folder.curves))
 

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.callbacks.data_digest import describe_file
 from rl_plugins.callbacks.metrics_tail import Point
+from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 
 _SHOWN_TABLES = 64
+_DELETED = "deleted"
 _STORE_VARIABLE = "MLFLOW_TRACKING_URI"
 
 
@@ -96,14 +99,18 @@ def use_store(uri: str) -> None:
 
 
 def open_run(uri: str, experiment: str, folder: RunFolder, facts: Facts) -> TrackedRun:
-    """Create the run, or go on with the one whose id is in the folder, and say the facts."""
+    """Create the run, or go on with the one whose id is in the folder, and say the facts.
+
+    Raises:
+        ConfigError: the store does not know the run, or the run or its experiment is deleted there; names the way out.
+    """
     import mlflow
 
     use_store(uri)
     client = mlflow.MlflowClient(uri)
     file = folder.tracking_run
     if file.is_file():
-        run = client.get_run(file.read_text().strip())
+        run = _known_run(client, file)
         if run.info.status != "RUNNING":
             client.update_run(run.info.run_id, "RUNNING")
     else:
@@ -118,11 +125,37 @@ def open_run(uri: str, experiment: str, folder: RunFolder, facts: Facts) -> Trac
 
 
 def find_experiment(client: MlflowClient, uri: str, name: str) -> str:
-    """The id of an experiment, which is created if it is not there."""
+    """The id of an experiment, which is created if it is not there.
+
+    Raises:
+        ConfigError: it is deleted, and MLflow gives its name to no other.
+    """
     found = client.get_experiment_by_name(name)
-    if found is not None and found.lifecycle_stage != "deleted":
-        return found.experiment_id
-    return client.create_experiment(name, artifact_location(uri))
+    if found is None:
+        return client.create_experiment(name, artifact_location(uri))
+    if found.lifecycle_stage == _DELETED:
+        raise ConfigError(
+            f"the experiment {name!r} is deleted: restore it (mlflow experiments restore --experiment-id "
+            f"{found.experiment_id}), or choose another one by tracking.experiment (of a pipeline: experiment)"
+        )
+    return found.experiment_id
+
+
+def _known_run(client: MlflowClient, file: Path) -> Run:
+    from mlflow.exceptions import MlflowException
+
+    run_id = file.read_text().strip()
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        raise ConfigError(f"there is no run {run_id}: remove {file}, and a new one begins") from None
+    if run.info.lifecycle_stage == _DELETED:
+        raise ConfigError(
+            f"the run {run_id} or its experiment is deleted: restore it, or remove {file}, and a new one begins"
+        )
+    return run
 
 
 def artifact_location(uri: str) -> str | None:

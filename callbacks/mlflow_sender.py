@@ -2,7 +2,8 @@
 
 Calls go to a queue, which one thread works off. Metrics are read from the run's metrics file, so they outlive this
 process: whatever the store lacks, after an outage or a restart, is sent when it answers again. Other calls wait in the
-queue; what could not be sent when the run ends is counted and said.
+queue; what could not be sent when the run ends is counted and said. A store that does not take the run at all, because
+its experiment is deleted or its id unknown, is waited for in the same way, until somebody mends that.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from rl_plugins.callbacks.metrics_tail import MetricsTail
 from rl_plugins.callbacks.mlflow_import import import_mlflow
 from rl_plugins.callbacks.mlflow_run import Facts, TrackedRun, open_run
+from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class RunSender:
         self._ending = threading.Event()
         self._metrics_due, self._metrics_sent = False, -_METRICS_EVERY_S
         self._unsent = 0
+        self._said: set[str] = set()
         self.failures = 0
 
     def send_metrics(self) -> None:
@@ -68,6 +71,8 @@ class RunSender:
         """Send what is queued, within a deadline, and end the MLflow run with this status; no call was no run."""
         if self._thread is None:
             return
+        # Of steps that a roll-back has repeated, it is not known what the store has until they are sent.
+        self.send_metrics()
         self.submit(lambda run: run.client.set_terminated(run.run_id, status))
         self._queue.put(None)
         self._ending.set()
@@ -83,7 +88,7 @@ class RunSender:
                 self._folder.metrics,
                 self._folder.path,
             )
-            self._queue = queue.Queue()
+            self._queue, self._metrics_due = queue.Queue(), False
         self._thread = None
 
     def all_sent(self) -> bool:
@@ -112,27 +117,34 @@ class RunSender:
                         self._tail.start_over(run.last_steps())
                     call(run)
                     break
-                except (MlflowException, SQLAlchemyError, OSError, NotImplementedError) as error:
+                except (MlflowException, SQLAlchemyError, OSError, NotImplementedError, ConfigError) as error:
                     if run is not None and _is_refused(error):
                         logger.error("MLflow at %s: something could not be recorded: %s", self._uri, error)
                         break
                     # What it has taken of the call is asked when it is back.
                     run = None
                     self.failures += 1
-                    if self.failures == 1:
-                        logger.error("MLflow at %s is away, metrics wait for it: %s", self._uri, error)
+                    self._say_why_it_waits(error)
                     if self._ending.is_set():
                         calls.put(call)
                         return
                     self._ending.wait(_RETRY_S)
 
+    def _say_why_it_waits(self, error: Exception) -> None:
+        """Once for each reason."""
+        refused = "does not take the run, metrics wait until it does"
+        reason = refused if _is_refused(error) else "is away, metrics wait for it"
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.error("MLflow at %s %s: %s", self._uri, reason, error)
+
 
 def _is_refused(error: Exception) -> bool:
-    """Whether the call would fail again: the store has understood it and says no, or a file is gone."""
+    """Whether a call would fail again: the store has understood it and says no, or a file is gone."""
     from mlflow.exceptions import MlflowException
     from requests import HTTPError
 
-    if isinstance(error, FileNotFoundError | NotImplementedError):
+    if isinstance(error, FileNotFoundError | NotImplementedError | ConfigError):
         return True
     status = 500
     if isinstance(error, MlflowException):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,12 +33,12 @@ class PolicyAverage(Callback):
         self._keep = keep
         self._average: dict[str, Tensor] = {}
         self._aside: dict[str, Tensor] = {}
-        self._moved_at = -1
+        self._clock = -1
 
     @override
     @torch.no_grad()
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        clock(pl_module)
+        self._clock = clock(pl_module)
         self._average = {name: shard.float().clone() for name, shard in _trained_shards(trainer)}
 
     @override
@@ -45,10 +46,9 @@ class PolicyAverage(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = clock(pl_module)
+        before, self._clock = self._clock, clock(pl_module)
         # A run that was rolled back comes by its checkpoint's step again, which is in the average.
-        if step != self._moved_at:
-            self._moved_at = step
+        if self._clock > before:
             for name, shard in _trained_shards(trainer):
                 self._average[name].lerp_(shard.float(), 1 - self._keep)
 
@@ -96,6 +96,35 @@ class PolicyAverage(Callback):
         for name, tensor in state.items():
             self._average[name].copy_(tensor)
         return "average"
+
+
+def read_average(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """The whole average that a checkpoint holds, in float32, in this process alone; nothing of a run without one.
+
+    Args:
+        checkpoint: its folder, with the states of callbacks on every rank.
+        shapes: of the whole parameters.
+
+    Raises:
+        ConfigError: the run had cut its blocks over ranks (tensor parallelism).
+    """
+    files = sorted(checkpoint.glob("callbacks_*.pt"), key=lambda file: int(file.stem.removeprefix("callbacks_")))
+    states = [torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in files]
+    ranks = [state[PolicyAverage.__name__] for state in states if PolicyAverage.__name__ in state]
+    names = [name for name in ranks[0] if name in shapes] if ranks else []
+    if any(ranks[0][name].dim() > 1 and ranks[0][name].shape[1:] != shapes[name][1:] for name in names):
+        raise ConfigError(
+            f"the average in {checkpoint} is of a run with strategy.tensor_parallel, whose parts are not put together "
+            "here: resume the run (run.resume=true) and let it end, its policy/ folder has its average"
+        )
+    return {name: _whole([rank[name] for rank in ranks], shapes[name]) for name in names}
+
+
+def _whole(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """A parameter of what each rank has of it: all, its next rows, or its next numbers, padded behind the last."""
+    if parts[0].shape == shape:
+        return parts[0]
+    return torch.cat([part.flatten() for part in parts])[: shape.numel()].view(shape)
 
 
 def _trained_shards(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:

@@ -32,7 +32,7 @@ class ReferenceUpdate(Callback):
         if not 0 <= keep < 1:
             raise ConfigError(f"reference.keep={keep}: must be from 0 to below 1")
         self._every, self._keep = every, keep
-        self._moved_at = -1
+        self._clock = -1
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -48,12 +48,20 @@ class ReferenceUpdate(Callback):
             )
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock = clock(pl_module)
+        # A move that keeps all: checkpoints from before the first one hold the reference, too, for a roll-back.
+        self._blend(trainer, keep=1.0)
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = clock(pl_module)
+        before, self._clock = self._clock, clock(pl_module)
         # A run that was rolled back comes by its checkpoint's step again, and has moved it then.
-        if step % self._every == 0 and step != self._moved_at:
-            self._moved_at = step
-            strategy: Any = trainer.strategy
-            strategy.blend_weights(POLICY, REFERENCE, self._keep)
+        if self._clock > before and self._clock % self._every == 0:
+            self._blend(trainer, self._keep)
+
+    def _blend(self, trainer: Trainer, keep: float) -> None:
+        strategy: Any = trainer.strategy
+        strategy.blend_weights(POLICY, REFERENCE, keep)

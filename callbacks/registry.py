@@ -42,7 +42,7 @@ def register_policy(run: TrackedRun, policy: Path, name: str, evaluation: Evalua
         policy: its folder.
         name: of the registered model; made if it is not there.
         evaluation: decides whether the new version becomes the champion.
-        example: a prompt, kept as the model's input example.
+        example: what a user says, kept as the model's input example.
     """
     from mlflow.exceptions import MlflowException
 
@@ -90,19 +90,16 @@ def _champion(run: TrackedRun, name: str) -> ModelVersion | None:
 
 def _log_model(run: TrackedRun, policy: Path, example: str) -> ModelInfo:
     import mlflow
-    from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, Schema
 
     # It looks for the model card of every folder on the hub, and warns that there is none.
     logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
-    text = Schema([ColSpec("string")])
     with mlflow.start_run(run.run_id):
         return mlflow.transformers.log_model(
             # As a name of the hub, a relative path would be asked for there.
             str(policy.absolute()),
             name=policy.name,
-            task="text-generation",
-            signature=ModelSignature(inputs=text, outputs=text),
-            input_example=example,
+            # Messages in, through the chat template with which the policy was trained, and its answer out.
+            task="llm/v1/chat",
+            input_example={"messages": [{"role": "user", "content": example}]},
             pip_requirements=[f"{name}=={importlib.metadata.version(name)}" for name in ("transformers", "torch")],
         )

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from rl_plugins.callbacks.mlflow import MLflowTracking
 from rl_plugins.stages.sampling import SamplingStage
+from rl_plugins.whole_file import write_whole_text
 
 
 class SampleTable(Callback):
@@ -30,7 +31,7 @@ class SampleTable(Callback):
         rows = pl_module.validation_samples[: self._rows]
         name = f"step_{pl_module.step:08d}.json"
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / name).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
+        write_whole_text(self._folder / name, json.dumps(rows, indent=1, ensure_ascii=False))
         for logger in trainer.loggers:
             if isinstance(logger, MLflowTracking):
                 log_samples(logger, self._folder / name)

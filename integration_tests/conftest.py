@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ import pytest
 
 from rl_plugins.data.prepare.addition import addition_rows
 from rl_plugins.data.prepare.writing import write_splits
+from rl_plugins.run_folder import metric_rows
 
 if TYPE_CHECKING:
     from integration_tests.mlflow_server import Server
@@ -55,8 +55,7 @@ class Recipe:
         return self.folder / "outputs" / self.name
 
     def metrics(self) -> list[dict[str, float]]:
-        path = self.run / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return metric_rows(self.run / "metrics.jsonl")
 
     def wait(self, timeout_s: float = 420) -> int:
         try:

@@ -28,8 +28,7 @@ ITS_OWN = "model.path=MODEL 'data.train_files=[train.parquet]'"
 """What stands for the options of a reader's own."""
 PAGES = (
     "docs/callbacks.md", "docs/commands.md", "docs/data.md", "docs/environments.md", "docs/existing_project.md",
-    "docs/mlflow.md", "docs/own_algorithm.md", "docs/planning.md", "docs/recipes.md", "docs/references/README.md",
-    "docs/rewards.md",
+    "docs/mlflow.md", "docs/own_algorithm.md", "docs/planning.md", "docs/recipes.md", "docs/rewards.md",
 )  # fmt: skip
 LEFT_OUT = {
     "mlflow ui": "does not end",
@@ -37,6 +36,8 @@ LEFT_OUT = {
     "rl-plugins export run/best": "what the line before it has brought",
     "rl-plugins submit --dry-run": "refuses the links out of this folder; test_submit and test_ray_job have projects",
     "rl-plugins sync": "needs an outage; test_tracking_outage and test_pipeline_outage have one",
+    "python examples/existing_project": "test_existing_project runs both",
+    "python docs/references/": "test_single_file_references runs both",
     "python -m benchmarks.": "takes minutes; results are in benchmarks/results",
     "rl-plugins plan grpo model.path=MODEL --device cpu --calibration": "what the line before it has written",
     "rl-plugins prepare hf": "needs what the library `datasets` writes; test_conversion has one",

@@ -158,7 +158,7 @@ def test_what_is_there_is_taken_without_waiting(rollout: VLLMRollout) -> None:
     assert 41 not in rollout.collect([40], 1)
     start = time.monotonic()
     assert rollout.collect([], 0) == {}
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 5
     assert list(rollout.collect([41], 1)) == [41]
 
 

@@ -18,6 +18,8 @@ from mlflow.entities import Run
 from integration_tests.mlflow_server import Server
 from rl_plugins.run_folder import read_metrics
 
+pytestmark = pytest.mark.outage
+
 STAGES = ("first", "second")
 PIPELINE = (
     "import sys; from omegaconf import OmegaConf; from rl_plugins.launch.pipeline import run_pipeline\n"

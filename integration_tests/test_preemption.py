@@ -10,6 +10,8 @@ from integration_tests.conftest import recipes_in
 from integration_tests.machines import machines
 from rl_plugins.run_folder import RunFolder, read_metrics
 
+pytestmark = pytest.mark.outage
+
 STEPS = 200
 
 

@@ -72,8 +72,8 @@ def test_several_culprits_at_once(obeying_pool: RewardPool) -> None:
 
 def test_slow_samples_are_not_blamed_for_their_number(obeying_pool: RewardPool) -> None:
     started = time.monotonic()
-    assert outcomes(obeying_pool.score(requests(*["slow"] * 20))) == [1.0] * 20
-    assert time.monotonic() - started < 5.5  # 6 s of sleeping, shared by two workers
+    assert outcomes(obeying_pool.score(requests(*["slow"] * 40))) == [1.0] * 40
+    assert time.monotonic() - started < 11  # 12 s of sleeping, shared by two workers
 
 
 def test_workers_load_nothing_heavy(obeying_pool: RewardPool) -> None:

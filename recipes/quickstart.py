@@ -1,7 +1,6 @@
 """The whole way on one laptop, in minutes: data, a tiny model, SFT, GRPO, and a table of what came of it.
 
-`python -m rl_plugins.recipes.quickstart [seed=0] [folder=outputs/quickstart-...] [key=value ...]`; further overrides go
-to the GRPO stage.
+`python -m rl_plugins.recipes.quickstart [seed=0] [folder=FOLDER] [key=value ...]`; other options are the GRPO stage's.
 """
 
 import os
@@ -14,6 +13,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config, exit_on_config_error, run_recipe
 from rl_plugins.launch.config import parse_config
 from rl_plugins.launch.quickstart_start import NUM_DEV, NUM_TEST, NUM_TRAIN, save_base, write_sums
+from rl_plugins.override import override
 
 
 def main() -> None:
@@ -29,19 +29,20 @@ def main() -> None:
     folder = Path(options.pop("folder", f"outputs/quickstart-{datetime.now():%Y%m%d-%H%M%S}"))
     if folder.exists():
         raise ConfigError(f"folder={folder} exists: choose another one, or leave it out")
+    data = folder / "data"
     common = [
-        f"run.output_dir={folder}", f"run.seed={seed}", f"data.train_files=[{folder}/data/train.parquet]",
-        f"tracking.uri=sqlite:///{folder.absolute()}/mlflow.db", "tracking.experiment=quickstart",
+        override("run.output_dir", folder), override("data.train_files", [data / "train.parquet"]), f"run.seed={seed}",
+        override("tracking.uri", f"sqlite:///{folder.absolute()}/mlflow.db"), "tracking.experiment=quickstart",
     ]  # fmt: skip
     # Both configurations are checked before the first stage spends any time.
-    sft_options = [f"model.path={folder}/base", f"data.val_files=[{folder}/data/dev.parquet]"]
-    grpo_options = [f"model.path={folder}/sft/policy", f"data.val_files=[{folder}/data/test.parquet]"]
+    sft_options = [override("model.path", folder / "base"), override("data.val_files", [data / "dev.parquet"])]
+    grpo_options = [override("model.path", folder / "sft/policy"), override("data.val_files", [data / "test.parquet"])]
     grpo_options += [f"{key}={value}" for key, value in options.items()]
     sft_config = parse_config(compose_config("quickstart_sft", [*common, *sft_options]))
     grpo_config = parse_config(compose_config("quickstart_grpo", [*common, *grpo_options]))
     rows = f"{NUM_TRAIN} to train on, held out: {NUM_DEV} to end SFT by, {NUM_TEST} to test on"
-    print(f"[1/4] sums of numbers below 50: {rows} -> {folder}/data", flush=True)
-    write_sums(folder / "data", int(seed))
+    print(f"[1/4] sums of numbers below 50: {rows} -> {data}", flush=True)
+    write_sums(data, int(seed))
     print(f"[2/4] a small Qwen2 model and its tokenizer -> {folder}/base", flush=True)
     save_base(folder / "base", int(seed))
     print("[3/4] SFT in this process", flush=True)

@@ -35,7 +35,8 @@ class DeadlineExceeded(TimeoutError):
 
 
 class RunStopped(Exception):
-    """The run ended before its last step, in good order: it was asked to. The message says how it goes on.
+    """The run ended before its last step, in good order: it was asked to, and has saved.
 
-    The command-line entry points print it as one line and exit with status 75, "try again later" of sysexits.h.
+    The command-line entry points print it as one line, with how the run goes on, and exit with status 75, "try again
+    later" of sysexits.h.
     """

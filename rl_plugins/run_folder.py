@@ -194,10 +194,21 @@ def checkpoint_step(path: Path) -> int:
 
 
 def append_metrics(path: Path, metrics: Mapping[str, float], step: int | None) -> None:
-    """Add a line to a `metrics.jsonl`."""
+    """Add a line to a `metrics.jsonl`, in place of one that a killed process did not write to its end."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
+    row = json.dumps({"step": step, "time": round(time.time(), 3), **metrics})
+    with path.open("ab+") as file:
+        file.seek(max(0, file.tell() - 1))
+        if file.read() not in (b"", b"\n"):
+            file.truncate(path.read_bytes().rfind(b"\n") + 1)
+        file.write(f"{row}\n".encode())
+
+
+def metric_rows(path: Path) -> list[dict[str, float]]:
+    """The lines of a `metrics.jsonl`, without one that is not written to its end; a file that is not there has none."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()]
 
 
 def read_metrics(path: Path, *, finite: bool = True) -> dict[str, dict[int, float]]:
@@ -210,11 +221,9 @@ def read_metrics(path: Path, *, finite: bool = True) -> dict[str, dict[int, floa
         finite: leave out values that are no finite numbers.
     """
     series: dict[str, dict[int, float]] = {}
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines():
-            row = json.loads(line)
-            step, _ = int(row.pop("step")), row.pop("time", None)
-            for name, value in row.items():
-                if math.isfinite(value) or not finite:
-                    series.setdefault(name, {})[step] = value
+    for row in metric_rows(path):
+        step, _ = int(row.pop("step")), row.pop("time", None)
+        for name, value in row.items():
+            if math.isfinite(value) or not finite:
+                series.setdefault(name, {})[step] = value
     return {name: dict(sorted(points.items())) for name, points in series.items()}

@@ -220,6 +220,7 @@ class RolloutMixin:
         with self.phases.measure("offload"):
             if engine.sleeps:
                 self._give_up("offload optimizer", self.offload_optimizer, self.optimizer_bytes())
+                self._meet()
             engine.wake_up(["weights"])
         if self._rollout_version is None:
             with self.phases.measure("update_weights"):
@@ -235,16 +236,21 @@ class RolloutMixin:
         with self.phases.measure("offload"):
             if engine.sleeps:
                 self._give_up("offload parameters", self.offload_parameters, self.parameter_bytes())
+                self._meet()
             engine.wake_up(["kv_cache"])
         if policy_log_probs:
             with self.phases.measure("check_weights"), suppress(EngineLost):
                 tolerance = max(tolerance, engine.log_prob_tolerance)
                 check_log_probs(policy_log_probs, engine.prompt_log_probs(PROBE), tolerance)
+        failed = True
         try:
             yield engine
+            failed = False
         finally:
             with self.phases.measure("reload"):
                 slept = engine.sleep()
+                if engine.sleeps and not failed:
+                    self._meet()
                 self.reload()
             if not engine.keeps_weights:
                 self.weights_changed()
@@ -252,6 +258,10 @@ class RolloutMixin:
             self.phases.note("engine_awake", slept.before)
             self.phases.note("engine_asleep", slept.after)
             slept.check("sleep of the rollout engine")
+
+    def _meet(self) -> None:
+        """Wait for all ranks: the engine may be on the device of another one than the rank that talks to it."""
+        self.on_any_rank(False)
 
     def _give_up(self, phase: str, give_up: Callable[[], None], expected: int) -> None:
         before = self.phases.bytes_in_use()

@@ -45,7 +45,6 @@ from rl_plugins.strategies.phases import PhaseLog
 from rl_plugins.strategies.sharded import (
     LIGHTNING_FILE,
     ShardedStrategy,
-    blend_shard,
     held_here,
     optimizers_of_engines,
     states_of,
@@ -103,7 +102,6 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         self._optimizers_of: dict[str, Optimizer] = {}
         self._gradient_norms: dict[str, float] = {}
         self._on_host = HostMemory()
-        # Frozen engines whose weights are no longer those of their files, and their averages in float32.
         self._moved: set[str] = set()
         self._masters: dict[str, dict[str, Tensor]] = {}
         self.phases = PhaseLog()
@@ -241,19 +239,8 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         source = FSDPWeightSource(model, dtype, self.global_rank % self._group_size, self._group_size)
         return plain_weights(source, model)
 
-    def blend_weights(self, source: str, target: str, keep: float) -> None:
-        """The weights of a frozen engine follow those of another, `keep * target + (1 - keep) * source`.
-
-        Each rank blends its own shards. In low precision the average is held in float32 beside the weights, or small
-        steps would be lost in rounding.
-        """
-        masters = self._masters.setdefault(target, {})
-        for (name, own), (_, other) in zip(self.shards(target), self.shards(source), strict=True):
-            blend_shard(own, other, keep, masters, name)
-        self._moved.add(target)
-
+    @override
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's name, and what this rank has of it."""
         for key, parameter in self._engines[name].named_parameters():
             yield key, shard_of(parameter)
 
@@ -301,6 +288,7 @@ class FSDPStrategy(ShardedStrategy, ModelParallelStrategy):
         folder = Path(self.broadcast(os.fspath(checkpoint_path)))
         if not (folder / LIGHTNING_FILE).is_file():
             raise ConfigError(f"{folder} is not a checkpoint of this project: it has no {LIGHTNING_FILE}")
+        self._begin_load(folder)
         frozen = held_here(self._engines).keys() - self._optimizers_of.keys()
         self._moved |= {name for name in frozen if (folder / name).is_dir()}
         for name in self._saved_engines():

@@ -38,9 +38,16 @@ class ShardedStrategy(RolloutMixin, ParallelStrategy):
     _on_host: HostMemory
     _sequence_parallel: int
     _sequences: list[SequenceShards]
+    # Frozen engines whose weights are no longer those of their files, and their averages in float32.
+    _moved: set[str]
+    _masters: dict[str, dict[str, Tensor]]
 
     def _trained(self) -> list[str]:
         """Names of the engines that are trained."""
+        raise NotImplementedError
+
+    def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name, and what this rank has of it."""
         raise NotImplementedError
 
     def _optimizer_tensors(self, name: str) -> Iterable[Tensor]:
@@ -60,6 +67,20 @@ class ShardedStrategy(RolloutMixin, ParallelStrategy):
     def _check_groups(self, option: str, size: int) -> None:
         if self.world_size % size:
             raise ConfigError(f"{option}={size}: {self.world_size} training workers make no whole groups of it")
+
+    def blend_weights(self, source: str, target: str, keep: float) -> None:
+        """The weights of a frozen engine follow those of another, `keep * target + (1 - keep) * source`.
+
+        Each rank blends its own shards. In low precision the average is held in float32 beside the weights, or small
+        steps would be lost in rounding. From then on checkpoints hold the engine, also if `keep` is 1 and nothing has
+        moved yet.
+        """
+        self._moved.add(target)
+        if keep == 1:
+            return
+        masters = self._masters.setdefault(target, {})
+        for (name, own), (_, other) in zip(self.shards(target), self.shards(source), strict=True):
+            blend_shard(own, other, keep, masters, name)
 
     def _moving(self, tensors_of: Callable[[str], Iterable[Tensor]]) -> Iterator[Tensor]:
         for name in self._trained():
@@ -101,6 +122,20 @@ class ShardedStrategy(RolloutMixin, ParallelStrategy):
     def exchange(self, parcels: list[Any]) -> list[Any]:
         """Give `parcels[i]` to rank i; returns what every rank gave to this one."""
         return exchange_objects(parcels, self.global_rank, self.root_device)
+
+    def _begin_load(self, folder: Path) -> None:
+        """What moves goes back, too: averages begin anew from the weights that a checkpoint holds.
+
+        Raises:
+            ConfigError: it does not hold an engine that moves.
+        """
+        self._masters.clear()
+        for name in sorted(self._moved):
+            if not (folder / name).is_dir():
+                raise ConfigError(
+                    f"{folder} does not hold engine {name!r}, which has moved since: resume the run (run.resume=true), "
+                    "which loads it from its own files"
+                )
 
     def _save_learners(self, folder: Path) -> None:
         """Have what learns elsewhere write a folder each."""

@@ -20,7 +20,7 @@ from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
 from rl_plugins.strategies.contract import POLICY, HasEngines, RolloutMixin
 from rl_plugins.strategies.phases import PhaseLog
-from rl_plugins.strategies.sharded import ALL_OF_A_LEARNER
+from rl_plugins.strategies.sharded import ALL_OF_A_LEARNER, blend_shard
 
 
 class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
@@ -38,6 +38,8 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
         super().__init__(device=device, **kwargs)
         self._rollout = rollout
         self._gradient_norms: dict[str, float] = {}
+        # Averages in float32 of engines in low precision that follow others, by engine and parameter.
+        self._masters: dict[str, dict[str, Tensor]] = {}
         self.phases = PhaseLog(device=torch.device(device))
 
     @classmethod
@@ -122,9 +124,12 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
         return parcels
 
     def blend_weights(self, source: str, target: str, keep: float) -> None:
-        """`keep * target + (1 - keep) * source`."""
-        for (_, own), (_, other) in zip(self.shards(target), self.shards(source), strict=True):
-            own.lerp_(other.to(own), 1 - keep)
+        """`keep * target + (1 - keep) * source`; in low precision the average is held in float32 beside the weights."""
+        if keep == 1:
+            return
+        masters = self._masters.setdefault(target, {})
+        for (name, own), (_, other) in zip(self.shards(target), self.shards(source), strict=True):
+            blend_shard(own, other, keep, masters, name)
 
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Each parameter whole."""
@@ -144,6 +149,7 @@ class SingleDeviceRolloutStrategy(RolloutMixin, SingleDeviceStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.weights_changed()
+        self._masters.clear()
         for name, learner in self._learners().items():
             learner.load(_beside(checkpoint_path, name))
         return super().load_checkpoint(checkpoint_path, weights_only)

@@ -35,7 +35,7 @@ from rl_plugins.strategies.contract import POLICY, HasEngines
 from rl_plugins.strategies.host_memory import HostMemory
 from rl_plugins.strategies.offload import Offload
 from rl_plugins.strategies.phases import PhaseLog
-from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, blend_shard, optimizers_of_engines, states_of
+from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, optimizers_of_engines, states_of
 from rl_plugins.strategies.zero_shards import ZeroShards
 from rl_plugins.strategies.zero_weights import ZeroWeightSource
 
@@ -83,7 +83,6 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         self._engines: dict[str, Any] = {}
         self._engine_of_optimizer: dict[int, Any] = {}
         self._scheduled: set[str] = set()
-        # Frozen engines whose weights are no longer those of their files, and their averages in float32.
         self._moved: set[str] = set()
         self._masters: dict[str, dict[str, Tensor]] = {}
         self.phases = PhaseLog()
@@ -278,19 +277,8 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         )
         return plain_weights(source, module)
 
-    def blend_weights(self, source: str, target: str, keep: float) -> None:
-        """The weights of a frozen engine follow those of another, `keep * target + (1 - keep) * source`.
-
-        Each rank blends its own shards. In low precision the average is held in float32 beside the weights, or small
-        steps would be lost in rounding.
-        """
-        masters = self._masters.setdefault(target, {})
-        for (name, own), (_, other) in zip(self.shards(target), self.shards(source), strict=True):
-            blend_shard(own, other, keep, masters, name)
-        self._moved.add(target)
-
+    @override
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's name, and what this rank has of it."""
         for key, parameter in self._module_of(name).named_parameters():
             if self.zero_stage_3:
                 # Small parameters stay gathered: given up, they are gathered anew from shards that were written.
@@ -358,6 +346,7 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         trained = self._trained_engines()
         for name in trained:
             self._check_shards(folder, name)
+        self._begin_load(folder)
         self.restored = {
             name: self._load_engine(folder, name) if name in trained else self._load_frozen(folder, name)
             for name in self._engines

@@ -281,8 +281,7 @@ def main(steps: int = 300, seed: int = 0, settings: Settings | None = None) -> l
     policy = new_policy(seed)
     reference = copy.deepcopy(policy).requires_grad_(False)
     critic = Critic(new_policy(seed).model, policy.config.hidden_size)
-    options = {"lr": settings.lr, "betas": (0.9, 0.999), "weight_decay": 0.0}
-    optimizers = [AdamW(policy.parameters(), **options), AdamW(critic.parameters(), **options)]
+    optimizers = [AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0) for model in (policy, critic)]
     draw = random.Random(seed)
     scores = []
     for number in range(1, steps + 1):

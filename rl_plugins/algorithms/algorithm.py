@@ -22,7 +22,7 @@ from rl_plugins.algorithms.group_filter import GroupFilter
 from rl_plugins.algorithms.injection import call_with, required_inputs
 from rl_plugins.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLController, kl_in_reward
 from rl_plugins.algorithms.masked import sequence_means
-from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS, PolicyLoss
+from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS, WITH_RATIO, PolicyLoss
 from rl_plugins.algorithms.policy_losses.modifiers import (
     AdaptiveEntropy,
     EntropyController,
@@ -195,6 +195,13 @@ class Algorithm:
         if "component_rewards_BK" in self._advantage_inputs and not self.reward_components:
             raise ConfigError(
                 "the advantage needs component_rewards_BK: name its rewards in algorithm.reward_components"
+            )
+        correction = self.rollout_correction
+        if correction.bypass and correction.level is not None and self.policy_loss in WITH_RATIO:
+            raise ConfigError(
+                f"algorithm.correction={self.correction}: the ratio of algorithm.policy_loss={self.policy_loss} is the "
+                "one to the rollout already, and the weights would multiply it once more: use correction=bypass, "
+                "rejection alone (bypass_geo_rs, bypass_k3_rs), or policy_loss=reinforce"
             )
         if self.resampling is not None and self.group_filter is not None:
             raise ConfigError(

@@ -334,7 +334,7 @@ class RolloutCorrection:
         rules: what to reject.
         bypass: take the rollout's log-probs as the old ones and correct against the current policy in every
             micro-batch. A policy loss with a ratio then holds the importance weight already, and needs rejection at
-            most; weights are for one without, such as REINFORCE's.
+            most, so that weights are refused there; they are for one without, such as REINFORCE's.
     """
 
     level: Level | None = None

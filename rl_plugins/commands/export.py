@@ -2,7 +2,8 @@
 
 Of most runs that is the policy, of one that trains a reward model the reward model. It needs neither a cluster nor a
 GPU, nor as many processes as trained: shards of FSDP2 or of any ZeRO stage, and of any world size, are put together
-here. A run writes its last policy by itself (`policy/`); this is for the checkpoints before it.
+here. Of a run with `average.keep` it is the moving average. A run writes its last policy by itself (`policy/`); this is
+for the checkpoints before it.
 
   rl-plugins export outputs/run/checkpoint_00000050 outputs/step_50
   rl-plugins export outputs/run/checkpoint_00000050 outputs/adapter --lora adapter

@@ -150,13 +150,13 @@ def _tokenize(rows: PromptRows, model: str, job: Job) -> tuple[Sequence[list[int
     """The prompts' token ids, and the tokenizer."""
     from transformers import AutoConfig
 
-    from rl_plugins.data.tokenization import check_chat_template, load_tokenizer, tokenize_prompts
+    from rl_plugins.data.tokenization import accepted_messages, check_chat_template, load_tokenizer, tokenize_prompts
     from rl_plugins.launch.quiet import quiet_libraries
 
     quiet_libraries()
     tokenizer = load_tokenizer(model)
     check_chat_template(tokenizer)
-    prompt_ids = tokenize_prompts(rows, tokenizer, {})
+    prompt_ids = tokenize_prompts(accepted_messages(rows, tokenizer, {}), tokenizer, {})
     window = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
     worst = max(range(len(prompt_ids)), key=lambda number: len(prompt_ids[number]))
     if window is not None and len(prompt_ids[worst]) + job.max_tokens > window:

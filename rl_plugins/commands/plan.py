@@ -12,8 +12,11 @@ command line is kept, the rest is searched. What cannot be is refused, with what
 from __future__ import annotations
 
 import json
+import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +24,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.planning.devices import CPU_FILE, DEVICES, GIB, device_named
 from rl_plugins.planning.search import Candidate, Cluster, advice, overrides, search
 from rl_plugins.planning.shape import ModelShape, shape_of
-from rl_plugins.planning.workload import Workload
+from rl_plugins.planning.workload import WIDTHS, Workload
 
 if TYPE_CHECKING:
     from rl_plugins.launch.config import RecipeConfig
@@ -52,23 +55,15 @@ def run(arguments: Namespace) -> int:
     """
     from rl_plugins.launch.command_line import compose_config
     from rl_plugins.launch.config import parse_config
+    from rl_plugins.launch.values import check_values
 
-    device = device_named(arguments.device, arguments.calibration)
-    if device.is_cpu and arguments.nodes > 1:
-        raise ConfigError("--nodes: CPUs are planned for on one machine: leave it out, or name an accelerator")
-    devices = (device.cores or 8) if arguments.devices is None else arguments.devices
-    cluster = Cluster(device, devices, arguments.nodes)
-    if min(cluster.per_node, cluster.nodes) < 1:
-        raise ConfigError(f"--devices {cluster.per_node} --nodes {cluster.nodes}: both must be 1 or more")
-    config = parse_config(compose_config(arguments.recipe, arguments.overrides))
+    cluster = _cluster(arguments)
+    composed = compose_config(arguments.recipe, arguments.overrides)
+    config = parse_config(composed)
+    check_values(config)
     work = workload_of(config, prompt_tokens=arguments.prompt_tokens, response_tokens=arguments.response_tokens)
-    given = dict(option.lstrip("+").partition("=")[::2] for option in arguments.overrides)
-    found = search(work, cluster, fsdp=config.strategy.name == "fsdp", given=given)
-    if not found:
-        raise ConfigError(
-            f"no placement on {cluster.devices} devices agrees with the options that are given: leave out some of "
-            "those of placement, strategy and rollout, or make batch.prompts_per_step a multiple of the workers"
-        )
+    given = given_values(composed, arguments.overrides)
+    found = _allowed(config, search(work, cluster, fsdp=config.strategy.name == "fsdp", given=given), cluster)
     print(_described(work, cluster))
     for line in table(found[: arguments.rows]):
         print(line)
@@ -81,11 +76,81 @@ def run(arguments: Namespace) -> int:
             f"(GiB: {parts}): {advice(nearest)}"
         )
     left = f"; {len(refused)} of {len(found)} placements do not fit" if refused else ""
-    print(
-        f"\nbest{left}:\n  "
-        + " ".join(f"{k}={v}" for k, v in overrides(found[0].work, found[0].place, cluster).items())
-    )
+    options = overrides(found[0].work, found[0].place, cluster)
+    print(f"\nbest{left}:\n  " + " ".join(words_of(options)))
     return 0
+
+
+def _cluster(arguments: Namespace) -> Cluster:
+    """The devices that are asked for; refuses numbers that cannot be, those of the table and the lengths as well."""
+    device = device_named(arguments.device, arguments.calibration)
+    if device.is_cpu and arguments.nodes > 1:
+        raise ConfigError("--nodes: CPUs are planned for on one machine: leave it out, or name an accelerator")
+    devices = (device.cores or 8) if arguments.devices is None else arguments.devices
+    if min(devices, arguments.nodes) < 1:
+        raise ConfigError(f"--devices {devices} --nodes {arguments.nodes}: both must be 1 or more")
+    if arguments.rows < 1:
+        raise ConfigError(f"--rows {arguments.rows}: must be 1 or more")
+    for flag, tokens in {"prompt": arguments.prompt_tokens, "response": arguments.response_tokens}.items():
+        if tokens is not None and not tokens >= 1:
+            raise ConfigError(f"--{flag}-tokens {tokens:g}: must be 1 or more")
+    return Cluster(device, devices, arguments.nodes)
+
+
+def given_values(composed: Any, words: Sequence[str]) -> dict[str, Any]:
+    """What the command line says of options, as the recipe reads it; null leaves an option open."""
+    from omegaconf import OmegaConf
+
+    names = [word.lstrip("+").partition("=")[0] for word in words]
+    values = {name: OmegaConf.select(composed, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """Options as they are typed."""
+    return [f"{name}={str(value).lower()}" for name, value in options.items()]
+
+
+def _allowed(config: RecipeConfig, candidates: Sequence[Candidate], cluster: Cluster) -> list[Candidate]:
+    """The placements that a run does not refuse.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not candidates:
+        raise ConfigError(
+            f"no placement on {cluster.devices} devices agrees with the options that are given: leave out some of "
+            "those of placement, strategy, schedule (plans know max_staleness 0 and, on GPUs, 1) and rollout, or make "
+            "batch.prompts_per_step a multiple of the workers times batch.updates_per_step"
+        )
+    refusals = [refusal(config, overrides(one.work, one.place, cluster), cluster) for one in candidates]
+    if all(refusals):
+        raise ConfigError(f"a run would refuse every placement, the first as follows: {refusals[0]}")
+    return [one for one, reason in zip(candidates, refusals, strict=True) if not reason]
+
+
+def refusal(config: RecipeConfig, options: Mapping[str, Any], cluster: Cluster) -> str:
+    """Why a run would refuse a configuration with these options on these devices; empty if it would not."""
+    from rl_plugins.launch.batch import check_batch
+    from rl_plugins.launch.placement import check_fit, roles_of
+    from rl_plugins.launch.values import check_values
+
+    planned = deepcopy(config)
+    for option, value in options.items():
+        group, _, name = option.rpartition(".")
+        setattr(attrgetter(group)(planned), name, value)
+    if planned.schedule.max_staleness and (planned.sampling.top_p < 1 or planned.sampling.top_k > 0):
+        return "schedule.max_staleness=1 compares the policy with what sampled: it needs top_p=1 and top_k=-1"
+    on_cpu = cluster.device.is_cpu
+    # How many cores there are beside accelerators is not known.
+    machine = {"CPU": cluster.per_node} if on_cpu else {"CPU": math.inf, "GPU": cluster.per_node}
+    try:
+        check_values(planned)
+        check_batch(planned)
+        check_fit(roles_of(planned, "cpu" if on_cpu else "cuda"), [machine] * cluster.nodes, "what is planned for")
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def workload_of(
@@ -106,6 +171,10 @@ def workload_of(
 
     if config.stage not in COLLECTING_STAGES:
         raise ConfigError(f"plan is for stages that sample what they train on ({', '.join(COLLECTING_STAGES)})")
+    if rollout_dtype(config) not in WIDTHS:
+        raise ConfigError(
+            f"rollout.dtype={rollout_dtype(config)}: plan knows the rates of {' and '.join(WIDTHS)}: use one of them"
+        )
     policy = read_shape("model.path", config.model.path)
     algorithm: Mapping[str, Any] = config.algorithm or {}
     frozen = {

@@ -15,8 +15,9 @@ examples:
 from __future__ import annotations
 
 import json
+import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,11 @@ from rl_plugins.data.prepare.conversion_options import (
 )
 from rl_plugins.data.prepare.records import read_records
 from rl_plugins.data.prepare.writing import write_rows, write_splits
+from rl_plugins.override import override
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rl_plugins.data.parquet import Row
     from rl_plugins.data.validation import Findings
 
@@ -85,7 +89,11 @@ def _add_validate(parser: ArgumentParser) -> None:
     parser.add_argument("--format", choices=[*FORMATS], default="prompts", help="of the rows (default: %(default)s)")
     for key in fields(Keys):
         parser.add_argument(f"--{key.name.replace('_', '-')}", default=key.default, help=f"as data.{key.name}")
-    parser.add_argument("--tokenizer", help="folder or name of a model, to measure prompts in tokens")
+    parser.add_argument(
+        "--tokenizer",
+        help="folder or name of a model, to measure prompts in tokens, and to find those that its chat "
+        "template refuses",
+    )
     parser.add_argument("--max-prompt-tokens", type=int, help="count longer prompts (needs --tokenizer)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
@@ -110,8 +118,9 @@ def _say(files: dict[Path, int], row: Row, recipe: str) -> None:
     for path, count in files.items():
         print(f"{path}: {count} rows")
     print(f"\nA row of them:\n{json.dumps(row, indent=2, ensure_ascii=False)}")
-    used = {path.stem: f"'data.{'train' if path.stem == 'train' else 'val'}_files=[{path}]'" for path in files}
-    named = " ".join(used[split] for split in ("train", "test") if split in used)
+    used = {path.stem: path for path in files}
+    options = (("data.train_files", "train"), ("data.val_files", "test"))
+    named = shlex.join(override(option, [used[split]]) for option, split in options if split in used)
     print(f"\nNext:\n  python -m rl_plugins.recipes.{recipe} model.path=MODEL {named}")
 
 
@@ -124,7 +133,7 @@ def _validate(options: Namespace) -> int:
         options.test,
         kind=options.format,
         keys=keys,
-        measure=None if options.tokenizer is None else _tokens(options.tokenizer),
+        tokenizer=None if options.tokenizer is None else _with_template(options.tokenizer),
         max_prompt_tokens=options.max_prompt_tokens,
     )
     if options.json:
@@ -134,12 +143,12 @@ def _validate(options: Namespace) -> int:
     return 0 if findings.good else 1
 
 
-def _tokens(name: str) -> Callable[[list[Row]], Sequence[int]]:
-    from rl_plugins.data.tokenization import check_chat_template, load_tokenizer, tokenize_prompts
+def _with_template(name: str) -> PreTrainedTokenizerBase:
+    from rl_plugins.data.tokenization import check_chat_template, load_tokenizer
 
     tokenizer = load_tokenizer(name)
     check_chat_template(tokenizer)
-    return lambda rows: tokenize_prompts(rows, tokenizer, {}).lengths.tolist()
+    return tokenizer
 
 
 def _print(findings: Findings) -> None:

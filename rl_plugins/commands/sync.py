@@ -1,7 +1,8 @@
 """Send MLflow what it lacks of a run: after an outage that outlasted the run, or to another store.
 
-Metrics come from the run's `metrics.jsonl`, tables from its samples, the rest from its folder. Nothing is sent twice.
-To another store a run goes as a new one, and from then on belongs there. Of a pipeline all stages are sent.
+Metrics come from the run's `metrics.jsonl`, tables from its samples, the rest from its folder. No value is sent twice,
+but for those of steps that a roll-back has repeated, and no policy registered twice. To another store a run goes as a
+new one, and from then on belongs there. Of a pipeline all stages are sent.
 
   rl-plugins sync outputs/first
   rl-plugins sync outputs/first --uri http://tracking:5000

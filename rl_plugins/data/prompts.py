@@ -17,7 +17,7 @@ from rl_plugins.data.mixture import Source
 from rl_plugins.data.orders import Order
 from rl_plugins.data.parquet import Paths, PromptRows, RowSource
 from rl_plugins.data.sampler import BatchSource
-from rl_plugins.data.tokenization import Overlong, digest, tokenize_prompts, within_limit
+from rl_plugins.data.tokenization import Overlong, accepted_messages, digest, tokenize_prompts, within_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -146,8 +146,14 @@ def build_prompts(
     max_prompt_tokens: int,
     overlong: Overlong,
 ) -> TokenizedPrompts:
-    """Tokenise the prompts and apply the limit."""
-    prompt_ids = tokenize_prompts(rows, tokenizer, template_options)
+    """Tokenise the prompts and apply the limit.
+
+    Raises:
+        RowError: the chat template refuses a prompt.
+        ConfigError: a prompt is too long and `overlong` is "error", or all are.
+    """
+    messages = accepted_messages(rows, tokenizer, template_options)
+    prompt_ids = tokenize_prompts(messages, tokenizer, template_options)
     kept = within_limit(
         rows, prompt_ids.lengths, option="max_prompt_tokens", limit=max_prompt_tokens, overlong=overlong
     )

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from rl_plugins.data.on_disk import Ragged
-from rl_plugins.data.parquet import PromptRows, Row
-from rl_plugins.errors import ConfigError
+from rl_plugins.data.parquet import PromptRows
+from rl_plugins.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Overlong = Literal["filter", "error"]
+Messages = Sequence[Mapping[str, Any]]
 _CHUNK = 1024
 
 
@@ -66,17 +67,67 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+class RoleOrders:
+    """Whether a chat template takes the roles of prompts; each order of roles is tried once.
+
+    Args:
+        tokenizer: with the template.
+        template_options: further variables for it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
+        self._tokenizer, self._options = tokenizer, template_options
+        self._reasons: dict[tuple[str, ...], str | None] = {}
+
+    def reason_against(self, messages: Messages) -> str | None:
+        """Why the template refuses these messages; None if it does not."""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._reasons:
+            self._reasons[roles] = self._tried(messages, roles)
+        return self._reasons[roles]
+
+    def _tried(self, messages: Messages, roles: Iterable[str]) -> str | None:
+        from jinja2 import TemplateError
+
+        conversation: list[Any] = [*messages]
+        try:
+            self._tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, tokenize=False, **self._options
+            )
+        except TemplateError as error:
+            return (
+                f"the chat template of {self._tokenizer.name_or_path!r} refuses messages of the roles "
+                f"{', '.join(roles)}: {error}. Change the messages, or the template."
+            )
+        return None
+
+
+def accepted_messages(
+    rows: PromptRows, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]
+) -> Iterator[Messages]:
+    """Yield the messages of each row.
+
+    Raises:
+        RowError: the chat template refuses a row's roles, or their order.
+    """
+    orders = RoleOrders(tokenizer, template_options)
+    for number, row in enumerate(rows):
+        if reason := orders.reason_against(row["prompt"]):
+            raise RowError(rows.where(number), "column 'prompt'", reason)
+        yield row["prompt"]
+
+
 def tokenize_prompts(
-    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]
+    prompts: Iterable[Messages], tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]
 ) -> Ragged:
-    """Return the token ids of each row's messages, up to and including the start of the assistant's turn."""
+    """Return the token ids of each prompt's messages, up to and including the start of the assistant's turn."""
 
     def tokenized(messages: list[Any]) -> Any:
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template_options
         )
 
-    return _in_chunks((row["prompt"] for row in rows), tokenized)
+    return _in_chunks(prompts, tokenized)
 
 
 def tokenize_responses(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Ragged:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl_plugins.data.formats import FORMATS, Keys
 from rl_plugins.data.parquet import ParquetRows, Row
+from rl_plugins.data.tokenization import RoleOrders, tokenize_prompts
 from rl_plugins.errors import ConfigError, RowError
 
-Measure = Callable[[list[Row]], Sequence[int]]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _CHUNK = 1024
 
 
@@ -91,7 +94,7 @@ def validate(
     *,
     kind: str,
     keys: Keys,
-    measure: Measure | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     max_prompt_tokens: int | None = None,
 ) -> Findings:
     """Read every row of the files.
@@ -101,18 +104,20 @@ def validate(
         test: files that are held out.
         kind: of rows, in `FORMATS`.
         keys: where rows hold what their format asks for.
-        measure: the number of tokens of each row's prompt; None leaves them unmeasured.
+        tokenizer: with a chat template, to measure prompts and to find those that the template refuses; None does
+            neither.
         max_prompt_tokens: the limit that prompts are compared with.
     """
     findings = Findings(max_prompt_tokens=max_prompt_tokens)
     lengths: list[int] = []
+    orders = None if tokenizer is None else RoleOrders(tokenizer, {})
     first_trained: dict[int, tuple[str, int]] = {}
     for held_out, paths in ((False, train), (True, test)):
         first_seen: dict[int, tuple[str, int]] = {}
         for path in map(str, paths):
             findings.rows[path] = findings.duplicates[path] = 0
-            rows = _good_rows(path, kind, keys, findings)
-            for number, row in rows if measure is None else _measured(rows, measure, lengths):
+            rows = _good_rows(path, kind, keys, orders, findings)
+            for number, row in rows if tokenizer is None else _measured(rows, tokenizer, lengths):
                 prompt = _digest(row["prompt"])
                 if first_seen.setdefault(prompt, (path, number)) != (path, number):
                     findings.duplicates[path] += 1
@@ -133,7 +138,9 @@ def validate(
     return findings
 
 
-def _good_rows(path: str, kind: str, keys: Keys, findings: Findings) -> Iterator[tuple[int, Row]]:
+def _good_rows(
+    path: str, kind: str, keys: Keys, orders: RoleOrders | None, findings: Findings
+) -> Iterator[tuple[int, Row]]:
     """The rows that can be used, with their places; the others go to the findings."""
     try:
         for row in _rows(Path(path), FORMATS[kind].columns):
@@ -141,6 +148,8 @@ def _good_rows(path: str, kind: str, keys: Keys, findings: Findings) -> Iterator
             findings.rows[path] += 1
             try:
                 FORMATS[kind].check(row, keys, path)
+                if orders and (reason := orders.reason_against(row["prompt"])):
+                    raise RowError(path, "column 'prompt'", reason)
             except RowError as error:
                 findings.bad_rows.append(BadRow(path, number, error.field, error.reason))
             else:
@@ -149,10 +158,12 @@ def _good_rows(path: str, kind: str, keys: Keys, findings: Findings) -> Iterator
         findings.bad_rows.append(BadRow(path, None, "file", str(error).removeprefix(f"{path}: ")))
 
 
-def _measured(rows: Iterator[tuple[int, Row]], measure: Measure, lengths: list[int]) -> Iterator[tuple[int, Row]]:
+def _measured(
+    rows: Iterator[tuple[int, Row]], tokenizer: PreTrainedTokenizerBase, lengths: list[int]
+) -> Iterator[tuple[int, Row]]:
     """The same rows; the lengths of their prompts are appended."""
     while chunk := list(islice(rows, _CHUNK)):
-        lengths += measure([row for _, row in chunk])
+        lengths += tokenize_prompts((row["prompt"] for _, row in chunk), tokenizer, {}).lengths.tolist()
         yield from chunk
 
 

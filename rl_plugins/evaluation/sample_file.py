@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.whole_file import write_whole, write_whole_text
 
 _KEY = b"rl_plugins.generation"
 Settings = Mapping[str, Any]
@@ -53,7 +53,7 @@ class SampleFile:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(f"{self.path}: another process is making it: wait for it, or end it") from None
-            _write_whole(self._settings_file, lambda file: file.write_text(json.dumps(self._settings, indent=1)))
+            write_whole_text(self._settings_file, json.dumps(self._settings, indent=1))
             yield
 
     def check(self) -> None:
@@ -90,7 +90,7 @@ class SampleFile:
 
     def write_part(self, number: int, rows: pa.Table) -> None:
         """Write a part."""
-        _write_whole(self._part(number), lambda file: pq.write_table(rows, file))
+        write_whole(self._part(number), lambda file: pq.write_table(rows, file))
 
     def finish(self) -> None:
         """Join the parts, one at a time, and remove them."""
@@ -101,7 +101,7 @@ class SampleFile:
                 for number in range(self._num_parts):
                     writer.write_table(pq.ParquetFile(self._part(number)).read().replace_schema_metadata(None))
 
-        _write_whole(self.path, join)
+        write_whole(self.path, join)
         shutil.rmtree(self._folder)
 
     @property
@@ -126,12 +126,3 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} was not made by `rl-plugins generate`: name another file")
     settings: dict[str, Any] = json.loads(metadata[_KEY])
     return settings
-
-
-def _write_whole(path: Path, write: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -24,8 +24,7 @@ from rl_plugins.launch.tracking import register, tracking_logger
 from rl_plugins.launch.values import validates
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.sampling import SamplingStage, Scorer
-from rl_plugins.stages.stage import Stage
+from rl_plugins.stages.sampling import Scorer
 
 
 def build_trainer(
@@ -62,14 +61,6 @@ def build_trainer(
         deterministic=config.run.deterministic,
         **trainer,
     )
-
-
-def _example_prompt(stage: Stage, tokenizer: Any) -> str:
-    """A prompt as the policy sees it: the first that was validated on."""
-    samples = stage.validation_samples if isinstance(stage, SamplingStage) else []
-    content = samples[0]["prompt"] if samples else "Hello"
-    message = [{"role": "user", "content": content}]
-    return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
 
 
 def dtype_of(config: RecipeConfig) -> torch.dtype:
@@ -112,4 +103,4 @@ def fit(
             stage.export(folder.path / stage.trained, adapter=config.run.export_lora == "adapter")
     tracking = next((logger for logger in lightning.loggers if isinstance(logger, MLflowTracking)), None)
     if config.tracking.register_as and tracking is not None and lightning.is_global_zero:
-        register(config, folder, tracking, _example_prompt(stage, tokenizer))
+        register(config, folder, tracking)

@@ -23,13 +23,24 @@ _INTERRUPTED = 130
 
 def recipe_main(config_name: str) -> None:
     """The entry point of a recipe; exits with status 2 after a `ConfigError`, with 75 after `RunStopped`."""
-    exit_on_config_error(lambda: [run_recipe(*composed) for composed in _compose_for_command_line(config_name)])
+
+    def run() -> None:
+        # All of --multirun are checked for their types before the first one runs.
+        composed = [(parse_config(config), recipe) for config, recipe in compose_for_command_line(config_name)]
+        for config, recipe in composed:
+            run_recipe(config, recipe)
+
+    exit_on_config_error(run)
 
 
-def exit_on_config_error(run: Callable[[], object]) -> None:
+def exit_on_config_error(run: Callable[[], object], resume: str = "run.resume=true") -> None:
     """Run; a `ConfigError` becomes one line on stderr and status 2, `RunStopped` one on stdout and status 75.
 
     Ctrl-C becomes a line and status 130, as of a shell.
+
+    Args:
+        run: what to do.
+        resume: the option with which the same command goes on.
     """
     try:
         run()
@@ -37,10 +48,10 @@ def exit_on_config_error(run: Callable[[], object]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except RunStopped as stopped:
-        print(stopped, flush=True)
+        print(f"{stopped}; the same command with {resume} goes on", flush=True)
         sys.exit(os.EX_TEMPFAIL)
     except KeyboardInterrupt:
-        print("interrupted; run.resume=true goes on from the newest checkpoint", file=sys.stderr)
+        print(f"interrupted; {resume} goes on from the newest checkpoint", file=sys.stderr)
         sys.exit(_INTERRUPTED)
 
 
@@ -61,12 +72,15 @@ def compose_config(config_name: str, overrides: list[str]) -> Any:
             raise ConfigError(explain(error, lambda: keys_of(compose(config_name)))) from None
 
 
-def _compose_for_command_line(config_name: str) -> list[tuple[RecipeConfig, str]]:
+def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     """The configurations that sys.argv asks for: one; none after --help or --cfg; several with --multirun.
 
     Each with the name of its recipe, which may be another with --config-name.
 
     `--cfg diff`, which is ours, prints what differs from the recipe.
+
+    Raises:
+        ConfigError: as `compose_config`.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -95,7 +109,7 @@ def _compose_for_command_line(config_name: str) -> list[tuple[RecipeConfig, str]
     # Hydra raises bare ValueErrors too.
     except (HydraException, ValueError) as error:
         raise ConfigError(explain(error, lambda: keys_of(compose_config(config_name, [])))) from None
-    return [(parse_config(config), recipe) for config, recipe in composed]
+    return composed
 
 
 def _asks_for_difference(arguments: list[str]) -> argparse.Namespace | None:
@@ -128,6 +142,7 @@ def run_recipe(
     from rl_plugins.launch.preflight import preflight, tracking_uri
     from rl_plugins.launch.provenance import write_provenance
     from rl_plugins.launch.registered_model import resolve_registered_models
+    from rl_plugins.launch.resources import slow_here
     from rl_plugins.launch.run_report import reported, write_changes
 
     if config.launcher == "local":
@@ -146,12 +161,16 @@ def run_recipe(
     write_provenance(folder)
     if recipe is not None:
         write_changes(folder, recipe, compose_config(recipe, []), config)
+    if slow := slow_here(config):
+        print(f"{config.run.name}: {slow}", flush=True)
     print(f"{config.run.name}: {describe_batch(config)}", flush=True)
     for left in (folder.stop, folder.stopped):
         left.unlink(missing_ok=True)
     latest = folder.latest_checkpoint()
     if latest is not None:
         print(f"{config.run.name}: continuing from {latest}", flush=True)
+    elif config.run.resume:
+        print(f"{config.run.name}: {folder.path} has no checkpoint, so it begins anew", flush=True)
     checkpoint = None if latest is None else str(latest)
     if config.launcher == "local":
         from rl_plugins.launch.local import train
@@ -160,10 +179,7 @@ def run_recipe(
     with reported(folder):
         train(config, folder, checkpoint)
     if folder.stopped.is_file():
-        raise RunStopped(
-            f"{config.run.name}: stopped {folder.stopped.read_text(encoding='utf-8')}; "
-            "the same command with run.resume=true goes on"
-        )
+        raise RunStopped(f"{config.run.name}: stopped {folder.stopped.read_text(encoding='utf-8')}")
     return folder
 
 

@@ -3,8 +3,8 @@
 Of most runs that is the policy, of one that trains a reward model the reward model.
 
 It needs neither a cluster nor as many processes as trained: the shards of FSDP2 or of any ZeRO stage, and of any world
-size, are put together in this process. A run writes its last policy by itself (`policy/`); this is for the checkpoints
-before it.
+size, are put together in this process. Of a run with a moving average (`average.keep`) it is the average, which was
+validated. A run writes its last policy by itself (`policy/`); this is for the checkpoints before it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def export_checkpoint(
 
     Raises:
         ConfigError: not a checkpoint, no model to go with it, weights of another model, an adapter is asked for where
-            there is none, or `out` exists.
+            there is none, an average in parts that are not put together here, or `out` exists.
     """
     if out.exists():
         raise ConfigError(f"{out} exists: give another folder, or remove it")
@@ -52,6 +52,7 @@ def export_checkpoint(
 
     # DeepSpeed, which transformers imports too, would look for a device and say so.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from rl_plugins.callbacks.policy_average import read_average
     from rl_plugins.data.tokenization import load_tokenizer
     from rl_plugins.launch.quiet import quiet_libraries
     from rl_plugins.models.export import save_adapter, save_policy, write_policy
@@ -63,6 +64,7 @@ def export_checkpoint(
     if lora == "adapter" and adapter is None:
         raise ConfigError(f"{checkpoint} is of a run without an adapter (model.lora.rank=0): leave --lora out")
     weights = _sharded(state, trained) if state.is_dir() else _single(state, trained)
+    weights |= read_average(checkpoint, {name: tensor.shape for name, tensor in weights.items()})
     what, tokenizer = f"{path} ({state})", load_tokenizer(path)
     if adapter is None:
         policy = _architecture(path, precision, trained)

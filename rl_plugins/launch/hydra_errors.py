@@ -14,6 +14,8 @@ from typing import Any
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "conf"
 _WANTED = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "String": "a text"}
 _NOT_SIMILAR = 1.0
+# A list, or what begins neither as a list or a mapping nor with a quote.
+_VALUE_WITHOUT_QUOTES = re.compile(r"([\w+~@./$-]+)=(\[.*\]|[^\[{'\"].*)", re.DOTALL)
 
 
 def explain(error: BaseException, known_keys: Callable[[], list[str]] = list) -> str:
@@ -27,9 +29,12 @@ def explain(error: BaseException, known_keys: Callable[[], list[str]] = list) ->
     from omegaconf.errors import MissingMandatoryValue, ValidationError
 
     if isinstance(error, OverrideParseException):
+        return _unreadable(str(error.override))
+    if match := re.search(r"Ambiguous value for argument '(.*)'$", str(error), re.MULTILINE):
+        key, _, values = match.group(1).partition("=")
         return (
-            f"cannot read {error.override!r}: an option is key=value; quote lists and spaces for the shell, "
-            "as in 'data.train_files=[a.parquet,b.parquet]'"
+            f"option {key!r}: {values!r} has a comma: write '{key}=[...]' for a list, '{key}=\"...\"' for one value, "
+            "or add --multirun for a run with each"
         )
     if isinstance(error, MissingConfigException):
         return _no_such_file(error)
@@ -65,6 +70,18 @@ def _dotted(node: Any, prefix: str = "") -> list[str]:
         return []
     keys = {f"{prefix}{name}": child for name, child in node.items()}
     return [*keys, *(key for name, child in keys.items() for key in _dotted(child, f"{name}."))]
+
+
+def _unreadable(override: str) -> str:
+    """Of what is no option, and of a value that needs Hydra's quotes, such as a path with brackets."""
+    if match := _VALUE_WITHOUT_QUOTES.fullmatch(override):
+        key, value = match.groups()
+        quoted = '["..."]' if value.startswith("[") else '"..."'
+        return f"cannot read {override!r}: put such a value into double quotes inside the shell's: '{key}={quoted}'"
+    return (
+        f"cannot read {override!r}: an option is key=value; quote lists and spaces for the shell, "
+        "as in 'data.train_files=[a.parquet,b.parquet]'"
+    )
 
 
 def _overridden(error: BaseException) -> str | None:

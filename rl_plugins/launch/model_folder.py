@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ from rl_plugins.launch.config import RecipeConfig
 _HUB_TIMEOUT_S = 5.0
 
 
-def check_model(config: RecipeConfig) -> None:
+def check_model(config: RecipeConfig, is_left_out: Callable[[str], bool] = lambda path: False) -> None:
     """Check the policy and the other models that are named.
+
+    Args:
+        config: the run's.
+        is_left_out: whether nothing can be said of a model yet, by its path.
 
     Raises:
         ConfigError: a folder is not a model's, a name is unknown to the hub, or the context window is too short.
@@ -22,7 +27,7 @@ def check_model(config: RecipeConfig) -> None:
 
     for group in ("model", "reference", "teacher", "critic", "reward_model"):
         path = getattr(config, group).path
-        if not path:
+        if not path or is_left_out(path):
             continue
         option = f"{group}.path"
         check_model_folder(option, path)

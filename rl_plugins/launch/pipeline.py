@@ -6,7 +6,6 @@ A pipeline that was interrupted goes on: stages that are through are left alone,
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,8 +17,9 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.ahead import check_ahead
 from rl_plugins.launch.batch import check_batch
-from rl_plugins.launch.command_line import compose_config, run_recipe
+from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_config_error, run_recipe
 from rl_plugins.launch.config import RecipeConfig, parse_config
 from rl_plugins.launch.hydra_errors import explain
 from rl_plugins.launch.parent_run import parent_run
@@ -83,7 +83,8 @@ def run_pipeline(composed: Any) -> Path:
     """Check all stages, then run those that are not through; returns the pipeline's folder.
 
     Raises:
-        ConfigError: something in the configuration of a stage is wrong; a wrong option is found before the first stage.
+        ConfigError: something in the configuration of a stage is wrong; a wrong option or a missing file is found
+            before the first stage.
     """
     configs = stage_configs(composed)
     first = next(iter(configs.values()))
@@ -93,6 +94,9 @@ def run_pipeline(composed: Any) -> Path:
     for name, config in configs.items():
         for check in (check_values, check_batch):
             _with_name(name, partial(check, config))
+    for name, config in configs.items():
+        if RunFolder(folder / name).exported() is None:
+            _with_name(name, partial(check_ahead, config, folder))
     folder.mkdir(parents=True, exist_ok=True)
     if first.tracking.enabled:
         check_tracking(str(first.tracking.uri))
@@ -108,7 +112,7 @@ def run_pipeline(composed: Any) -> Path:
                 print(f"{label}: through, see {run.path}", flush=True)
             else:
                 print(label, flush=True)
-                config.run.resume = run.latest_checkpoint() is not None
+                config.run.resume = run.path.is_dir()
                 config.tracking.parent_run = parent.known_id() if parent else None
                 # What a stage starts from exists only now, and its folder becomes absolute.
                 fresh = parse_config(OmegaConf.to_container(OmegaConf.structured(config)))
@@ -167,7 +171,10 @@ def _with_name(stage: str, call: Callable[[], Any]) -> Any:
 
 def pipeline_main(config_name: str) -> None:
     """The entry point of a pipeline; exits with status 2 after a `ConfigError`."""
-    from rl_plugins.launch.command_line import exit_on_config_error
-
     register_schema()
-    exit_on_config_error(lambda: print(f"all stages are in {run_pipeline(compose_config(config_name, sys.argv[1:]))}"))
+
+    def run() -> None:
+        for composed, _ in compose_for_command_line(config_name):
+            print(f"all stages are in {run_pipeline(composed)}")
+
+    exit_on_config_error(run, resume="resume=true")

@@ -6,6 +6,7 @@ all of it is reserved before anything starts, within a deadline.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ WORKERS = "training workers"
 ENGINES = "rollout engines"
 Resources = Mapping[str, float]
 _KINDS = ("CPU", "GPU")
+# To which Ray counts.
+_DECIMALS = 4
 # Others may be about to give back what they use, such as an earlier run in this process.
 _BUSY_S = 60.0
 _SAY_EVERY_S = 10.0
@@ -120,9 +123,13 @@ def table(roles: Sequence[Role], nodes: Sequence[Resources]) -> list[str]:
 
 
 def needed(roles: Iterable[Role]) -> dict[str, float]:
-    """CPUs and GPUs of all roles."""
+    """CPUs and GPUs of all roles, at least: shares of a GPU lie on one, and two of more than a half on two."""
     listed = list(roles)
-    return {kind: sum(role.count * role.bundle.get(kind, 0.0) for role in listed) for kind in _KINDS}
+    whole = sum(role.count * role.gpus for role in listed if role.gpus >= 1)
+    shares = [role for role in listed if 0 < role.gpus < 1]
+    together = math.ceil(round(sum(role.count * role.gpus for role in shares), _DECIMALS))
+    alone = sum(role.count for role in shares if role.gpus > 0.5)
+    return {"CPU": sum(role.count * role.cpus for role in listed), "GPU": whole + max(together, alone)}
 
 
 def summed(nodes: Iterable[Resources]) -> dict[str, float]:
@@ -146,14 +153,14 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
     for kind in _KINDS:
         if required[kind] > available[kind]:
             asking = [role for role in roles if role.bundle.get(kind)]
-            parts = ", ".join(f"{role.name} {role.count} x {role.bundle[kind]:g}" for role in asking)
+            parts = ", ".join(_part(role, kind) for role in asking)
             raise ConfigError(
                 f"the placement needs {required[kind]:g} {kind}s ({parts}), {where} has {available[kind]:g}: "
                 f"lower {'; '.join(role.options for role in asking)}; or use a larger cluster (RAY_ADDRESS), or one "
                 "that grows (placement.wait_for_nodes_s)"
             )
     for role in roles:
-        whole = {kind: amount * role.count for kind, amount in role.bundle.items()}
+        whole = {kind: amount for kind, amount in needed([role]).items() if amount}
         alone = whole if role.strategy == "STRICT_PACK" else role.bundle
         if alone and not any(all(node.get(kind, 0.0) >= amount for kind, amount in alone.items()) for node in nodes):
             raise ConfigError(
@@ -165,6 +172,11 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
                 f"{role.name}: {role.count} of them must be on machines of their own, and {where} has {len(nodes)}: "
                 "lower placement.num_workers, or use placement.strategy=SPREAD"
             )
+
+
+def _part(role: Role, kind: str) -> str:
+    apart = f" on {role.count} GPUs" if kind == "GPU" and role.count > 1 and 0.5 < role.gpus < 1 else ""
+    return f"{role.name} {role.count} x {role.bundle[kind]:g}{apart}"
 
 
 def _words(bundle: Resources) -> str:

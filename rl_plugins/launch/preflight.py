@@ -43,7 +43,7 @@ def preflight(config: RecipeConfig) -> None:
 
     check_prompts(config)
     if config.stage in ("policy_optimization", "prime"):
-        check_algorithm(config.algorithm)
+        check_algorithm(config)
         check_pools(config)
 
 
@@ -71,8 +71,13 @@ def _check_output(config: RecipeConfig) -> None:
         ) from None
     folder = RunFolder(output / name)
     if config.run.resume:
-        if folder.latest_checkpoint() is None:
-            raise ConfigError(f"run.resume=true, but {folder.path} has no checkpoint: start it without run.resume")
+        # A run that ended before its first checkpoint begins anew, as workers do that fail before it.
+        if not folder.path.is_dir():
+            raise ConfigError(f"run.resume=true, but there is no folder {folder.path}: start it without run.resume")
+        if folder.exported() is not None and folder.latest_checkpoint() is None:
+            raise ConfigError(
+                f"run.resume=true, but {folder.path} is through and has no checkpoint any more: give another run.name"
+            )
     elif folder.path.is_file() or (folder.path.is_dir() and any(folder.path.iterdir())):
         raise ConfigError(f"the run {folder.path} exists: continue it with run.resume=true, or give another run.name")
 

@@ -101,8 +101,9 @@ def _train(
         critic = placed.pop("critic", None)
         pools = {pool: start_pool(pool, options) for pool, options in placed.values()}
     import ray.train
-    from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, ScalingConfig
+    from ray.train import FailureConfig, LoggingConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
     from rl_plugins.callbacks.graceful_stop import stop_on_sigterm
     from rl_plugins.callbacks.progress_view import redraw_interval_s
@@ -145,11 +146,12 @@ def _train(
                 controller_failure_limit=(placement.max_restarts + 1)
                 * max(1, math.ceil(placement.wait_for_nodes_s / _ATTEMPT_S)),
             ),
-            checkpoint_config=CheckpointConfig(num_to_keep=config.run.keep_checkpoints),
             logging_config=LoggingConfig(log_level="ERROR"),
             callbacks=[WorkerFailures(folder, placement.max_restarts)],  # type: ignore[list-item]
         ),
     )
+    # Ray Train would insist on the checkpoints that it knew before; what there is now is in the folder.
+    (folder.path / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME).unlink(missing_ok=True)
     # Ray Train makes a group of its own, as large as this one.
     places.release(WORKERS)
     try:
@@ -176,6 +178,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
     from rl_plugins.launch.config import parse_config
     from rl_plugins.models.pool import ModelPool
     from rl_plugins.rewards.pool import RewardPool
+    from rl_plugins.rollout.ranks import broadcast
     from rl_plugins.rollout.transformers_engine import TransformersRollout
     from rl_plugins.stages.critic_pool import CriticPool
 
@@ -203,9 +206,9 @@ def train_worker(arguments: dict[str, Any]) -> None:
     strategy = ray_strategy(config, rollout)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     # A restarted worker group goes on from the last checkpoint, not from where the run began. Ray Train learns of one
-    # some seconds after it was written.
-    reported, written = ray.train.get_checkpoint(), folder.latest_checkpoint()
-    checkpoint = reported.path if reported is not None else arguments["checkpoint"] if written is None else str(written)
+    # some seconds after it was written, and other machines may see it later than rank 0's.
+    written = broadcast(folder.latest_checkpoint())
+    checkpoint = arguments["checkpoint"] if written is None else str(written)
     fit(
         config, folder, strategy, scorer, checkpoint,
         in_ray=True, redraw_s=arguments["redraw_s"], started=arguments["started"], pools=pools, accelerator=device,

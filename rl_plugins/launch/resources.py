@@ -24,15 +24,34 @@ def check_this_machine(config: RecipeConfig) -> None:
     """
     if os.environ.get("RAY_ADDRESS"):
         return
-    gpus, device = local_gpus(), config.placement.device
-    if device == "cuda" and not gpus:
+    gpus = local_gpus()
+    if config.placement.device == "cuda" and not gpus:
         raise ConfigError("placement.device=cuda, but this machine has no NVIDIA GPU: use placement.device=cpu or auto")
     if config.launcher == "ray":
-        on_gpus = device == "cuda" or (device == "auto" and gpus > 0)
+        device = "cpu" if _on_cpu(config) else "cuda"
         available = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
-        check_fit(roles_of(config, "cuda" if on_gpus else "cpu"), [available], "this machine")
-        if not on_gpus:
+        check_fit(roles_of(config, device), [available], "this machine")
+        if device == "cpu":
             _check_memory(config)
+
+
+def slow_here(config: RecipeConfig) -> str | None:
+    """What this machine, where it is all there will be, computes much slower than it might, and the way out."""
+    from rl_plugins.processor import multiplies_bfloat16
+
+    asked = {
+        "model.precision=32-true": config.model.precision.startswith("bf16"),
+        "rollout.dtype=float32": config.rollout.dtype == "bfloat16",
+    }
+    faster = " ".join(option for option, slow in asked.items() if slow)
+    if not faster or os.environ.get("RAY_ADDRESS") or not _on_cpu(config) or multiplies_bfloat16():
+        return None
+    return f"this processor has no instructions for bfloat16, which may take many times as long: {faster} is faster"
+
+
+def _on_cpu(config: RecipeConfig) -> bool:
+    device = config.placement.device
+    return device == "cpu" or (device == "auto" and not local_gpus())
 
 
 def _check_memory(config: RecipeConfig) -> None:

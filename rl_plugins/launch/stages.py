@@ -146,7 +146,9 @@ def _policy_optimization_options(config: RecipeConfig, tokenizer: Any, scorer: S
         "critic": CriticConfig(
             critic.path, optimizer_config(critic.optimizer), critic.warmup_steps, lora_config(critic.lora)
         ),
-        "reward_model": RewardModelConfig(model.path, model.weight, model.rule_weight) if model.path else None,
+        "reward_model": RewardModelConfig(model.path, model.weight, model.rule_weight, config.reward.max_failure_rate)
+        if model.path
+        else None,
         "schedule": Schedule(**vars(config.schedule)),
         "updates_per_step": config.batch.updates_per_step,
         "passes_per_step": config.batch.passes_per_step,

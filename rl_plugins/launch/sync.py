@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from rl_plugins.callbacks.checkpoint_reference import record_checkpoint
+from rl_plugins.callbacks.curves import Curves
+from rl_plugins.callbacks.mlflow import MLflowTracking
+from rl_plugins.callbacks.mlflow_import import import_mlflow
+from rl_plugins.callbacks.mlflow_run import TrackedRun
 from rl_plugins.callbacks.samples import log_samples
-from rl_plugins.launch.config import parse_config
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.config import RecipeConfig, parse_config
 from rl_plugins.launch.preflight import check_tracking, tracking_uri
-from rl_plugins.launch.tracking import best_upload, tracking_logger
+from rl_plugins.launch.tracking import best_upload, registration, tracking_logger
+from rl_plugins.report.page import write_report
 from rl_plugins.run_folder import RunFolder, read_metrics
 
 
@@ -26,20 +35,67 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     """
     folder = RunFolder(path)
     config = parse_config(OmegaConf.load(folder.config))
+    check_tracking(uri or tracking_uri(config))
     if uri is not None and uri != tracking_uri(config):
-        config.tracking.uri = uri
-        config.tracking.parent_run = None
-        folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
-        folder.tracking_run.unlink(missing_ok=True)
-    check_tracking(tracking_uri(config))
+        _check_store(uri)
+        _move(config, folder, uri)
     tracking = tracking_logger(config, folder)
     tracking.log_metrics({})
-    for file in sorted(folder.samples.glob("*.json")):
-        log_samples(tracking, file)
-    if config.tracking.upload_best:
-        tracking.submit(best_upload(config, folder).send)
+    registers = bool(config.tracking.register_as) and folder.export.is_dir()
+    registered = threading.Event()
+    _submit_files(config, folder, tracking)
+    if registers:
+        tracking.submit(partial(_register_once, config, folder, registered))
     steps = max((step for points in read_metrics(folder.metrics).values() for step in points), default=0)
     tracking.finalize("FINISHED" if steps >= config.run.steps else "KILLED", deadline_s)
-    if tracking.all_sent():
+    # What was refused is in the log.
+    complete = tracking.all_sent() and registered.is_set() == registers
+    if complete:
         print(f"{tracking_uri(config)} has all of {path}, {steps} steps", flush=True)
-    return tracking.all_sent()
+    return complete
+
+
+def _check_store(uri: str) -> None:
+    """Ask it something: at an address that answers, there may be anything.
+
+    Raises:
+        ConfigError: it is no MLflow store.
+    """
+    import_mlflow()
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        MlflowClient(uri).search_experiments(max_results=1)
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        raise ConfigError(f"--uri {uri}: no MLflow store answers there ({str(error).splitlines()[0]})") from None
+
+
+def _move(config: RecipeConfig, folder: RunFolder, uri: str) -> None:
+    """Have the run belong to another store, as a new run."""
+    config.tracking.uri = uri
+    config.tracking.parent_run = None
+    folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    folder.tracking_run.unlink(missing_ok=True)
+
+
+def _submit_files(config: RecipeConfig, folder: RunFolder, tracking: MLflowTracking) -> None:
+    """What callbacks send of a run while it goes on, and at its end; what is there already is replaced."""
+    for file in folder.sample_files():
+        log_samples(tracking, file)
+    for checkpoint in folder.checkpoints():
+        tracking.submit(partial(record_checkpoint, checkpoint=checkpoint))
+    if config.tracking.upload_best:
+        tracking.submit(best_upload(config, folder).send)
+    if folder.metrics.is_file():
+        tracking.submit(Curves(folder.path).send)
+        tracking.submit(lambda run: run.client.log_artifact(run.run_id, str(write_report(folder))))
+
+
+def _register_once(config: RecipeConfig, folder: RunFolder, registered: threading.Event, run: TrackedRun) -> None:
+    """Register the policy, unless the run has done so."""
+    own = f"name='{config.tracking.register_as}' and run_id='{run.run_id}'"
+    if not run.client.search_model_versions(own):
+        registration(config, folder)(run)
+    registered.set()

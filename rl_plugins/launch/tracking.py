@@ -9,11 +9,12 @@ from rl_plugins.callbacks.best_upload import BestUpload
 from rl_plugins.callbacks.data_digest import describe_file
 from rl_plugins.callbacks.mlflow import MLflowTracking
 from rl_plugins.callbacks.mlflow_run import Facts, TrackedRun
-from rl_plugins.callbacks.mlflow_sender import FINISH_TIMEOUT_S
+from rl_plugins.callbacks.mlflow_sender import FINISH_TIMEOUT_S, Call
 from rl_plugins.callbacks.registry import Evaluation, register_policy
 from rl_plugins.launch.config import RecipeConfig
 from rl_plugins.launch.preflight import tracking_uri
 from rl_plugins.launch.provenance import code_tags
+from rl_plugins.report.samples import read_samples
 from rl_plugins.run_folder import RunFolder, read_metrics
 
 _REGISTER_TIMEOUT_S = 1800.0
@@ -38,7 +39,7 @@ def facts_of(config: RecipeConfig, folder: RunFolder) -> Facts:
     params = {
         "stage": config.stage,
         "model": config.model.path,
-        "algorithm": algorithm.get("advantage", algorithm.get("_target_")),
+        "advantage": algorithm.get("advantage", algorithm.get("_target_")),
         "loss": algorithm.get("policy_loss", config.loss.name),
         "lr": config.optimizer.lr,
         "lora_rank": config.model.lora.rank or None,
@@ -69,16 +70,29 @@ def best_upload(config: RecipeConfig, folder: RunFolder) -> BestUpload:
     return BestUpload(folder.path, metric=run.best_metric, mode=run.best_mode, count=config.tracking.upload_best)
 
 
-def register(config: RecipeConfig, folder: RunFolder, tracking: MLflowTracking, example: str) -> None:
-    """Register the exported policy under `tracking.register_as`, and say what became of it."""
+def register(config: RecipeConfig, folder: RunFolder, tracking: MLflowTracking) -> None:
+    """Register the exported policy, and wait for it."""
+    tracking.submit(registration(config, folder))
+    tracking.finalize("success", _REGISTER_TIMEOUT_S)
+
+
+def registration(config: RecipeConfig, folder: RunFolder) -> Call:
+    """What registers the exported policy under `tracking.register_as`, and says what became of it."""
     name, metric = str(config.tracking.register_as), config.tracking.champion_metric
-    values = list(read_metrics(folder.metrics).get(metric, {}).values())
-    digests = [describe_file(Path(path)).digest for path in config.data.val_files]
-    data = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
-    evaluation = Evaluation(metric, values[-1] if values else None, data)
 
     def send(run: TrackedRun) -> None:
-        print(f"{config.run.name}: {register_policy(run, folder.export, name, evaluation, example)}", flush=True)
+        values = list(read_metrics(folder.metrics).get(metric, {}).values())
+        digests = [describe_file(Path(path)).digest for path in config.data.val_files]
+        data = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
+        evaluation = Evaluation(metric, values[-1] if values else None, data)
+        said = register_policy(run, folder.export, name, evaluation, _example_prompt(folder))
+        print(f"{config.run.name}: {said}", flush=True)
 
-    tracking.submit(send)
-    tracking.finalize("success", _REGISTER_TIMEOUT_S)
+    return send
+
+
+def _example_prompt(folder: RunFolder) -> str:
+    """What the policy is told: the first prompt that was validated on."""
+    files = folder.sample_files()
+    samples = read_samples(files[-1]) if files else None
+    return str(samples[0]["prompt"]) if samples else "Hello"

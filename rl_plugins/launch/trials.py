@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
     from rl_plugins.data.curriculum import CurriculumConfig
     from rl_plugins.data.parquet import PromptRows, Row
+    from rl_plugins.rewards.records import Message
 
 _REWARD_DEADLINE_S = 10.0
 _PROMPTS_MEASURED = 1000
+# An environment has something to say to it.
+_NO_ANSWER = "?"
 
 
 def check_prompts(config: RecipeConfig) -> None:
@@ -28,17 +31,18 @@ def check_prompts(config: RecipeConfig) -> None:
 
     Raises:
         ConfigError: a file or row is malformed, there are too few rows, a data source has no reward or its reward
-            fails, or prompts are too long.
+            fails, or prompts are too long or refused by the chat template.
     """
     import numpy as np
 
     from rl_plugins.data.curriculum import Curriculum
     from rl_plugins.data.mixture import load_parts, mixed
-    from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, load_rows
+    from rl_plugins.data.parquet import load_rows
 
     data, needed = config.data, config.batch.prompts_per_step
     source = training_data(config)
-    train, firsts = load_parts(source, UNSCORED_COLUMNS if config.stage in GIVEN_RESPONSE_STAGES else COLUMNS)
+    train_columns, val_columns = columns_of(config)
+    train, firsts = load_parts(source, train_columns)
     if len(train) < needed:
         raise ConfigError(
             f"the training data has {len(train)} rows, fewer than batch.prompts_per_step={needed}: lower it or add data"
@@ -48,15 +52,22 @@ def check_prompts(config: RecipeConfig) -> None:
         mixture = mixed(source, firsts, len(train), **size)
         if data.curriculum.share:
             Curriculum(mixture, curriculum_config(config), kept=np.arange(len(train)), **size)
-    val_columns = COLUMNS if generates(config) else UNSCORED_COLUMNS
     validation = load_rows(data.val_files, val_columns) if data.val_files else None
     # Rows whose responses are generated, and so scored.
     scored = [train] if config.stage in SAMPLING_STAGES else []
     scored += [validation] if validation and generates(config) else []
-    _check_rewards(config, chain.from_iterable(scored))
+    replies = _check_rewards(config, chain.from_iterable(scored))
     if (Path(config.model.path) / "tokenizer.json").is_file():
         for rows in filter(None, (train, validation)):
-            _check_lengths(config, rows)
+            _check_lengths(config, rows, replies)
+
+
+def columns_of(config: RecipeConfig) -> tuple[Sequence[str], Sequence[str]]:
+    """The columns that rows must have, to train on and to validate on: a reward only where something is scored."""
+    from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS
+
+    given = config.stage in GIVEN_RESPONSE_STAGES
+    return UNSCORED_COLUMNS if given else COLUMNS, COLUMNS if generates(config) else UNSCORED_COLUMNS
 
 
 def training_data(config: RecipeConfig) -> Any:
@@ -103,7 +114,8 @@ def instantiate_node(option: str, node: Any) -> Any:
         raise ConfigError(f"{option}: {' '.join(str(error.__cause__ or error).split())}") from None
 
 
-def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> None:
+def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
+    """Call the reward once for each data source; returns what environments say to the policy."""
     from rl_plugins.rewards.inline import check_reward
     from rl_plugins.rewards.records import ScoringRequest
     from rl_plugins.rewards.routing import check_routes
@@ -112,7 +124,8 @@ def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> None:
     for row in rows:
         first_of_source.setdefault(row["data_source"], row)
     if not first_of_source:
-        return
+        return []
+    replies: list[Message] = []
     check_routes(config.reward.functions, first_of_source)
     for source, row in first_of_source.items():
         ground_truth = row["reward_model"].get("ground_truth")
@@ -122,7 +135,10 @@ def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> None:
         score = check_reward(config.reward.functions, request, deadline_s=deadline_s)
         if config.environment.max_turns > 1:
             first_turn = replace(request, turns_left=config.environment.max_turns - 1)
-            check_reward(config.reward.functions, first_turn, deadline_s=deadline_s)
+            for response in (first_turn.solution_str, _NO_ANSWER):
+                said = replace(first_turn, solution_str=response)
+                reply = check_reward(config.reward.functions, said, deadline_s=deadline_s).reply
+                replies += [] if reply is None else [reply]
         for option, name in _looked_at(config.algorithm):
             if name not in score.details:
                 there = ", ".join(score.details) or "nothing"
@@ -130,6 +146,7 @@ def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> None:
                     f"{option} names {name!r}, and the reward of data_source {source!r} returns {there} beside its "
                     "score: choose another reward, such as reward=correct_and_format, or other names"
                 )
+    return replies
 
 
 def _looked_at(algorithm: Any) -> list[tuple[str, str]]:
@@ -140,12 +157,15 @@ def _looked_at(algorithm: Any) -> list[tuple[str, str]]:
     return [*names, *([("algorithm.group_filter.metric", metric)] if metric else [])]
 
 
-def _check_lengths(config: RecipeConfig, rows: PromptRows) -> None:
-    """Measure the prompts with the most or the fewest characters, so that a large data set takes no longer."""
+def _check_lengths(config: RecipeConfig, rows: PromptRows, replies: Iterable[Message]) -> None:
+    """Measure the prompts with the most or the fewest characters, so that a large data set takes no longer.
+
+    The chat template is tried on every order of roles, and on what environments have said.
+    """
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-    from rl_plugins.data.tokenization import check_chat_template, tokenize_prompts, within_limit
+    from rl_plugins.data.tokenization import accepted_messages, check_chat_template, tokenize_prompts, within_limit
     from rl_plugins.data.turns import TurnTokenizer
 
     limit, refuse = config.data.max_prompt_tokens, config.data.overlong_prompts == "error"
@@ -153,12 +173,15 @@ def _check_lengths(config: RecipeConfig, rows: PromptRows) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
     check_chat_template(tokenizer)
     if config.environment.max_turns > 1:
-        TurnTokenizer(tokenizer)
+        turns = TurnTokenizer(tokenizer)
+        for reply in replies:
+            turns.tokens(reply, tokenizer.eos_token_id, config.environment.max_observation_tokens)
 
     def measure(numbers: Sequence[int]) -> np.ndarray:
-        return tokenize_prompts((rows.rows[number] for number in numbers), tokenizer, {}).lengths
+        return tokenize_prompts((rows.rows[number]["prompt"] for number in numbers), tokenizer, {}).lengths
 
-    by_characters = np.argsort([_characters(row) for row in rows], kind="stable").tolist()
+    characters = [_characters(messages) for messages in accepted_messages(rows, tokenizer, {})]
+    by_characters = np.argsort(characters, kind="stable").tolist()
     measured = by_characters[-_PROMPTS_MEASURED:] if refuse else by_characters[:_PROMPTS_MEASURED]
     lengths = np.zeros(len(rows), dtype=np.int64)
     lengths[measured] = measure(measured)
@@ -176,8 +199,8 @@ def _check_lengths(config: RecipeConfig, rows: PromptRows) -> None:
     )
 
 
-def _characters(row: Row) -> int:
-    return sum(len(message["content"]) for message in row["prompt"])
+def _characters(messages: Iterable[Mapping[str, Any]]) -> int:
+    return sum(len(message["content"]) for message in messages)
 
 
 def check_pools(config: RecipeConfig) -> None:
@@ -201,20 +224,27 @@ def check_pools(config: RecipeConfig) -> None:
             )
 
 
-def check_algorithm(node: Any) -> None:
+def check_algorithm(config: RecipeConfig) -> None:
     """Build the algorithm, check its options' types, and run it on two made-up groups of two samples.
 
     Raises:
-        ConfigError: an unknown name or option, a value of the wrong type or outside its range.
+        ConfigError: an unknown name or option, a value of the wrong type or outside its range, or sampling that it
+            cannot be used with.
     """
     import torch
 
     from rl_plugins.algorithms.aggregation import GlobalCounts
     from rl_plugins.algorithms.algorithm import Algorithm
     from rl_plugins.launch.algorithm_options import check_option_types
+    from rl_plugins.rollout.engine import SamplingConfig
+    from rl_plugins.stages.comparable import check_comparable
+    from rl_plugins.stages.schedule import Schedule
 
-    algorithm: Algorithm = instantiate_node("algorithm", node)
+    algorithm: Algorithm = instantiate_node("algorithm", config.algorithm)
     check_option_types(algorithm)
+    options = config.sampling
+    sampling = SamplingConfig(options.max_tokens, top_p=options.top_p, top_k=options.top_k)
+    check_comparable(algorithm, Schedule(**vars(config.schedule)), sampling)
     zeros_BT, ones_BT = torch.zeros(4, 2), torch.ones(4, 2)
     per_token = (
         "log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "entropy",

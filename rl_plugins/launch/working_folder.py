@@ -28,7 +28,7 @@ _TIME = (1980, 1, 1, 0, 0, 0)
 
 
 def files_to_send(root: Path, exclude: Sequence[str] = (), include: Sequence[str] = ()) -> dict[PurePath, Path]:
-    """Path in the package to file: tracked by git or untracked and not ignored; without git all there are.
+    """Path in the package to file: tracked by git or untracked and not ignored; all there are without a repository.
 
     Args:
         root: the project.
@@ -36,9 +36,10 @@ def files_to_send(root: Path, exclude: Sequence[str] = (), include: Sequence[str
         include: patterns of paths below `root` that are sent all the same.
 
     Raises:
-        ConfigError: a link leads out of the project.
+        ConfigError: git fails, or lists no file; a link leads out of the project.
     """
-    known = set(_listed_by_git(root, include) or _walk(root))
+    listed = _listed_by_git(root, include)
+    known = set(_walk(root) if listed is None else listed)
     # An environment is known by this file, whatever its name.
     environments = {path.parent for path in known if path.name == "pyvenv.cfg"}
     chosen = {
@@ -89,14 +90,26 @@ def describe_largest(sizes: dict[PurePath, int]) -> str:
 
 
 def _listed_by_git(root: Path, include: Sequence[str]) -> list[PurePath] | None:
-    """Tracked files and untracked ones that are not ignored; ignored ones only if they are included by name."""
+    """Tracked files and untracked ones that are not ignored; ignored ones only if they are included by name.
+
+    None without git or a repository.
+
+    Raises:
+        ConfigError: git fails, or lists no file: all files instead would bring those that it ignores, such as secrets.
+    """
     known = _git_files(root, "--cached", "--others", "--exclude-standard")
     if known is None:
         return None
     if include:
         ignored = _git_files(root, "--others", "--ignored", "--exclude-standard") or []
         known += [path for path in ignored if _matches(path, include)]
-    return [path for path in known if os.path.lexists(root / path)]
+    files = [path for path in known if os.path.lexists(root / path)]
+    if not files:
+        raise ConfigError(
+            f"git lists no file of {root}: it is empty, or ignored by the repository that it lies in: name what is "
+            "sent with --include PATTERN, make it a repository of its own with git init, or send another --folder"
+        )
+    return files
 
 
 def _git_files(root: Path, *which: str) -> list[PurePath] | None:
@@ -107,8 +120,19 @@ def _git_files(root: Path, *which: str) -> list[PurePath] | None:
     except FileNotFoundError:
         return None
     if listing.returncode:
-        return None
+        if not _in_repository(root):
+            return None
+        reason = " ".join(os.fsdecode(listing.stderr).split())
+        raise ConfigError(
+            f"git cannot list the files of {root} ({reason}): mend that, or send another --folder; without git's word "
+            "files that are ignored would be sent, too"
+        )
     return [PurePath(os.fsdecode(name)) for name in listing.stdout.split(b"\0") if name]
+
+
+def _in_repository(root: Path) -> bool:
+    folder = root.resolve()
+    return any(os.path.lexists(place / ".git") for place in (folder, *folder.parents))
 
 
 def _walk(root: Path) -> Iterator[PurePath]:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rl_plugins.processor import multiplies_bfloat16
+
 # exp2 takes a quarter of the time of exp.
 _LOG2_E = math.log2(math.e)
 
@@ -29,7 +31,7 @@ _BLOCK_QUERIES = 128
 
 def suits(query: Tensor) -> bool:
     """Whether this is the fastest way to attend for such queries."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and _multiplies_bfloat16()
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and multiplies_bfloat16()
 
 
 def product_attention(
@@ -137,7 +139,3 @@ def _scores(block: _Block, query_BRQD: Tensor, key_BKD: Tensor, scale: float, wi
         unseen += nothing.tril(first - window)
     scores.view(len(scores), -1, count, seen).add_(unseen)
     return scores
-
-
-def _multiplies_bfloat16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported())

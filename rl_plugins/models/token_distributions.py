@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _LN_2 = math.log(2.0)
-_BLOCK_ELEMENTS = (2**18, 2**22)
-"""Of the vocabulary in float32 at a time, on a processor, whose cache holds them, and on other devices."""
+_CACHED_ELEMENTS, _BLOCK_ELEMENTS = 2**18, 2**22
+"""Numbers in float32 at a time: on a processor, whose cache holds them, and on other devices."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def logits_gradient(
 
 
 def _blocks(logits_NV: Tensor) -> Iterator[slice]:
-    rows = max(1, _BLOCK_ELEMENTS[logits_NV.device.type != "cpu"] // max(1, logits_NV.shape[-1]))
+    elements = _CACHED_ELEMENTS if logits_NV.device.type == "cpu" else _BLOCK_ELEMENTS
+    rows = max(1, elements // max(1, logits_NV.shape[-1]))
     return (slice(start, start + rows) for start in range(0, len(logits_NV), rows))
 
 

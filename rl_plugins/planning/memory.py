@@ -13,6 +13,7 @@ from rl_plugins.planning.placement import Placement
 from rl_plugins.planning.rows import Rows, rows_of
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.workload import WIDTHS, Workload
+from rl_plugins.rollout.vllm.config import CPU_BLOCK
 
 Parts = dict[str, float]
 
@@ -26,8 +27,8 @@ LOGITS_AT_ONCE = 2**24
 """Logits in float32 that the output head computes at a time."""
 MAPPED_BYTES = 32 * 2**20
 """Blocks of at least so many bytes go back to the machine when a process on a CPU frees them."""
-BLOCK, CPU_BLOCK = 16, 128
-"""Tokens of a block of vLLM's KV cache."""
+BLOCK = 16
+"""Tokens of a block of vLLM's KV cache on an accelerator."""
 PERSISTENT = 100_000
 """Parameters of at most so many numbers are whole on every worker under ZeRO-3."""
 
@@ -64,7 +65,8 @@ def engine_memory(work: Workload, place: Placement, device: Device) -> dict[str,
     """What a process of a rollout engine has: weights, and the KV cache as far as a step fills it.
 
     On an accelerator the engine takes the whole of its share for itself while it samples. On a CPU vLLM writes the
-    whole KV cache when it starts, and loads weights into memory from which they move.
+    whole KV cache when it starts, and loads weights into memory from which they move; products use a packed copy of
+    the weights, which an engine that sleeps gives up together with what loading has left.
     """
     width = WIDTHS[work.engine_dtype]
     weights = work.policy.parameters * width / place.tensor_parallel
@@ -76,29 +78,39 @@ def engine_memory(work: Workload, place: Placement, device: Device) -> dict[str,
         # An engine on devices of its own does not sleep; one that keeps its weights has them on the host.
         left = 0.0 if place.colocated and place.sleep != "none" else weights + cache
         return {"start": sampling, "sampling": sampling, "asleep": {"left": left}}
+    packed = work.policy.multiplied * width / place.tensor_parallel
     loaded = weights - work.policy.large(MAPPED_BYTES // width) * width
-    always = {"weights": weights, "freed by loading": loaded}
-    used = min(kv_cache_needed(work, place, on_cpu=True), work.kv_cache_bytes)
-    asleep = {
-        "none": {**always, "KV cache": work.kv_cache_bytes},
-        "kv_cache": always,
-        "all": {"freed by loading": loaded},
+    start = {
+        "weights": weights,
+        "packed weights": packed,
+        "freed by loading": max(0.0, loaded - packed),
+        "KV cache": work.kv_cache_bytes,
     }
+    if place.sleep == "none":
+        return {"start": start, "sampling": start, "asleep": start}
+    used = min(kv_cache_needed(work, place, on_cpu=True), work.kv_cache_bytes)
     return {
-        "start": {**always, "KV cache": work.kv_cache_bytes},
-        "sampling": {**always, "KV cache": work.kv_cache_bytes if place.sleep == "none" else used},
-        "asleep": asleep[place.sleep],
+        "start": start,
+        "sampling": {"weights": weights, "packed weights": packed, "KV cache": used},
+        "asleep": {"weights": weights} if place.sleep == "kv_cache" else {},
     }
 
 
 def kv_cache_needed(work: Workload, place: Placement, *, on_cpu: bool) -> float:
     """Bytes of KV cache on each device of an engine when all that it samples at once is at its full length."""
     at_once = min(work.max_num_seqs, -(-work.responses // place.engines))
-    block = CPU_BLOCK if on_cpu else BLOCK
-    # Samples share whole blocks of their prompt.
-    shared = work.prompt_tokens // block * block if work.prefix_caching else 0
-    tokens = at_once * (work.prompt_tokens - shared + shared / work.samples + work.response_tokens)
+    tokens = at_once * (prompt_tokens_of_sample(work, on_cpu=on_cpu) + work.response_tokens)
     return tokens * work.policy.kv_bytes(WIDTHS[work.engine_dtype]) / place.tensor_parallel
+
+
+def prompt_tokens_of_sample(work: Workload, *, on_cpu: bool) -> float:
+    """Tokens of its prompt that an engine reads and keeps for each sample, on average.
+
+    Samples of a prompt share its whole blocks, but for that with the last token, which each of them reads.
+    """
+    block = CPU_BLOCK if on_cpu else BLOCK
+    shared = (work.prompt_tokens - 1) // block * block if work.prefix_caching else 0.0
+    return work.prompt_tokens - shared + shared / work.samples
 
 
 def sample_cache(work: Workload, place: Placement) -> float:
@@ -176,7 +188,7 @@ def _update(work: Workload, place: Placement, device: Device, rows: Rows) -> Par
     }
     passing: Parts = {"bucket": bucket, **_head(work, rows)}
     # An optimizer on the host does not work here.
-    stepping: Parts = {"float32 gradients": in_step, "temporary": shard * 8} if place.offload != "cpu" else {}
+    stepping: Parts = {"float32 gradients": in_step} if place.offload != "cpu" else {}
     if device.is_cpu:
         # What a pass had stays with the process, and the optimizer needs room besides.
         held["fragments"] = (device.fragments - 1) * total(held)

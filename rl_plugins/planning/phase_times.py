@@ -7,9 +7,10 @@ from dataclasses import replace
 from statistics import median
 
 from rl_plugins.planning.devices import Device
+from rl_plugins.planning.memory import prompt_tokens_of_sample
 from rl_plugins.planning.placement import Placement
 from rl_plugins.planning.simulator import PhaseTimes
-from rl_plugins.planning.step_time import step_time
+from rl_plugins.planning.step_time import engine_parts, step_time
 from rl_plugins.planning.workload import WIDTHS, Workload
 
 
@@ -17,8 +18,9 @@ def planned(work: Workload, place: Placement, device: Device, devices_per_node: 
     """Seconds by the same arithmetic as a plan's."""
     time = step_time(work, place, device, devices_per_node)
     tokens = work.responses * work.sample_tokens / place.trainers
-    width, size = WIDTHS[work.engine_dtype], place.tensor_parallel
-    bandwidth, flops = device.sample_bandwidth[work.engine_dtype] * size, device.sample_flops[work.engine_dtype] * size
+    width, parts = WIDTHS[work.engine_dtype], engine_parts(place, device)
+    bandwidth, flops = (rates[work.engine_dtype] * parts for rates in (device.sample_bandwidth, device.sample_flops))
+    read = work.samples * prompt_tokens_of_sample(work, on_cpu=device.is_cpu) / work.prompt_tokens
     context = work.prompt_tokens + work.response_tokens / 2
     of_each = context * work.policy.kv_bytes(width) / bandwidth
     multiplying = work.policy.forward_flops(1, context) / flops
@@ -26,7 +28,7 @@ def planned(work: Workload, place: Placement, device: Device, devices_per_node: 
         decode_step_s=device.decode_step_s + work.policy.multiplied * width / bandwidth,
         # An accelerator multiplies while it reads.
         decode_sequence_s=device.decode_sequence_s + of_each + (multiplying if device.is_cpu else 0.0),
-        prefill_token_s=work.policy.forward_flops(1, work.prompt_tokens / 2) / flops,
+        prefill_token_s=read * work.policy.forward_flops(1, work.prompt_tokens / 2) / flops,
         train_token_s=(time.update + time.log_probs) / tokens,
         train_fixed_s=time.other,
         update_weights_s=time.update_weights,

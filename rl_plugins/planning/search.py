@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rl_plugins.planning.devices import GIB, Device
 from rl_plugins.planning.memory import engine_memory, kv_cache_needed, sample_cache, total, trainer_memory
@@ -18,6 +19,9 @@ from rl_plugins.planning.workload import Workload
 
 _KEPT_FREE = 0.05
 """Share of an accelerator's memory that fragments of allocators take."""
+_ENGINE_SHARE = "rollout.gpu_memory_utilization"
+_SPLIT_SHARE = 0.9
+"""Of an accelerator that an engine has to itself."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Candidate:
 
 
 def search(
-    work: Workload, cluster: Cluster, *, fsdp: bool = False, given: Mapping[str, str] | None = None
+    work: Workload, cluster: Cluster, *, fsdp: bool = False, given: Mapping[str, Any] | None = None
 ) -> list[Candidate]:
     """Every placement, the fastest that fits first, then what does not fit, the least short first.
 
@@ -79,43 +83,62 @@ def search(
         work: a step.
         cluster: to run it on.
         fsdp: with FSDP2 in place of ZeRO.
-        given: options that are decided; placements with other values are left out.
+        given: values of options that are decided; placements with others are left out.
     """
+    given = given or {}
     found = [
         judge(variant, place, cluster)
         for variant in (replace(work, gradient_checkpointing=again) for again in (False, True))
-        for place in placements(work, cluster, fsdp=fsdp)
-        if _agrees(overrides(variant, place, cluster), given or {})
+        for place in placements(work, cluster, fsdp=fsdp, engine_share=given.get(_ENGINE_SHARE))
+        if _agrees(overrides(variant, place, cluster), given)
     ]
     return sorted(found, key=lambda one: (not one.fits, one.short, one.time.step, -one.place.zero_stage))
 
 
-def placements(work: Workload, cluster: Cluster, *, fsdp: bool = False) -> Iterator[Placement]:
-    """All that make sense: workers share prompts evenly; an engine is within a machine, and divides the heads."""
-    stages = (0,) if fsdp else (1, 2, 3)
-    if cluster.device.is_cpu:
-        for trainers in _divisors(work.prompts, cluster.devices):
-            for engines in sorted({1, trainers}):
-                for stage in stages:
-                    for sleep in ("none", "kv_cache", "all"):
-                        yield Placement(trainers, engines, zero_stage=stage, sleep=sleep, offload="stay")
-        return
-    sizes = [size for size in (1, 2, 4, 8) if size <= cluster.per_node and work.policy.kv_heads % size == 0]
-    for stage in stages:
-        for size in sizes:
-            for trainers in _divisors(work.prompts, cluster.devices):
-                if trainers == cluster.devices and trainers % size == 0:
-                    for offload in ("while_sampling",) if fsdp else ("while_sampling", "cpu"):
-                        place = Placement(trainers, trainers // size, size, zero_stage=stage, offload=offload)
-                        yield replace(place, engine_share=_engine_share(work, place, cluster.device))
-                rest = cluster.devices - trainers
-                if rest and rest % size == 0:
-                    for ahead in (0, 1):
-                        for offload in ("stay",) if fsdp else ("stay", "cpu"):
-                            yield Placement(
-                                trainers, rest // size, size, colocated=False, zero_stage=stage, offload=offload,
-                                sleep="none", engine_share=0.9, ahead=ahead,
-                            )  # fmt: skip
+def placements(
+    work: Workload, cluster: Cluster, *, fsdp: bool = False, engine_share: float | None = None
+) -> Iterator[Placement]:
+    """All that the launcher allows: every worker has as many prompts, and as many in each update.
+
+    Args:
+        work: a step.
+        cluster: to run it on.
+        fsdp: with FSDP2 in place of ZeRO.
+        engine_share: of an accelerator that is an engine's; what is best by default.
+    """
+    for stage in (0,) if fsdp else (1, 2, 3):
+        for trainers in _workers(work, cluster.devices):
+            if cluster.device.is_cpu:
+                yield from _on_cpu(trainers, stage)
+            elif trainers == cluster.devices:
+                for offload in ("while_sampling",) if fsdp else ("while_sampling", "cpu"):
+                    # One engine on one device: more of them would need devices of their own.
+                    place = Placement(trainers, 1, zero_stage=stage, offload=offload)
+                    yield replace(place, engine_share=engine_share or _engine_share(work, place, cluster.device))
+            else:
+                for place in _split(work, cluster, trainers, stage):
+                    yield replace(place, engine_share=engine_share or _SPLIT_SHARE)
+
+
+def _on_cpu(trainers: int, stage: int) -> Iterator[Placement]:
+    for engines in sorted({1, trainers}):
+        for sleep in ("none", "kv_cache", "all"):
+            yield Placement(trainers, engines, zero_stage=stage, sleep=sleep, offload="stay")
+
+
+def _split(work: Workload, cluster: Cluster, trainers: int, stage: int) -> Iterator[Placement]:
+    """Engines on all other devices; each is within a machine, and divides the heads."""
+    rest = cluster.devices - trainers
+    for size in (1, 2, 4, 8):
+        within = cluster.nodes * (cluster.per_node // size)
+        if work.policy.kv_heads % size or rest % size or rest // size > within:
+            continue
+        for ahead in (0, 1):
+            for offload in ("stay", "cpu") if stage else ("stay",):
+                yield Placement(
+                    trainers, rest // size, size, colocated=False, zero_stage=stage, offload=offload, sleep="none",
+                    ahead=ahead,
+                )  # fmt: skip
 
 
 def judge(work: Workload, place: Placement, cluster: Cluster) -> Candidate:
@@ -182,21 +205,20 @@ def memory_needs(work: Workload, place: Placement, device: Device) -> dict[str, 
     }
 
 
-def overrides(work: Workload, place: Placement, cluster: Cluster) -> dict[str, str]:
-    """The options of a recipe that make a placement so."""
-    options = {"placement.num_workers": str(place.trainers), "rollout.engines": str(place.engines)}
-    options["model.gradient_checkpointing"] = str(work.gradient_checkpointing).lower()
-    options |= {"strategy.name": "fsdp"} if place.zero_stage == 0 else {"strategy.zero_stage": str(place.zero_stage)}
+def overrides(work: Workload, place: Placement, cluster: Cluster) -> dict[str, Any]:
+    """The options of a recipe that make a placement so, with their values."""
+    options = {
+        "placement.num_workers": place.trainers,
+        "placement.rollout": "colocated" if place.colocated else "split",
+        "rollout.engines": place.engines,
+        "rollout.tensor_parallel_size": place.tensor_parallel,
+        "schedule.max_staleness": place.ahead,
+        "model.gradient_checkpointing": work.gradient_checkpointing,
+    }
+    options |= {"strategy.zero_stage": place.zero_stage} if place.zero_stage else {"strategy.name": "fsdp"}
     if cluster.device.is_cpu:
         return {**options, "rollout.sleep": place.sleep}
-    options |= {
-        "rollout.tensor_parallel_size": str(place.tensor_parallel),
-        "strategy.offload.policy": place.offload,
-        "rollout.gpu_memory_utilization": f"{place.engine_share:.2f}",
-        "placement.gpus_per_worker": f"{0.5 if place.colocated else 1:g}",
-        "placement.engine_gpus": f"{0.5 if place.colocated else 1:g}",
-    }
-    return options if not place.ahead else {**options, "schedule.max_staleness": str(place.ahead)}
+    return {**options, "strategy.offload.policy": place.offload, _ENGINE_SHARE: place.engine_share}
 
 
 def advice(candidate: Candidate) -> str:
@@ -236,7 +258,7 @@ def _engine_share(work: Workload, place: Placement, device: Device) -> float:
     return max(0.05, int(min(free, useful + 0.05, 0.9) * 20) / 20)
 
 
-def _agrees(options: Mapping[str, str], given: Mapping[str, str]) -> bool:
+def _agrees(options: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
     wanted = dict(given)
     if wanted.get("rollout.engines") == "per_worker":
         wanted["rollout.engines"] = options["placement.num_workers"]
@@ -247,5 +269,6 @@ def _times(parts: Mapping[str, float], count: int) -> dict[str, float]:
     return {name: value * count for name, value in parts.items()}
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    return [one for one in range(1, most + 1) if number % one == 0]
+def _workers(work: Workload, most: int) -> list[int]:
+    """Numbers of workers that share the prompts of every update evenly."""
+    return [one for one in range(1, most + 1) if work.prompts % (one * work.updates) == 0]

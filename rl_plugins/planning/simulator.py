@@ -34,7 +34,7 @@ class PhaseTimes:
     Attributes:
         decode_step_s: seconds of a step of decoding without responses.
         decode_sequence_s: the same, of each response in it.
-        prefill_token_s: of each token of a prompt, once for its group.
+        prefill_token_s: of each token of a prompt, for its whole group.
         train_token_s: of each token that a trainer trains on.
         train_fixed_s: of a step's training besides.
         update_weights_s: from the trainers to the engines.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rl_plugins.planning.devices import Device
-from rl_plugins.planning.memory import engine_memory, sample_cache
+from rl_plugins.planning.memory import engine_memory, prompt_tokens_of_sample, sample_cache
 from rl_plugins.planning.placement import Placement
 from rl_plugins.planning.rows import rows_of
 from rl_plugins.planning.shape import ModelShape
@@ -73,11 +73,10 @@ def rollout_seconds(work: Workload, place: Placement, device: Device) -> float:
     waves = math.ceil(share / most)
     at_once = math.ceil(share / waves)
     shape, width = work.policy, WIDTHS[work.engine_dtype]
-    # Rates on CPU are those of a core.
-    parts = place.tensor_parallel * (engine_threads(place) if device.is_cpu else 1)
+    parts = engine_parts(place, device)
     flops, bandwidth = (rates[work.engine_dtype] * parts for rates in (device.sample_flops, device.sample_bandwidth))
-    read_prompts = share / work.samples if work.prefix_caching else share
-    prefill = shape.forward_flops(read_prompts * work.prompt_tokens, work.prompt_tokens / 2) / flops
+    read = share * prompt_tokens_of_sample(work, on_cpu=device.is_cpu)
+    prefill = shape.forward_flops(read, work.prompt_tokens / 2) / flops
     context = work.prompt_tokens + work.response_tokens / 2
     reading = (shape.multiplied * width + at_once * context * shape.kv_bytes(width)) / bandwidth
     multiplying = shape.forward_flops(at_once, context) / flops
@@ -91,11 +90,11 @@ def rollout_seconds(work: Workload, place: Placement, device: Device) -> float:
     return (prefill + waves * work.response_tokens * step) * busy
 
 
-def engine_threads(place: Placement) -> int:
-    """Those of each of an engine's processes on CPU: its share of the cores of the trainers that wait for it."""
-    if not place.colocated:
-        return 1
-    return max(1, place.trainers // (place.engines * place.tensor_parallel))
+def engine_parts(place: Placement, device: Device) -> int:
+    """What an engine works on: devices, and on CPU cores, of which it has those of the trainers that wait for it."""
+    if not (device.is_cpu and place.colocated):
+        return place.tensor_parallel
+    return place.tensor_parallel * max(1, place.trainers // (place.engines * place.tensor_parallel))
 
 
 def training_flops(work: Workload, shape: ModelShape, trainers: int) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from rl_plugins.override import override
 from rl_plugins.report.learning_curve import plot_learning_curve
 from rl_plugins.report.summary import summarize
 from rl_plugins.run_folder import RunFolder
@@ -49,15 +51,13 @@ def print_outcome(sft: RunFolder, grpo: RunFolder, sft_rows: str, grpo_rows: str
         ("learning curve", curve),
         ("report", grpo.report),
         ("metrics", grpo.metrics),
-        ("MLflow", f"mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db  (run {_mlflow_run(grpo)})"),
+        (
+            "MLflow",
+            f"mlflow ui --backend-store-uri {shlex.quote(f'sqlite:///{folder}/mlflow.db')}  (run {_mlflow_run(grpo)})",
+        ),
         ("log-prob gap", f"trainer against sampler at most {second.gap_max:.1e} nats"),
         ("whole run", f"{seconds:.0f} s"),
-        (
-            "try next",
-            f"python -m rl_plugins.recipes.grpo --config-name quickstart_grpo run.name=more run.output_dir={folder} "
-            f"model.path={os.path.relpath(grpo.export)} 'data.train_files=[{folder}/data/train.parquet]' "
-            f"'data.val_files=[{folder}/data/test.parquet]'",
-        ),
+        ("try next", f"python -m rl_plugins.recipes.grpo --config-name quickstart_grpo {_next_options(grpo)}"),
     ):
         print(f"{name:<15}{os.path.relpath(value) if isinstance(value, Path) else value}")
     gain = second.after - second.before
@@ -69,6 +69,19 @@ def print_outcome(sft: RunFolder, grpo: RunFolder, sft_rows: str, grpo_rows: str
             markup=False,
         )
     return gain >= MIN_GAIN
+
+
+def _next_options(grpo: RunFolder) -> str:
+    """Of a run that goes on from the policy, to be copied into a shell."""
+    folder = grpo.path.parent
+    options = (
+        "run.name=more",
+        override("run.output_dir", folder),
+        override("model.path", os.path.relpath(grpo.export)),
+        override("data.train_files", [f"{folder}/data/train.parquet"]),
+        override("data.val_files", [f"{folder}/data/test.parquet"]),
+    )
+    return shlex.join(options)
 
 
 def _mlflow_run(run: RunFolder) -> str:

@@ -18,6 +18,7 @@ from rl_plugins.report.samples import compare, read_samples, validation_step
 from rl_plugins.report.style import STYLE
 from rl_plugins.report.summary import summary_of
 from rl_plugins.run_folder import RunFolder, read_metrics
+from rl_plugins.whole_file import write_whole_text
 
 _PACKAGES = re.compile(
     r"(rl-plugins|torch|lightning|ray|deepspeed|vllm(-cpu)?|transformers|peft|mlflow)==.*", re.IGNORECASE
@@ -35,9 +36,7 @@ def write_report(folder: RunFolder, path: Path | None = None) -> Path:
         The path of the file.
     """
     path = path or folder.report
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(document(_page(folder)), encoding="utf-8")
-    partial.replace(path)
+    write_whole_text(path, document(_page(folder)))
     return path
 
 

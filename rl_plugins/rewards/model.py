@@ -16,7 +16,7 @@ from rl_plugins.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-Messages = Sequence[Mapping[str, Any]]
+    from rl_plugins.data.tokenization import Messages
 
 
 class ModelReward:

@@ -82,6 +82,11 @@ def discard(storage: Tensor) -> None:
     _call("madvise", start, size, mmap.MADV_DONTNEED)
 
 
+def return_free_memory() -> None:
+    """Give back what the process has freed and its allocator has kept for later."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 _LOWEST_BIT = bytes(value & 1 for value in range(256))
 
 

@@ -24,8 +24,11 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
 from rl_plugins.models.lora import add_adapter
 from rl_plugins.models.scalar_head import last_token_scores, load_scalar_head, response_scores, response_values
+from rl_plugins.rewards.failures import check_failure_rate
 from rl_plugins.rewards.records import Score
+from rl_plugins.rewards.results import failed
 from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.comparable import check_comparable
 from rl_plugins.stages.critic import CriticConfig, ValueObjective
 from rl_plugins.stages.critic_learner import CriticTraining
 from rl_plugins.stages.critic_pool import CriticPool
@@ -49,11 +52,13 @@ class RewardModelConfig:
         path: its folder or name; it has the policy's tokens.
         weight: of its score.
         rule_weight: of the scorer's; 0 leaves the scorer to validation.
+        max_failure_rate: share of a rank's samples (0 to 1) above which scores that are not finite end the run.
     """
 
     path: str
     weight: float = 1.0
     rule_weight: float = 1.0
+    max_failure_rate: float = 0.0
 
 
 class CollectingStage(ScheduledStage):
@@ -117,6 +122,7 @@ class CollectingStage(ScheduledStage):
                 f"algorithm.group_filter.oversampling={group_filter.oversampling} with a schedule: what runs ahead is "
                 "what fills up: use oversampling=1, and schedule.ahead or schedule.max_staleness for more"
             )
+        check_comparable(self.algorithm, self.schedule, sampling)
         if "process_rewards_BT" in needs and not self.gives_process_rewards:
             raise ConfigError("the algorithm needs process_rewards_BT, which the stage PRIME computes: use stage=prime")
         own_path = policy if isinstance(policy, str) else None
@@ -268,7 +274,22 @@ class CollectingStage(ScheduledStage):
             experience.scores = (
                 self._reward_model.weight * model_scores_B + self._reward_model.rule_weight * rule_scores_B
             )
+            scores = self._without_infinite(experience, scores, self._reward_model.max_failure_rate)
         return scores
+
+    def _without_infinite(self, experience: Experience, scores: list[Score], max_failure_rate: float) -> list[Score]:
+        """Samples of which the reward model gave no finite number are not valid, as where a reward function fails."""
+        scores_B = filled(experience.scores)
+        bad_B = experience.valid & ~scores_B.isfinite()
+        experience.valid = experience.valid & ~bad_B
+        experience.response_mask = experience.response_mask * experience.valid[:, None]
+        experience.scores = scores_B.where(experience.valid, 0.0)
+        failures = [
+            failed("not_finite", f"the reward model: its score is {value}") if bad else None
+            for bad, value in zip(bad_B.tolist(), scores_B.tolist(), strict=True)
+        ]
+        check_failure_rate(failures, max_failure_rate)
+        return [failure or score for failure, score in zip(failures, scores, strict=True)]
 
     def _keep_details(self, experience: Experience, scores: list[Score]) -> None:
         """Those of the numbers returned beside the scores that the algorithm looks at."""

@@ -48,6 +48,8 @@ def start_critic(config: PoolConfig, training: CriticTraining, options: Sequence
 class _MiniBatch:
     """Rows that ranks have handed in, and the update that follows when all have."""
 
+    counts: GlobalCounts
+    last: bool
     parts: dict[int, Experience] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
     update: asyncio.Future[Learnt] | None = None
@@ -66,6 +68,7 @@ class CriticActor:
     def __init__(self, config: PoolConfig, training: CriticTraining, number: int, first: Any = None) -> None:
         self._config, self._number = config, number
         self._mini_batches: dict[int, _MiniBatch] = {}
+        self._due = 0
         self._work = ThreadPoolExecutor(max_workers=1)
         self._store = _store(_own_address(), 0, config) if first is None and config.actors > 1 else None
         self._learner = self._work.submit(self._start, training, first)
@@ -121,23 +124,27 @@ class CriticActor:
         """Hand in a rank's rows of a mini-batch; returns when the update is done.
 
         Args:
-            number: of the update.
+            number: of the update; they follow each other from 0.
             rank: whose rows these are.
             ranks: how many hand in theirs.
             part: the rows.
             counts: see `CriticLearner.update`.
             last: see `CriticLearner.update`.
         """
-        mini_batch = self._mini_batches.setdefault(number, _MiniBatch())
+        mini_batch = self._mini_batches.setdefault(number, _MiniBatch(counts, last))
         mini_batch.parts[rank] = part
-        if len(mini_batch.parts) == ranks:
-            del self._mini_batches[number]
-            parts = [mini_batch.parts[rank] for rank in range(ranks)]
-            mini_batch.update = self._run(lambda learner: learner.update(parts, counts, last=last))
-            mini_batch.complete.set()
+        # Calls of an actor like this come in any order, so one may be complete before the one that is due.
+        while (due := self._mini_batches.get(self._due)) and len(due.parts) == ranks:
+            del self._mini_batches[self._due]
+            self._due += 1
+            self._begin(due, [due.parts[rank] for rank in range(ranks)])
         await mini_batch.complete.wait()
         assert mini_batch.update is not None
         return await mini_batch.update
+
+    def _begin(self, mini_batch: _MiniBatch, parts: list[Experience]) -> None:
+        mini_batch.update = self._run(lambda learner: learner.update(parts, mini_batch.counts, last=mini_batch.last))
+        mini_batch.complete.set()
 
     async def save(self, folder: Path) -> None:
         """Write the critic to a folder."""

@@ -46,7 +46,7 @@ class OptimizerConfig:
 
     def adamw(self, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
         """The optimizer and its schedule, as Lightning's `configure_optimizers` returns them."""
-        optimizer = AdamW(parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+        optimizer = AdamW(parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=True)
         scheduler = LambdaLR(optimizer, self.factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -53,6 +53,9 @@ class PolicyOptimization(CollectingStage):
                 with self._phase("update_policy"):
                     self.choose_tokens(mini_batch)
                     self.optimize(self._policy_losses(mini_batch, tokens, first=number == 1))
+        if not policy_learns:
+            # What is sampled next is named after this step, though the weights are those of the last.
+            self._strategy.weights_changed()
         metrics = tokens.averages(self._strategy.sum_over_ranks, self._strategy.max_over_ranks)
         if isinstance(self.critic, CriticPool):
             # It has learnt while the policy did.

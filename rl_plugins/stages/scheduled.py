@@ -76,15 +76,18 @@ class ScheduledStage(SamplingStage):
         earlier = queue.unfinished(queue.begun())
         new = queue.begin(in_flight, self.step)
         due = queue.due(self.step)
+        # Ranks begin together: one that has nothing new, as after a restart, takes its place all the same.
+        begun = not self._strategy.on_any_rank(bool(new))
 
         def sample(engine: RolloutEngine) -> None:
+            nonlocal begun
             groups = self.groups_of(engine)
-            if earlier and new:
+            if earlier and not begun:
                 # Before the engine is busy with the next ones: it answers between two steps.
                 queue.finish(groups.collect((), 0))
-            if new:
+            if not begun:
                 groups.submit(self._requests(new), self.sampling)
-                new.clear()
+                begun = True
             self._ask_again(groups, groups.lost_tickets())
             queue.finish(groups.collect(queue.unfinished(due), max(0, count - queue.num_finished)))
             if self.schedule.drops:
@@ -226,9 +229,9 @@ class ScheduledStage(SamplingStage):
         queue.lose(ticket for ticket, responses in fetched.items() if responses is None)
         return queue.state()
 
-    def load_rank_shares(self, shares: Sequence[Any]) -> str:
+    def load_rank_shares(self, shares: Sequence[Any], *, own: bool) -> str:
         """Go on with the queue of a checkpoint; see `TrajectoryQueue.load`."""
-        return self._queue.load(shares, self.trainer.global_rank, self.trainer.world_size)
+        return self._queue.load(shares, self.trainer.global_rank, self.trainer.world_size, own=own)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -259,6 +259,14 @@ class Stage(LightningModule):
         for further in self.further_metrics:
             metrics = {**metrics, **further(metrics)}
         self.track(metrics)
+        self._stop_after_last_step()
+
+    @override
+    def on_train_start(self) -> None:
+        # A checkpoint of the last step is where a run goes on that failed after its training.
+        self._stop_after_last_step()
+
+    def _stop_after_last_step(self) -> None:
         if self.max_steps and self.step >= self.max_steps:
             self.trainer.should_stop = True
 
@@ -335,6 +343,9 @@ class Stage(LightningModule):
             self._strategy.load_optimizer_state_dict(checkpoint)
         for config, saved in zip(self.trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(saved)
+        if self.step < self.max_steps:
+            # The last step may have been the bad one.
+            self.trainer.should_stop = False
 
 
 def comes_with_adapter(model: str | nn.Module) -> bool:

@@ -171,19 +171,20 @@ class TrajectoryQueue:
             for group in self._groups.values()
         ]
 
-    def load(self, shares: Sequence[Sequence[Mapping[str, Any]]], rank: int, world_size: int) -> str:
+    def load(self, shares: Sequence[Sequence[Mapping[str, Any]]], rank: int, world_size: int, *, own: bool) -> str:
         """Take over this rank's share of what the ranks of a checkpoint held; says in words what that is.
 
         What was not finished is sampled from the start.
 
         Args:
-            shares: the state of every rank of then, or this rank's own alone if there were as many as now.
+            shares: the state of every rank of then, or this rank's own alone.
             rank: this one.
             world_size: ranks of now.
+            own: it is this rank's own, as there were as many ranks as now.
         """
         held = sorted((group for share in shares for group in share), key=lambda one: (one["slot"], one["place"]))
         self._groups, self._tickets = {}, 0
-        for state in held if len(shares) == 1 else held[rank::world_size]:
+        for state in held if own else held[rank::world_size]:
             generations = None if state["generations"] is None else Generations(**state["generations"])
             begun = None if generations is None else state["begun"]
             prompt = PromptBatch(**state["prompt"])

@@ -40,7 +40,9 @@ def _sections(group: type, prefix: str) -> Iterator[str]:
 
 
 def _value(option: Field[Any]) -> str:
-    value = option.default if option.default is not MISSING else option.default_factory()  # type: ignore[misc]
+    value = option.default
+    if option.default_factory is not MISSING:
+        value = option.default_factory()
     return "to be given" if value == omegaconf.MISSING else f"`{yaml_value(value)}`"
 
 

@@ -23,7 +23,7 @@ from rl_plugins.algorithms.policy_losses.sequence import gmpo, gspo
 from rl_plugins.algorithms.policy_losses.soft_trust_region import dro, sapo
 from rl_plugins.algorithms.registry import Table
 
-__all__ = ["MAX_LOG_RATIO", "POLICY_LOSSES", "SELECTIONS", "PolicyLoss", "Selection", "ppo_clip"]
+__all__ = ["MAX_LOG_RATIO", "POLICY_LOSSES", "SELECTIONS", "WITH_RATIO", "PolicyLoss", "Selection", "ppo_clip"]
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 Selection = Callable[..., Tensor]
@@ -45,6 +45,9 @@ _OWN: dict[str, PolicyLoss] = {
 }
 
 POLICY_LOSSES: Table[PolicyLoss] = Table("rl_plugins.policy_losses", _OWN)
+
+WITH_RATIO = frozenset(_OWN) - {"gpg", "reinforce"}
+"""Those here that multiply by the ratio of the current to the old policy."""
 
 SELECTIONS: dict[str, Selection] = {"clip_cov": select_within_band, "kl_cov": select_largest}
 """For the losses that take `selected_BT`: what computes it, once for each mini-batch of all ranks."""

@@ -12,8 +12,9 @@ class SamplingOptions:
     Attributes:
         max_tokens: longest response.
         temperature: of training samples; see `validation` for the others.
-        top_p: nucleus.
-        top_k: most likely tokens kept; -1 keeps all.
+        top_p: nucleus; 1 where the policy is compared with what sampled: with `schedule.max_staleness`,
+            `algorithm.correction` or `algorithm.modifiers.off_policy_mask`.
+        top_k: most likely tokens kept; -1 keeps all, as with `top_p=1`.
         stop: strings that end a response, besides the tokenizer's end-of-sequence token.
     """
 

@@ -76,7 +76,7 @@ class VLLMActor:
         self._round.cancel()
         self._groups.clear()
         self._held.clear()
-        await self.abort()
+        self._loop.forget()
         if self._updating:
             await self.finish_weight_update()
         await self._loop.go_on()
@@ -165,7 +165,9 @@ class VLLMActor:
         self._loop.abort(names)
         for name in names:
             self._held.pop(name, None)
-        self._groups[rank] = [name for name in self._groups.get(rank, []) if name not in names]
+        # In place: a `collect` that has not been answered waits for what is in this list.
+        groups = self._groups.setdefault(rank, [])
+        groups[:] = [name for name in groups if name not in names]
 
     async def drop_prefixes(self) -> None:
         """Forget cached prefixes: what is sampled next does not depend on what was sampled before."""
@@ -282,12 +284,19 @@ class VLLMActor:
     async def sleep(self) -> MemoryChange:
         """Give back the KV cache, and the weights if the engine is so configured; returns what that did.
 
+        Requests are unfinished where another engine was lost; after the weight update that follows they begin again
+        from the tokens that they have.
+
         Raises:
-            RuntimeError: requests are unfinished, so the KV cache is in use.
+            RuntimeError: requests are unfinished on CUDA, where vLLM would end them; the KV cache is in use.
         """
         with_weights = self._config.sleep == "all"
-        if not self._llm.reset_prefix_cache():
+        if self._loop.busy and self._config.device == "cuda":
             raise RuntimeError("the engine cannot sleep: its KV cache is in use by unfinished requests")
+        if self._loop.busy:
+            self._loop.hold()
+        if not self._llm.reset_prefix_cache(reset_running_requests=self._loop.busy):
+            raise RuntimeError("the engine cannot sleep: its KV cache is in use")
         if self._config.device == "cpu":
             changes = self._llm.collective_rpc("give_back", args=(with_weights,))
         else:

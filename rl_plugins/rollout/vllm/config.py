@@ -16,6 +16,9 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
+CPU_BLOCK = 32
+"""Tokens of a block of the KV cache on CPU. Prompts are shared by whole blocks, and vLLM's 128 exceed many a prompt."""
+
 # What vLLM reserves room for.
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -141,6 +144,7 @@ class VLLMConfig:
             return {
                 **arguments,
                 "quantization": "plain_weights",
+                "block_size": CPU_BLOCK,
                 "enforce_eager": True,
                 # A prompt in one piece: between pieces vLLM sets back the generators of seeded requests, which
                 # those of a CPU do not know.

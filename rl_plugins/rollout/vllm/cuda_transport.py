@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,8 +89,11 @@ def make_cuda_sender(
     if config.backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-        info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=bucket_bytes)
+        # vLLM cuts no tensor: the largest one, often the embedding, has to fit.
+        largest = max(meta.dtype.itemsize * math.prod(meta.shape) for meta in source.metadata())
+        info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(bucket_bytes, largest))
     else:
+        import ray
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         with socket.socket() as listener:
@@ -97,7 +101,8 @@ def make_cuda_sender(
             port = listener.getsockname()[1]
         info = NCCLTrainerInitInfo(
             rank=rank,
-            master_address=socket.gethostbyname(socket.gethostname()),
+            # Not that of the host's name, which is often the machine's own loopback.
+            master_address=ray.util.get_node_ip_address(),
             master_port=port,
             world_size=1 + num_engines * config.tensor_parallel_size,
             packed=True,

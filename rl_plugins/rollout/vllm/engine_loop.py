@@ -25,14 +25,20 @@ class EngineLoop:
     """
 
     def __init__(self, llm: Any) -> None:
-        self._engine = llm.llm_engine
+        self._llm, self._engine = llm, llm.llm_engine
         self.busy_s, self.steps = 0.0, 0
         self._running: set[str] = set()
         self._finished: dict[str, Any] = {}
         self._failures: dict[str, BaseException] = {}
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
-        self._held = False
+        self._held, self._paused = False, False
+        self._forgotten = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are unfinished."""
+        return bool(self._running)
 
     def start(self, requests: Mapping[str, tuple[list[int], Any]], adapter: Any = None) -> None:
         """Add requests, all or, if one is refused, none.
@@ -58,9 +64,13 @@ class EngineLoop:
 
         Raises:
             BaseException: what ended the engine's work on one of them.
+            RuntimeError: all requests were forgotten in the meantime.
         """
+        forgotten = self._forgotten
         async with self._changed:
             while True:
+                if self._forgotten != forgotten:
+                    raise RuntimeError("other training workers have begun, and these requests are forgotten")
                 for name in names:
                     if name in self._failures:
                         raise self._failures.pop(name)
@@ -77,13 +87,26 @@ class EngineLoop:
             self._running.discard(name)
             self._finished.pop(name, None)
 
+    def forget(self) -> None:
+        """End all requests, whatever failed, and, at the next `go_on`, whoever waits for them."""
+        self.abort()
+        self._failures.clear()
+        self._forgotten += 1
+
     def hold(self) -> None:
         """No steps from now on until `go_on`."""
         self._held = True
+        if self._running and not self._paused:
+            # An engine in a process of its own takes steps without being asked.
+            self._llm.sleep(level=0, mode="keep")
+            self._paused = True
 
     async def go_on(self) -> None:
         """Steps again."""
         self._held = False
+        if self._paused:
+            self._llm.wake_up(["scheduling"])
+            self._paused = False
         async with self._changed:
             self._changed.notify_all()
 
@@ -93,6 +116,8 @@ class EngineLoop:
                 if self._held:
                     async with self._changed:
                         await self._changed.wait_for(lambda: not self._held)
+                    # All may have been ended meanwhile: an engine without requests may never answer.
+                    continue
                 start = time.perf_counter()
                 done = {output.request_id: output for output in self._engine.step() if output.finished}
                 self.busy_s += time.perf_counter() - start

@@ -144,8 +144,15 @@ def test_what_needs_a_reference_and_which_controller() -> None:
         ),
         ({"kl": KLConfig(placement="both")}, r"algorithm\.kl\.placement='both' is unknown"),  # type: ignore[arg-type]
         ({"aggregation": "seq-mean-token-sum-norm"}, r"needs algorithm\.scale_factor"),
+        ({"correction": "bypass_token_tis"}, r"correction=bypass_token_tis: .*use correction=bypass.*reinforce"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Algorithm(**options)
+
+
+@pytest.mark.parametrize("policy_loss", ["reinforce", "gpg"])
+def test_weights_of_the_current_policy_are_for_losses_without_a_ratio(policy_loss: str) -> None:
+    assert Algorithm(policy_loss=policy_loss, correction="bypass_token_tis").rollout_correction.level == "token"
+    assert Algorithm(correction="bypass_geo_rs").rollout_correction.rules

@@ -124,6 +124,13 @@ def test_a_roll_back_gives_weights_and_optimizer_back_and_leaves_the_data_behind
     assert [row["guard/rollbacks"] for _, row in log.rows if "guard/rollbacks" in row] == [1.0]
 
 
+def test_a_last_step_that_diverges_is_taken_again(tmp_path: Path) -> None:
+    guard, stage = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path), bad_at(STEPS)
+    train(stage, [guard, PolicyCheckpoint(tmp_path, every=2)])
+    assert guard.rollbacks == 1 and stage.step == STEPS
+    assert RunFolder(tmp_path).latest_checkpoint() == RunFolder(tmp_path).checkpoint(STEPS)
+
+
 def test_roll_backs_are_bounded(tmp_path: Path) -> None:
     guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path, max_rollbacks=2)
     stage = bad_at(3, 4, 5)

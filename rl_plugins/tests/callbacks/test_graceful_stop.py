@@ -50,6 +50,14 @@ def test_sigterm_saves_the_step_and_the_run_goes_on_with_the_same_bits(tmp_path:
         assert torch.equal(one, other)
 
 
+def test_a_run_that_has_taken_its_last_step_takes_no_further_one(tmp_path: Path) -> None:
+    whole, again = build_stage(2), build_stage(2, seed=9)
+    train(whole, [PolicyCheckpoint(tmp_path, every=1)])
+    train(again, [PolicyCheckpoint(tmp_path, every=1)], resume=RunFolder(tmp_path).checkpoint(2))
+    assert again.step == 2
+    assert all(torch.equal(one, other) for one, other in zip(weights(again), weights(whole), strict=True))
+
+
 def terminate_twice(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)

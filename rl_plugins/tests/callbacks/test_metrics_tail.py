@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from rl_plugins.callbacks import metrics_tail
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.divergence_guard import DivergenceGuard
+from rl_plugins.callbacks.guard_bounds import Bounds
 from rl_plugins.callbacks.metrics_file import JsonLinesLogger
 from rl_plugins.callbacks.metrics_tail import BATCH, MetricsTail
+from rl_plugins.run_folder import metric_rows
+from rl_plugins.tests.callbacks.training import alter, build_stage, train
 
 
 def take(tail: MetricsTail) -> list[tuple[str, int, float]]:
@@ -51,6 +58,75 @@ def test_another_process_sends_what_the_store_lacks_and_no_repeated_step(log, ta
     assert take(tail) == [("a", 3, 3.0), ("a", 4, 4.0), ("b", 2, 1.0)]
 
 
+def log_rolled_back(log: JsonLinesLogger) -> list[tuple[str, int, float]]:
+    """Steps 1 to 5, rolled back to 2, killed at 4 and resumed from 3, to 5 again; the points that count or did."""
+    steps = [(step, float(step)) for step in range(1, 5)]
+    again = [(step, 10.0 * step) for step in (3, 4, 5)]
+    for step, value in [*steps, (5, math.inf)]:
+        log.log_metrics({"a": value}, step)
+    log.log_metrics({"guard/rollbacks": 1.0}, 2)
+    for step, value in [*again[:2], *again[1:]]:
+        log.log_metrics({"a": value}, step)
+    points = [("a", step, value) for step, value in [*steps, (5, math.inf), *again]]
+    return [*points[:5], ("guard/rollbacks", 2, 1.0), *points[5:]]
+
+
+def test_steps_after_a_roll_back_are_sent_as_well(log, tail):
+    assert take(tail) == [] and log_rolled_back(log) == take(tail)
+    log.log_metrics({"guard/rollbacks": 1.0}, 2)
+    log.log_metrics({"a": 300.0}, 3)
+    assert take(tail) == [("guard/rollbacks", 2, 1.0), ("a", 3, 300.0)]
+
+
+@pytest.mark.parametrize("taken", range(10))
+def test_another_process_goes_on_after_a_roll_back(log, tail, taken):
+    points = log_rolled_back(log)
+    tail.start_over(
+        {name: max(step for other, step, _ in points[:taken] if other == name) for name, *_ in points[:taken]}
+    )
+    missing, sent = points[taken:], take(tail)
+    assert [point for point in sent if point in missing] == missing
+    # Only of what a roll-back made anew is not known how much there is, until its last step is passed.
+    assert all(point in points[6:taken] for point in sent if point not in missing)
+    tail.start_over({"a": 5, "guard/rollbacks": 2})
+    log.log_metrics({"a": 60.0}, 6)
+    assert tail.unsent()
+    tail.start_over({"a": 6, "guard/rollbacks": 2})
+    assert not tail.unsent()
+
+
+def test_a_roll_back_inside_of_what_did_not_arrive(log, tail, monkeypatch):
+    monkeypatch.setattr(metrics_tail, "BATCH", 4)
+    points = log_rolled_back(log)
+    came: list[metrics_tail.Point] = []
+    with pytest.raises(OSError, match="away"):
+        for batch in tail.batches():
+            if came:
+                raise OSError("away")
+            came += batch
+    assert len(came) == 4 and take(tail) == points[4:]
+
+
+def test_a_store_has_both_values_of_a_step_once(log, tail, run):
+    log_rolled_back(log)
+    for _ in range(2):
+        for batch in tail.batches():
+            run.log_points(batch)
+        tail.start_over(run.last_steps())
+    history = [(point.step, point.value) for point in run.client.get_metric_history(run.run_id, "a")]
+    assert sorted(history)[:6] == [(1, 1), (2, 2), (3, 3), (3, 30), (4, 4), (4, 40)] and len(history) == 8
+
+
+def test_a_guard_marks_its_roll_back(log, tail, tmp_path):
+    stage = build_stage(4)
+    alter(stage, {3: {"train/gradient_norm": math.nan}})
+    guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path)
+    train(stage, [guard, PolicyCheckpoint(tmp_path, every=2)], loggers=[log])
+    points = take(tail)
+    assert [step for name, step, _ in points if name == "train/loss"] == [1, 2, 3, 3, 4]
+    assert len(points) == sum(len(row) - 2 for row in metric_rows(tmp_path / "metrics.jsonl"))
+
+
 def test_a_line_that_is_being_written_waits_for_its_end(log, tail, tmp_path):
     line = json.dumps({"step": 1, "time": 5.25, "a": 1.0})
     (tmp_path / "metrics.jsonl").write_text(line)
@@ -58,6 +134,19 @@ def test_a_line_that_is_being_written_waits_for_its_end(log, tail, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
     (points,) = tail.batches()
     assert (points[0].value, points[0].time_ms) == (1.0, 5250)
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_a_line_that_was_never_written_to_its_end_makes_room_for_the_next(log, tail, tmp_path, whole):
+    file = tmp_path / "metrics.jsonl"
+    for step in range(whole):
+        log.log_metrics({"a": 0.0}, step)
+    with file.open("a") as written:
+        written.write('{"step": 7, "time": 5.25, "a')
+    assert len(take(tail)) == len(metric_rows(file)) == whole
+    log.log_metrics({"a": 8.0}, 8)
+    assert take(tail) == [("a", 8, 8.0)]
+    assert [row["step"] for row in metric_rows(file)] == [*range(whole), 8]
 
 
 def test_a_long_file_comes_in_batches_that_the_store_takes(log, tail):

@@ -138,6 +138,47 @@ def test_a_call_that_is_refused_holds_back_no_other(store, folder, tracking, cap
     assert sum("could not be recorded" in record.getMessage() for record in caplog.records) == 2
 
 
+def test_a_deleted_experiment_is_named_and_waited_for(store, folder, experiment, tracking, caplog):
+    client = MlflowClient(store)
+    experiment_id = client.create_experiment(experiment)
+    client.delete_experiment(experiment_id)
+    trained = Trained(folder, tracking())
+    trained.steps(1, 2)
+    wait_for(lambda: trained.tracking.sender.failures > 1)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "does not take the run" in said and f"{experiment!r} is deleted: restore it" in said
+    assert f"--experiment-id {experiment_id}" in said and "tracking.experiment" in said
+    client.restore_experiment(experiment_id)
+    # At the end nothing is tried again.
+    wait_for(folder.tracking_run.is_file)
+    trained.tracking.finalize("success")
+    assert trained.tracking.all_sent() and history(store, folder) == [(1, 1), (2, 2)]
+
+
+def test_a_run_that_the_store_does_not_know_or_has_deleted_is_named_with_its_file(store, folder, tracking, caplog):
+    def refused() -> str:
+        caplog.clear()
+        logger = tracking()
+        logger.log_metrics({})
+        logger.finalize("success")
+        assert not logger.all_sent()
+        return caplog.records[0].getMessage()
+
+    trained = Trained(folder, tracking())
+    trained.steps(1, 2)
+    trained.tracking.finalize("success")
+    JsonLinesLogger(folder.metrics).log_metrics({"loss": 3.0}, 3)
+    MlflowClient(store).delete_run(folder.tracking_run.read_text())
+    assert f"is deleted: restore it, or remove {folder.tracking_run}" in refused()
+    folder.tracking_run.write_text("0" * 32)
+    assert f"there is no run {'0' * 32}: remove {folder.tracking_run}" in refused()
+    folder.tracking_run.unlink()
+    later = tracking()
+    later.log_metrics({})
+    later.finalize("success")
+    assert later.all_sent() and history(store, folder) == [(1, 1), (2, 2), (3, 3)]
+
+
 def test_a_table_that_is_made_again_is_replaced(store, folder, tracking, tmp_path):
     logger = tracking()
     for answer in ("first", "second"):

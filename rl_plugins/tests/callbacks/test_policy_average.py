@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
-from rl_plugins.callbacks.policy_average import PolicyAverage
+from rl_plugins.callbacks.policy_average import PolicyAverage, read_average
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.export import export_checkpoint
 from rl_plugins.models.lora import LoraConfig
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder
@@ -49,6 +51,21 @@ def run(folder: Path, stage: Any, **options: Any) -> tuple[Any, dict[str, Tensor
     return trainer, averaged(trainer, average), by_hand(seen, start)
 
 
+def check_exported(folder: Path, average: dict[str, Tensor], out: Path) -> None:
+    """What is exported of a run's last checkpoint is the average, and not what was trained."""
+    model = save_tiny_policy(out / "model", hidden_size=32, intermediate_size=48)
+    checkpoint = RunFolder(folder).checkpoint(STEPS)
+    export_checkpoint(checkpoint, out / "average", str(model))
+    exported = load_file(out / "average" / "model.safetensors")
+    assert all(torch.equal(tensor, average[name]) for name, tensor in exported.items())
+    for file in checkpoint.glob("callbacks_*.pt"):
+        file.unlink()
+    export_checkpoint(checkpoint, out / "trained", str(model))
+    trained = load_file(out / "trained" / "model.safetensors")
+    assert exported.keys() == trained.keys()
+    assert not all(torch.equal(tensor, exported[name]) for name, tensor in trained.items())
+
+
 def test_an_average_by_hand_and_training_does_not_feel_it(tmp_path: Path) -> None:
     stage, alone = build_stage(STEPS), build_stage(STEPS)
     _, average, expected = run(tmp_path, stage)
@@ -58,6 +75,7 @@ def test_an_average_by_hand_and_training_does_not_feel_it(tmp_path: Path) -> Non
         torch.testing.assert_close(tensor, expected[name])
     moved = [not torch.equal(tensor, dict(stage.policy.named_parameters())[name]) for name, tensor in average.items()]
     assert any(moved)
+    check_exported(tmp_path, average, tmp_path / "exported")
 
 
 def test_a_resumed_average_has_the_same_bits(tmp_path: Path) -> None:
@@ -131,3 +149,27 @@ def test_ranks_average_their_shards(tmp_path: Path) -> None:
         for average, expected in results.values():
             for name, tensor in average.items():
                 torch.testing.assert_close(tensor, expected[name])
+    for name, (average, _) in results.items():
+        check_exported(tmp_path / name, average, tmp_path / "exported" / name)
+
+
+def test_an_average_of_blocks_that_were_cut_is_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"PolicyAverage": {"down": torch.zeros(4, 3)}}, tmp_path / f"callbacks_{rank}.pt")
+    with pytest.raises(ConfigError, match=r"strategy\.tensor_parallel.*let it end, its policy/ folder"):
+        read_average(tmp_path, {"down": torch.Size([4, 6])})
+
+
+def test_a_roll_back_by_several_steps_averages_no_step_twice() -> None:
+    stage, average, seen = build_stage(STEPS), PolicyAverage(keep=KEEP), list[int]()
+
+    def go_back(trainer: Any, module: Any) -> None:
+        seen.append(module.step)
+        if len(seen) == 3:
+            module.step = 1
+            before = {name: tensor.clone() for name, tensor in average.rank_state().items()}
+            average.on_train_batch_end(trainer, module, None, None, 0)
+            assert all(torch.equal(tensor, before[name]) for name, tensor in average.rank_state().items())
+
+    train(stage, [AfterStep(range(STEPS + 1), go_back), average])
+    assert seen == [1, 2, 3, 2, 3, 4]

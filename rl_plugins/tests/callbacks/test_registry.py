@@ -59,7 +59,7 @@ def test_the_champion_is_loaded_by_its_name(store, experiment, policies, tmp_pat
 
     named = f"models:/{experiment}@champion"
     champion = fetch("model.path", named, store, tmp_path / "cache")
-    assert champion == tmp_path / "cache" / experiment / "2"
+    assert champion.parent == tmp_path / "cache" / experiment and champion.name.startswith("2-")
     weights = "model.safetensors"
     assert (champion / weights).read_bytes() == (policies / "second" / weights).read_bytes()
     assert (champion / "tokenizer.json").is_file()
@@ -71,9 +71,14 @@ def test_the_champion_is_loaded_by_its_name(store, experiment, policies, tmp_pat
     (answer,) = pipeline("17+25=", max_new_tokens=2)
     assert answer["generated_text"].startswith("17+25=")
     model = mlflow.pyfunc.load_model(named)
-    assert [column.type.name for column in model.metadata.signature.inputs] == ["string"]
-    assert model.input_example is not None
-    assert model.predict(["17+25="])[0].startswith("17+25=")
+    question = {"messages": [{"role": "user", "content": "17+25="}]}
+    assert model.input_example == question and "messages" in model.metadata.signature.inputs.input_names()
+    (outcome,) = model.predict({**question, "max_tokens": 3})
+    with_template = pipeline.tokenizer.apply_chat_template(question["messages"], add_generation_prompt=True)[
+        "input_ids"
+    ]
+    assert outcome["usage"]["prompt_tokens"] == len(with_template) == 8
+    assert "17" not in outcome["choices"][0]["message"]["content"]
     shutil.rmtree(tmp_path / "cache")
 
 
@@ -81,10 +86,58 @@ def test_a_folder_among_a_runs_artifacts_is_a_model_too(store, run, policies, tm
     run.client.log_artifacts(run.run_id, str(policies / "first"), "models/first")
     run.client.log_text(run.run_id, "no model", "notes/read.me")
     folder = fetch("policy", f"runs:/{run.run_id}/models/first", store, tmp_path / "cache")
-    assert folder == tmp_path / "cache" / run.run_id / "models" / "first"
+    assert folder.parent == tmp_path / "cache" / run.run_id / "models" and folder.name.startswith("first-")
     assert {path.name for path in folder.iterdir()} == {path.name for path in (policies / "first").iterdir()}
     with pytest.raises(ConfigError, match=rf"policy=runs:/{run.run_id}/notes: there is no config.json"):
         fetch("policy", f"runs:/{run.run_id}/notes", store, tmp_path / "cache")
+
+
+@pytest.fixture
+def register(store, experiment, policies, tmp_path):
+    """Makes a policy the next version of the experiment's model, and gives its name."""
+
+    def register(policy):
+        folder = RunFolder(tmp_path / f"run_{policy}")
+        folder.path.mkdir()
+        register_policy(open_run(store, experiment, folder, Facts()), policies / policy, experiment, GOOD, "1+1=")
+        return f"models:/{experiment}/1"
+
+    return register
+
+
+def test_the_same_name_and_version_elsewhere_is_another_model(register, store, experiment, policies, tmp_path):
+    from mlflow import MlflowClient
+
+    named = register("first")
+    first = fetch("model.path", named, store, tmp_path / "cache")
+    shutil.copyfile(store.removeprefix("sqlite:///"), tmp_path / "other.db")
+    other = fetch("model.path", named, f"sqlite:///{tmp_path}/other.db", tmp_path / "cache")
+    assert other != first
+    MlflowClient(store).delete_registered_model(experiment)
+    assert register("second") == named
+    second = fetch("model.path", named, store, tmp_path / "cache")
+    for folder, policy in ((first, "first"), (other, "first"), (second, "second")):
+        weights = policies / policy / "model.safetensors"
+        assert (folder / "model.safetensors").read_bytes() == weights.read_bytes()
+
+
+def test_two_runs_may_fetch_at_once(register, store, tmp_path, monkeypatch):
+    import mlflow
+
+    named, found = register("first"), []
+    download = mlflow.artifacts.download_artifacts
+
+    def while_another_does(*arguments, **options):
+        monkeypatch.setattr(mlflow.artifacts, "download_artifacts", download)
+        fetched = download(*arguments, **options)
+        found.append(fetch("model.path", named, store, tmp_path / "cache"))
+        return fetched
+
+    monkeypatch.setattr(mlflow.artifacts, "download_artifacts", while_another_does)
+    found.append(fetch("model.path", named, store, tmp_path / "cache"))
+    assert found[0] == found[1] and (found[0] / "config.json").is_file()
+    assert list(found[0].parent.iterdir()) == [found[0]], "something is left behind"
+    assert found[0].stat().st_mode & 0o777 == (tmp_path / "cache").stat().st_mode & 0o777
 
 
 @pytest.mark.parametrize(

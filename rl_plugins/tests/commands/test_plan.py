@@ -11,9 +11,10 @@ import time
 import pytest
 
 from rl_plugins.commands.main import main
-from rl_plugins.commands.plan import WITH_VALUES, read_shape, workload_of
+from rl_plugins.commands.plan import WITH_VALUES, given_values, read_shape, workload_of
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.config import parse_config
+from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.tests.repository.test_import_weight import HEAVY
 
 QWEN_7B = {
@@ -41,8 +42,28 @@ def test_it_prints_the_placements_and_the_options_of_the_best(model, capsys):
     seconds = [float(line[end - 9 : end]) for line in lines[2:14]]
     assert seconds == sorted(seconds)
     options = lines[-1].split()
-    assert "strategy.zero_stage=3" in options
-    parse_config(compose_config("grpo", [f"model.path={model}", *(o for o in options if "schedule" not in o)]))
+    assert {"strategy.zero_stage=3", "placement.rollout=split"} <= set(options)
+    config = parse_config(compose_config("grpo", [f"model.path={model}", *options]))
+    check_fit(roles_of(config, "cuda"), [{"CPU": 64.0, "GPU": 8.0}], "the machine")
+
+
+@pytest.mark.parametrize(
+    ("word", "kept"),
+    [
+        ("rollout.gpu_memory_utilization=0.90", "rollout.gpu_memory_utilization=0.9"),
+        ("model.gradient_checkpointing=True", "model.gradient_checkpointing=true"),
+        ("++placement.rollout=colocated", "placement.rollout=colocated"),
+        ("batch.updates_per_step=16", "placement.num_workers=2"),
+        # Workers with whole GPUs leave none to an engine beside them.
+        ("placement.gpus_per_worker=1", "placement.rollout=split"),
+        # A policy that is older than the one that learns is compared with what sampled.
+        ("sampling.top_p=0.9", "schedule.max_staleness=0"),
+    ],
+)
+def test_what_is_given_is_kept_however_it_is_written(word, kept, model, capsys):
+    words = ["plan", "grpo", f"model.path={model}", "--device", "h200", "model.precision=bf16-true", "--devices", "8"]
+    assert main([*words, word]) == 0
+    assert kept in capsys.readouterr().out.splitlines()[-1].split()
 
 
 def test_the_impossible_is_refused_in_time_and_without_heavy_libraries(model, root):
@@ -71,6 +92,15 @@ def test_the_impossible_is_refused_in_time_and_without_heavy_libraries(model, ro
         (["grpo", "model.path=M", "placement.num_workers=7"], "no placement on 8 devices agrees with the options"),
         (["grpo", "model.path=M", "--device", "cpu", "--nodes", "2"], "--nodes: CPUs are planned for on one machine"),
         (["grpo", "model.path=M", "--devices", "0"], "both must be 1 or more"),
+        (["grpo", "model.path=M", "--rows", "0"], "--rows 0: must be 1 or more"),
+        (["grpo", "model.path=M", "--response-tokens", "-1"], "--response-tokens -1: must be 1 or more"),
+        (["grpo", "model.path=M", "rollout.dtype=float16"], "rollout.dtype=float16: plan knows the rates of float32"),
+        (["grpo", "model.path=M", "batch.samples_per_prompt=0"], "batch.samples_per_prompt=0: must be at least 1"),
+        (["grpo", "model.path=M", "batch.updates_per_step=3"], "no placement on 8 devices agrees with the options"),
+        (
+            ["grpo", "model.path=M", "placement.cpus_per_worker=9", "--device", "cpu"],
+            "a run would refuse every placement, the first as follows: the placement needs 9 CPUs",
+        ),
         (["grpo", "model.path=M", "--device", "cpu", "--calibration", "no.json"], "--calibration no.json: "),
     ],
 )
@@ -80,6 +110,11 @@ def test_one_line_says_what_to_mend(words, message, model, capsys):
     assert main(["plan", *(word.replace("=M", f"={model}") for word in words), *device, *devices]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_null_leaves_an_option_open():
+    words = ["rollout.sleep=null", "++rollout.engines=per_worker"]
+    assert given_values(compose_config("grpo", words), words) == {"rollout.engines": "per_worker"}
 
 
 def test_a_file_that_is_no_shape_is_named(tmp_path):

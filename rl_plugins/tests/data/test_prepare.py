@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +14,7 @@ from rl_plugins.data.prepare.competition_math import last_boxed
 from rl_plugins.data.prepare.gsm8k import final_answer
 from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.command_line import compose_config
 from rl_plugins.tests.data.prepare_command import main
 
 
@@ -72,6 +74,18 @@ def test_the_command_writes_pairs_too(tmp_path, tokenizer):
     data = PreferenceDataModule(str(output / "train_pairs.parquet"), **options)
     data.setup("fit")
     assert len(data.sources["train"]) == 80
+
+
+@pytest.mark.parametrize("folder", ["add", "größe (it's #1)"])
+def test_what_it_names_next_can_be_copied(tmp_path, capsys, folder):
+    output = tmp_path / folder
+    assert main(["addition", "--output", str(output), "--num-train", "9", "--num-test", "5"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    config = compose_config("grpo", shlex.split(command)[3:])
+    assert config.data.train_files == [f"{output}/train.parquet"]
+    assert config.data.val_files == [f"{output}/test.parquet"]
+    plain = f"'data.train_files=[{output}/train.parquet]' 'data.val_files=[{output}/test.parquet]'"
+    assert command.endswith(f" model.path=MODEL {plain}") is (folder == "add")
 
 
 @pytest.mark.parametrize(("answer", "number"), [("so\n#### 42", "42"), ("#### -1,234.5", "-1234.5"), ("#### 7.", "7")])

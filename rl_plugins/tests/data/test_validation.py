@@ -110,6 +110,20 @@ def test_prompts_are_measured_in_tokens(row, write_rows, tmp_path, capsys):
     assert "longer than 20 tokens: 1 prompts" in capsys.readouterr().out
 
 
+def test_prompts_that_the_chat_template_refuses_are_bad_rows(row, write_rows, tmp_path, capsys):
+    policy = save_tiny_policy(tmp_path / "policy")
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
+    )
+    (policy / "chat_template.jinja").write_text(template)
+    system = [{"role": "system", "content": "Add."}, *row(0)["prompt"]]
+    path = write_rows([row(number, **({"prompt": system} if number in (2, 4) else {})) for number in range(6)])
+    found = problems(capsys, path, "--tokenizer", policy)
+    assert [(bad["row"], bad["field"]) for bad in found["bad_rows"]] == [(2, "column 'prompt'"), (4, "column 'prompt'")]
+    assert "the roles system, user: no system" in found["bad_rows"][0]["reason"]
+    assert problems(capsys, path)["bad_rows"] == []
+
+
 def test_a_check_loads_nothing_heavy(row, write_rows):
     path = write_rows([row(0)])
     code = (

@@ -15,6 +15,10 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}<|end|>"
+USERS_ONLY = (
+    "{% for m in messages %}{% if m['role'] in ('user', 'assistant') %}{{ m['content'] }}"
+    "{% else %}{{ raise_exception('no role ' ~ m['role']) }}{% endif %}{% endfor %}<|end|>"
+)
 REWARDS = """
 def half(solution_str, ground_truth):
     return 0.5
@@ -30,6 +34,9 @@ def insists(solution_str):
 
 def breaks(solution_str, turns_left):
     return {"role": "user", "content": 4} if turns_left else 0.0
+
+def has_tools(solution_str, turns_left):
+    return {"role": "tool", "content": "4"} if turns_left and solution_str != "42" else 0.0
 """
 
 
@@ -70,13 +77,17 @@ def workplace(tmp_path_factory) -> Path:
     write("few", [row()])
     write("bad_row", [row(), row(data_source=None)])
     write("no_column", [{key: value for key, value in row().items() if key != "reward_model"}])
+    system = {"role": "system", "content": "Add."}
+    write("system", [row(prompt=[system] * (number == 40) + row()["prompt"]) for number in range(64)])
     write("one_long", [row("1+" * 40)] + [row() for _ in range(63)])
     (folder / "text.parquet").write_text("hello")
     (folder / "rewards.py").write_text(REWARDS)
     save_model(folder / "model")
     save_model(folder / "few_embeddings", vocab_size=100)
+    save_model(folder / "users_only", chat_template=USERS_ONLY)
     save_model(folder / "no_template", chat_template=None)
     (folder / "no_config").mkdir()
     (folder / "outputs" / "old").mkdir(parents=True)
+    (folder / "outputs" / "through" / "policy").mkdir(parents=True)
     (folder / "outputs" / "old" / "metrics.jsonl").write_text("")
     return folder

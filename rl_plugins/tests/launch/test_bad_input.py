@@ -47,6 +47,13 @@ CASES = [
     ("unknown recipe", ["--config-name", "grop"], ["recipe 'grop'", "gsm8k_grpo"]),
     ("bracket left open", ["data.train_files=[a"], ["'data.train_files=[a'", "key=value"]),
     ("no equals sign", ["foo"], ["'foo'", "key=value"]),
+    ("a path with brackets", ["model.path=/a (b)"], ["'model.path=/a (b)'", "shell's: 'model.path=\"...\"'"]),
+    ("a path with an umlaut", ["+a.b=/größe"], ["'+a.b=/größe'", "shell's: '+a.b=\"...\"'"]),
+    ("such a path in a list", ["data.train_files=[a#b]"], ["'data.train_files=[a#b]'", "'data.train_files=[\"...\"]'"]),
+    (
+        "a path with a comma", ["model.path=/a,b"],
+        ["'model.path'", "'/a,b' has a comma", "'model.path=\"...\"'", "'model.path=[...]'", "--multirun"],
+    ),
     ("no model", ["model.path=???"], ["'model.path'", "Hugging Face name or folder", "add model.path="]),
     # Words and numbers
     ("unknown launcher", ["launcher=slurm"], ["launcher=slurm", "ray, local"]),
@@ -198,6 +205,13 @@ CASES = [
     ("no chat template", ["model.path=no_template"], ["no_template", "no chat template", "instruction-tuned"]),
     ("too long for the model", ["sampling.max_tokens=250"], ["data.max_prompt_tokens=26", "takes 256", "lower one"]),
     ("reference model", ["reference.path=./gone"], ["reference.path=./gone", "no such folder"]),
+    (
+        "nucleus under a correction", ["sampling.top_p=0.9", "algorithm.correction=token_tis"],
+        ["sampling.top_p=0.9", "algorithm.correction", "top_p=1"],
+    ),
+    (
+        "weights of a ratio", ["algorithm.correction=bypass_token_tis"], ["bypass_token_tis", "policy_loss=reinforce"],
+    ),
     ("rank of an adapter", ["model.lora.rank=-1"], ["model.lora.rank=-1", "0 or more"]),
     ("dropout of an adapter", ["critic.lora.dropout=1"], ["critic.lora.dropout=1", "from 0 to below 1"]),
     ("layers of an adapter", ["model.lora.target_modules=[1]"], ["model.lora.target_modules=[1]", "all-linear"]),
@@ -210,7 +224,8 @@ CASES = [
     ("output below a file", ["run.output_dir=rewards.py/out"], ["run.output_dir=", "rewards.py/out", "choose another"]),
     ("run name with a slash", ["run.name=a/b"], ["run.name=a/b", "run.output_dir"]),
     ("run exists", ["run.name=old"], ["outputs/old exists", "run.resume=true", "run.name"]),
-    ("nothing to resume", ["run.resume=true"], ["run.resume=true", "no checkpoint", "without run.resume"]),
+    ("nothing to resume", ["run.resume=true"], ["run.resume=true", "no folder", "outputs/grpo", "without run.resume"]),
+    ("nothing left to resume", ["run.name=through", "run.resume=true"], ["outputs/through is through", "run.name"]),
     ("no tracking server", ["tracking.uri=http://127.0.0.1:1"], ["http://127.0.0.1:1", "tracking.enabled=false"]),
     ("model not registered", ["model.path=models:/nobody@champion"], ["model.path=models:/nobody", "no MLflow store"]),
     ("bad registered name", ["tracking.register_as=a/b"], ["tracking.register_as=a/b"]),
@@ -291,6 +306,18 @@ CASES = [
             "environment.max_turns=2",
         ],
         ["reward fails on a sample", "the content of its answer is of type int, not text"],
+    ),
+    (
+        "an environment with a role that the chat template does not know",
+        [
+            "reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=has_tools",
+            "environment.max_turns=2", "model.path=users_only",
+        ],
+        ["users_only' refuses a message of the role 'tool'", "no role tool", "answer with a role that it knows"],
+    ),
+    (
+        "a prompt with such a role", ["data.train_files=[system.parquet]", "model.path=users_only"],
+        ["system.parquet, row 40", "users_only' refuses", "system, user", "no role system", "Change the messages"],
     ),
     ("no turns", ["environment.max_turns=0"], ["environment.max_turns=0", "must be at least 1"]),
     # The algorithm
@@ -375,6 +402,31 @@ def test_good_input_starts(overrides, in_workplace, started, monkeypatch, tmp_pa
     recipe_main("grpo")
     assert started == ["local" if "launcher=local" in overrides else "ray"]
     assert "prompts x " in capsys.readouterr().out
+
+
+def test_what_ended_before_its_first_checkpoint_begins_anew_in_its_folder(
+    in_workplace, started, monkeypatch, tmp_path, capsys
+):
+    (tmp_path / "grpo").mkdir()
+    (tmp_path / "grpo" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": 0.5}\n')
+    monkeypatch.setattr(sys, "argv", ["grpo", *GOOD, f"run.output_dir={tmp_path}", "run.resume=true"])
+    recipe_main("grpo")
+    assert started == ["ray"]
+    assert f"grpo: {tmp_path}/grpo has no checkpoint, so it begins anew" in capsys.readouterr().out
+
+
+def test_a_run_that_was_stopped_says_how_it_goes_on(in_workplace, monkeypatch, tmp_path, capsys):
+    def stopped(config, folder, checkpoint):
+        folder.stopped.write_text("after step 3: SIGTERM")
+
+    monkeypatch.setattr(local, "train", stopped)
+    options = ["launcher=local", "rollout.engine=transformers", f"run.output_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["grpo", *GOOD, *options])
+    with pytest.raises(SystemExit) as exit_:
+        recipe_main("grpo")
+    assert exit_.value.code == 75
+    said = "grpo: stopped after step 3: SIGTERM; the same command with run.resume=true goes on"
+    assert capsys.readouterr().out.splitlines()[-1] == said
 
 
 def test_ctrl_c_is_told_and_has_the_status_of_a_shell(in_workplace, monkeypatch, tmp_path, capsys):

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, RunStopped
+from rl_plugins.launch import pipeline
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.pipeline import register_schema, run_pipeline
+from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.launch.pipeline import pipeline_main, register_schema, run_pipeline
+from rl_plugins.run_folder import RunFolder
 
 DATA = ["model=/no/model", "data.sft=[a]", "data.pairs=[b]", "data.prompts=[c]"]
+
+
+@pytest.fixture
+def good(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The options of a pipeline whose files are all there."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    train, test = f"{workplace}/train.parquet", f"{workplace}/test.parquet"
+    return [
+        f"model={workplace}/model", f"data.sft=[{train}]", f"data.pairs=[{train}]", f"data.prompts=[{train}]",
+        f"data.val=[{test}]", f"output_dir={tmp_path}", "++common.tracking.enabled=false",
+        "++common.placement.cpus_per_worker=0.5", "++common.sampling.max_tokens=6",
+        "++common.data.max_prompt_tokens=26", "++common.launcher=local", "++common.rollout.engine=transformers",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> list[RecipeConfig]:
+    """The configurations of the stages that were run, instead of what they do."""
+    ran: list[RecipeConfig] = []
+
+    def run_recipe(config: RecipeConfig, *_: object) -> None:
+        ran.append(config)
+        made = "reward_model" if config.stage == "reward_modeling" else "policy"
+        (Path(config.run.output_dir) / config.run.name / made).mkdir(parents=True)
+
+    monkeypatch.setattr(pipeline, "run_recipe", run_recipe)
+    return ran
 
 
 @pytest.mark.parametrize(
@@ -27,6 +60,7 @@ DATA = ["model=/no/model", "data.sft=[a]", "data.pairs=[b]", "data.prompts=[c]"]
             [*DATA, "++stages.ppo.options.tracking.upload_best=1"],
             r"stage ppo: tracking\.upload_best=1 is more than run",
         ),
+        (DATA, r"stage sft: model\.path=/no/model: no such folder"),
     ],
 )
 def test_wrong_options(overrides: list[str], message: str, tmp_path: Path) -> None:
@@ -36,12 +70,108 @@ def test_wrong_options(overrides: list[str], message: str, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_did_not_come_to_its_first_stage_may_begin_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.pairs=[nope.parquet]"], r"stage reward_model: .*/nope\.parquet: there is no such file"),
+        (["data.prompts=[no_column.parquet]"], r"stage ppo: .*no_column\.parquet: column 'reward_model' is missing"),
+        (["++stages.ppo.options.reference.path=./gone"], r"stage ppo: reference\.path=\./gone: no such folder"),
+        (
+            ["++stages.ppo.choices=['reward=file']", "++stages.ppo.options.reward.functions.default.path=gone.py"],
+            r"stage ppo: reward\.functions\.default\.path=.*gone\.py: there is no such file",
+        ),
+    ],
+)
+def test_files_of_later_stages_are_looked_at_first(
+    overrides: list[str],
+    message: str,
+    good: list[str],
+    stages: list[RecipeConfig],
+    workplace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(workplace)
+    register_schema()
+    with pytest.raises(ConfigError, match=message):
+        run_pipeline(compose_config("sft_rm_ppo", [*good, *overrides]))
+    assert stages == [] and list(tmp_path.iterdir()) == []
+
+
+def test_one_that_did_not_come_to_its_first_stage_may_begin_again(
+    good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ConfigError("few rows")
+
+    monkeypatch.setattr(pipeline, "run_recipe", fails)
     register_schema()
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"stage sft: model\.path=/no/model: "):
-            run_pipeline(compose_config("sft_rm_ppo", [*DATA, f"output_dir={tmp_path}"]))
+        with pytest.raises(ConfigError, match=r"stage sft: few rows"):
+            run_pipeline(compose_config("sft_rm_ppo", [*good, "++common.tracking.enabled=true"]))
     assert [path.name for path in (tmp_path / "sft_rm_ppo").iterdir()] == ["pipeline.yaml"], "MLflow has no run of it"
     (tmp_path / "sft_rm_ppo" / "sft").mkdir()
     with pytest.raises(ConfigError, match="exists: continue it with resume=true"):
-        run_pipeline(compose_config("sft_rm_ppo", [*DATA, f"output_dir={tmp_path}"]))
+        run_pipeline(compose_config("sft_rm_ppo", good))
+
+
+def test_a_stage_that_ended_before_its_first_checkpoint_begins_again(
+    good: list[str], stages: list[RecipeConfig], workplace: Path, tmp_path: Path
+) -> None:
+    through, killed = (RunFolder(tmp_path / "sft_rm_ppo" / name) for name in ("sft", "reward_model"))
+    shutil.copytree(workplace / "model", through.export)
+    killed.path.mkdir()
+    killed.config.touch()
+    register_schema()
+    run_pipeline(compose_config("sft_rm_ppo", [*good, "resume=true"]))
+    assert {config.run.name: config.run.resume for config in stages} == {"reward_model": True, "ppo": False}
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "message"),
+    [
+        (RunStopped("sft: stopped after step 3: SIGTERM"), 75, "SIGTERM; the same command with resume=true goes on"),
+        (KeyboardInterrupt(), 130, "interrupted; resume=true goes on from the newest checkpoint"),
+    ],
+)
+def test_what_ends_names_the_pipeline_s_option(
+    end: BaseException,
+    status: int,
+    message: str,
+    good: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def ends(*_: object) -> None:
+        raise end
+
+    monkeypatch.setattr(pipeline, "run_recipe", ends)
+    monkeypatch.setattr(sys, "argv", ["sft_rm_ppo", *good])
+    with pytest.raises(SystemExit) as exit_:
+        pipeline_main("sft_rm_ppo")
+    said = capsys.readouterr()
+    assert exit_.value.code == status and message in (said.out + said.err).splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        (["--cfg", "job"], ["name: sft_rm_ppo", "model: tiny", "  sft: ???"]),
+        (["--cfg", "diff"], ["model: tiny  # recipe: ???"]),
+        (["--help"], ["model: tiny", "reward: correct_and_format, exact_match, file, gsm8k, math_verify"]),
+    ],
+)
+def test_options_are_shown_as_those_of_recipes(
+    flags: list[str],
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sft_rm_ppo", "model=tiny", *flags])
+    # Hydra ends the process after --help.
+    with suppress(SystemExit):
+        pipeline_main("sft_rm_ppo")
+    assert set(lines) <= set(capsys.readouterr().out.splitlines())
+    assert list(tmp_path.iterdir()) == []

@@ -82,6 +82,21 @@ def test_what_fits_is_let_through():
 
 
 @pytest.mark.parametrize(
+    ("overrides", "gpus"),
+    [
+        # A worker and the engine share one of two.
+        ([], 2),
+        (["placement.rollout=split", "rollout.tensor_parallel_size=2"], 4),
+        (["placement.num_workers=8", "placement.gpus_per_worker=0.6", "placement.engine_gpus=0.4"], 8),
+        (["placement.num_workers=1", "placement.teacher.actors=3", "placement.teacher.gpus=0.25"], 2),
+        (["placement.num_workers=1", "placement.teacher.actors=2", "placement.teacher.gpus=0.6"], 3),
+    ],
+)
+def test_shares_of_more_than_half_a_gpu_lie_on_as_many(overrides: list[str], gpus: int):
+    assert needed(roles_of(configured("teacher.path=none", *overrides), "cuda"))["GPU"] == gpus
+
+
+@pytest.mark.parametrize(
     ("roles", "nodes", "said"),
     [
         (
@@ -90,6 +105,14 @@ def test_what_fits_is_let_through():
              "placement.teacher.actors=2", "placement.wait_for_nodes_s"],
         ),
         ([TEACHER], [{"CPU": 8.0}], ["needs 2 GPUs (teacher 2 x 1), the cluster has 0"]),
+        (
+            [Role("training workers", 8, 1.0, 0.6, "PACK", "placement.num_workers=8")], [{"CPU": 8.0, "GPU": 6.0}],
+            ["needs 8 GPUs (training workers 8 x 0.6 on 8 GPUs), the cluster has 6"],
+        ),
+        (
+            [Role("training workers", 4, 1.0, 0.6, "STRICT_PACK", "placement.num_workers=4")],
+            [{"CPU": 4.0, "GPU": 3.0}] * 2, ["training workers: 4 CPUs and 4 GPUs must be on one machine"],
+        ),
         (
             [TEACHER], [{"CPU": 2.0, "GPU": 1.0}] * 4,
             ["teacher: 3 CPUs and 1 GPUs must be on one machine", "placement.teacher.actors=2"],

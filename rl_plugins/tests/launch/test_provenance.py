@@ -49,4 +49,4 @@ def test_outside_of_git_there_are_the_versions(tmp_path, monkeypatch):
 def test_runs_are_compared_by_what_they_do(recipe, options, expected, tmp_path):
     config = parse_config(compose_config(recipe, ["model.path=model", "placement.num_workers=2", *options]))
     params = facts_of(config, RunFolder(tmp_path)).params
-    assert tuple(params.get(name) for name in ("algorithm", "loss", "workers")) == expected
+    assert tuple(params.get(name) for name in ("advantage", "loss", "workers")) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import zipfile
 from pathlib import Path
@@ -62,6 +63,36 @@ def test_without_git_everything_light_is_sent(project: Path, tmp_path: Path) -> 
     (project / ".git").rename(tmp_path / "gone")
     light = {".gitignore", "train.py", "new.py", "package/data/rows.py", "package/model.py", "secret/key", "run.log"}
     assert sent(project) == light | LINKED
+
+
+def test_without_the_program_git_everything_light_is_sent(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert {"train.py", "secret/key"} <= sent(project)
+
+
+@pytest.mark.parametrize("below", ["", "package"])
+def test_a_repository_that_git_refuses_does_not_send_what_is_ignored(
+    project: Path, below: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody's exceptions for folders of other users.
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(ConfigError, match=r"git cannot list.*dubious ownership.*safe\.directory.*--folder") as error:
+        files_to_send(project / below)
+    assert "\n" not in str(error.value)
+
+
+def test_a_broken_repository_does_not_send_what_is_ignored(project: Path) -> None:
+    (project / ".git" / "HEAD").unlink()
+    with pytest.raises(ConfigError, match=r"git cannot list the files of .*not a git repository"):
+        files_to_send(project)
+
+
+def test_a_folder_that_its_repository_ignores_is_not_sent_unless_by_name(project: Path) -> None:
+    with pytest.raises(ConfigError, match=r"git lists no file of .*secret: .*--include PATTERN.*git init"):
+        files_to_send(project / "secret")
+    assert sent(project / "secret", include=["k*"]) == {"key"}
 
 
 def test_patterns_leave_out_and_bring_back(project: Path) -> None:

@@ -79,7 +79,7 @@ class Logits(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_logits_are_never_copied_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     batch, width, vocabulary, rows = 6, 9, 64, 4
-    monkeypatch.setattr(token_distributions, "_BLOCK_ELEMENTS", (rows * vocabulary,) * 2)
+    monkeypatch.setattr(token_distributions, "_CACHED_ELEMENTS", rows * vocabulary)
     model = Logits(torch.randn(batch, width + 1, vocabulary, dtype=dtype))
     ids = torch.randint(vocabulary, (batch, 20))
     with LargestNewTensor() as forward:

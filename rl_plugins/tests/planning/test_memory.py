@@ -73,9 +73,6 @@ def test_update_in_a_pass():
     assert parts["bucket"] == 2 * P and parts["gradients"] == 2 * P / 2
     assert parts["logits"] == pytest.approx(64 * 1000 * 2 * 2)
     again = trainer_memory(replace(WORK, gradient_checkpointing=True), place, GPU)["update"]
-    # Then it is the optimizer that needs most, unless it works on the host.
-    assert "activations" not in again and again["temporary"] == 8 * P / 2
-    again = trainer_memory(replace(WORK, gradient_checkpointing=True), replace(place, offload="cpu"), GPU)["update"]
     assert again["activations"] == pytest.approx(96 * (2 * 64 * 2 + block + ends))
 
 
@@ -87,25 +84,27 @@ def test_gradients_of_stage_1_are_whole_while_several_passes_add_them_up():
 
 
 def test_the_optimizer_of_a_large_model_needs_more_than_its_passes():
-    # Gradients and a temporary copy in float32 of what is not divided.
+    # It works with the gradients in float32.
     work = replace(WORK, micro_batch_tokens=1, prompts=1, samples=1, prompt_tokens=1, response_tokens=1, max_tokens=1)
     parts = trainer_memory(work, Placement(1, 1, zero_stage=2, offload="stay"), GPU)["update"]
-    assert parts["float32 gradients"] + parts["temporary"] == 12 * P
+    assert "activations" not in parts and parts["float32 gradients"] == 4 * P
     on_host = trainer_memory(work, Placement(1, 1, zero_stage=2, offload="cpu"), GPU)["update"]
-    assert "temporary" not in on_host and "masters" in on_host and on_host["masters"] == 0
+    assert "float32 gradients" not in on_host and on_host["masters"] == 0
 
 
 def test_an_engine_on_a_cpu_holds_what_it_has_written():
     place = Placement(2, 2, sleep="kv_cache")
     weights, token = 2 * P, 2 * 2 * 64 * 2
     memory = engine_memory(WORK, place, CPU)
-    # Four responses; prompts are shorter than a block of the cache, so that nothing of them is shared.
+    packed = 2 * WORK.policy.multiplied
+    # Four responses; prompts are not longer than a block of the cache, so that nothing of them is shared.
     cache = 4 * 64 * token
-    assert memory["start"] == {"weights": weights, "freed by loading": weights, "KV cache": 2**20}
-    assert memory["sampling"]["KV cache"] == cache
-    assert memory["asleep"] == {"weights": weights, "freed by loading": weights}
-    assert engine_memory(WORK, replace(place, sleep="none"), CPU)["asleep"]["KV cache"] == 2**20
-    assert engine_memory(WORK, replace(place, sleep="all"), CPU)["asleep"] == {"freed by loading": weights}
+    assert memory["start"]["packed weights"] + memory["start"]["freed by loading"] == weights
+    assert memory["start"]["KV cache"] == 2**20
+    assert memory["sampling"] == {"weights": weights, "packed weights": packed, "KV cache": cache}
+    assert memory["asleep"] == {"weights": weights}
+    assert engine_memory(WORK, replace(place, sleep="none"), CPU)["asleep"] == memory["start"]
+    assert engine_memory(WORK, replace(place, sleep="all"), CPU)["asleep"] == {}
     longer = replace(WORK, prompt_tokens=130.0)
     assert kv_cache_needed(longer, place, on_cpu=True) == pytest.approx(4 * (2 + 64 + 32) * token)
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from omegaconf import OmegaConf
 
+from rl_plugins.commands.plan import words_of
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.batch import check_batch
+from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.config import parse_config
+from rl_plugins.launch.placement import check_fit, roles_of
+from rl_plugins.launch.values import check_values
 from rl_plugins.planning.devices import DEVICES, GIB, device_named
 from rl_plugins.planning.search import Cluster, advice, overrides, placements, search
 from rl_plugins.planning.shape import ModelShape
@@ -32,20 +39,73 @@ def test_placements_use_the_devices_and_divide_prompts_and_heads():
         assert place.devices == 8
         assert WORK.prompts % place.trainers == 0
         assert 4 % place.tensor_parallel == 0
-        assert place.trainers == 8 if place.colocated else place.trainers < 8
+        assert (place.trainers, place.engines) == (8, 1) if place.colocated else place.trainers < 8
+
+
+def test_an_engine_is_within_a_machine():
+    # Sixteen devices beside two trainers are four engines of four; three machines of six have room for three.
+    sizes = {place.tensor_parallel for place in placements(WORK, Cluster(DEVICES["h100"], 6, 3))}
+    assert sizes == {1, 2}
+
+
+def test_workers_have_as_many_prompts_in_every_update():
+    work = replace(WORK, prompts=32, updates=16)
+    assert {place.trainers for place in placements(work, NODE)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "fsdp"),
+    [
+        (Cluster(DEVICES["h100"], 1), False),
+        (Cluster(DEVICES["h100"], 2), False),
+        (Cluster(DEVICES["h100"], 2, 2), True),
+        (Cluster(DEVICES["h100"], 8), True),
+        (Cluster(device_named("cpu"), 2), False),
+        (Cluster(device_named("cpu"), 4), True),
+    ],
+)
+def test_a_run_takes_the_options_of_every_placement(cluster: Cluster, fsdp: bool):
+    on_cpu = cluster.device.is_cpu
+    machine = {"CPU": float(cluster.per_node)} if on_cpu else {"CPU": 64.0, "GPU": float(cluster.per_node)}
+    recipe = compose_config("grpo", ["model.path=none", "batch.prompts_per_step=8", "batch.updates_per_step=2"])
+    found = list(placements(replace(WORK, prompts=8, updates=2), cluster, fsdp=fsdp))
+    assert found
+    for place in found:
+        words = words_of(overrides(WORK, place, cluster))
+        config = parse_config(OmegaConf.merge(recipe, OmegaConf.from_dotlist(words)))
+        check_values(config)
+        check_batch(config)
+        check_fit(roles_of(config, "cpu" if on_cpu else "cuda"), [machine] * cluster.nodes, "the cluster")
 
 
 def test_given_options_are_kept():
-    given = {"strategy.zero_stage": "2", "placement.num_workers": "8", "rollout.engines": "per_worker"}
-    for one in search(WORK, NODE, given=given):
+    given = {"strategy.zero_stage": 2, "placement.num_workers": 4, "rollout.engines": "per_worker"}
+    found = search(WORK, NODE, given=given)
+    assert found
+    for one in found:
         options = overrides(one.work, one.place, NODE)
-        assert options["strategy.zero_stage"] == "2" and options["rollout.engines"] == "8"
-    assert search(WORK, NODE, given={"placement.num_workers": "7"}) == []
+        assert options["strategy.zero_stage"] == 2 and options["rollout.engines"] == 4
+    assert search(WORK, NODE, given={"placement.num_workers": 7}) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("placement.rollout", "split"),
+        ("placement.rollout", "colocated"),
+        ("rollout.gpu_memory_utilization", 0.87),
+        ("schedule.max_staleness", 1),
+        ("model.gradient_checkpointing", True),
+    ],
+)
+def test_every_placement_has_what_is_given(option: str, value: object):
+    found = search(WORK, NODE, given={option: value})
+    assert found and all(overrides(one.work, one.place, NODE)[option] == value for one in found)
 
 
 def test_a_placement_that_does_not_fit_says_which_phase_lacks_how_much_and_what_to_change():
     small = Cluster(DEVICES["l4"], 1)
-    found = search(WORK, small, given={"strategy.zero_stage": "1", "strategy.offload.policy": "while_sampling"})
+    found = search(WORK, small, given={"strategy.zero_stage": 1, "strategy.offload.policy": "while_sampling"})
     first = found[0]
     assert not first.fits
     needed = max(first.memory["device"].values())
@@ -56,13 +116,13 @@ def test_a_placement_that_does_not_fit_says_which_phase_lacks_how_much_and_what_
 
 def test_long_samples_need_room_in_the_kv_cache():
     long = replace(WORK, max_tokens=8_000_000, micro_batch_tokens=1)
-    given = {"model.gradient_checkpointing": "false"}
+    given = {"model.gradient_checkpointing": False}
     assert all(not one.fits for one in search(long, NODE, given=given))
 
 
 def test_more_steps_ahead_and_fsdp_have_options_of_their_own():
     ahead = next(one for one in search(WORK, NODE) if one.place.ahead)
-    assert overrides(ahead.work, ahead.place, NODE)["schedule.max_staleness"] == "1"
+    assert overrides(ahead.work, ahead.place, NODE)["schedule.max_staleness"] == 1
     sharded = search(WORK, NODE, fsdp=True)[0]
     assert overrides(sharded.work, sharded.place, NODE)["strategy.name"] == "fsdp"
 

@@ -27,8 +27,8 @@ APART = Placement(1, 1, colocated=False, zero_stage=1, engine_share=0.9)
 
 
 def test_decoding_takes_the_longer_of_reading_and_multiplying():
-    # Both prompts once, and twenty tokens of four responses that see twenty others on average.
-    prefill = 20 * (2 * N + 4 * 100 * 5) / 1e6
+    # Prompts, too short to share a block, and twenty tokens of four responses that see twenty others on average.
+    prefill = 40 * (2 * N + 4 * 100 * 5) / 1e6
     multiplying = 4 * (2 * N + 4 * 100 * 20) / 1e6
     assert rollout_seconds(WORK, APART, DEVICE) == pytest.approx(prefill + 20 * (multiplying + 0.5 + 4 * 0.25))
     slow = replace(DEVICE, sample_bandwidth={"bfloat16": 1e5})
@@ -42,11 +42,23 @@ def test_what_does_not_fit_at_once_is_sampled_in_waves():
     one = rollout_seconds(replace(WORK, samples=1), APART, DEVICE)
     two = rollout_seconds(replace(WORK, max_num_seqs=2), APART, DEVICE)
     prefill = 20 * (2 * N + 4 * 100 * 5) / 1e6
-    assert two - prefill == pytest.approx(2 * (one - prefill))
+    assert two - 2 * prefill == pytest.approx(2 * (one - prefill))
     # A cache with room for two samples does the same.
     weights, sample = 2 * SHAPE.parameters, 30 * 2 * 100 * 2
     small = replace(DEVICE, memory=2 * (weights + 2.5 * sample))
     assert rollout_seconds(WORK, replace(APART, engine_share=0.5), small) == pytest.approx(two)
+
+
+def test_samples_share_whole_blocks_of_their_prompt_but_the_one_with_its_last_token():
+    def read(prompt_tokens: int, prefix_caching: bool = True) -> float:
+        long = replace(WORK, prompt_tokens=float(prompt_tokens), prefix_caching=prefix_caching)
+        context = prompt_tokens + 10
+        decoding = 20 * (4 * (2 * N + 4 * 100 * context) / 1e6 + 0.5 + 4 * 0.25)
+        return (rollout_seconds(long, APART, DEVICE) - decoding) * 1e6 / (2 * N + 4 * 100 * prompt_tokens / 2)
+
+    assert read(48) == pytest.approx(4 * 16 + 2 * 32)
+    assert read(49) == pytest.approx(4 * 1 + 2 * 48)
+    assert read(49, prefix_caching=False) == pytest.approx(4 * 49)
 
 
 def test_training_is_three_forward_passes_and_four_if_they_are_computed_again():

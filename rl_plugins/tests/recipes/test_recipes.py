@@ -35,7 +35,7 @@ def test_a_recipe_can_run(name):
     check_values(config)
     check_batch(config)
     if config.stage in ("policy_optimization", "prime"):
-        check_algorithm(config.algorithm)
+        check_algorithm(config)
     if generates(config):
         assert Router(config.reward.functions).scorers
 
@@ -79,7 +79,7 @@ def choices(group: str) -> list[str]:
 
 @pytest.mark.parametrize("name", choices("algorithm"))
 def test_an_algorithm_can_run(name):
-    check_algorithm(parse_config(compose_config("grpo", ["model.path=m", f"algorithm={name}"])).algorithm)
+    check_algorithm(parse_config(compose_config("grpo", ["model.path=m", f"algorithm={name}"])))
 
 
 @pytest.mark.parametrize("name", [name for name in choices("reward") if name != "file"])

@@ -28,7 +28,7 @@ WRITTEN = {page: text for page, text in PAGES.items() if page not in MADE}
 
 _PIPELINES = {"sft_rm_ppo"}
 # Programs of others, whose arguments are theirs.
-_OTHERS = {".venv/bin/pre-commit", "cp", "kubectl", "mlflow", "pip", "ray", "sbatch"}
+_OTHERS = {".venv/bin/pre-commit", "cp", "kubectl", "mlflow", "pip", "ray", "rm", "sbatch"}
 # What stands for the reader's own words.
 _PLACEHOLDERS = {"...", "key=value"}
 

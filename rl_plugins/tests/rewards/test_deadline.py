@@ -27,7 +27,7 @@ def test_sleep_is_interrupted() -> None:
     started = time.monotonic()
     with pytest.raises(SoftDeadline):
         run_with_deadline(lambda: time.sleep(10), 0.1)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
 
 
 def test_an_outer_timer_keeps_its_time() -> None:

@@ -47,7 +47,7 @@ def test_no_call_starts_after_the_budget() -> None:
     config = {"_target_": f"{HERE}.obey"}
     started = time.monotonic()
     assert route(config, *[("s", "slow")] * 5, budget_s=0.4) == [1.0, 1.0, None, None, None]
-    assert time.monotonic() - started < 1.2
+    assert time.monotonic() - started < 1.5
 
 
 def test_an_unknown_source_names_the_known_ones() -> None:

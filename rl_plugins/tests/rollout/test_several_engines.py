@@ -1,4 +1,4 @@
-"""NCCL to several engines: each has ranks of its own, and all enter a call at once."""
+"""Weights to engines on CUDA: each has ranks of its own, all enter a call at once, and every tensor fits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 from typing import Any
 
 import pytest
+import ray
+import torch
 
 pytest.importorskip("vllm")
 
@@ -39,3 +41,27 @@ def test_engines_have_ranks_of_their_own_and_act_together() -> None:
     for client, offset in zip(clients, (1, 5), strict=True):
         opened = ("init_weight_transfer_engine", {"rank_offset": offset, "world_size": 9})
         assert client.calls == [opened, *rest, ("set_policy_version", 3)]
+
+
+@pytest.mark.parametrize(("backend", "bucket_bytes"), [("ipc", 4 * 600 * 1024), ("nccl", 2**20)])
+def test_what_tensors_go_through_has_room_for_the_largest(
+    monkeypatch: pytest.MonkeyPatch, backend: Any, bucket_bytes: int
+) -> None:
+    from rl_plugins.rollout.vllm import cuda_transport
+    from rl_plugins.rollout.vllm.config import VLLMConfig
+    from rl_plugins.rollout.weights import ModuleWeightSource
+
+    seen: list[Any] = []
+
+    class Factory:
+        @staticmethod
+        def trainer_init(info: Any, **_: Any) -> None:
+            seen.append(info)
+
+    monkeypatch.setattr(cuda_transport, "WeightTransferTrainerFactory", Factory)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    source = ModuleWeightSource(torch.nn.Embedding(600, 1024))
+    config = VLLMConfig("model", device="cuda", transport=backend, bucket_mb=1)
+    cuda_transport.make_cuda_sender(config, source, client=None, rank=0)
+    assert seen[0].packed_buffer_size_bytes == bucket_bytes
+    assert backend == "ipc" or seen[0].master_address == "10.0.0.7"

@@ -19,11 +19,13 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_model
+from rl_plugins.rewards.failures import RewardFailureError
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.collecting import RewardModelConfig
 from rl_plugins.stages.critic import CriticConfig, explained_variance
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.stages.schedule import Schedule
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.stages import canned
 
@@ -45,15 +47,24 @@ class Keeping(PolicyOptimization):
 
 
 def train(
-    algorithm: Algorithm, steps: int = 1, prompts: list[str] | None = None, callbacks: Any = (), **options: Any
+    algorithm: Algorithm,
+    steps: int = 1,
+    prompts: list[str] | None = None,
+    callbacks: Any = (),
+    stage_class: type[Keeping] = Keeping,
+    **options: Any,
 ) -> Keeping:
-    stage = Keeping(
+    stage = stage_class(
         build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2),
         tokenizer=canned.tokenizer,
         scorer=canned.CannedScorer(),
-        sampling=SamplingConfig(max_tokens=20, num_samples=3),
         algorithm=algorithm,
-        **{"reference": canned.other_model(), "optimizer": OptimizerConfig(lr=0.01), **options},
+        **{
+            "sampling": SamplingConfig(max_tokens=20, num_samples=3),
+            "reference": canned.other_model(),
+            "optimizer": OptimizerConfig(lr=0.01),
+            **options,
+        },
     )
     strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
     trainer = canned.quiet_trainer(strategy, callbacks=list(callbacks))
@@ -114,11 +125,16 @@ def test_the_greedy_response_is_the_baseline_of_remax() -> None:
     torch.testing.assert_close(filled(experience.baseline_scores)[::3], torch.tensor(firsts))
 
 
-def test_a_reward_model_is_added_to_the_rules(tmp_path: Path) -> None:
+def save_reward_model(folder: Path) -> Any:
     model: Any = load_scalar_head(canned.other_model(), dtype=torch.float32)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
-    model.save_pretrained(tmp_path)
-    canned.tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
+    canned.tokenizer.save_pretrained(folder)
+    return model
+
+
+def test_a_reward_model_is_added_to_the_rules(tmp_path: Path) -> None:
+    model = save_reward_model(tmp_path)
 
     def scores(weight: float, rule_weight: float) -> Tensor:
         config = RewardModelConfig(str(tmp_path), weight, rule_weight)
@@ -131,6 +147,29 @@ def test_a_reward_model_is_added_to_the_rules(tmp_path: Path) -> None:
     torch.testing.assert_close(of_model[3], alone.detach())
     assert of_model.unique().numel() == len(of_model)
     torch.testing.assert_close(scores(3.0, 0.5), 3 * of_model + 0.5 * rules)
+
+
+class WithoutNumbers(Keeping):
+    """Its reward model gives no number of every fourth sample."""
+
+    def _reward_model_scores(self, experience: Experience) -> Tensor:
+        scores_B = torch.arange(float(len(experience)))
+        scores_B[::4] = torch.nan
+        return scores_B
+
+
+def test_what_the_reward_model_has_no_number_for_teaches_nothing_and_is_counted(tmp_path: Path) -> None:
+    save_reward_model(tmp_path)
+    config = RewardModelConfig(str(tmp_path), max_failure_rate=0.25)
+    stage = train(Algorithm(), stage_class=WithoutNumbers, reward_model=config)
+    (experience,) = stage.collected
+    assert experience.valid.tolist() == ([False] + [True] * 3) * 3
+    assert not experience.response_mask[::4].any() and filled(experience.scores).isfinite().all()
+    # One of them had failed before.
+    assert stage.metrics[0]["train/reward_not_finite"] == 2
+    assert all(parameter.isfinite().all() for parameter in stage.policy.parameters())
+    with pytest.raises(RewardFailureError, match=r"2 of 12 rewards failed.*the reward model: its score is nan"):
+        train(Algorithm(), stage_class=WithoutNumbers, reward_model=RewardModelConfig(str(tmp_path)))
 
 
 def test_a_language_model_is_no_reward_model() -> None:
@@ -160,6 +199,20 @@ def test_decoupled_correction_weighs_and_rejects_before_advantages() -> None:
     # The canned sampler said -1 of every token, which is far from what the policy says: all is rejected.
     rejecting = train(Algorithm(correction="geo_rs"))
     assert rejecting.metrics[0]["train/rollout/rejected"] == 1 and not rejecting.collected[0].response_mask.any()
+
+
+@pytest.mark.parametrize("left_out", [{"top_p": 0.9}, {"top_k": 20}])
+def test_a_sampler_that_leaves_tokens_out_is_not_compared_with_the_policy(left_out: dict[str, Any]) -> None:
+    sampling = SamplingConfig(max_tokens=20, num_samples=3, **left_out)
+    for options in (
+        {"algorithm": Algorithm(correction="token_tis")},
+        {"algorithm": Algorithm(correction="bypass")},
+        {"algorithm": Algorithm(modifiers=LossModifiers(off_policy_mask=0.1))},
+        {"algorithm": Algorithm(), "schedule": Schedule(1)},
+    ):
+        with pytest.raises(ConfigError, match=r"sampling.top_p=.*use top_p=1 and top_k=-1"):
+            train(sampling=sampling, **options)
+    train(Algorithm(), sampling=sampling)
 
 
 def test_bypass_takes_the_samplers_log_probs_for_the_old_ones() -> None:

@@ -130,7 +130,11 @@ def test_an_update_waits_for_the_rows_of_all_ranks_and_takes_them_in_order() -> 
         early = [asyncio.create_task(actor.learn(n, 1, 2, steps[n][5:], counts[n], True)) for n in range(2)]
         await asyncio.wait(early, timeout=0.3)
         assert not any(task.done() for task in early)
-        late = [await actor.learn(n, 0, 2, steps[n][:5], counts[n], True) for n in range(2)]
+        # Ray delivers calls in any order: the second mini-batch is complete first.
+        second = asyncio.create_task(actor.learn(1, 0, 2, steps[1][:5], counts[1], True))
+        await asyncio.wait([second], timeout=0.3)
+        assert not second.done()
+        late = [await actor.learn(0, 0, 2, steps[0][:5], counts[0], True), await second]
         assert [await task for task in early] == late
         # What fails does so for all ranks.
         steps[0].returns = None

@@ -107,7 +107,7 @@ class OwnModule(LightningModule):
         self.model = peft.get_peft_model(load_causal_lm(path, dtype=torch.float32), settings)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.model.parameters(), lr=0.01, weight_decay=0.0)
+        return torch.optim.AdamW(self.model.parameters(), lr=0.01, weight_decay=0.0, fused=True)
 
 
 @pytest.mark.parametrize("as_module", [True, False])

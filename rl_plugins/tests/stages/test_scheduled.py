@@ -18,6 +18,7 @@ from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, Held, SamplingConfig
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.schedule import Schedule
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
@@ -155,8 +156,16 @@ class Loader:
         return canned.prompt_batch([self.texts[first], self.texts[(first + 1) % len(self.texts)]])
 
 
-def train(engine: Any, schedule: Schedule, steps: int = 4, texts: Sequence[str] = TEXTS, **options: Any) -> Keeping:
-    stage = Keeping(
+def train(
+    engine: Any,
+    schedule: Schedule,
+    steps: int = 4,
+    texts: Sequence[str] = TEXTS,
+    stage_class: type[Keeping] = Keeping,
+    strategy_class: type[SingleDeviceRolloutStrategy] = SingleDeviceRolloutStrategy,
+    **options: Any,
+) -> Keeping:
+    stage = stage_class(
         build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2),
         tokenizer=canned.tokenizer,
         scorer=canned.CannedScorer(),
@@ -166,7 +175,7 @@ def train(engine: Any, schedule: Schedule, steps: int = 4, texts: Sequence[str] 
         max_steps=steps,
         **options,
     )
-    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=engine))
+    trainer = canned.quiet_trainer(strategy_class(rollout=engine))
     trainer.fit(stage, Loader(texts))
     return stage
 
@@ -250,6 +259,67 @@ def test_tokens_of_policies_that_are_too_old_are_masked() -> None:
     assert stage.ages == [[0], [0], [0]]
     shares = [metrics["train/rollout/too_old"] for metrics in stage.metrics]
     assert shares[0] == 0 and 0 < shares[1] < 1
+
+
+class CriticElsewhere(Keeping):
+    """While its critic warms up, no optimizer here takes a step."""
+
+    @override
+    def _update_critic(self, mini_batch: Any, metrics: Any, *, last: bool) -> None: ...
+
+
+def test_samples_of_a_critics_warm_up_do_not_grow_old() -> None:
+    stage = train(
+        Distant(),
+        Schedule(1, max_token_age=1),
+        steps=5,
+        stage_class=CriticElsewhere,
+        algorithm=Algorithm(advantage="gae"),
+        critic=CriticConfig(canned.other_model(), warmup_steps=4),
+    )
+    assert [metrics["train/rollout/too_old"] for metrics in stage.metrics] == [0] * 5
+    assert stage.ages == [[0], [1], [1], [1], [1]]
+
+
+class BesideAnother(SingleDeviceRolloutStrategy):
+    """Of two ranks the one that is looked at; the other has groups to begin in every step."""
+
+    begins = False
+
+    @override
+    def on_any_rank(self, happened: bool) -> bool:
+        begins, self.begins = self.begins, False
+        return happened or begins
+
+
+class NotesBegins(Keeping):
+    """Tells the strategy when groups begin."""
+
+    @override
+    def take_groups(self, count: int, of_step: int, mini_batches: int) -> tuple[PromptBatch, Experience]:
+        self._strategy.begins = True
+        return super().take_groups(count, of_step, mini_batches)
+
+
+class NotesSubmits(Distant):
+    """Notes how many groups each call brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submits: list[int] = []
+
+    @override
+    def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
+        self.submits.append(len(requests))
+        super().submit(requests, sampling, together=together)
+
+
+def test_a_rank_with_nothing_new_takes_its_place_where_another_begins_groups() -> None:
+    alone, beside = NotesSubmits(), NotesSubmits()
+    train(alone, Schedule(1), steps=2)
+    assert alone.submits == [4]
+    train(beside, Schedule(1), steps=2, stage_class=NotesBegins, strategy_class=BesideAnother)
+    assert beside.submits == [4, 0]
 
 
 def test_oversampling_is_for_steps_without_a_schedule() -> None:

@@ -133,6 +133,7 @@ class Inspected(Recorded):
     def check_blended(self, strategy: FSDPStrategy) -> None:
         """The reference moves towards the policy, and comes back with a checkpoint."""
         before, policy = weights_of(strategy, "reference"), weights_of(strategy, "policy")
+        self.trainer.save_checkpoint(self.place / "before")
         strategy.blend_weights("policy", "reference", keep=0.25)
         moved = weights_of(strategy, "reference")
         for name, weight in moved.items():
@@ -145,6 +146,8 @@ class Inspected(Recorded):
         strategy.load_checkpoint(self.place / "moved")
         restored = weights_of(strategy, "reference")
         assert all(torch.equal(restored[name], weight) for name, weight in moved.items())
+        with pytest.raises(ConfigError, match="does not hold engine 'reference', which has moved"):
+            strategy.load_checkpoint(self.place / "before")
 
     def check_refusals(self, strategy: FSDPStrategy) -> None:
         with pytest.raises(ConfigError, match=r"is not a checkpoint of this project: it has no lightning\.ckpt"):

@@ -138,21 +138,22 @@ def roll_out(strategy: Strategy, version: int = 1) -> list[str]:
     return list(strategy._calls)
 
 
-FIRST = ["offload optimizer", "wake_up weights", "update_weights 1", "agree"]
-REST = ["offload parameters", "wake_up kv_cache", "generate", "sleep", "reload"]
+# Ranks agree that all are as far: an engine may be on the device of another one.
+FIRST = ["offload optimizer", "agree", "wake_up weights", "update_weights 1", "agree"]
+REST = ["offload parameters", "agree", "wake_up kv_cache", "generate", "sleep", "agree", "reload"]
 
 
 def test_no_rank_has_the_engine_sleep_before_all_have_their_samples() -> None:
     strategy = Strategy(RecordingEngine())
     strategy.sampled(1, lambda engine: engine.generate([], SAMPLING, None))
-    assert strategy._calls[-4:] == ["generate", "agree", "sleep", "reload"]
+    assert strategy._calls[-5:] == ["generate", "agree", "sleep", "agree", "reload"]
 
 
 def test_the_order_of_the_phases() -> None:
     strategy = Strategy(RecordingEngine())
     assert roll_out(strategy) == FIRST + REST
     # The weights are still there.
-    assert roll_out(strategy) == FIRST[:2] + REST
+    assert roll_out(strategy) == FIRST[:3] + REST
     strategy.weights_changed()
     assert roll_out(strategy) == FIRST + REST
     assert set(strategy.phases.drain()) == {
@@ -186,16 +187,16 @@ def test_an_engine_that_does_not_sleep_is_named_after_the_trainer_is_back() -> N
     strategy = Strategy(RecordingEngine(slept=MemoryChange(3 * GIB, 3 * GIB, 2 * GIB)))
     with pytest.raises(MemoryNotFreed, match=r"phase 'sleep of the rollout engine' gave back 0 MiB .* 2048 MiB"):
         roll_out(strategy)
-    assert strategy._calls[-2:] == ["sleep", "reload"]
+    assert strategy._calls[-3:] == ["sleep", "agree", "reload"]
 
 
 def test_every_second_update_is_checked() -> None:
     strategy = Strategy(RecordingEngine(check_updates=2))
     assert roll_out(strategy) == FIRST + REST
     strategy.weights_changed()
-    checked = [*FIRST, "check_weights", "policy forward", *REST[:2], "prompt_log_probs", *REST[2:]]
+    checked = [*FIRST, "check_weights", "policy forward", *REST[:3], "prompt_log_probs", *REST[3:]]
     assert roll_out(strategy) == checked
-    assert roll_out(strategy) == FIRST[:2] + REST
+    assert roll_out(strategy) == FIRST[:3] + REST
     strategy.weights_changed()
     assert roll_out(strategy) == FIRST + REST
 

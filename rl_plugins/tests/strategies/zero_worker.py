@@ -45,6 +45,7 @@ class Inspect(PolicyOptimization):
     def check_blended(self, strategy: ZeroStrategy) -> None:
         """The reference moves towards the policy, is run as what it has become, and comes back with a checkpoint."""
         before = weights_of(strategy, "reference")
+        self.trainer.save_checkpoint(self.folder / "before")
         tokens = torch.arange(6)[None]
         strategy.engine("reference")(input_ids=tokens)  # Small parameters stay gathered after a pass.
         strategy.blend_weights("policy", "reference", keep=0.25)
@@ -63,6 +64,8 @@ class Inspect(PolicyOptimization):
             tensor.zero_()
         strategy.load_checkpoint(self.folder / "moved")
         torch.testing.assert_close(strategy.engine("reference")(input_ids=tokens).logits, copied)
+        with pytest.raises(ConfigError, match="does not hold engine 'reference', which has moved"):
+            strategy.load_checkpoint(self.folder / "before")
 
     def check_shards(self, strategy: ZeroStrategy) -> None:
         metadata = {meta.name: meta for meta in strategy.weight_source().metadata()}

@@ -1,0 +1,24 @@
+"""Whether the policy can be compared with what sampled: ratios, and corrections by them, need the same distribution."""
+
+from __future__ import annotations
+
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.schedule import Schedule
+
+
+def check_comparable(algorithm: Algorithm, schedule: Schedule, sampling: SamplingConfig) -> None:
+    """A sampler that leaves tokens out gives the others more than the policy does, and no ratio to it is right.
+
+    Raises:
+        ConfigError: training compares the policy with such a sampler.
+    """
+    correction = algorithm.rollout_correction
+    compared = schedule.max_staleness > 0 or correction.bypass or correction.decoupled
+    if (compared or algorithm.modifiers.off_policy_mask is not None) and (sampling.top_p < 1 or sampling.top_k > 0):
+        raise ConfigError(
+            f"sampling.top_p={sampling.top_p:g}, sampling.top_k={sampling.top_k}: the policy is compared with what "
+            "sampled (schedule.max_staleness, algorithm.correction, algorithm.modifiers.off_policy_mask), whose "
+            "log-probs these options shift: use top_p=1 and top_k=-1"
+        )

@@ -1,0 +1,80 @@
+"""A reference that follows the policy goes back with it, and moves on from there."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.divergence_guard import DivergenceGuard
+from rl_plugins.callbacks.guard_bounds import Bounds
+from rl_plugins.callbacks.reference_update import ReferenceUpdate
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.callbacks.training import AfterStep, alter, build_stage, sharded, train
+from rl_plugins.tests.ranks import run_ranks
+from rl_plugins.tests.stages import canned
+
+Weights = dict[str, Tensor]
+EVERY, KEEP = 3, 0.5
+
+
+def weights_of(trainer: Any, engine: str) -> Weights:
+    return {name: tensor.clone() for name, tensor in trainer.strategy.weight_source(engine)}
+
+
+def roll_back(folder: Path, strategy: Any, **options: Any) -> None:
+    """The reference moves at step 3, step 4 diverges, and the newest checkpoint is that of step 2."""
+    stage = build_stage(5, policy=str(folder.parent / "policy"), algorithm=Algorithm(kl=KLConfig(0.1)))
+    alter(stage, {4: {"train/gradient_norm": math.nan}})
+    seen: list[tuple[int, Weights, Weights]] = []
+
+    def look(trainer: Any, module: Any) -> None:
+        seen.append((module.step, weights_of(trainer, "policy"), weights_of(trainer, "reference")))
+
+    guard = DivergenceGuard(Bounds(), action="roll_back", folder=folder)
+    update, checkpoint = ReferenceUpdate(every=EVERY, keep=KEEP), PolicyCheckpoint(folder, every=2)
+    train(stage, [guard, update, checkpoint, AfterStep(range(6), look)], strategy=strategy, **options)
+    steps, policies, references = zip(*seen, strict=True)
+    assert steps == (1, 2, 3, 2, 3, 4, 5)
+    start = references[0]
+    for name, weight in start.items():
+        assert torch.equal(references[3][name], weight)
+        for after in (2, 4):
+            moved = torch.lerp(weight.float(), policies[after][name].float(), 1 - KEEP).to(weight.dtype)
+            torch.testing.assert_close(references[after][name], moved, rtol=1e-6, atol=1e-8)
+    assert not all(torch.equal(policies[2][name], policies[4][name]) for name in start)
+    assert not all(torch.equal(references[4][name], weight) for name, weight in start.items())
+
+
+def test_a_roll_back_takes_the_reference_along(tmp_path: Path) -> None:
+    save_tiny_policy(tmp_path / "policy")
+    roll_back(tmp_path / "single", SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()))
+
+
+def roll_back_on_ranks(rank: int, folder: Path) -> None:
+    for name in ("zero-2", "zero-3", "fsdp"):
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": 2, "precision": "bf16-true"}
+        roll_back(folder / name, sharded(name), **options)
+
+
+def test_a_roll_back_takes_shards_and_their_averages_in_float32_along(tmp_path: Path) -> None:
+    save_tiny_policy(tmp_path / "policy")
+    run_ranks(roll_back_on_ranks, tmp_path)
+
+
+def test_small_moves_of_a_reference_in_bfloat16_add_up_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {name: torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16) for name in ("policy", "reference")}
+    torch.nn.init.constant_(models["policy"].weight, 2.0)
+    torch.nn.init.constant_(models["reference"].weight, 1.0)
+    strategy = SingleDeviceRolloutStrategy()
+    monkeypatch.setattr(strategy, "engine", models.get)
+    for _ in range(100):
+        strategy.blend_weights("policy", "reference", 0.999)
+    torch.testing.assert_close(models["reference"].weight, torch.full((2, 2), 2 - 0.999**100, dtype=torch.bfloat16))

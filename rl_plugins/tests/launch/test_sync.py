@@ -1,0 +1,130 @@
+"""What `rl-plugins sync` sends of a run whose store was away when it ended, and what it does to the run's folder."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from omegaconf import OmegaConf
+
+from rl_plugins.callbacks.mlflow_run import TrackedRun
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch import tracking
+from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.sync import sync
+from rl_plugins.run_folder import RunFolder, append_metrics
+
+PROMPT = "17+25="
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture
+def folder(store: str, tmp_path: Path) -> RunFolder:
+    """A run that is through, and was never sent."""
+    folder = RunFolder(tmp_path / "run")
+    for path in (folder.checkpoint(1), folder.checkpoint(2), folder.samples, folder.export):
+        path.mkdir(parents=True)
+        (path / "state").touch()
+    for step in (1, 2):
+        append_metrics(folder.metrics, {"train/loss": 1.0 / step, "val/reward": 0.5}, step)
+    row = {"prompt": PROMPT, "response": "42", "score": 1.0, "ground_truth": "42", "failure": None}
+    (folder.samples / "step_00000002.json").write_text(json.dumps([row]))
+    overrides = [
+        "model.path=tiny", f"run.output_dir={tmp_path}", "run.name=run", "run.steps=2", f"tracking.uri={store}",
+        f"tracking.experiment={tmp_path.name}", "tracking.register_as=adder",
+    ]  # fmt: skip
+    folder.config.write_text(OmegaConf.to_yaml(compose_config("grpo", overrides)))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The examples of policies that were registered, without what takes MLflow's flavour long."""
+    examples: list[str] = []
+
+    def register_policy(run: TrackedRun, policy: Path, name: str, evaluation: object, example: str) -> str:
+        examples.append(example)
+        if not run.client.search_registered_models(f"name='{name}'"):
+            run.client.create_registered_model(name)
+        run.client.create_model_version(name, policy.as_uri(), run.run_id)
+        return "registered"
+
+    monkeypatch.setattr(tracking, "register_policy", register_policy)
+    return examples
+
+
+def test_all_that_a_run_sends_arrives_and_no_model_twice(
+    store: str, folder: RunFolder, registered: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert sync(folder.path, None, 60)
+        assert f"{store} has all of {folder.path}, 2 steps" in capsys.readouterr().out
+    client, run_id = MlflowClient(store), folder.tracking_run.read_text()
+    sent = {file.path for name in (None, "checkpoints", "samples") for file in client.list_artifacts(run_id, name)}
+    assert {"report.html", "curves.png", "config.yaml"} <= sent
+    assert {"checkpoints/step_00000001.json", "checkpoints/step_00000002.json", "samples/step_00000002.json"} <= sent
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED" and run.data.tags["checkpoint.step"] == "2"
+    assert len(client.get_metric_history(run_id, "train/loss")) == 2
+    assert registered == [PROMPT]
+
+
+def test_a_policy_that_could_not_be_registered_is_not_said_to_be_there(
+    folder: RunFolder, registered: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = OmegaConf.load(folder.config)
+    config.data.val_files = ["/gone/test.parquet"]
+    folder.config.write_text(OmegaConf.to_yaml(config))
+    assert not sync(folder.path, None, 60)
+    assert "has all of" not in capsys.readouterr().out and registered == []
+
+
+def test_steps_that_a_roll_back_repeats_are_all_there_in_another_session(folder: RunFolder) -> None:
+    append_metrics(folder.metrics, {"guard/rollbacks": 1.0}, 1)
+    append_metrics(folder.metrics, {"train/loss": 0.25}, 2)
+    assert sync(folder.path, None, 60)
+    assert sync(folder.path, None, 60)
+
+
+def test_to_another_store_it_goes_as_a_new_run(store: str, folder: RunFolder, tmp_path: Path) -> None:
+    assert sync(folder.path, None, 60)
+    first, other = folder.tracking_run.read_text(), f"sqlite:///{tmp_path}/other.db"
+    assert sync(folder.path, other, 60)
+    assert folder.tracking_run.read_text() != first
+    assert OmegaConf.load(folder.config).tracking.uri == other
+    assert MlflowClient(other).get_run(folder.tracking_run.read_text()).data.metrics["train/loss"] == 0.5
+
+
+@pytest.fixture
+def no_mlflow() -> Iterator[str]:
+    """The address of a server that is none of MLflow's."""
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_wrong_address_leaves_the_run_where_it_was(folder: RunFolder, no_mlflow: str) -> None:
+    folder.tracking_run.write_text("the run")
+    config = folder.config.read_text()
+    for uri, message in {
+        "http://127.0.0.1:1": "no server answers there",
+        "sqlite:////gone/a.db": "the folder /gone does not exist",
+        "elsewhere://a": "--uri elsewhere://a: no MLflow store answers there",
+        no_mlflow: f"--uri {no_mlflow}: no MLflow store answers there",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            sync(folder.path, uri, 60)
+    assert folder.config.read_text() == config and folder.tracking_run.read_text() == "the run"

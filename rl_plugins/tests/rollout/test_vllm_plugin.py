@@ -1,0 +1,92 @@
+"""Products of an engine on CPU use a packed copy of the weights: it follows them, and it can be given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rl_plugins.rollout.memory import MemoryChange, return_free_memory
+from rl_plugins.rollout.vllm.plugin import PackedProducts, SharedMemoryEngine, give_up_packed
+
+
+class Layer(nn.Module):
+    """What of a linear layer of vLLM its method uses."""
+
+    packed: Any
+
+    def __init__(self, inner: int, outer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(outer)
+        self.weight = nn.Parameter(torch.randn(outer, inner, generator=generator).to(dtype), requires_grad=False)
+        self.method = PackedProducts()
+        self.method.process_weights_after_loading(self)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.method.apply(self, x, bias)
+
+
+def close(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether a product is right, as far as its dtype can say it."""
+    bias = torch.zeros(len(weight)) if bias is None else bias
+    expected = nn.functional.linear(x.double(), weight.double(), bias.double())
+    summed = nn.functional.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+    return bool(((found.double() - expected).abs() <= 4 * torch.finfo(x.dtype).eps * summed).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_products_are_those_of_the_weight(dtype: torch.dtype, tokens: int) -> None:
+    layer = Layer(48, 80, dtype)
+    x, bias = torch.randn(tokens, 48).to(dtype), torch.randn(80).to(dtype)
+    assert close(layer(x), x, layer.weight)
+    assert close(layer(x, bias), x, layer.weight, bias)
+    assert torch.equal(layer(x[None])[0], layer(x))
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_without_fast_products_nothing_is_packed(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    layer, x = Layer(48, 80, torch.bfloat16), torch.randn(tokens, 48).bfloat16()
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight))
+    assert layer.packed is None
+
+
+def test_an_update_in_place_reaches_products() -> None:
+    model: Any = nn.Sequential(Layer(48, 80, torch.bfloat16), nn.ReLU(), Layer(80, 16, torch.bfloat16))
+    x = torch.randn(5, 48).bfloat16()
+    before = model(x)
+    for layer in (model[0], model[2]):
+        layer.weight.copy_(torch.randn_like(layer.weight))
+    engine: Any = SharedMemoryEngine.__new__(SharedMemoryEngine)
+    engine.model = model
+    engine.finish_weight_update()
+    between = torch.relu(model[0](x))
+    assert close(model(x), between, model[2].weight)
+    assert not torch.equal(model(x), before)
+
+
+def test_packed_copies_are_given_back_to_the_machine() -> None:
+    layers = [Layer(512, 2048, torch.float32) for _ in range(16)]
+    model, x = nn.ModuleList(layers), torch.randn(4, 512)
+    weights = sum(layer.weight.nbytes for layer in layers)
+    # What oneDNN keeps for itself is there after the first time.
+    layers[0](x)
+    give_up_packed(model)
+
+    def used() -> int:
+        return_free_memory()
+        return int(psutil.Process().memory_info().rss)
+
+    without = used()
+    for layer in layers:
+        layer(x)
+    packed = used()
+    assert packed - without > 0.9 * weights
+    expected = give_up_packed(model)
+    assert expected == weights
+    MemoryChange(packed, used(), expected).check("sleep")
+    assert give_up_packed(model) == 0
