@@ -13,13 +13,18 @@ INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # ninja, which builds DeepSpeed's op, is found by its name.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# SHUFFLE=1 runs tests in a random order that the seed 1 gives.
+PYTEST = $(PY) -m pytest $(if $(SHUFFLE),--random-order --random-order-seed=$(SHUFFLE))
+# Makes targets one after the other and prints the time of all.
+TIMED = start=$$(date +%s); $(MAKE) --no-print-directory $(1) && \
+	echo "make $@ took $$(( ($$(date +%s) - start) / 60 )) min $$(( ($$(date +%s) - start) % 60 )) s"
 # Built ops belong to this environment: the default folder is shared by every environment of the user.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 # Without byte code on disk each of a run's processes compiles some 10,000 files at its start.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format typecheck unit integration outages gpu docs lock clean
+.PHONY: help install quickstart test test-all lint format typecheck unit integration extended coverage gpu docs lock clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,7 +48,11 @@ quickstart: $(INSTALLED)  ## train a tiny model by reinforcement learning on thi
 	$(PY) -m rl_plugins.recipes.quickstart $(if $(SEED),seed=$(SEED))
 	@echo "in a shell     . $(VENV)/bin/activate"
 
-test: lint typecheck unit integration  ## everything that needs no GPU: lint, types, unit and integration tests
+test: $(INSTALLED)  ## what every change must pass: lint, types, unit tests and the core of the integration tests
+	@$(call TIMED,lint typecheck unit integration)
+
+test-all: $(INSTALLED)  ## everything that needs no GPU, before anything is called done: `make test` and the extended tests
+	@$(call TIMED,lint typecheck unit integration extended)
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(PY) -m ruff check .
@@ -57,13 +66,16 @@ typecheck: $(INSTALLED)  ## mypy on the package, tests, benchmarks, docs and exa
 	$(PY) -m mypy
 
 unit: $(INSTALLED)  ## unit tests, two files at a time
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m unit --timeout 300 --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTEST) -m "unit and not extended" --timeout 300 --numprocesses 2 --dist loadfile
 
-integration: $(INSTALLED)  ## integration tests over Ray, DeepSpeed, vLLM and MLflow
-	$(PY) -m pytest -m "integration and not gpu" --timeout 600
+integration: $(INSTALLED)  ## the core of the integration tests, over Ray, DeepSpeed, vLLM and MLflow
+	$(PYTEST) -m "integration and not extended and not gpu" --timeout 600
 
-outages: $(INSTALLED)  ## engines, machines, servers and runs that are lost, hang or come back, over the same stack
-	$(PY) -m pytest -m "outage and not gpu" --timeout 600 --exitfirst
+extended: $(INSTALLED)  ## kills and resumes of every kind, typed docs pages, pipelines, many machines: over the same stack
+	$(PYTEST) -m "extended and not gpu" --timeout 600
+
+coverage: $(INSTALLED)  ## line coverage of the library by `make test`; with ALL=1 by `make test-all`
+	sh requirements/coverage.sh $(if $(ALL),unit integration extended,unit integration)
 
 gpu:  ## the tests that need a GPU, in the environment of the `python` in use (install: pip install -e '.[gpu,dev]')
 	python -c "import torch; assert torch.cuda.is_available(), 'no CUDA device is visible'"

@@ -1,4 +1,4 @@
-"""Gives each test its tier, so that `-m unit` and `-m integration` name everything there is."""
+"""Gives each test its tier by its folder, and scales the deadlines of tests by TEST_TIME_SCALE."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ from pathlib import Path
 
 import pytest
 
+from rl_plugins.tests.patience import TIME_SCALE, patient
+
+pytest_plugins = ["rl_plugins.tests.time_limits"]
+
 INTEGRATION_TESTS = Path(__file__).parent / "integration_tests"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.timeout is not None:
+        config.option.timeout = patient(config.option.timeout)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(INTEGRATION_TESTS):
-            if not item.get_closest_marker("outage"):
-                item.add_marker("integration")
+            item.add_marker("integration")
         elif not any(item.get_closest_marker(tier) for tier in ("integration", "gpu")):
             item.add_marker("unit")
+        own = item.get_closest_marker("timeout")
+        if own is not None and TIME_SCALE != 1:
+            item.add_marker(pytest.mark.timeout(patient(own.args[0])), append=False)

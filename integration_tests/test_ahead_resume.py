@@ -10,7 +10,7 @@ from integration_tests.conftest import Recipe
 from rl_plugins.data.experience import Experience
 from rl_plugins.stages.trajectories import row_of
 
-pytestmark = pytest.mark.outage
+pytestmark = pytest.mark.extended
 
 STEPS, PROMPTS, SAMPLES = 14, 8, 4
 COMMON = (

@@ -150,7 +150,7 @@ POOL = ("placement.critic.actors=2", "placement.critic.cpus=0.5")
 SAME = ("train/reward", "train/loss", "train/critic/loss", "train/critic/gradient_norm", "train/critic/lr")
 
 
-@pytest.mark.outage
+@pytest.mark.extended
 @pytest.mark.timeout(1200)
 def test_a_run_that_loses_it_goes_on_from_the_last_checkpoint(start_recipe: Callable[..., Recipe]) -> None:
     whole = start_recipe("ppo", "whole", *COMMON, *POOL)

@@ -111,7 +111,7 @@ def test_every_engine_samples_from_what_was_sent(rollout: VLLMRollout, policy: A
         assert_engines_have(policy, rollout, 0, 1)
 
 
-@pytest.mark.outage
+@pytest.mark.extended
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_an_engine_that_is_lost_halfway_is_replaced_while_the_other_works(

@@ -12,7 +12,7 @@ import pytest
 
 from integration_tests.conftest import Recipe
 
-pytestmark = pytest.mark.outage
+pytestmark = pytest.mark.extended
 
 COMMON = (
     "run.eval_every=0",

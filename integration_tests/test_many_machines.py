@@ -16,7 +16,7 @@ from integration_tests.conftest import Recipe, recipes_in
 from integration_tests.machines import Machines, machines
 from rl_plugins.run_folder import RunFolder, read_metrics
 
-pytestmark = pytest.mark.outage
+pytestmark = pytest.mark.extended
 
 SMALL = (
     "batch.prompts_per_step=4", "batch.samples_per_prompt=4", "run.eval_every=0", "tracking.enabled=false",

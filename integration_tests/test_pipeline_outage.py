@@ -18,7 +18,7 @@ from mlflow.entities import Run
 from integration_tests.mlflow_server import Server
 from rl_plugins.run_folder import read_metrics
 
-pytestmark = pytest.mark.outage
+pytestmark = pytest.mark.extended
 
 STAGES = ("first", "second")
 PIPELINE = (

@@ -10,7 +10,7 @@ from integration_tests.conftest import recipes_in
 from integration_tests.machines import machines
 from rl_plugins.run_folder import RunFolder, read_metrics
 
-pytestmark = pytest.mark.outage
+pytestmark = pytest.mark.extended
 
 STEPS = 200
 

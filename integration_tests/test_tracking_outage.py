@@ -14,7 +14,7 @@ from integration_tests.conftest import Recipe
 from integration_tests.mlflow_server import Server, best_of
 from rl_plugins.run_folder import read_metrics
 
-pytestmark = pytest.mark.outage
+pytestmark = pytest.mark.extended
 
 STEPS = 60
 

@@ -1,0 +1,67 @@
+"""Pytest plugin that keeps tests fast: a test over the limit of its tier fails, unless `ALLOWED` gives a reason.
+
+The seconds of a test are those of its set-up, call and teardown. A slow or busy machine changes no outcome: a test that
+is over the limit is measured against the limit times the slowdown of the machine at that moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+
+import pytest
+
+LIMITS_S = {"unit": 5.0, "integration": 60.0}
+"""Seconds that a test of a tier may take."""
+ALLOWED: dict[str, tuple[float, str]] = {}
+"""For the id of a test: seconds that the test may take, and the reason."""
+PROBE_S = 0.2
+"""Seconds that `slowdown` computes on the quiet machine that the limits are made for."""
+_PROBE_ROUNDS = 9_000_000
+_SPENT = pytest.StashKey[float]()
+
+
+def slowdown() -> float:
+    """Return how many times as long as on a quiet machine a computation takes now; at least 1."""
+    start = time.perf_counter()
+    total = 0
+    for number in range(_PROBE_ROUNDS):
+        total += number
+    return max(1.0, (time.perf_counter() - start) / PROBE_S)
+
+
+def limit_of(item: pytest.Item) -> float:
+    """Return the seconds that a test may take."""
+    if item.nodeid in ALLOWED:
+        return ALLOWED[item.nodeid][0]
+    return max(limit for tier, limit in LIMITS_S.items() if tier == "unit" or item.get_closest_marker(tier))
+
+
+def excess(item: pytest.Item, seconds: float) -> str | None:
+    """Return a message if a test took longer than its limit, else None."""
+    limit = limit_of(item)
+    if seconds <= limit:
+        return None
+    slower = slowdown()
+    if seconds <= limit * slower:
+        return None
+    return (
+        f"{item.nodeid} took {seconds:.1f} s, its limit is {limit:g} s (the machine is {slower:.1f} times as slow as "
+        "the one that limits are made for): make the test faster, or give a reason in ALLOWED of "
+        "rl_plugins/tests/time_limits.py"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let the teardown of a test that took too long fail."""
+    report = yield
+    item.stash[_SPENT] = item.stash.get(_SPENT, 0.0) + call.duration
+    if call.when == "teardown" and report.passed:
+        message = excess(item, item.stash[_SPENT])
+        if message is not None:
+            report.outcome = "failed"
+            report.longrepr = message
+    return report
