@@ -8,7 +8,7 @@ import pytest
 
 from rl_plugins.tests.patience import TIME_SCALE, patient
 
-pytest_plugins = ["rl_plugins.tests.time_limits"]
+pytest_plugins = ["pytester", "rl_plugins.tests.time_limits"]
 
 INTEGRATION_TESTS = Path(__file__).parent / "integration_tests"
 

@@ -1,0 +1,60 @@
+"""A test that takes longer than its tier allows fails, whatever the speed of the machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_plugins.tests import time_limits
+
+SLOW = """
+import time
+
+import pytest
+
+
+@pytest.mark.unit
+def test_slow():
+    time.sleep(0.05)
+
+
+@pytest.mark.integration
+def test_slow_of_another_tier():
+    time.sleep(0.05)
+"""
+
+
+def outcomes(pytester: pytest.Pytester) -> tuple[dict[str, int], str]:
+    pytester.makepyfile(test_seconds=SLOW)
+    pytester.makeini("[pytest]\nmarkers =\n  unit: fast\n  integration: slower\n")
+    result = pytester.runpytest_inprocess("-p", "rl_plugins.tests.time_limits", "-p", "no:cacheprovider")
+    return result.parseoutcomes(), result.stdout.str()
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_limits, "LIMITS_S", {"unit": 0.01, "integration": 60.0})
+    monkeypatch.setattr(time_limits, "slowdown", lambda: 1.0)
+
+
+def test_test_over_the_limit_of_its_tier_fails(pytester: pytest.Pytester) -> None:
+    counts, output = outcomes(pytester)
+    assert counts == {"passed": 2, "errors": 1}
+    assert "test_seconds.py::test_slow took" in output and "its limit is 0.01 s" in output
+
+
+def test_limit_grows_with_the_slowdown_of_the_machine(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time_limits, "slowdown", lambda: 1e4)
+    assert outcomes(pytester)[0] == {"passed": 2}
+
+
+def test_allowed_test_may_take_the_seconds_given_with_the_reason(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time_limits, "ALLOWED", {"test_seconds.py::test_slow": (60.0, "sleeps")})
+    assert outcomes(pytester)[0] == {"passed": 2}
+
+
+def test_slowdown_is_at_least_1() -> None:
+    assert time_limits.slowdown() >= 1
