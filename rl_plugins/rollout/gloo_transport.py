@@ -4,8 +4,12 @@ All ranks walk the source, which is a collective; rank 0 packs what comes into b
 process of every engine, which load a bucket while the next one is on its way. Both sides cut the same buckets, from
 what is known of the tensors beforehand.
 
-When a process ends or stops, the group is of no use any more: rank 0 leaves it, which all others notice, and asks which
-engines still answer. The next update makes a new group, of those that do.
+Gloo passes a bucket on from one process to the next, and does not tell a process that has half a bucket when the rest
+will not come. So nobody leaves an update that can go on: an engine that cannot load a bucket takes the others all the
+same, and says why when the update is through.
+
+When a process ends or stops, the group is of no use any more: rank 0 leaves it, which the others notice, with half a
+bucket by their deadline, and asks which engines still answer. The next update makes a new group, of those that do.
 """
 
 from __future__ import annotations
@@ -242,33 +246,46 @@ class GlooReceiver:
         self._connect = connect
 
     def receive(self) -> None:
-        """Take in all weights once.
+        """Take in all weights once; if the model cannot load a bucket, the rest is taken in and not loaded.
 
         Raises:
             DeadlineExceeded: they did not come in time.
             ConnectionError: the sender ended.
+            Exception: the first that the model's loader raised, when all weights have come.
         """
-        assert self._connect is not None, "expect comes first"
-        waits_for = f"the engine waited {self._timeout_s:.0f} s for rank 0 to"
+        failure: Exception | None = None
         try:
-            if self._group is None:
-                with _deadline(f"{waits_for} connect for new weights"):
-                    self._group = self._connect()
-            group, buffers = self._group, self._buffers
-            for slot, (buffer, bucket) in enumerate(zip(buffers, self._buckets, strict=False)):
-                group.broadcast(slot, buffer[: bucket.nbytes])
-            for number, bucket in enumerate(self._buckets):
-                slot = number % _BUFFERS
-                with _deadline(f"{waits_for} send part {number + 1} of {len(self._buckets)} of the weights"):
-                    group.finish(slot)
-                self._load_weights((meta.name, tensor) for meta, tensor in bucket.views(buffers[slot]))
-                if number + _BUFFERS < len(self._buckets):
-                    following = self._buckets[number + _BUFFERS]
-                    group.broadcast(slot, buffers[slot][: following.nbytes])
+            for bucket, buffer in self._received():
+                try:
+                    if failure is None:
+                        self._load_weights((meta.name, tensor) for meta, tensor in bucket.views(buffer))
+                except Exception as error:
+                    failure = error
         except BaseException:
             # Rank 0 must not wait for an engine that takes nothing more.
             self.disconnect()
             raise
+        if failure is not None:
+            raise failure
+
+    def _received(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Each bucket and the buffer that it is in, until the next one is asked for."""
+        assert self._connect is not None, "expect comes first"
+        waits_for = f"the engine waited {self._timeout_s:.0f} s for rank 0 to"
+        if self._group is None:
+            with _deadline(f"{waits_for} connect for new weights"):
+                self._group = self._connect()
+        group, buffers = self._group, self._buffers
+        for slot, (buffer, bucket) in enumerate(zip(buffers, self._buckets, strict=False)):
+            group.broadcast(slot, buffer[: bucket.nbytes])
+        for number, bucket in enumerate(self._buckets):
+            slot = number % _BUFFERS
+            with _deadline(f"{waits_for} send part {number + 1} of {len(self._buckets)} of the weights"):
+                group.finish(slot)
+            yield bucket, buffers[slot]
+            if number + _BUFFERS < len(self._buckets):
+                following = self._buckets[number + _BUFFERS]
+                group.broadcast(slot, buffers[slot][: following.nbytes])
 
     def disconnect(self) -> None:
         """Leave the sender."""
@@ -302,7 +319,7 @@ class _Group:
             self._under_way[slot].wait()
 
     def close(self) -> None:
-        """Close all connections: whoever waits for this process hears of it."""
+        """Close all connections: processes that wait for this one hear of it, but for those that have half a bucket."""
         self._under_way.clear()
         self._gloo = None
 
