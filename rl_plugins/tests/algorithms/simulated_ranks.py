@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from contextlib import ExitStack
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_plugins.stages.dealing import Table
+from rl_plugins.tests.patience import patient
 
 Collective = Callable[[Tensor], Tensor]
 
@@ -18,9 +20,10 @@ Collective = Callable[[Tensor], Tensor]
 def meet_on_ranks(num_ranks: int, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
     """`function(rank, everyones)` of every rank; `everyones(x)` gives the x of all ranks, in their order.
 
-    A rank that skips a meeting times out.
+    What a rank raises ends all ranks and is raised here. Ranks that call `everyones` unequally often raise
+    BrokenBarrierError.
     """
-    barrier = Barrier(num_ranks, timeout=10)
+    barrier = Barrier(num_ranks, timeout=patient(20))
     slots: list[Any] = [None] * num_ranks
 
     def one(rank: int) -> Any:
@@ -31,10 +34,19 @@ def meet_on_ranks(num_ranks: int, function: Callable[[int, Callable[[Any], list[
             barrier.wait()
             return all_of_them
 
-        return function(rank, everyones)
+        with ExitStack() as on_error:
+            on_error.callback(barrier.abort)
+            result = function(rank, everyones)
+            on_error.pop_all()
+        return result
 
     with ThreadPoolExecutor(num_ranks) as pool:
-        return list(pool.map(one, range(num_ranks)))
+        futures = [pool.submit(one, rank) for rank in range(num_ranks)]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    # The ranks that waited for the one that failed say no more than that.
+    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]
 
 
 def run_on_ranks(num_ranks: int, function: Callable[[int, Collective, Collective], Any]) -> list[Any]:

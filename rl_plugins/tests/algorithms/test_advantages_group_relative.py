@@ -30,7 +30,7 @@ def advantages(name: str, rewards: list[float], groups: list[int], mask: Any = N
     return result
 
 
-def test_only_the_best_of_a_group_learns_its_lead() -> None:
+def test_grpo_passk_rewards_the_lead_of_the_best_sample() -> None:
     rewards, groups = [3.0, 5.0, 1.0, 2.0, 2.0, 0.0, 7.0], [0, 0, 0, 1, 1, 1, 2]
     plain = advantages("grpo_passk", rewards, groups, normalize=False)
     # 5 leads by 2; the best of the second group is shared; the third has no second best.
@@ -39,28 +39,28 @@ def test_only_the_best_of_a_group_learns_its_lead() -> None:
     assert normalized[:, 0].tolist() == pytest.approx([0, 1, 0, 0, 0, 0, 0], abs=1e-6)
 
 
-def test_best_of_negative_rewards() -> None:
+def test_grpo_passk_accepts_negative_rewards() -> None:
     assert advantages("grpo_passk", [-3.0, -1.0], [0, 0], normalize=False)[:, 0].tolist() == [0, 2]
 
 
-def test_leave_one_out() -> None:
+def test_rloo_subtracts_the_mean_of_the_other_samples() -> None:
     # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; a lone sample keeps its reward.
     result = advantages("rloo", [1.0, 2.0, 6.0, 4.0], [0, 0, 0, 1])
     assert result[:, 0].tolist() == pytest.approx([-3, -1.5, 4.5, 4])
 
 
-def test_baseline_weighted_by_length() -> None:
+def test_opo_weights_the_baseline_by_response_length() -> None:
     # Lengths 1, 3: the baseline is (1 * 4 + 3 * 0) / 4 = 1. The third sample is alone, the group of the last is empty.
     mask = [[1, 0, 0], [1, 1, 1], [1, 0, 0], [0, 0, 0], [0, 0, 0]]
     result = advantages("opo", [4.0, 0.0, 2.0, 3.0, 1.0], [0, 0, 1, 2, 2], mask)
     assert result.tolist() == [[3, 0, 0], [-1, -1, -1], [2, 0, 0], [0, 0, 0], [0, 0, 0]]
 
 
-def test_an_empty_response_does_not_weigh_on_a_baseline_by_length() -> None:
+def test_opo_leaves_empty_responses_out_of_the_baseline() -> None:
     assert advantages("opo", [4.0, 100.0, 2.0], [0, 0, 0], [[1], [0], [1]])[:, 0].tolist() == [1, 0, -1]
 
 
-def test_group_policy_gradient_makes_up_for_rewards_of_zero() -> None:
+def test_gpg_scales_by_the_share_of_nonzero_rewards() -> None:
     # Two of four samples have a reward: alpha = 2.
     result = advantages("gpg", [0.0, 1.0, 0.0, 3.0], [0, 0, 1, 1])
     assert result[:, 0].tolist() == pytest.approx([-1, 1, -3, 3])
@@ -69,7 +69,7 @@ def test_group_policy_gradient_makes_up_for_rewards_of_zero() -> None:
     assert not advantages("gpg", [0.0, 0.0], [0, 0]).any()
 
 
-def test_group_policy_gradient_counts_rewards_of_all_ranks() -> None:
+def test_gpg_counts_nonzero_rewards_of_all_ranks() -> None:
     """Three of six samples have a reward, unevenly over two ranks: alpha = 2 on both."""
     rewards, groups = ([1.0, 3.0], [0.0, 2.0, 0.0, 0.0]), ([0, 0], [1, 1, 2, 2])
 
@@ -79,19 +79,19 @@ def test_group_policy_gradient_counts_rewards_of_all_ranks() -> None:
     assert run_on_ranks(2, one) == [[-2, 2], [-2, 2, 0, 0]]
 
 
-def test_group_policy_gradient_refuses_a_norm_of_zero() -> None:
+def test_gpg_refuses_a_norm_of_zero() -> None:
     with pytest.raises(ValueError, match=r"norm=0\.0: use a positive number"):
         advantages("gpg", [0.0, 1.0], [0, 0], norm=0.0)
 
 
-def test_maximum_likelihood_counts_rare_successes_more() -> None:
+def test_max_rl_gives_rare_successes_larger_advantages() -> None:
     # Success rates 1/4 and 3/4: (1 - 1/4) / (1/4) = 3, and (1 - 3/4) / (3/4) = 1/3; a failure is always -1.
     rewards, groups = [1.0, 0, 0, 0, 1, 1, 1, 0], [0] * 4 + [1] * 4
     result = advantages("max_rl", rewards, groups, eps=0.0)[:, 0].tolist()
     assert result == pytest.approx([3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1])
 
 
-def test_maximum_likelihood_is_the_mean_over_successes() -> None:
+def test_max_rl_is_the_mean_over_successes_up_to_a_control_variate() -> None:
     """The paper's estimator: the sum over successes, divided by their number, up to a term of expectation 0."""
     rewards = [1.0, 0, 1, 0, 0, 0]
     result = advantages("max_rl", rewards, [0] * 6, eps=0.0)[:, 0]
@@ -99,11 +99,11 @@ def test_maximum_likelihood_is_the_mean_over_successes() -> None:
     torch.testing.assert_close(result / 6, torch.tensor(rewards).double() / 2 + control)
 
 
-def test_maximum_likelihood_without_a_success_teaches_nothing() -> None:
+def test_max_rl_gives_zero_to_groups_without_success() -> None:
     assert not advantages("max_rl", [0.0, 0.0, -1.0, 0.5, 1.0], [0, 0, 1, 1, 2]).any()
 
 
-def test_components_are_normalized_one_by_one() -> None:
+def test_gdpo_normalizes_each_reward_component() -> None:
     """Rewards (0, 2), (1, 2) against (0, 1), (1, 0): with one number for both, sums 2, 3, 1, 1 lose who did what."""
     components = torch.tensor([[0.0, 2.0], [1.0, 2.0], [0.0, 1.0], [1.0, 0.0]]).double()
     result = advantages("gdpo", [0.0] * 4, [0, 0, 1, 1], component_rewards_BK=components, weights=[1.0, 3.0])
@@ -113,13 +113,13 @@ def test_components_are_normalized_one_by_one() -> None:
     torch.testing.assert_close(result[:, 0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_whitening_is_over_tokens_not_over_samples() -> None:
+def test_gdpo_whitens_over_tokens_and_not_over_samples() -> None:
     # GRPO gives +- root(1/2) on 3 tokens and 1 token: mean root(1/2)/2, unbiased variance 1/2.
     result = advantages("gdpo", [1.0, 0.0], [0, 0], [[1, 1, 1], [0, 0, 1]])
     expected = torch.tensor([[0.5, 0.5, 0.5], [0, 0, -1.5]]).double()
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_components_need_a_weight_each() -> None:
+def test_gdpo_refuses_weights_that_do_not_match_the_components() -> None:
     with pytest.raises(ValueError, match=r"weights=\[1\.0\]: give one for each of the 2 reward components"):
         advantages("gdpo", [0.0], [0], component_rewards_BK=torch.zeros(1, 2), weights=[1.0])

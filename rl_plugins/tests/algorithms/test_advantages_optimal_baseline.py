@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rl_plugins.algorithms.advantages.optimal_baseline import optimal_token_baseline, tir_optimal_token_baseline
 from rl_plugins.tests.algorithms.advantage_cases import Inputs, make_inputs
+from rl_plugins.tests.loops import for_each
 
 ESTIMATORS = (optimal_token_baseline, tir_optimal_token_baseline)
 
@@ -57,11 +58,13 @@ def in_loops(inputs: Inputs, compact: bool, zero_tail: bool) -> Tensor:
     return advantages
 
 
-@pytest.mark.parametrize("zero_tail", [True, False])
-@pytest.mark.parametrize("compact", [True, False])
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("seed", range(5))
-def test_agrees_with_loops(seed: int, weighted: bool, compact: bool, zero_tail: bool) -> None:
+@for_each("zero_tail", [True, False])
+@for_each("compact", [True, False])
+@for_each("weighted", [True, False])
+@for_each("seed", range(5))
+def test_optimal_token_baselines_agree_with_plain_loops(
+    seed: int, weighted: bool, compact: bool, zero_tail: bool
+) -> None:
     inputs = make_inputs("tir_optimal_token_baseline", seed)
     if not weighted:
         del inputs["rollout_weights_BT"]
@@ -69,8 +72,8 @@ def test_agrees_with_loops(seed: int, weighted: bool, compact: bool, zero_tail: 
     torch.testing.assert_close(advantages, in_loops(inputs, compact, zero_tail), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_by_hand(estimator: Any) -> None:
+@for_each("estimator", ESTIMATORS)
+def test_optimal_token_baselines_match_a_computation_by_hand(estimator: Any) -> None:
     """Norms 1, 1, 1 and 3, 1; energies 1, 2, 3 and 3, 4; returns 4, 4, 4 and 8, 8."""
     inputs = inputs_of(
         rewards=[[0.0, 0.0, 4.0], [0.0, 8.0, 0.0]],
@@ -87,7 +90,7 @@ def test_by_hand(estimator: Any) -> None:
     torch.testing.assert_close(estimator(**inputs, zero_tail=False)[0], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_importance_weights_count_squared() -> None:
+def test_optimal_token_baseline_squares_rollout_weights() -> None:
     inputs = inputs_of(rewards=[[4.0], [8.0]], mask=[[1], [1]], energies=[[1.0], [1.0]])
     inputs["rollout_weights_BT"] = torch.tensor([[1.0], [3.0]]).double()
     advantages, _ = optimal_token_baseline(**inputs)
@@ -95,7 +98,7 @@ def test_importance_weights_count_squared() -> None:
     assert advantages[:, 0].tolist() == pytest.approx([4 - baseline, 8 - baseline])
 
 
-def test_the_nth_token_is_compared_with_nth_tokens() -> None:
+def test_tir_optimal_token_baseline_aligns_sampled_tokens_by_number() -> None:
     """An observation in one of two equal responses: only the count of sampled tokens lines them up."""
     rewards, energies = [[0.0, 0.0, 4.0], [0.0, 8.0, 0.0]], [[1.0, 5.0, 1.0], [1.0, 1.0, 1.0]]
     inputs = inputs_of(rewards=rewards, mask=[[1, 0, 1], [1, 1, 0]], energies=energies)
@@ -104,15 +107,15 @@ def test_the_nth_token_is_compared_with_nth_tokens() -> None:
     torch.testing.assert_close(advantages, torch.tensor([[-2.0, 0, -2], [2, 2, 0]]).double(), rtol=1e-6, atol=1e-6)
 
 
-def test_for_full_responses_without_observations_both_are_the_same() -> None:
+def test_optimal_token_baselines_agree_on_full_responses_without_observations() -> None:
     inputs = make_inputs("tir_optimal_token_baseline", 4)
     inputs["response_mask_BT"] = torch.ones_like(inputs["response_mask_BT"])
     for plain, tir in zip(optimal_token_baseline(**inputs), tir_optimal_token_baseline(**inputs), strict=True):
         torch.testing.assert_close(tir, plain, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_rounding_of_certain_tokens_cannot_blow_up_the_baseline(estimator: Any) -> None:
+@for_each("estimator", ESTIMATORS)
+def test_optimal_token_baselines_stay_bounded_for_tokens_of_probability_1(estimator: Any) -> None:
     """Probabilities of 1 have a norm of 0, give or take a rounding error of either sign."""
     inputs = inputs_of(
         rewards=[[4.0], [8.0], [0.0]], mask=[[1]] * 3, energies=[[1e-7], [-0.999e-7], [0.0]]
@@ -121,7 +124,7 @@ def test_rounding_of_certain_tokens_cannot_blow_up_the_baseline(estimator: Any) 
     assert (advantages.abs() <= 8).all()
 
 
-def test_the_weighted_norm_of_the_gradient_is_smallest() -> None:
+def test_optimal_token_baseline_minimizes_the_weighted_gradient_norm() -> None:
     """`sum_i W (g - B)^2` over the group has its least value at the optimal baseline, at every position."""
     generator = torch.Generator().manual_seed(0)
     energies = torch.rand(6, 4, generator=generator).double() + 0.1

@@ -25,6 +25,7 @@ from rl_plugins.tests.algorithms.reference import reward_shaping as reference_sh
 from rl_plugins.tests.algorithms.reference import rollout_correction as reference_correction
 from rl_plugins.tests.algorithms.reference import value_loss as reference_value
 from rl_plugins.tests.algorithms.reference.inputs import Inputs, make_inputs, pick, with_garbage
+from rl_plugins.tests.loops import for_each
 
 SEEDS = range(4)
 TOLERANCE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
@@ -61,9 +62,11 @@ ADVANTAGE_CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("name", "extra", "options"), ADVANTAGE_CASES)
-def test_advantages(name: str, extra: tuple[str, ...], options: dict[str, Any], seed: int) -> None:
+@for_each("seed", SEEDS)
+@for_each(("name", "extra", "options"), ADVANTAGE_CASES)
+def test_advantages_agree_with_the_second_implementation(
+    name: str, extra: tuple[str, ...], options: dict[str, Any], seed: int
+) -> None:
     inputs: dict[str, Any] = pick(make_inputs(seed, groups_of_one=name != "grpo_passk"), *ADVANTAGE_INPUTS, *extra)
     if name == "max_rl":
         # Defined for rewards of at least 0.
@@ -74,8 +77,8 @@ def test_advantages(name: str, extra: tuple[str, ...], options: dict[str, Any], 
         np.testing.assert_allclose(mine.numpy(), theirs, **TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["power", "extremes", "best"])
-def test_resampling_weights(kind: Any) -> None:
+@for_each("kind", ["power", "extremes", "best"])
+def test_resampling_weights_agree_with_the_second_implementation(kind: Any) -> None:
     rewards_B = make_inputs(0)["scores_B"]
     expected = reference_advantages.resampling_weights(rewards_B=rewards_B, kind=kind)
     got = resampling_weights(rewards_B=torch.from_numpy(rewards_B), kind=kind)
@@ -110,9 +113,9 @@ def loss_inputs(name: str, seed: int, *, extremes: bool) -> dict[str, Any]:
     return {**chosen, "response_mask_BT": inputs["loss_mask_BT"]}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("name", "options"), LOSS_CASES)
-def test_policy_losses(name: str, options: dict[str, Any], seed: int) -> None:
+@for_each("seed", SEEDS)
+@for_each(("name", "options"), LOSS_CASES)
+def test_policy_losses_agree_with_the_second_implementation(name: str, options: dict[str, Any], seed: int) -> None:
     inputs = loss_inputs(name, seed, extremes=name not in UNBOUNDED)
     expected = getattr(reference_losses, name)(**inputs, **options)
     got, _ = POLICY_LOSSES[name](**tensors(inputs), **options)
@@ -123,8 +126,8 @@ def test_policy_losses(name: str, options: dict[str, Any], seed: int) -> None:
 STOP_GRADIENTS = ("cispo", "dppo_tv", "dppo_kl", "gspo")
 
 
-@pytest.mark.parametrize(("name", "options"), LOSS_CASES)
-def test_gradients_of_policy_losses(name: str, options: dict[str, Any]) -> None:
+@for_each(("name", "options"), LOSS_CASES)
+def test_policy_loss_gradients_agree_with_the_second_implementation(name: str, options: dict[str, Any]) -> None:
     inputs = loss_inputs(name, 1, extremes=False)
     mask_BT = inputs["response_mask_BT"]
     clean = {key: np.where(mask_BT, value, 0.0) if key in LOSS_INPUTS else value for key, value in inputs.items()}
@@ -151,8 +154,8 @@ def test_gradients_of_policy_losses(name: str, options: dict[str, Any]) -> None:
     np.testing.assert_allclose(log_probs_BT.grad.numpy(), np.where(mask_BT, expected, 0), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_what_combines_with_losses(seed: int) -> None:
+@for_each("seed", SEEDS)
+def test_loss_modifiers_agree_with_the_second_implementation(seed: int) -> None:
     inputs = make_inputs(seed)
     base: dict[str, Any] = {**pick(inputs, *LOSS_INPUTS), "response_mask_BT": inputs["loss_mask_BT"]}
     keep_B = loss_modifiers.off_policy_sequence_mask(**tensors(base), threshold=0.1)
@@ -181,9 +184,9 @@ def test_what_combines_with_losses(seed: int) -> None:
 # KL, values, correction, shaping ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", list(KL_ESTIMATORS))
-def test_kl(name: str, seed: int) -> None:
+@for_each("seed", SEEDS)
+@for_each("name", list(KL_ESTIMATORS))
+def test_kl_estimators_agree_with_the_second_implementation(name: str, seed: int) -> None:
     inputs: dict[str, Any] = pick(make_inputs(seed), "log_probs_BT", "ref_log_probs_BT", "response_mask_BT")
     expected = reference_kl.kl(name=name, **inputs)
     given = tensors(inputs)
@@ -192,15 +195,15 @@ def test_kl(name: str, seed: int) -> None:
     np.testing.assert_allclose(np.where(mask_BT, got.numpy(), 0), np.where(mask_BT, expected, 0), **TOLERANCE)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_full_kl(seed: int) -> None:
+@for_each("seed", SEEDS)
+def test_full_kl_agrees_with_the_second_implementation(seed: int) -> None:
     inputs: dict[str, Any] = pick(make_inputs(seed), "logits_NV", "ref_logits_NV")
     np.testing.assert_allclose(full_kl(**tensors(inputs)).numpy(), reference_kl.full_kl(**inputs), **TOLERANCE)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("clip", [0.5, 0.1, None])
-def test_value_loss(clip: float | None, seed: int) -> None:
+@for_each("seed", SEEDS)
+@for_each("clip", [0.5, 0.1, None])
+def test_value_loss_agrees_with_the_second_implementation(clip: float | None, seed: int) -> None:
     inputs: dict[str, Any] = pick(make_inputs(seed), "values_BT", "old_values_BT", "returns_BT", "response_mask_BT")
     got, _ = value_loss(**tensors(inputs), clip=clip)
     mask_BT = inputs["response_mask_BT"]
@@ -213,10 +216,12 @@ def correction_inputs(seed: int, *, extremes: bool) -> dict[str, Any]:
     return {**pick(inputs, "log_probs_BT", "rollout_log_probs_BT"), "response_mask_BT": inputs["loss_mask_BT"]}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("options", [{}, {"cap": 2.0}, {"band": (0.5, 5.0)}, {"cap": 1.5, "normalize": True}])
-def test_importance_weights(level: Any, options: dict[str, Any], seed: int) -> None:
+@for_each("seed", SEEDS)
+@for_each("level", ["token", "sequence"])
+@for_each("options", [{}, {"cap": 2.0}, {"band": (0.5, 5.0)}, {"cap": 1.5, "normalize": True}])
+def test_importance_weights_agree_with_the_second_implementation(
+    level: Any, options: dict[str, Any], seed: int
+) -> None:
     inputs = correction_inputs(seed, extremes=True)
     expected = reference_correction.importance_weights(**inputs, level=level, **options)
     got = importance_weights(**tensors(inputs), level=level, **options)
@@ -231,17 +236,17 @@ K23 = [
 ]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("mode", "threshold"), [*K1, *K23])
-def test_rejection(mode: Any, threshold: float, seed: int) -> None:
+@for_each("seed", SEEDS)
+@for_each(("mode", "threshold"), [*K1, *K23])
+def test_rejection_mask_agrees_with_the_second_implementation(mode: Any, threshold: float, seed: int) -> None:
     inputs = correction_inputs(seed, extremes=True)
     expected = reference_correction.rejection_mask(**inputs, rules=[reference_correction.Rejection(mode, threshold)])
     got = rejection_mask(**tensors(inputs), rules=[Rejection(mode, threshold)])
     np.testing.assert_array_equal(got.numpy(), expected)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_chained_rejection_and_bands(seed: int) -> None:
+@for_each("seed", SEEDS)
+def test_rejection_mask_of_chained_rules_agrees_with_the_second_implementation(seed: int) -> None:
     inputs = correction_inputs(seed, extremes=True)
     theirs = (
         reference_correction.Rejection("token_k1", None, 0.8, 1.5),
@@ -252,8 +257,8 @@ def test_chained_rejection_and_bands(seed: int) -> None:
     np.testing.assert_array_equal(rejection_mask(**tensors(inputs), rules=rules).numpy(), expected)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_diagnostics(seed: int) -> None:
+@for_each("seed", SEEDS)
+def test_diagnostics_agree_with_the_second_implementation(seed: int) -> None:
     inputs = correction_inputs(seed, extremes=False)
     weights_BT = reference_correction.importance_weights(**inputs, cap=2.0)
     expected = reference_correction.diagnostics(**inputs, weights_BT=weights_BT)
@@ -264,7 +269,7 @@ def test_diagnostics(seed: int) -> None:
         assert got[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
 
 
-def test_reward_shaping() -> None:
+def test_reward_shaping_agrees_with_the_second_implementation() -> None:
     inputs = make_inputs(3)
     lengths_B, rewards_B = inputs["response_lengths_B"], inputs["scores_B"]
     options: dict[str, Any] = {"max_tokens": 12, "buffer_tokens": 5, "factor": 0.7}

@@ -9,14 +9,17 @@ import torch
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, aggregate, local_counts
 from rl_plugins.tests.algorithms.batches import make_batch
 from rl_plugins.tests.algorithms.reference import basics as reference
+from rl_plugins.tests.loops import for_each
 
 SPLITS = [[[16]], [[3, 13]], [[1] * 8, [1] * 8], [[5, 3], [8]], [[4], [4], [4], [3, 1]]]
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("garbage", [0.0, torch.nan])
-def test_any_split_gives_the_loss_and_gradient_of_the_whole(mode: str, split: list[list[int]], garbage: float) -> None:
+@for_each("mode", AGGREGATIONS)
+@for_each("split", SPLITS)
+@for_each("garbage", [0.0, torch.nan])
+def test_aggregate_gives_the_same_loss_and_gradient_for_any_split(
+    mode: str, split: list[list[int]], garbage: float
+) -> None:
     batch = make_batch(6)
     values = batch.with_garbage(garbage).advantages.requires_grad_()
     shards = [size for rank in split for size in rank]
@@ -38,8 +41,8 @@ def test_any_split_gives_the_loss_and_gradient_of_the_whole(mode: str, split: li
         assert float(gradient[position]) == pytest.approx(slope, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_nothing_valid_is_zero_and_has_a_gradient(mode: str) -> None:
+@for_each("mode", AGGREGATIONS)
+def test_aggregate_without_valid_tokens_is_zero_and_has_a_gradient(mode: str) -> None:
     """A rank whose micro-batch holds nothing valid still runs its backward pass."""
     values = torch.full((2, 3), torch.nan, requires_grad=True)
     mask = torch.zeros(2, 3)
@@ -53,7 +56,7 @@ def test_nothing_valid_is_zero_and_has_a_gradient(mode: str) -> None:
     assert no_width.item() == 0 and no_width.requires_grad
 
 
-def test_refusals() -> None:
+def test_aggregate_refuses_an_unknown_aggregation_and_a_missing_scale_factor() -> None:
     values, counts = torch.ones(1, 1), GlobalCounts(1, 1)
     with pytest.raises(ValueError, match="needs scale_factor"):
         aggregate(values, values, "seq-mean-token-sum-norm", counts)

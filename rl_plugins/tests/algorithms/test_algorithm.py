@@ -15,6 +15,7 @@ from rl_plugins.algorithms.kl import AdaptiveKL, FixedKL
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
 from rl_plugins.tests.algorithms.reference import basics as reference
+from rl_plugins.tests.loops import for_each
 
 
 def advantages(algorithm: Algorithm, batch: Batch, coefficient: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,9 +46,9 @@ def loss_and_gradient(algorithm: Algorithm, batch: Batch, coefficient: float) ->
     return loss.item(), gradient, metrics
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("placement", ["loss", "reward"])
-def test_advantages_agree_with_loops(estimator: str, placement: Any) -> None:
+@for_each("estimator", ["k1", "k2", "k3"])
+@for_each("placement", ["loss", "reward"])
+def test_algorithm_advantages_agree_with_plain_loops(estimator: str, placement: Any) -> None:
     algorithm = Algorithm(kl=KLConfig(coefficient=0.2, placement=placement, estimator=estimator))
     batch = make_batch(8)
     scores = batch.rewards() * batch.valid[:, None]
@@ -64,7 +65,7 @@ def test_advantages_agree_with_loops(estimator: str, placement: Any) -> None:
         assert torch.equal(returns, actual)
 
 
-def test_empty_responses_take_part_in_the_group_and_nothing_else() -> None:
+def test_algorithm_advantages_count_empty_responses_in_the_group() -> None:
     algorithm = Algorithm(advantage_options={"scale": "none"})
 
     def of(mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,9 +82,9 @@ def test_empty_responses_take_part_in_the_group_and_nothing_else() -> None:
     assert rewards.shape == none.shape == (2, 0)
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_loss_agrees_with_loops_and_masked_positions_never_matter(mode: str, estimator: str) -> None:
+@for_each("mode", AGGREGATIONS)
+@for_each("estimator", ["k1", "k2", "k3"])
+def test_algorithm_loss_agrees_with_plain_loops_and_ignores_masked_positions(mode: str, estimator: str) -> None:
     algorithm = Algorithm(
         aggregation=mode,
         scale_factor=5.0,
@@ -97,7 +98,8 @@ def test_loss_agrees_with_loops_and_masked_positions_never_matter(mode: str, est
     for i, t in np.argwhere(batch.mask.numpy() > 0):
         kls[i, t] = reference.kl(estimator, float(batch.log_probs[i, t]), float(batch.ref[i, t]))
     # The metric is the mean of each sequence: that is what the controller is fed.
-    means = kls.sum(axis=1) / batch.mask.numpy().sum(axis=1)
+    with np.errstate(invalid="ignore"):
+        means = kls.sum(axis=1) / batch.mask.numpy().sum(axis=1)  # NaN for an empty response.
     np.testing.assert_allclose(metrics["kl"].numpy(), means, rtol=1e-9, atol=1e-9)
     expected += 0.3 * kls
     assert loss == pytest.approx(reference.aggregate(expected, batch.mask.numpy(), mode, 5.0), rel=1e-9)
@@ -107,7 +109,7 @@ def test_loss_agrees_with_loops_and_masked_positions_never_matter(mode: str, est
     assert gradient.isfinite().all() and (gradient[batch.mask == 0] == 0).all() and gradient.any()
 
 
-def test_kl_in_the_reward_is_measured_but_stays_out_of_the_loss() -> None:
+def test_algorithm_loss_measures_kl_and_leaves_out_kl_placed_in_the_reward() -> None:
     batch = make_batch(10)
     with_kl = Algorithm(kl=KLConfig(coefficient=0.2, placement="reward"))
     loss, _, metrics = loss_and_gradient(with_kl, batch, 0.2)
@@ -115,7 +117,7 @@ def test_kl_in_the_reward_is_measured_but_stays_out_of_the_loss() -> None:
     assert loss == loss_and_gradient(with_kl, batch, 0.9)[0]
 
 
-def test_what_needs_a_reference_and_which_controller() -> None:
+def test_algorithm_needs_and_kl_controller_follow_the_configuration() -> None:
     assert Algorithm().needs == frozenset()
     assert Algorithm(kl=KLConfig(coefficient=0.1)).needs == {"ref_log_probs_BT"}
     in_reward = Algorithm(kl=KLConfig(coefficient=0.1, placement="reward"))
@@ -128,7 +130,7 @@ def test_what_needs_a_reference_and_which_controller() -> None:
     assert KLConfig(coefficient=0.1, target=0.2, horizon=5.0).controller() == AdaptiveKL(0.1, 0.2, 5.0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"advantage": "gae2"}, r"algorithm\.advantage='gae2' is unknown: use one of .*grpo"),
@@ -147,12 +149,12 @@ def test_what_needs_a_reference_and_which_controller() -> None:
         ({"correction": "bypass_token_tis"}, r"correction=bypass_token_tis: .*use correction=bypass.*reinforce"),
     ],
 )
-def test_refusals(options: dict[str, Any], message: str) -> None:
+def test_algorithm_refuses_bad_configurations(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Algorithm(**options)
 
 
-@pytest.mark.parametrize("policy_loss", ["reinforce", "gpg"])
-def test_weights_of_the_current_policy_are_for_losses_without_a_ratio(policy_loss: str) -> None:
+@for_each("policy_loss", ["reinforce", "gpg"])
+def test_algorithm_accepts_bypass_weights_for_losses_without_a_ratio(policy_loss: str) -> None:
     assert Algorithm(policy_loss=policy_loss, correction="bypass_token_tis").rollout_correction.level == "token"
     assert Algorithm(correction="bypass_geo_rs").rollout_correction.rules

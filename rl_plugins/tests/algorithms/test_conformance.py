@@ -141,7 +141,9 @@ def assert_split_does_not_matter(algorithm: Algorithm) -> None:
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("policy_loss", LOSSES)
-def test_losses_with_all_corrections(policy_loss: str, aggregation: str) -> None:
+def test_policy_losses_do_not_depend_on_the_split_with_any_rollout_correction(
+    policy_loss: str, aggregation: str
+) -> None:
     for name, correction in ROLLOUT_CORRECTIONS.items():
         # These are refused.
         if correction.bypass and correction.level is not None and policy_loss in WITH_RATIO:
@@ -150,7 +152,7 @@ def test_losses_with_all_corrections(policy_loss: str, aggregation: str) -> None
 
 
 @pytest.mark.parametrize("policy_loss", LOSSES)
-def test_losses_with_all_that_can_be_combined_with_them(policy_loss: str) -> None:
+def test_policy_losses_do_not_depend_on_the_split_with_any_modifier(policy_loss: str) -> None:
     modifiers = LossModifiers(off_policy_mask=0.1, top_entropy=0.5, positive_nll=0.2)
     for options in (
         {"modifiers": modifiers},
@@ -162,7 +164,7 @@ def test_losses_with_all_that_can_be_combined_with_them(policy_loss: str) -> Non
 
 
 @pytest.mark.parametrize("policy_loss", LOSSES)
-def test_losses_of_a_model_packed_and_padded(policy_loss: str) -> None:
+def test_policy_losses_have_the_same_model_gradient_packed_and_padded(policy_loss: str) -> None:
     """Through all that samples may see of each other in a model: attention, positions, the output head."""
     algorithm = algorithm_of(policy_loss, "seq-mean-token-mean", entropy=EntropyConfig(0.01))
     padded, packed = (model_gradient(algorithm, packed=packed) for packed in (False, True))

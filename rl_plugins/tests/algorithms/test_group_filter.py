@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rl_plugins.algorithms.group_filter import GroupFilter
 from rl_plugins.errors import ConfigError
+from rl_plugins.tests.loops import for_each
 
 # Groups: mixed, all right, all wrong, mixed with a failure, one valid sample, none.
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 5])
@@ -29,22 +30,22 @@ def kept(group_filter: GroupFilter, order: Tensor | None = None) -> set[int]:
     return set(groups[kept_B].tolist())
 
 
-def test_groups_that_score_alike_go_and_lone_samples_stay() -> None:
+def test_informative_drops_groups_of_equal_scores_and_keeps_groups_of_one_sample() -> None:
     assert kept(GroupFilter()) == {0, 3, 4}
     assert kept(GroupFilter(), torch.randperm(len(GROUPS), generator=torch.Generator().manual_seed(0))) == {0, 3, 4}
 
 
-def test_bounds_on_the_mean() -> None:
+def test_informative_keeps_groups_with_a_mean_between_low_and_high() -> None:
     assert kept(GroupFilter(low=0.6)) == {0, 4}
     assert kept(GroupFilter(high=0.6)) == {3}
     assert kept(GroupFilter(low=0.5, high=0.5)) == {3}
 
 
-def test_groups_with_a_truncated_response() -> None:
+def test_informative_drops_groups_with_a_truncated_response() -> None:
     assert kept(GroupFilter(drop_truncated=True)) == {3, 4}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"max_batches": 0}, "max_batches=0: must be at least 1"),
@@ -52,6 +53,6 @@ def test_groups_with_a_truncated_response() -> None:
         ({"low": 0.8, "high": 0.2}, "low=0.8 is above high=0.2"),
     ],
 )
-def test_refusals(options: dict[str, float], message: str) -> None:
+def test_group_filter_refuses_bad_options(options: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GroupFilter(**options)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from rl_plugins.algorithms.implicit_process_reward import (
 from rl_plugins.tests.algorithms.reference import process_rewards as reference
 from rl_plugins.tests.algorithms.reference.inputs import Inputs, make_inputs, pick, with_garbage
 from rl_plugins.tests.algorithms.simulated_ranks import meet_on_ranks
+from rl_plugins.tests.loops import for_each
 
 SEEDS = range(4)
 TOLERANCE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
@@ -54,9 +55,9 @@ def outcomes(seed: int, *, soft: bool = False) -> Inputs:
 # The advantage ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("options", [{}, {"outcome_coefficient": 0.5, "process_coefficient": 2.0}])
-def test_advantages(options: dict[str, Any], seed: int) -> None:
+@for_each("seed", SEEDS)
+@for_each("options", [{}, {"outcome_coefficient": 0.5, "process_coefficient": 2.0}])
+def test_prime_advantages_agree_with_the_second_implementation(options: dict[str, Any], seed: int) -> None:
     inputs: dict[str, Any] = {
         **pick(make_inputs(seed), "token_level_rewards_BT", "response_mask_BT", "groups_B", "valid_B"),
         "process_rewards_BT": np.random.default_rng(seed).normal(size=make_inputs(seed)["values_BT"].shape),
@@ -66,7 +67,7 @@ def test_advantages(options: dict[str, Any], seed: int) -> None:
         np.testing.assert_allclose(mine.numpy(), theirs, **TOLERANCE)
 
 
-def test_advantages_by_hand() -> None:
+def test_prime_advantages_match_a_computation_by_hand() -> None:
     """Two samples: each source minus the other sample's; of the first, two tokens around an observation."""
     rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
     mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
@@ -87,7 +88,7 @@ def test_advantages_by_hand() -> None:
     torch.testing.assert_close(returns, expected)
 
 
-def test_without_process_rewards_it_is_rloo_whitened() -> None:
+def test_prime_without_process_rewards_returns_rloo() -> None:
     inputs = tensors(pick(make_inputs(1), "token_level_rewards_BT", "response_mask_BT", "groups_B", "valid_B"))
     noise = torch.randn(inputs["response_mask_BT"].shape, generator=torch.Generator().manual_seed(0))
     _, returns = ADVANTAGES["prime"](
@@ -96,8 +97,8 @@ def test_without_process_rewards_it_is_rloo_whitened() -> None:
     torch.testing.assert_close(returns, ADVANTAGES["rloo"](**inputs)[0], **TOLERANCE)
 
 
-@pytest.mark.parametrize("option", ["outcome_coefficient", "process_coefficient"])
-def test_a_negative_coefficient_is_refused(option: str) -> None:
+@for_each("option", ["outcome_coefficient", "process_coefficient"])
+def test_prime_refuses_a_negative_coefficient(option: str) -> None:
     inputs = tensors(pick(make_inputs(1), "token_level_rewards_BT", "response_mask_BT", "groups_B", "valid_B"))
     with pytest.raises(ValueError, match=rf"{option}=-1: must be 0 or more"):
         ADVANTAGES["prime"](**inputs, process_rewards_BT=inputs["response_mask_BT"], **{option: -1})
@@ -114,10 +115,12 @@ REWARD_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("with_outcomes", [False, True])
-@pytest.mark.parametrize("options", REWARD_OPTIONS)
-def test_process_rewards(options: dict[str, Any], with_outcomes: bool, seed: int) -> None:
+@for_each("seed", SEEDS)
+@for_each("with_outcomes", [False, True])
+@for_each("options", REWARD_OPTIONS)
+def test_process_rewards_agree_with_the_second_implementation(
+    options: dict[str, Any], with_outcomes: bool, seed: int
+) -> None:
     inputs = two_models(seed)
     if with_outcomes:
         inputs["outcomes_B"] = outcomes(seed)["outcomes_B"]
@@ -128,7 +131,7 @@ def test_process_rewards(options: dict[str, Any], with_outcomes: bool, seed: int
         np.testing.assert_allclose(process_rewards(**tensors(given), **options).numpy(), expected, **TOLERANCE)
 
 
-def test_with_an_outcome_the_sum_of_all_is_the_outcome() -> None:
+def test_process_rewards_with_an_outcome_sum_to_the_outcome() -> None:
     mask, zeros = torch.ones(1, 4), torch.zeros(1, 4)
     log_probs = torch.tensor([[1.0, -2.0, 0.5, 7.0]])
     given: dict[str, Any] = {"log_probs_BT": log_probs, "reference_log_probs_BT": zeros, "response_mask_BT": mask}
@@ -139,7 +142,7 @@ def test_with_an_outcome_the_sum_of_all_is_the_outcome() -> None:
     torch.testing.assert_close(spread, torch.tensor([[1.0, 0.9, 1.1, 0.0]]))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"granularity": "step"}, "granularity='step': use one of token, whole"),
@@ -147,7 +150,7 @@ def test_with_an_outcome_the_sum_of_all_is_the_outcome() -> None:
         ({"lam": 1.5}, r"lam=1\.5: use a number from 0 to 1"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_process_rewards_refuse_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         process_rewards(**tensors(two_models(0)), **options)
 
@@ -156,8 +159,8 @@ def one_rank(values: Tensor) -> Tensor:
     return values
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_normalized(seed: int) -> None:
+@for_each("seed", SEEDS)
+def test_normalized_agrees_with_the_second_implementation(seed: int) -> None:
     inputs = make_inputs(seed)
     given = {"process_rewards_BT": inputs["values_BT"], "response_mask_BT": inputs["loss_mask_BT"]}
     expected = reference.normalized(**given)
@@ -167,7 +170,7 @@ def test_normalized(seed: int) -> None:
         np.testing.assert_allclose(got.numpy(), expected, **TOLERANCE)
 
 
-def test_normalized_on_two_ranks_one_of_which_has_nothing_is_normalized_on_one() -> None:
+def test_normalized_on_two_ranks_equals_normalized_on_one_rank() -> None:
     inputs = tensors(make_inputs(2))
     rewards, mask = inputs["values_BT"], inputs["loss_mask_BT"]
     together = normalized(process_rewards_BT=rewards, response_mask_BT=mask, max_over_ranks=one_rank)
@@ -188,9 +191,9 @@ def test_normalized_on_two_ranks_one_of_which_has_nothing_is_normalized_on_one()
 # Training -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("soft", [False, True])
-def test_cross_entropy_and_its_gradient(soft: bool, seed: int) -> None:
+@for_each("seed", SEEDS)
+@for_each("soft", [False, True])
+def test_outcome_cross_entropy_and_gradient_agree_with_the_second_implementation(soft: bool, seed: int) -> None:
     inputs, outcomes_B = two_models(seed, garbage=True), outcomes(seed, soft=soft)["outcomes_B"]
     mask_BT = inputs["response_mask_BT"]
     expected_B = reference.process_returns(**inputs, beta=0.3)
@@ -207,10 +210,12 @@ def test_cross_entropy_and_its_gradient(soft: bool, seed: int) -> None:
     np.testing.assert_allclose(gradient_BT.numpy(), 0.3 * slopes_B[:, None] * mask_BT, **TOLERANCE)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("soft", [False, True])
-@pytest.mark.parametrize("best_of_n", [None, "outcome", "return"])
-def test_preference_and_its_gradient(best_of_n: str | None, soft: bool, seed: int) -> None:
+@for_each("seed", SEEDS)
+@for_each("soft", [False, True])
+@for_each("best_of_n", [None, "outcome", "return"])
+def test_outcome_preference_and_gradient_agree_with_the_second_implementation(
+    best_of_n: str | None, soft: bool, seed: int
+) -> None:
     given = outcomes(seed, soft=soft)
     valid_B = given["valid_B"]
     returns_B = np.random.default_rng(seed).normal(size=len(valid_B))
@@ -237,7 +242,7 @@ def test_preference_and_its_gradient(best_of_n: str | None, soft: bool, seed: in
     np.testing.assert_allclose(gradient_B.numpy()[valid_B], slopes_B[valid_B], **TOLERANCE)
 
 
-def test_weights_of_the_best_of_two() -> None:
+def test_best_of_n_weights_match_a_computation_by_hand() -> None:
     weights = best_of_n_weights(
         values_B=torch.tensor([0.0, 1.0, 5.0, 5.0, 9.0]),
         groups_B=torch.tensor([3, 3, 8, 8, 1]),
@@ -247,7 +252,7 @@ def test_weights_of_the_best_of_two() -> None:
     assert weights.tolist() == [1.0, 2.0, 2.0, 2.0, 0.0]
 
 
-def test_single_precision_of_extreme_returns_is_finite() -> None:
+def test_outcome_losses_of_extreme_returns_are_finite_in_float32() -> None:
     returns_B = torch.tensor([500.0, -500.0], requires_grad=True)
     wrong_B = torch.tensor([0.0, 1.0])
     zeros_B = torch.zeros(2)

@@ -12,19 +12,19 @@ def asks(*, first: int, second: int, third: int = 3, fourth: int | None = None) 
     return first, second, third, fourth
 
 
-def test_what_has_neither_default_nor_option_is_required() -> None:
+def test_required_inputs_have_neither_default_nor_option() -> None:
     assert required_inputs(asks, {}) == ["first", "second"]
     assert required_inputs(asks, {"second": 1}) == ["first"]
     assert required_inputs(partial(asks, first=1), {}) == ["second"]
 
 
-def test_inputs_that_are_none_are_not_there_and_options_win() -> None:
+def test_call_with_leaves_out_none_and_prefers_options() -> None:
     inputs = {"first": 1, "second": 2, "third": None, "fourth": 4, "fifth": 5}
     assert call_with(asks, inputs, {}) == (1, 2, 3, 4)
     assert call_with(asks, inputs, {"second": 20, "third": 30}) == (1, 20, 30, 4)
 
 
-def test_a_function_that_takes_anything_gets_everything() -> None:
+def test_call_with_gives_all_inputs_to_a_function_with_kwargs() -> None:
     def everything(**inputs: int) -> dict[str, int]:
         return inputs
 

@@ -9,6 +9,7 @@ import torch
 from rl_plugins.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_in_reward
 from rl_plugins.tests.algorithms.batches import make_batch
 from rl_plugins.tests.algorithms.reference import basics as reference
+from rl_plugins.tests.loops import for_each
 
 GRADIENTS = {
     "k1": lambda d: 1.0,
@@ -17,9 +18,9 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("seed", range(3))
-def test_estimators_agree_with_loops(name: str, seed: int) -> None:
+@for_each("name", ["k1", "k2", "k3"])
+@for_each("seed", range(3))
+def test_kl_estimators_agree_with_plain_loops(name: str, seed: int) -> None:
     batch = make_batch(seed)
     log_probs = batch.log_probs.clone().requires_grad_()
     values = KL_ESTIMATORS[name](log_probs, batch.ref)
@@ -32,7 +33,7 @@ def test_estimators_agree_with_loops(name: str, seed: int) -> None:
     assert name != "k3" or float(values.max()) == 10.0
 
 
-def test_only_k2_has_the_gradient_of_the_reverse_kl() -> None:
+def test_only_k2_has_the_expected_gradient_of_the_reverse_kl() -> None:
     """In expectation over a categorical policy: k1's gradient vanishes, k2's is the exact one."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
@@ -49,8 +50,8 @@ def test_only_k2_has_the_gradient_of_the_reverse_kl() -> None:
     torch.testing.assert_close(expected("k1"), torch.zeros_like(exact))
 
 
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-def test_kl_in_reward_agrees_with_loops(name: str) -> None:
+@for_each("name", ["k1", "k2", "k3"])
+def test_kl_in_reward_agrees_with_plain_loops(name: str) -> None:
     batch = make_batch(4)
     for version in (batch, batch.with_garbage()):
         rewards = kl_in_reward(batch.rewards(), version.old, version.ref, version.mask, coefficient=0.3, estimator=name)
@@ -60,8 +61,8 @@ def test_kl_in_reward_agrees_with_loops(name: str) -> None:
         np.testing.assert_allclose(rewards.numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("measured", [0.0, 0.05, 0.09, 0.1, 0.11, 0.5, -1.0])
-def test_adaptive_coefficient_agrees_with_the_formula(measured: float) -> None:
+@for_each("measured", [0.0, 0.05, 0.09, 0.1, 0.11, 0.5, -1.0])
+def test_adaptive_kl_coefficient_agrees_with_the_formula(measured: float) -> None:
     controller = AdaptiveKL(0.2, target=0.1, horizon=100.0)
     expected = 0.2
     for sequences in (10, 64):
@@ -70,7 +71,7 @@ def test_adaptive_coefficient_agrees_with_the_formula(measured: float) -> None:
         assert controller.coefficient == pytest.approx(expected, rel=1e-12)
 
 
-def test_adaptive_coefficient_survives_a_resume_and_a_fixed_one_follows_the_configuration() -> None:
+def test_adaptive_kl_restores_and_fixed_kl_keeps_the_coefficient() -> None:
     adaptive = AdaptiveKL(0.2)
     adaptive.update(1.0, 500)
     resumed = AdaptiveKL(0.2)

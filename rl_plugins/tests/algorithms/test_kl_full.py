@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rl_plugins.algorithms.kl import full_kl
+from rl_plugins.tests.loops import for_each
 
 
 def random_logits(seed: int, tokens: int = 7, vocabulary: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -16,15 +17,15 @@ def random_logits(seed: int, tokens: int = 7, vocabulary: int = 5) -> tuple[torc
     return logits[0], logits[1]
 
 
-def test_by_hand() -> None:
+def test_full_kl_matches_a_computation_by_hand() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.25], [1 / 3, 1 / 3, 1 / 3]]).double().log() + torch.tensor([[7.0], [-3.0]])
     reference = torch.tensor([[0.25, 0.25, 0.5], [1 / 3, 1 / 3, 1 / 3]]).double().log()
     expected = torch.tensor([0.5 * math.log(2) - 0.25 * math.log(2), 0.0]).double()
     torch.testing.assert_close(full_kl(logits_NV=logits, ref_logits_NV=reference), expected, atol=1e-7, rtol=0)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 1024])
-def test_chunks_do_not_matter_and_torch_agrees(chunk_tokens: int) -> None:
+@for_each("chunk_tokens", [1, 3, 7, 1024])
+def test_full_kl_agrees_with_torch_for_any_chunk_size(chunk_tokens: int) -> None:
     logits, reference = random_logits(0)
     logits.requires_grad_()
     found = full_kl(logits_NV=logits, ref_logits_NV=reference, chunk_tokens=chunk_tokens)
@@ -40,7 +41,7 @@ def test_chunks_do_not_matter_and_torch_agrees(chunk_tokens: int) -> None:
     torch.testing.assert_close(gradient, (weights[:, None] * probs * (differences - expected[:, None])).detach())
 
 
-def test_gradients_of_both_agree_with_finite_differences() -> None:
+def test_full_kl_gradients_agree_with_finite_differences() -> None:
     logits, reference = random_logits(1, tokens=3)
     assert torch.autograd.gradcheck(
         lambda ours, theirs: full_kl(logits_NV=ours, ref_logits_NV=theirs, chunk_tokens=2),
@@ -48,7 +49,7 @@ def test_gradients_of_both_agree_with_finite_differences() -> None:
     )
 
 
-def test_half_precision_is_computed_in_float32() -> None:
+def test_full_kl_computes_bfloat16_logits_in_float32() -> None:
     logits, reference = (x.bfloat16() for x in random_logits(2, tokens=20, vocabulary=300))
     found = full_kl(logits_NV=logits.requires_grad_(), ref_logits_NV=reference, chunk_tokens=8)
     assert found.dtype == torch.float32
@@ -58,7 +59,7 @@ def test_half_precision_is_computed_in_float32() -> None:
     assert gradient.dtype == torch.bfloat16 and gradient.isfinite().all()
 
 
-def test_nothing_of_the_size_of_all_logits_is_kept_for_the_backward_pass() -> None:
+def test_full_kl_saves_no_tensor_of_the_size_of_the_logits() -> None:
     """What autograd saves shares its storage with the logits, or is one number per token."""
     logits, reference = (x.bfloat16() for x in random_logits(3, tokens=64, vocabulary=128))
     logits.requires_grad_()
@@ -77,7 +78,7 @@ def test_nothing_of_the_size_of_all_logits_is_kept_for_the_backward_pass() -> No
     assert logits.grad is not None
 
 
-def test_excluded_entries_of_the_vocabulary() -> None:
+def test_full_kl_accepts_logits_of_minus_infinity() -> None:
     logits, reference = random_logits(4, tokens=2)
     expected = full_kl(logits_NV=logits[:, :3], ref_logits_NV=reference[:, :3])
     logits[:, 3:] = -math.inf
@@ -91,7 +92,7 @@ def test_excluded_entries_of_the_vocabulary() -> None:
     assert full_kl(logits_NV=logits, ref_logits_NV=reference).isposinf().all()
 
 
-def test_no_tokens_and_wrong_options() -> None:
+def test_full_kl_accepts_no_tokens_and_refuses_bad_options() -> None:
     empty = torch.zeros(0, 5, requires_grad=True)
     assert full_kl(logits_NV=empty, ref_logits_NV=torch.zeros(0, 5)).shape == (0,)
     with pytest.raises(ValueError, match=r"\(2, 5\).*\(2, 6\)"):

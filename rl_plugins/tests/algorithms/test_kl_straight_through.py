@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from rl_plugins.algorithms.kl import KL_ESTIMATORS
+from rl_plugins.tests.loops import for_each
 
 LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5, -30.0, -0.1, -2.0], dtype=torch.float64)
 REFERENCE = torch.tensor([-2.0, -0.5, -0.5, -1.0, -40.0, -2.3], dtype=torch.float64)
@@ -17,21 +17,21 @@ def value_and_gradient(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return values.detach(), torch.autograd.grad(values.sum(), log_probs)[0]
 
 
-def test_abs() -> None:
+def test_abs_kl_estimator_matches_a_computation_by_hand() -> None:
     values, gradient = value_and_gradient("abs")
     torch.testing.assert_close(values, torch.tensor([1.0, 1.5, 0.0, 29.0, 39.9, 0.3], dtype=torch.float64))
     assert gradient.tolist() == [1, -1, 0, -1, 1, 1]
 
 
-@pytest.mark.parametrize("base", ["k1", "k3", "abs"])
-def test_straight_through(base: str) -> None:
+@for_each("base", ["k1", "k3", "abs"])
+def test_straight_through_kl_has_the_value_of_the_base_and_the_gradient_of_k2(base: str) -> None:
     values, gradient = value_and_gradient(f"{base}+")
     assert torch.equal(values, value_and_gradient(base)[0])
     assert torch.equal(gradient, LOG_PROBS - REFERENCE)
 
 
-@pytest.mark.parametrize("name", ["k1+", "k2", "k3+", "abs+"])
-def test_expected_gradient_is_that_of_the_reverse_kl(name: str) -> None:
+@for_each("name", ["k1+", "k2", "k3+", "abs+"])
+def test_straight_through_kl_has_the_expected_gradient_of_the_reverse_kl(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, generator=generator, dtype=torch.float64).requires_grad_()
     reference = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(-1)

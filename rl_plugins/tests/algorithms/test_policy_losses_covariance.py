@@ -16,6 +16,7 @@ from rl_plugins.algorithms.policy_losses.covariance import covariances, select_l
 from rl_plugins.algorithms.policy_losses.order_statistics import largest, stable_hash
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
 from rl_plugins.tests.algorithms.simulated_ranks import run_on_ranks
+from rl_plugins.tests.loops import for_each
 
 IDS = torch.arange(100, 116)
 SELECTIONS: list[tuple[Callable[..., Tensor], dict[str, Any]]] = [
@@ -41,7 +42,7 @@ def by_loops(batch: Batch) -> np.ndarray:
     return result
 
 
-def test_covariances_by_hand() -> None:
+def test_covariances_match_a_computation_by_hand() -> None:
     measured = covariances(
         log_probs_BT=torch.tensor([[-1.0, -3.0], [-2.0, torch.nan]]),
         advantages_BT=torch.tensor([[1.0, 1.0], [-5.0, torch.inf]]),
@@ -51,15 +52,15 @@ def test_covariances_by_hand() -> None:
     assert measured.tolist() == [[2.0, -2.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_covariances_agree_with_loops(seed: int) -> None:
+@for_each("seed", range(3))
+def test_covariances_agree_with_plain_loops(seed: int) -> None:
     batch = make_batch(seed)
     np.testing.assert_allclose(covariances(**inputs(batch.with_garbage())).numpy(), by_loops(batch), atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("share", [1e-9, 0.05, 0.3, 1.0])
-def test_the_largest_covariances_are_selected(seed: int, share: float) -> None:
+@for_each("seed", range(3))
+@for_each("share", [1e-9, 0.05, 0.3, 1.0])
+def test_select_largest_selects_the_largest_covariances(seed: int, share: float) -> None:
     batch = make_batch(seed)
     selected = select_largest(**inputs(batch.with_garbage()), ids_B=IDS, seed=0, share=share)
     valid, expected = batch.mask.bool(), torch.from_numpy(by_loops(batch))
@@ -68,9 +69,9 @@ def test_the_largest_covariances_are_selected(seed: int, share: float) -> None:
     assert torch.equal(expected[selected].sort().values, expected[valid].topk(count).values.sort().values)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("share", [1e-9, 0.05, 1.0])
-def test_only_tokens_within_the_band_are_selected(seed: int, share: float) -> None:
+@for_each("seed", range(3))
+@for_each("share", [1e-9, 0.05, 1.0])
+def test_select_within_band_selects_tokens_within_the_band(seed: int, share: float) -> None:
     batch = make_batch(seed)
     options: dict[str, Any] = {"ids_B": IDS, "seed": 7, "share": share, "low": 0.1, "high": 1.0}
     selected = select_within_band(**inputs(batch.with_garbage()), **options)
@@ -81,7 +82,7 @@ def test_only_tokens_within_the_band_are_selected(seed: int, share: float) -> No
     assert share < 1.0 or torch.equal(selected, candidates)
 
 
-def test_the_choice_within_the_band_is_uniform_over_seeds() -> None:
+def test_select_within_band_is_uniform_over_seeds() -> None:
     batch = make_batch(0)
     options: dict[str, Any] = {"share": 0.1, "low": 0.1, "high": 3.0}
     seeds = 2000
@@ -95,10 +96,10 @@ def test_the_choice_within_the_band_is_uniform_over_seeds() -> None:
     assert (hits[candidates] - seeds * probability).abs().max() < 4.5 * deviation
 
 
-@pytest.mark.parametrize(("select", "options"), SELECTIONS)
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("sizes", [[16], [8, 8], [1, 0, 15], [4, 4, 4, 4]], ids=str)
-def test_the_choice_does_not_depend_on_ranks_and_order(
+@for_each(("select", "options"), SELECTIONS)
+@for_each("ties", [False, True])
+@for_each("sizes", [[16], [8, 8], [1, 0, 15], [4, 4, 4, 4]])
+def test_selections_do_not_depend_on_ranks_and_order(
     select: Callable[..., Tensor], options: dict[str, Any], ties: bool, sizes: list[int]
 ) -> None:
     batch = make_batch(2)
@@ -124,7 +125,7 @@ def test_the_choice_does_not_depend_on_ranks_and_order(
     assert torch.equal(torch.cat(run_on_ranks(len(sizes), one_rank)), expected[order])
 
 
-def test_among_equals_exactly_the_wanted_number_is_selected() -> None:
+def test_select_largest_selects_the_exact_number_among_ties() -> None:
     """Tokens of probability 1 in samples of equal advantage tie at the top."""
     log_probs = torch.zeros(4, 10)
     log_probs[:, 5:] = -1.0
@@ -141,7 +142,7 @@ def test_among_equals_exactly_the_wanted_number_is_selected() -> None:
     assert len({tuple(choice.flatten().tolist()) for choice in choices}) > 10
 
 
-def test_equals_share_what_the_larger_ones_leave() -> None:
+def test_select_largest_fills_up_with_ties_after_the_larger_covariances() -> None:
     advantages = torch.tensor([[5.0, 1.0, 1.0, 1.0, 1.0], [-1.0] * 5])
     log_probs = torch.tensor([[0.0] * 5, [-1.0] * 5])
     selected = select_largest(
@@ -155,8 +156,8 @@ def test_equals_share_what_the_larger_ones_leave() -> None:
     assert selected[0, 0] and selected.sum() == 3
 
 
-@pytest.mark.parametrize(("select", "options"), SELECTIONS)
-def test_padding_does_not_change_the_choice(select: Callable[..., Tensor], options: dict[str, Any]) -> None:
+@for_each(("select", "options"), SELECTIONS)
+def test_selections_do_not_depend_on_padding(select: Callable[..., Tensor], options: dict[str, Any]) -> None:
     batch = make_batch(4)
     wide = {name: torch.nn.functional.pad(value, (0, 5)) for name, value in inputs(batch).items()}
     expected = select(**inputs(batch), ids_B=IDS, seed=1, **options)
@@ -164,8 +165,8 @@ def test_padding_does_not_change_the_choice(select: Callable[..., Tensor], optio
     assert torch.equal(selected[:, :12], expected) and not selected[:, 12:].any()
 
 
-@pytest.mark.parametrize(("select", "options"), SELECTIONS)
-def test_nothing_valid_selects_nothing(select: Callable[..., Tensor], options: dict[str, Any]) -> None:
+@for_each(("select", "options"), SELECTIONS)
+def test_selections_without_valid_tokens_are_empty(select: Callable[..., Tensor], options: dict[str, Any]) -> None:
     batch = make_batch(0)
     batch.mask = torch.zeros_like(batch.mask)
     assert not select(**inputs(batch.with_garbage()), ids_B=IDS, seed=0, **options).any()
@@ -173,14 +174,14 @@ def test_nothing_valid_selects_nothing(select: Callable[..., Tensor], options: d
     assert select(**empty, ids_B=IDS[:0], seed=0, **options).shape == (0, 12)
 
 
-@pytest.mark.parametrize("select", [select_within_band, select_largest])
-@pytest.mark.parametrize("share", [0.0, -0.1, 1.1, float("nan")])
-def test_a_share_without_meaning_is_refused(select: Callable[..., Tensor], share: float) -> None:
+@for_each("select", [select_within_band, select_largest])
+@for_each("share", [0.0, -0.1, 1.1, float("nan")])
+def test_selections_refuse_a_share_outside_0_to_1(select: Callable[..., Tensor], share: float) -> None:
     with pytest.raises(ValueError, match=f"share={share}: must be above 0 and at most 1"):
         select(**inputs(make_batch(0)), ids_B=IDS, seed=0, share=share)
 
 
-def test_an_empty_band_is_refused() -> None:
+def test_select_within_band_refuses_an_empty_band() -> None:
     with pytest.raises(ValueError, match=r"low=5.0, high=1.0: low must be below high"):
         select_within_band(**inputs(make_batch(0)), ids_B=IDS, seed=0, low=5.0, high=1.0)
 
@@ -193,8 +194,8 @@ def mixed(bits: int) -> int:
 
 
 @given(seed=st.integers(-(2**70), 2**70), sample=st.integers(-(2**63), 2**63 - 1))
-@settings(max_examples=100, deadline=None)
-def test_the_hash_is_splitmix(seed: int, sample: int) -> None:
+@settings(max_examples=100)
+def test_stable_hash_is_splitmix64(seed: int, sample: int) -> None:
     hashes = stable_hash(torch.tensor([sample]), 3, seed)[0].tolist()
     state = mixed((sample % 2**64) ^ mixed(seed % 2**64))
     expected = [mixed((state + 0x9E3779B97F4A7C15 * position) % 2**64) for position in (1, 2, 3)]
@@ -202,8 +203,8 @@ def test_the_hash_is_splitmix(seed: int, sample: int) -> None:
 
 
 @given(st.lists(st.lists(st.integers(-5, 5), max_size=6), min_size=1, max_size=4), st.integers(1, 12))
-@settings(max_examples=50, deadline=None)
-def test_the_largest_of_all_ranks(shards: list[list[int]], count: int) -> None:
+@settings(max_examples=50)
+def test_largest_gathers_the_largest_values_of_all_ranks(shards: list[list[int]], count: int) -> None:
     sent: list[int] = []
 
     def one_rank(rank: int, _: Any, gather_over_ranks: Any) -> Tensor:

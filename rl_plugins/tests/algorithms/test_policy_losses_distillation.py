@@ -12,6 +12,7 @@ from torch import Tensor
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
 from rl_plugins.tests.algorithms.reference import distillation as reference
 from rl_plugins.tests.algorithms.reference.inputs import make_inputs, pick
+from rl_plugins.tests.loops import for_each
 
 K = 3
 OPTIONS: list[dict[str, Any]] = [
@@ -47,9 +48,9 @@ def loss_of(given: dict[str, Any], top_BTK: Tensor, **options: Any) -> tuple[Ten
     return forward_kl_top_k(**{**inputs, "top_log_probs_BTK": top_BTK}, **options)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("options", OPTIONS)
-def test_loss_and_gradient(options: dict[str, Any], seed: int) -> None:
+@for_each("seed", range(4))
+@for_each("options", OPTIONS)
+def test_forward_kl_top_k_and_gradient_agree_with_the_second_implementation(options: dict[str, Any], seed: int) -> None:
     given = tops(seed)
     mask_BT = given["response_mask_BT"].astype(bool)
     expected_BT = reference.forward_kl_top_k(**given, **options)
@@ -73,7 +74,7 @@ def test_loss_and_gradient(options: dict[str, Any], seed: int) -> None:
         np.testing.assert_allclose(gradient_BTK[..., k].numpy(), slopes_BT, rtol=1e-6, atol=1e-8)
 
 
-def test_with_all_tokens_it_is_the_kl_and_its_gradient_reaches_the_logits() -> None:
+def test_forward_kl_top_k_over_all_tokens_is_the_exact_forward_kl() -> None:
     generator = torch.Generator().manual_seed(3)
     teacher, student = torch.randn((2, 2, 4, 9), generator=generator, dtype=torch.float64).log_softmax(-1)
     student.requires_grad_()
@@ -96,7 +97,7 @@ def test_with_all_tokens_it_is_the_kl_and_its_gradient_reaches_the_logits() -> N
     torch.testing.assert_close(gradient, -teacher.exp())
 
 
-def test_a_policy_that_is_the_teacher_has_nothing_to_learn() -> None:
+def test_forward_kl_top_k_is_zero_for_a_policy_equal_to_the_teacher() -> None:
     given = tops(1)
     of_teacher = torch.from_numpy(given["teacher_top_log_probs_BTK"])
     loss, metrics = loss_of(given, of_teacher)
@@ -104,8 +105,8 @@ def test_a_policy_that_is_the_teacher_has_nothing_to_learn() -> None:
     torch.testing.assert_close(metrics["student_mass"], metrics["teacher_mass"])
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.7])
-def test_the_surrogate_is_added_by_its_weight(weight: float) -> None:
+@for_each("weight", [0.0, 0.7])
+def test_forward_kl_top_k_adds_policy_weight_times_ppo_clip(weight: float) -> None:
     given = tops(2)
     others = {
         name: torch.from_numpy(array)
@@ -125,7 +126,7 @@ def test_the_surrogate_is_added_by_its_weight(weight: float) -> None:
     torch.testing.assert_close(metrics["ppo_kl"], alone_metrics["ppo_kl"])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"policy_weight": -1.0}, r"policy_weight=-1\.0: must be 0 or more"),
@@ -133,7 +134,7 @@ def test_the_surrogate_is_added_by_its_weight(weight: float) -> None:
         ({"log_prob_min_clamp": 10.0}, r"log_prob_min_clamp=10\.0: must be below 0"),
     ],
 )
-def test_bounds_on_the_wrong_side_are_refused(options: dict[str, float], message: str) -> None:
+def test_forward_kl_top_k_refuses_bad_options(options: dict[str, float], message: str) -> None:
     given = tops(0)
     with pytest.raises(ValueError, match=message):
         loss_of(given, torch.from_numpy(given["top_log_probs_BTK"]), **options)

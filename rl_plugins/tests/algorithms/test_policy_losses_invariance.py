@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +9,7 @@ from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, aggreg
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
 from rl_plugins.tests.algorithms.policy_loss_cases import loss_of
+from rl_plugins.tests.loops import for_each
 
 # Sizes of the micro-batches of each rank.
 SPLITS = [[[8, 8]], [[4, 4, 4, 4]], [[1] * 16], [[8], [8]], [[3, 5], [4, 4]]]
@@ -27,9 +27,9 @@ def in_float32(batch: Batch) -> Batch:
     return Batch(**{**vars(batch), **single})
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
-def test_masked_entries_may_hold_anything(name: str, garbage: float) -> None:
+@for_each("name", POLICY_LOSSES)
+@for_each("garbage", [torch.nan, torch.inf, -torch.inf])
+def test_policy_losses_ignore_masked_entries(name: str, garbage: float) -> None:
     for batch in (make_batch(1), in_float32(make_batch(1))):
         loss, gradient, metrics = whole(name, batch)
         dirty_loss, dirty_gradient, dirty_metrics = whole(name, batch.with_garbage(garbage))
@@ -42,8 +42,8 @@ def test_masked_entries_may_hold_anything(name: str, garbage: float) -> None:
             assert values.shape == batch.mask.shape and not values.requires_grad
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_extreme_log_ratios_stay_finite(name: str) -> None:
+@for_each("name", POLICY_LOSSES)
+def test_policy_losses_stay_finite_for_extreme_log_ratios(name: str) -> None:
     """A token that was all but impossible for one of the policies must not end the run."""
     batch = in_float32(make_batch(2))
     batch.old[:, 0::2] -= 200
@@ -52,9 +52,9 @@ def test_extreme_log_ratios_stay_finite(name: str) -> None:
     assert loss.isfinite().all() and gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_any_split_gives_the_gradient_of_the_whole(name: str, mode: str) -> None:
+@for_each("name", POLICY_LOSSES)
+@for_each("mode", AGGREGATIONS)
+def test_policy_losses_have_the_same_gradient_for_any_split(name: str, mode: str) -> None:
     batch = make_batch(6)
     log_probs = batch.log_probs.clone().requires_grad_()
     tokens, sequences = local_counts(batch.mask).tolist()
@@ -80,8 +80,8 @@ def test_any_split_gives_the_gradient_of_the_whole(name: str, mode: str) -> None
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_nothing_valid_is_zero_and_has_a_gradient(name: str) -> None:
+@for_each("name", POLICY_LOSSES)
+def test_policy_losses_without_valid_tokens_are_zero_and_have_a_gradient(name: str) -> None:
     batch = make_batch(0)
     batch.mask = torch.zeros_like(batch.mask)
     loss, gradient, _ = whole(name, batch.with_garbage())

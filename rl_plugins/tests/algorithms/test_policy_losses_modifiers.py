@@ -19,9 +19,10 @@ from rl_plugins.algorithms.policy_losses.modifiers import (
 )
 from rl_plugins.tests.algorithms.batches import make_batch
 from rl_plugins.tests.algorithms.simulated_ranks import run_on_ranks
+from rl_plugins.tests.loops import for_each
 
 
-def test_only_negative_samples_that_the_policy_left_are_dropped() -> None:
+def test_off_policy_sequence_mask_drops_negative_samples_far_from_the_policy() -> None:
     nan = torch.nan
     # Means of old - current over valid tokens: 0.75, 0.75, 0.25, 0.5, -2, and an empty response.
     old = torch.tensor(
@@ -37,8 +38,8 @@ def test_only_negative_samples_that_the_policy_left_are_dropped() -> None:
     assert keep.dtype == torch.bool
 
 
-@pytest.mark.parametrize("rows", [slice(0, 8), slice(8, 16), slice(3, 4)])
-def test_the_sequence_mask_depends_on_the_samples_own_row(rows: slice) -> None:
+@for_each("rows", [slice(0, 8), slice(8, 16), slice(3, 4)])
+def test_off_policy_sequence_mask_depends_on_each_row_alone(rows: slice) -> None:
     batch = make_batch(1).with_garbage()
 
     def keep(rows: slice) -> Tensor:
@@ -54,10 +55,10 @@ def test_the_sequence_mask_depends_on_the_samples_own_row(rows: slice) -> None:
     assert not keep(slice(None)).all()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("share", "kept"), [(0.2, [4.0]), (0.25, [3.0, 4.0]), (0.5, [2.0, 3.0, 4.0]), (1.0, [0.0, 1.0, 2.0, 3.0, 4.0])]
 )
-def test_top_entropy_by_hand(share: float, kept: list[float]) -> None:
+def test_top_entropy_mask_matches_a_computation_by_hand(share: float, kept: list[float]) -> None:
     """The quantile of five values lies on one of them where share is a multiple of a quarter."""
     entropy = torch.tensor([[3.0, 0.0, 9.0], [1.0, 4.0, 2.0]])
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
@@ -66,10 +67,12 @@ def test_top_entropy_by_hand(share: float, kept: list[float]) -> None:
     assert result.dtype == mask.dtype
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("share", [0.01, 0.2, 0.29, 0.3, 0.7, 0.9, 1.0])
-@pytest.mark.parametrize("sizes", [[16], [5, 0, 11]], ids=str)
-def test_top_entropy_is_above_the_quantile_of_all_ranks(seed: int, share: float, sizes: list[int]) -> None:
+@for_each("seed", range(3))
+@for_each("share", [0.01, 0.2, 0.29, 0.3, 0.7, 0.9, 1.0])
+@for_each("sizes", [[16], [5, 0, 11]])
+def test_top_entropy_mask_keeps_tokens_above_the_quantile_of_all_ranks(
+    seed: int, share: float, sizes: list[int]
+) -> None:
     batch = make_batch(seed)
     entropy = batch.advantages.abs().round(decimals=1)
     valid = batch.mask.bool()
@@ -87,13 +90,13 @@ def test_top_entropy_is_above_the_quantile_of_all_ranks(seed: int, share: float,
     assert torch.equal(torch.cat(run_on_ranks(len(sizes), one_rank)).bool(), expected)
 
 
-def test_top_entropy_is_not_a_token_short_by_rounding() -> None:
+def test_top_entropy_mask_loses_no_token_by_rounding() -> None:
     """In floating point 0.29 * 100 is below 29."""
     mask = top_entropy_mask(entropy_BT=torch.arange(101.0)[None], response_mask_BT=torch.ones(1, 101), share=0.29)
     assert mask.sum() == 30
 
 
-def test_top_entropy_of_nothing_and_of_all_equal() -> None:
+def test_top_entropy_mask_accepts_no_valid_tokens_and_equal_entropies() -> None:
     nothing = torch.zeros(2, 3)
     assert torch.equal(top_entropy_mask(entropy_BT=nothing * torch.nan, response_mask_BT=nothing), nothing)
     ones = torch.ones(2, 3)
@@ -102,7 +105,7 @@ def test_top_entropy_of_nothing_and_of_all_equal() -> None:
         top_entropy_mask(entropy_BT=ones, response_mask_BT=ones, share=0)
 
 
-def test_positive_nll_teaches_valid_tokens_of_positive_samples() -> None:
+def test_positive_nll_counts_valid_tokens_of_positive_samples() -> None:
     log_probs = torch.tensor([[-1.0, -2.0, torch.nan], [-3.0, -torch.inf, -1.0]], requires_grad=True)
     loss = positive_nll(
         log_probs_BT=log_probs,
@@ -114,7 +117,7 @@ def test_positive_nll_teaches_valid_tokens_of_positive_samples() -> None:
     assert gradient.tolist() == [[-1.0, -1.0, 0.0], [0.0, 0.0, 0.0]]
 
 
-def test_adaptive_entropy_steps_towards_its_target() -> None:
+def test_adaptive_entropy_steps_towards_the_target() -> None:
     controller: EntropyController = AdaptiveEntropy(0.1, target=0.5, rate=0.04, minimum=0.03, maximum=0.15)
     measured = [0.4, 0.1, 0.5, 0.6, 9.0, 0.7, 0.8]
     expected = [0.14, 0.15, 0.15, 0.11, 0.07, 0.03, 0.03]
@@ -123,7 +126,7 @@ def test_adaptive_entropy_steps_towards_its_target() -> None:
         assert controller.coefficient == pytest.approx(coefficient)
 
 
-def test_adaptive_entropy_survives_a_resume_and_a_fixed_one_follows_the_configuration() -> None:
+def test_adaptive_entropy_restores_and_fixed_entropy_keeps_the_coefficient() -> None:
     adaptive = AdaptiveEntropy(0.1, target=0.5)
     adaptive.update(0.2)
     resumed = AdaptiveEntropy(0.1, target=0.5)
@@ -138,7 +141,7 @@ def test_adaptive_entropy_survives_a_resume_and_a_fixed_one_follows_the_configur
     assert fixed.coefficient == 0.5
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"rate": -0.1}, "rate=-0.1: must be 0 or more"),
@@ -146,6 +149,6 @@ def test_adaptive_entropy_survives_a_resume_and_a_fixed_one_follows_the_configur
         ({"maximum": 0.05}, "coefficient=0.1: must be from minimum=0.0 to maximum=0.05"),
     ],
 )
-def test_a_range_that_leaves_out_the_start_is_refused(options: dict[str, float], message: str) -> None:
+def test_adaptive_entropy_refuses_bad_options(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AdaptiveEntropy(0.1, target=0.5, **options)

@@ -14,6 +14,7 @@ from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate, local_cou
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
 from rl_plugins.tests.algorithms.policy_loss_cases import OPTIONS, loss_of
+from rl_plugins.tests.loops import for_each
 
 WIDTHS = {"clip_low": 0.2, "clip_high": 0.3}
 YES, NO = {"selected_BT": torch.tensor([[True]])}, {"selected_BT": torch.tensor([[False]])}
@@ -109,8 +110,8 @@ BY_HAND: list[tuple[str, dict[str, Any], float, float, float, float, float, dict
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "before", "now", "advantage", "value", "slope", "metrics"), BY_HAND)
-def test_one_token_by_hand(
+@for_each(("name", "options", "before", "now", "advantage", "value", "slope", "metrics"), BY_HAND)
+def test_policy_losses_of_one_token_match_a_computation_by_hand(
     name: str,
     options: dict[str, Any],
     before: float,
@@ -136,14 +137,14 @@ def test_one_token_by_hand(
         assert measured[metric].item() == pytest.approx(expected), metric
 
 
-def test_the_hand_computed_cases_cover_every_loss() -> None:
+def test_cases_by_hand_contain_every_policy_loss() -> None:
     assert {case[0] for case in BY_HAND} | {"ppo_clip"} == set(POLICY_LOSSES) == set(OPTIONS)
 
 
 # Stop-gradients make the derivative differ from the slope of the value in the others.
-@pytest.mark.parametrize("name", ["ppo_clip", "reinforce", "gpg", "dro", "sapo", "gmpo", "clip_cov", "kl_cov"])
-@pytest.mark.parametrize("seed", range(2))
-def test_gradient_agrees_with_finite_differences(name: str, seed: int) -> None:
+@for_each("name", ["ppo_clip", "reinforce", "gpg", "dro", "sapo", "gmpo", "clip_cov", "kl_cov"])
+@for_each("seed", range(2))
+def test_policy_loss_gradients_agree_with_finite_differences(name: str, seed: int) -> None:
     batch = make_batch(seed, width=8)
     if name == "kl_cov":
         # Beside e^20 the penalty drowns in the rounding error of a finite difference.
@@ -155,8 +156,8 @@ def test_gradient_agrees_with_finite_differences(name: str, seed: int) -> None:
     assert torch.autograd.gradcheck(loss, batch.log_probs.clone().requires_grad_(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["reinforce", "gpg", "cispo", "dppo_tv", "dppo_kl"])
-def test_the_weight_of_a_log_prob_has_no_gradient(name: str) -> None:
+@for_each("name", ["reinforce", "gpg", "cispo", "dppo_tv", "dppo_kl"])
+def test_policy_losses_pass_no_gradient_to_the_weight_of_a_log_prob(name: str) -> None:
     """The loss is a constant times the log-prob: what it is multiplied by is its gradient."""
     batch = make_batch(3)
     log_probs = batch.log_probs.clone().requires_grad_()
@@ -201,9 +202,9 @@ def gmpo_of_sequences(log_probs: Tensor, batch: Batch) -> Tensor:
     return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize(("name", "paper"), [("gspo", gspo_of_sequences), ("gmpo", gmpo_of_sequences)])
-@pytest.mark.parametrize("seed", range(4))
-def test_sequence_losses_are_the_papers_mean_over_sequences(name: str, paper: Any, seed: int) -> None:
+@for_each(("name", "paper"), [("gspo", gspo_of_sequences), ("gmpo", gmpo_of_sequences)])
+@for_each("seed", range(4))
+def test_gspo_and_gmpo_match_the_objectives_of_the_papers(name: str, paper: Any, seed: int) -> None:
     batch = with_equal_advantages(make_batch(seed))
     log_probs = batch.log_probs.clone().requires_grad_()
     loss = mean_over_sequences(loss_of(name, batch, log_probs)[0], batch.mask)
@@ -215,8 +216,8 @@ def test_sequence_losses_are_the_papers_mean_over_sequences(name: str, paper: An
     assert gradient.any()
 
 
-@pytest.mark.parametrize("name", sorted({*POLICY_LOSSES} - {"dro"}))
-def test_on_policy_the_gradient_is_reinforce(name: str) -> None:
+@for_each("name", sorted({*POLICY_LOSSES} - {"dro"}))
+def test_policy_losses_on_policy_have_the_gradient_of_reinforce(name: str) -> None:
     """At ratio 1, equal advantages in a response and no penalty, every loss is the policy gradient."""
     batch = with_equal_advantages(make_batch(5))
     batch.old = batch.log_probs.clone()
@@ -230,12 +231,12 @@ def test_on_policy_the_gradient_is_reinforce(name: str) -> None:
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_every_loss_that_needs_selected_tokens_has_a_selection() -> None:
+def test_policy_losses_with_selected_tokens_have_a_selection() -> None:
     needing = {name for name, loss in POLICY_LOSSES.items() if "selected_BT" in inspect.signature(loss).parameters}
     assert needing == set(SELECTIONS)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "options", "message"),
     [
         ("cispo", {"clip_low": -0.1}, "clip_low=-0.1: must be 0 or more"),
@@ -249,7 +250,7 @@ def test_every_loss_that_needs_selected_tokens_has_a_selection() -> None:
         ("dro", {"beta": 0.0}, "beta=0.0: must be above 0; for no penalty use the policy loss reinforce"),
     ],
 )
-def test_options_without_meaning_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+def test_policy_losses_refuse_bad_options(name: str, options: dict[str, Any], message: str) -> None:
     one = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=message):
         POLICY_LOSSES[name](log_probs_BT=one, old_log_probs_BT=one, advantages_BT=one, response_mask_BT=one, **options)

@@ -23,6 +23,7 @@ from rl_plugins.algorithms.preference_losses import (
 )
 from rl_plugins.tests.algorithms.reference import preference_losses as reference
 from rl_plugins.tests.algorithms.simulated_ranks import run_on_ranks
+from rl_plugins.tests.loops import for_each
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
 SEEDS = range(3)
@@ -88,9 +89,9 @@ def one(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("case", list(CASES))
-def test_losses_agree_with_the_reference(case: str, seed: int) -> None:
+@for_each("seed", SEEDS)
+@for_each("case", list(CASES))
+def test_preference_losses_agree_with_the_second_implementation(case: str, seed: int) -> None:
     name, options = CASES[case]
     inputs = inputs_of(name, seed)
     loss_N, metrics = PREFERENCE_LOSSES[name](**inputs, **options)
@@ -99,8 +100,8 @@ def test_losses_agree_with_the_reference(case: str, seed: int) -> None:
     assert all(value.shape == loss_N.shape and not value.requires_grad for value in metrics.values())
 
 
-@pytest.mark.parametrize("case", list(CASES))
-def test_gradients_agree_with_finite_differences(case: str) -> None:
+@for_each("case", list(CASES))
+def test_preference_loss_gradients_agree_with_finite_differences(case: str) -> None:
     name, options = CASES[case]
     inputs = {key: value if not value.ndim else value[3:] for key, value in inputs_of(name, 0).items()}
     learnt = [key for key in inputs if key.endswith("log_probs_N") and not key.startswith("ref_")]
@@ -112,9 +113,9 @@ def test_gradients_agree_with_finite_differences(case: str) -> None:
     assert torch.autograd.gradcheck(loss, [inputs[key].clone().requires_grad_() for key in learnt])
 
 
-@pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_near_certain_responses_have_finite_gradients(case: str, dtype: torch.dtype) -> None:
+@for_each("case", list(CASES))
+@for_each("dtype", [torch.float32, torch.float64])
+def test_preference_losses_of_near_certain_responses_have_finite_gradients(case: str, dtype: torch.dtype) -> None:
     name, options = CASES[case]
     inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs_of(name, 1).items()}
     for key in inputs:
@@ -129,8 +130,8 @@ def test_near_certain_responses_have_finite_gradients(case: str, dtype: torch.dt
         assert value.grad is None or (value.grad.isfinite().all() and value.grad.any())
 
 
-@pytest.mark.parametrize("case", list(CASES))
-def test_an_example_does_not_see_the_others(case: str) -> None:
+@for_each("case", list(CASES))
+def test_preference_losses_depend_on_each_example_alone(case: str) -> None:
     name, options = CASES[case]
     inputs = inputs_of(name, 2)
     clean, _ = PREFERENCE_LOSSES[name](**inputs, **options)
@@ -146,7 +147,7 @@ def test_an_example_does_not_see_the_others(case: str) -> None:
     assert loss_N[5].isnan() and loss_N[6].isfinite()
 
 
-def test_dpo_by_hand() -> None:
+def test_dpo_matches_a_computation_by_hand() -> None:
     # The chosen response has gained 2 nats on the reference, the rejected one has lost 1.
     loss_N, metrics = dpo(
         chosen_log_probs_N=one(-3.0),
@@ -161,7 +162,7 @@ def test_dpo_by_hand() -> None:
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected)
 
 
-def test_the_others_by_hand() -> None:
+def test_ipo_rpo_orpo_simpo_and_kto_match_a_computation_by_hand() -> None:
     ratios: dict[str, Any] = {
         "chosen_log_probs_N": one(-3.0),
         "ref_chosen_log_probs_N": one(-5.0),
@@ -197,14 +198,14 @@ def test_the_others_by_hand() -> None:
     assert float(metrics["reward"]) == pytest.approx(2 * math.log(3)) and float(metrics["accuracy"]) == 1
 
 
-def test_ties_are_wrong() -> None:
+def test_preference_losses_count_ties_as_wrong() -> None:
     for name in ("dpo", "ipo", "simpo", "orpo", "rpo"):
         _, metrics = PREFERENCE_LOSSES[name](**inputs_of(name, 0))
         assert float(metrics["accuracy"][0]) == 0, name
         assert 0 < float(metrics["accuracy"].mean()) < 1, name
 
 
-def test_the_reference_point_has_no_gradient() -> None:
+def test_kto_passes_no_gradient_to_the_reference_point() -> None:
     inputs: dict[str, Any] = judged(0)
     inputs["reference_point"].requires_grad_()
     inputs["log_probs_N"].requires_grad_()
@@ -212,8 +213,8 @@ def test_the_reference_point_has_no_gradient() -> None:
     assert inputs["reference_point"].grad is None and inputs["log_probs_N"].grad is not None
 
 
-@pytest.mark.parametrize("shift", [0.0, 30.0])
-def test_the_reference_point_is_the_mean_over_all_ranks(shift: float) -> None:
+@for_each("shift", [0.0, 30.0])
+def test_kto_reference_point_is_the_mean_over_all_ranks(shift: float) -> None:
     generator = torch.Generator().manual_seed(0)
     of_ranks = [torch.randn(2, count, generator=generator, dtype=torch.float64) for count in (4, 0, 7)]
     of_ranks = [torch.stack([policy + 1 - shift, ref]) for policy, ref in of_ranks]
@@ -230,19 +231,19 @@ def test_the_reference_point_is_the_mean_over_all_ranks(shift: float) -> None:
     assert [float(point) for point in points] == pytest.approx([expected] * 3)
 
 
-def test_without_mismatched_pairs_the_reference_point_is_0() -> None:
+def test_kto_reference_point_without_mismatched_pairs_is_0() -> None:
     nothing = torch.zeros(0)
     assert float(kto_reference_point(mismatched_log_probs_N=nothing, mismatched_ref_log_probs_N=nothing)) == 0
 
 
-def test_only_losses_that_need_a_reference_name_one() -> None:
+def test_dpo_ipo_rpo_and_kto_take_reference_log_probs() -> None:
     def names_reference(name: str) -> bool:
         return any(key.startswith("ref_") for key in inspect.signature(PREFERENCE_LOSSES[name]).parameters)
 
     assert {name for name in PREFERENCE_LOSSES if names_reference(name)} == {"dpo", "ipo", "rpo", "kto"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "options", "message"),
     [
         ("dpo", {"beta": 0.0}, "beta=0.0: must be above 0"),
@@ -256,13 +257,13 @@ def test_only_losses_that_need_a_reference_name_one() -> None:
         ("kto", {"undesirable_weight": -1.0}, "undesirable_weight=-1.0"),
     ],
 )
-def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+def test_preference_losses_refuse_bad_options(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PREFERENCE_LOSSES[name](**inputs_of(name, 0), **options)
 
 
-@pytest.mark.parametrize("name", ["dpo", "ipo"])
-def test_lengths_are_needed_to_divide_by_them(name: str) -> None:
+@for_each("name", ["dpo", "ipo"])
+def test_length_normalized_losses_need_lengths(name: str) -> None:
     inputs = {key: value for key, value in inputs_of(name, 0).items() if "lengths" not in key}
     with pytest.raises(ValueError, match="length_normalized needs chosen_lengths_N"):
         PREFERENCE_LOSSES[name](**inputs, length_normalized=True)

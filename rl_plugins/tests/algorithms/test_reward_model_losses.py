@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES, bradley_terry, process_reward_loss
 from rl_plugins.tests.algorithms.reference import reward_model_losses as reference
+from rl_plugins.tests.loops import for_each
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
 SEEDS = range(3)
@@ -44,10 +45,10 @@ def arrays(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: value.numpy() for name, value in inputs.items()}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("centering", [0.0, 0.01])
-@pytest.mark.parametrize("with_margins", [True, False])
-def test_bradley_terry_agrees_with_the_reference(seed: int, centering: float, with_margins: bool) -> None:
+@for_each("seed", SEEDS)
+@for_each("centering", [0.0, 0.01])
+@for_each("with_margins", [True, False])
+def test_bradley_terry_agrees_with_the_second_implementation(seed: int, centering: float, with_margins: bool) -> None:
     inputs = pairs(seed)
     if not with_margins:
         del inputs["margins_B"]
@@ -57,15 +58,15 @@ def test_bradley_terry_agrees_with_the_reference(seed: int, centering: float, wi
     )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_process_reward_agrees_with_the_reference(seed: int) -> None:
+@for_each("seed", SEEDS)
+def test_process_reward_loss_agrees_with_the_second_implementation(seed: int) -> None:
     inputs = steps(seed)
     np.testing.assert_allclose(
         process_reward_loss(**inputs)[0].numpy(), reference.process_reward(**arrays(inputs)), **TOLERANCE
     )
 
 
-def test_by_hand() -> None:
+def test_reward_model_losses_match_a_computation_by_hand() -> None:
     def one(x: float) -> Tensor:
         return torch.tensor([x], dtype=torch.float64)
 
@@ -84,7 +85,7 @@ def test_by_hand() -> None:
     assert float(steps_metrics["accuracy"]) == 0
 
 
-def test_gradients_agree_with_finite_differences() -> None:
+def test_reward_model_loss_gradients_agree_with_finite_differences() -> None:
     inputs = pairs(0)
     # Where the sigmoid is flat, differences of losses of size 400 say nothing.
     chosen, rejected = (inputs.pop(f"{name}_scores_B")[3:].requires_grad_() for name in ("chosen", "rejected"))
@@ -101,7 +102,7 @@ def test_gradients_agree_with_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda x: process_reward_loss(scores_BT=x, **of_steps)[0], scores)
 
 
-def test_extreme_scores_have_finite_gradients() -> None:
+def test_bradley_terry_has_finite_gradients_for_extreme_scores() -> None:
     inputs = pairs(1)
     chosen = inputs.pop("chosen_scores_B").requires_grad_()
     loss_B, _ = bradley_terry(chosen_scores_B=chosen, **inputs)
@@ -109,8 +110,8 @@ def test_extreme_scores_have_finite_gradients() -> None:
     assert float(gradient_B[1]) == pytest.approx(0) and float(gradient_B[2]) == pytest.approx(-1)
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_positions_without_a_label_never_matter(garbage: float) -> None:
+@for_each("garbage", [math.nan, math.inf, -math.inf])
+def test_process_reward_loss_ignores_positions_without_a_label(garbage: float) -> None:
     inputs = steps(2)
     dirty = {name: value.clone() for name, value in inputs.items()}
     for name in ("scores_BT", "labels_BT"):
@@ -125,7 +126,7 @@ def test_positions_without_a_label_never_matter(garbage: float) -> None:
     assert not results[0][0][3].any()
 
 
-def test_ties_and_undecided_scores_are_wrong() -> None:
+def test_reward_model_losses_count_ties_as_wrong() -> None:
     zero = torch.zeros(2)
     assert not bradley_terry(chosen_scores_B=zero, rejected_scores_B=zero)[1]["accuracy"].any()
     labels = torch.tensor([[0.0, 1.0]])
@@ -133,11 +134,11 @@ def test_ties_and_undecided_scores_are_wrong() -> None:
     assert not metrics["accuracy"].any()
 
 
-@pytest.mark.parametrize("centering", [-0.1, math.nan])
-def test_wrong_centering_is_refused(centering: float) -> None:
+@for_each("centering", [-0.1, math.nan])
+def test_bradley_terry_refuses_a_bad_centering(centering: float) -> None:
     with pytest.raises(ValueError, match="centering="):
         bradley_terry(**pairs(0), centering=centering)
 
 
-def test_the_table_names_them() -> None:
+def test_reward_model_losses_table_names_both_losses() -> None:
     assert dict(REWARD_MODEL_LOSSES) == {"bradley_terry": bradley_terry, "process_reward": process_reward_loss}

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_plugins.algorithms.reward_shaping import clip_rewards, length_penalty, overlong_penalty
+from rl_plugins.tests.loops import for_each
 
 
-def test_overlong_penalty_by_hand() -> None:
+def test_overlong_penalty_matches_a_computation_by_hand() -> None:
     lengths = torch.tensor([0, 16384, 16385, 18432, 20480, 20481, 10**6])
     penalty = overlong_penalty(response_lengths_B=lengths, max_tokens=20480, buffer_tokens=4096)
     torch.testing.assert_close(penalty, torch.tensor([0, 0, -1 / 4096, -0.5, -1, -1, -1]))
@@ -34,13 +35,13 @@ def test_overlong_penalty_falls_with_the_length_and_is_bounded(lengths: list[int
     assert (penalty[lengths_B >= 200] == -factor).all()
 
 
-@pytest.mark.parametrize("options", [{"buffer_tokens": 0}, {"buffer_tokens": 11}, {"factor": -1.0}])
-def test_wrong_overlong_options_are_refused(options: dict[str, Any]) -> None:
+@for_each("options", [{"buffer_tokens": 0}, {"buffer_tokens": 11}, {"factor": -1.0}])
+def test_overlong_penalty_refuses_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         overlong_penalty(response_lengths_B=torch.tensor([1]), **{"max_tokens": 10, "buffer_tokens": 5, **options})
 
 
-def test_clip_rewards() -> None:
+def test_clip_rewards_clips_to_low_and_high() -> None:
     rewards = torch.tensor([-20.0, -1.0, 0.5, 11.0, math.inf, math.nan])
     clipped = clip_rewards(rewards_B=rewards, low=-10, high=10)
     torch.testing.assert_close(clipped, torch.tensor([-10.0, -1.0, 0.5, 10.0, 10.0, math.nan]), equal_nan=True)
@@ -48,7 +49,7 @@ def test_clip_rewards() -> None:
         clip_rewards(rewards_B=rewards, low=1, high=0)
 
 
-def test_length_penalty_by_hand() -> None:
+def test_length_penalty_matches_a_computation_by_hand() -> None:
     inputs: dict[str, Any] = {
         # A group of four and an invalid one, one whose lengths are equal, one alone, one with nothing valid.
         "groups_B": torch.tensor([7, 7, 2, 7, 7, 7, 2, 9, 5]),
@@ -69,7 +70,7 @@ def test_length_penalty_by_hand() -> None:
 @given(
     samples=st.lists(st.tuples(st.integers(0, 50), st.booleans(), st.integers(0, 3), st.booleans()), max_size=20),
 )
-def test_length_penalty_agrees_with_loops(samples: list[tuple[int, bool, int, bool]]) -> None:
+def test_length_penalty_agrees_with_plain_loops(samples: list[tuple[int, bool, int, bool]]) -> None:
     lengths, correct, groups, valid = (list(column) for column in zip(*samples, strict=True)) if samples else [[]] * 4
     found = length_penalty(
         response_lengths_B=torch.tensor(lengths, dtype=torch.float64),

@@ -23,6 +23,7 @@ from rl_plugins.algorithms.rollout_correction import (
     rejection_mask,
 )
 from rl_plugins.tests.algorithms.simulated_ranks import run_on_ranks
+from rl_plugins.tests.loops import for_each
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 LOG2 = math.log(2)
@@ -78,7 +79,7 @@ def on_ranks(count: int, work: Callable[..., Any]) -> list[Any]:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "expected"),
     [
         ({}, [[2, 0, 0.5, 4], [0.25, 1, 0, 0]]),
@@ -95,13 +96,13 @@ def on_ranks(count: int, work: Callable[..., Any]) -> list[Any]:
         ({"band": (100.0, 200.0), "normalize": True}, [[0, 0, 0, 0], [0, 0, 0, 0]]),
     ],
 )
-def test_weights_by_hand(options: dict[str, Any], expected: list[list[float]]) -> None:
+def test_importance_weights_match_a_computation_by_hand(options: dict[str, Any], expected: list[list[float]]) -> None:
     weights = importance_weights(**HAND, **options)
     torch.testing.assert_close(weights, torch.tensor([*expected, [0, 0, 0, 0]], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_weights_agree_with_loops_and_exponents_are_bounded(level: Any) -> None:
+@for_each("level", ["token", "sequence"])
+def test_importance_weights_agree_with_plain_loops_and_have_bounded_exponents(level: Any) -> None:
     inputs = random_inputs(0)
     weights = importance_weights(**inputs, level=level)
     for i, ratios in enumerate(log_ratios(inputs)):
@@ -112,7 +113,7 @@ def test_weights_agree_with_loops_and_exponents_are_bounded(level: Any) -> None:
     assert not weights[inputs["response_mask_BT"] == 0].any()
 
 
-def test_a_policy_that_sampled_itself_has_weight_one_is_never_rejected_and_has_no_distance() -> None:
+def test_rollout_correction_of_equal_policies_changes_nothing() -> None:
     inputs = random_inputs(1)
     inputs["log_probs_BT"] = inputs["rollout_log_probs_BT"].clone()
     mask = inputs["response_mask_BT"]
@@ -128,7 +129,7 @@ def test_a_policy_that_sampled_itself_has_weight_one_is_never_rejected_and_has_n
     assert set(found.values()) == {0.0}
 
 
-def test_no_gradient_flows_and_half_precision_is_widened() -> None:
+def test_importance_weights_have_no_gradient_and_widen_half_precision() -> None:
     inputs = random_inputs(2)
     inputs["log_probs_BT"] = inputs["log_probs_BT"].float().requires_grad_()
     weights = importance_weights(**inputs, normalize=True)
@@ -139,8 +140,8 @@ def test_no_gradient_flows_and_half_precision_is_widened() -> None:
     assert importance_weights(**halves).dtype == torch.float32
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_masked_positions_never_matter(garbage: float) -> None:
+@for_each("garbage", [math.nan, math.inf, -math.inf])
+def test_rollout_correction_ignores_masked_positions(garbage: float) -> None:
     clean = random_inputs(3)
     dirty = with_garbage(clean, garbage)
     for level in LEVELS:
@@ -154,8 +155,8 @@ def test_masked_positions_never_matter(garbage: float) -> None:
     assert diagnostics(**dirty, weights_BT=dirty_weights) == diagnostics(**clean, weights_BT=weights)
 
 
-@pytest.mark.parametrize("function", ["weights", "mask", "diagnostics"])
-def test_valid_log_probs_that_are_not_finite_are_refused_and_counted(function: str) -> None:
+@for_each("function", ["weights", "mask", "diagnostics"])
+def test_rollout_correction_refuses_and_counts_log_probs_that_are_not_finite(function: str) -> None:
     inputs = with_garbage(random_inputs(4), math.nan)
     positions = inputs["response_mask_BT"].nonzero()
     inputs["log_probs_BT"][tuple(positions[3])] = -math.inf
@@ -171,7 +172,7 @@ def test_valid_log_probs_that_are_not_finite_are_refused_and_counted(function: s
 
 
 # The log-ratios of HAND in units of log 2: [1, -1, 2] and [-2, 0].
-@pytest.mark.parametrize(
+@for_each(
     ("mode", "threshold", "expected"),
     [
         ("token_k1", 2.1, [[1, 0, 1, 0], [0, 1, 0, 0]]),
@@ -197,12 +198,14 @@ def test_valid_log_probs_that_are_not_finite_are_refused_and_counted(function: s
         ("seq_max_k3", 1.0, [[0, 0, 0, 0], [1, 1, 0, 0]]),
     ],
 )
-def test_rejection_by_hand(mode: RejectionMode, threshold: Any, expected: list[list[int]]) -> None:
+def test_rejection_mask_matches_a_computation_by_hand(
+    mode: RejectionMode, threshold: Any, expected: list[list[int]]
+) -> None:
     assert rejection_mask(**HAND, rules=[Rejection(mode, threshold)]).tolist() == [*expected, [0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_rejection_agrees_with_loops(rule: Rejection) -> None:
+@for_each("rule", RULES)
+def test_rejection_mask_agrees_with_plain_loops(rule: Rejection) -> None:
     outcomes = set()
     for seed in range(4):
         inputs = random_inputs(seed)
@@ -231,7 +234,7 @@ def test_rejection_agrees_with_loops(rule: Rejection) -> None:
     assert outcomes == {0, 1}
 
 
-def test_chained_rules_must_all_pass_in_any_order() -> None:
+def test_rejection_mask_requires_all_rules_in_any_order() -> None:
     inputs = random_inputs(5, spread=0.1)
     rules = [Rejection("token_k1", 1.1), Rejection("seq_sum_k2", 0.05), Rejection("seq_max_k3", 0.02)]
     product = inputs["response_mask_BT"]
@@ -243,9 +246,9 @@ def test_chained_rules_must_all_pass_in_any_order() -> None:
     assert torch.equal(rejection_mask(**inputs, rules=[]), inputs["response_mask_BT"])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), split=st.integers(0, 12))
-def test_weights_and_masks_depend_on_their_own_row_only(seed: int, split: int) -> None:
+def test_importance_weights_and_rejection_mask_depend_on_each_row_alone(seed: int, split: int) -> None:
     inputs = random_inputs(seed)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
     for level in LEVELS:
@@ -257,9 +260,9 @@ def test_weights_and_masks_depend_on_their_own_row_only(seed: int, split: int) -
         assert torch.equal(torch.cat(kept), rejection_mask(**inputs, rules=[rule])[order])
 
 
-@pytest.mark.parametrize("splits", [[5], [0], [12], [2, 9]])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_ranks_together_are_one_rank_even_if_one_has_no_sample(level: Any, splits: list[int]) -> None:
+@for_each("splits", [[5], [0], [12], [2, 9]])
+@for_each("level", ["token", "sequence"])
+def test_normalized_weights_and_diagnostics_on_ranks_equal_one_rank(level: Any, splits: list[int]) -> None:
     """Also that normalised weights have mean 1: over tokens, or over sequences."""
     inputs = random_inputs(6)
     parts = torch.arange(12).tensor_split(splits)
@@ -283,7 +286,7 @@ def test_ranks_together_are_one_rank_even_if_one_has_no_sample(level: Any, split
     assert float(means.mean()) == pytest.approx(1.0)
 
 
-def test_diagnostics_by_hand() -> None:
+def test_diagnostics_match_a_computation_by_hand() -> None:
     weights = importance_weights(**HAND)
     found = diagnostics(**HAND, weights_BT=weights)
     differences = (-2 / 3 * LOG2, 1 * LOG2)
@@ -308,8 +311,8 @@ def test_diagnostics_by_hand() -> None:
     assert diagnostics(**HAND, weights_BT=torch.zeros_like(weights))["ess"] == 0.0
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (2, 0), (0, 4)])
-def test_a_batch_without_valid_tokens(shape: tuple[int, int]) -> None:
+@for_each("shape", [(3, 4), (2, 0), (0, 4)])
+def test_rollout_correction_of_a_batch_without_valid_tokens_is_zero(shape: tuple[int, int]) -> None:
     inputs: dict[str, Any] = {
         "log_probs_BT": torch.full(shape, math.nan),
         "rollout_log_probs_BT": torch.full(shape, math.nan),
@@ -322,7 +325,7 @@ def test_a_batch_without_valid_tokens(shape: tuple[int, int]) -> None:
     assert set(diagnostics(**inputs, weights_BT=torch.zeros(shape)).values()) == {0.0}
 
 
-def test_extreme_log_ratios_stay_finite() -> None:
+def test_rollout_correction_stays_finite_for_extreme_log_ratios() -> None:
     inputs = random_inputs(7)
     inputs["log_probs_BT"] = inputs["rollout_log_probs_BT"] + 1e6 * (inputs["log_probs_BT"] - 0.1)
     inputs["rollout_log_probs_BT"] = inputs["rollout_log_probs_BT"].float()
@@ -333,7 +336,7 @@ def test_extreme_log_ratios_stay_finite() -> None:
     assert all(math.isfinite(found[name]) for name in ("kl", "k3", "chi2_token", "chi2_sequence", "ppl_ratio", "ess"))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("mode", "threshold"),
     [
         ("seq_max_k1", 2.0),
@@ -347,12 +350,12 @@ def test_extreme_log_ratios_stay_finite() -> None:
         ("seq_mean_k3", (0.1, 0.2)),
     ],
 )
-def test_wrong_rules_are_refused(mode: Any, threshold: Any) -> None:
+def test_rejection_refuses_bad_rules(mode: Any, threshold: Any) -> None:
     with pytest.raises(ValueError, match=mode):
         Rejection(mode, threshold)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"level": "group"}, "level='group'"),
@@ -364,12 +367,12 @@ def test_wrong_rules_are_refused(mode: Any, threshold: Any) -> None:
         ({"level": "token", "normalize": True, "bypass": True}, "how a batch is split"),
     ],
 )
-def test_wrong_corrections_are_refused(options: dict[str, Any], message: str) -> None:
+def test_rollout_correction_refuses_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RolloutCorrection(**options)
 
 
-def test_presets() -> None:
+def test_rollout_corrections_table_holds_the_presets() -> None:
     sequence_tis = RolloutCorrection(level="sequence", cap=2.0)
     k3 = (Rejection("seq_mean_k3", 0.01),)
     assert ROLLOUT_CORRECTIONS["none"] == RolloutCorrection()

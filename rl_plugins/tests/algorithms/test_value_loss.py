@@ -10,13 +10,14 @@ import torch
 
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, aggregate
 from rl_plugins.algorithms.value_loss import value_loss
+from rl_plugins.tests.loops import for_each
 
 
 def row(*numbers: float) -> torch.Tensor:
     return torch.tensor([numbers], dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "old", "target", "loss", "gradient", "clipped"),
     [
         (1.2, 1.0, 2.0, 0.32, -0.8, 0),  # Inside the range.
@@ -28,7 +29,9 @@ def row(*numbers: float) -> torch.Tensor:
         (2.0, 2.0, 2.0, 0.0, 0.0, 0),
     ],
 )
-def test_by_hand(value: float, old: float, target: float, loss: float, gradient: float, clipped: int) -> None:
+def test_value_loss_matches_a_computation_by_hand(
+    value: float, old: float, target: float, loss: float, gradient: float, clipped: int
+) -> None:
     values = row(value).requires_grad_()
     inputs: dict[str, Any] = {"old_values_BT": row(old), "returns_BT": row(target), "response_mask_BT": row(1)}
     found, metrics = value_loss(values_BT=values, **inputs)
@@ -48,16 +51,16 @@ def random_inputs(seed: int) -> dict[str, Any]:
     return {"values_BT": values, "old_values_BT": values + steps, "returns_BT": returns, "response_mask_BT": mask}
 
 
-@pytest.mark.parametrize("clip", [None, 0.2, 0.5])
-def test_gradients_agree_with_finite_differences(clip: float | None) -> None:
+@for_each("clip", [None, 0.2, 0.5])
+def test_value_loss_gradients_agree_with_finite_differences(clip: float | None) -> None:
     inputs = random_inputs(0)
     values = inputs.pop("values_BT").requires_grad_()
     assert torch.autograd.gradcheck(lambda x: value_loss(values_BT=x, **inputs, clip=clip)[0], values)
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_masked_positions_never_matter(clip: float | None, garbage: float) -> None:
+@for_each("garbage", [math.nan, math.inf, -math.inf])
+@for_each("clip", [None, 0.5])
+def test_value_loss_ignores_masked_positions(clip: float | None, garbage: float) -> None:
     clean = random_inputs(1)
     masked = clean["response_mask_BT"] == 0
     dirty = {name: x if name == "response_mask_BT" else x.masked_fill(masked, garbage) for name, x in clean.items()}
@@ -72,9 +75,9 @@ def test_masked_positions_never_matter(clip: float | None, garbage: float) -> No
         assert not ours[masked].any()
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-@pytest.mark.parametrize("parts", [2, 4, 8])
-def test_the_gradient_does_not_depend_on_micro_batches(mode: str, parts: int) -> None:
+@for_each("mode", AGGREGATIONS)
+@for_each("parts", [2, 4, 8])
+def test_value_loss_gradient_does_not_depend_on_micro_batches(mode: str, parts: int) -> None:
     inputs = random_inputs(2)
     mask = inputs["response_mask_BT"]
     counts = GlobalCounts(tokens=float(mask.sum()), sequences=float((mask.sum(-1) > 0).sum()))
@@ -90,7 +93,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(mode: str, parts: int) ->
     torch.testing.assert_close(gradient(parts), gradient(1))
 
 
-@pytest.mark.parametrize("clip", [0.0, -1.0, math.nan])
-def test_wrong_clip_is_refused(clip: float) -> None:
+@for_each("clip", [0.0, -1.0, math.nan])
+def test_value_loss_refuses_a_bad_clip(clip: float) -> None:
     with pytest.raises(ValueError, match="clip="):
         value_loss(**random_inputs(3), clip=clip)

@@ -32,7 +32,7 @@ def convert(tmp_path: Path, records: list[Any], *options: str) -> list[Any]:
     return pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
 
 
-def test_prompts_with_answers_of_any_kind(tmp_path, capsys):
+def test_prepare_jsonl_converts_answers_of_any_type(tmp_path, capsys):
     records = [{"q": "2+2?", "a": answer, "meta": {"level": 3}} for answer in ("4", 4, 4.5, ["4", "four"], True)]
     fields = ["--prompt", "q", "--ground-truth", "a", "--extra", "meta.level", "--instruction", "Go."]
     rows = convert(tmp_path, records, *fields)
@@ -52,7 +52,7 @@ def test_prompts_with_answers_of_any_kind(tmp_path, capsys):
 
 @pytest.mark.parametrize("prompt", ["2+2?", [USER], [USER, ASSISTANT]])
 @pytest.mark.parametrize("response", ["4", [USER, ASSISTANT]])
-def test_responses_to_learn(tmp_path, tokenizer, capsys, prompt, response):
+def test_prepare_jsonl_converts_responses_for_sft(tmp_path, tokenizer, capsys, prompt, response):
     convert(tmp_path, [{"p": prompt, "r": response}], "--prompt", "p", "--response", "r")
     assert "recipes.sft data.response_key=response" in capsys.readouterr().out
     path = str(tmp_path / "out" / "train.parquet")
@@ -63,12 +63,12 @@ def test_responses_to_learn(tmp_path, tokenizer, capsys, prompt, response):
     assert tokenizer.decode(batch["response_ids"][0]) == "4<|end|>"
 
 
-def test_a_conversation_is_prompt_and_response(tmp_path):
+def test_prepare_jsonl_splits_a_conversation_into_prompt_and_response(tmp_path):
     (row,) = convert(tmp_path, [{"m": [SYSTEM, USER, ASSISTANT]}], "--prompt", "m", "--response", "m")
     assert row["prompt"] == [SYSTEM, USER] and row["response"] == "4"
 
 
-def test_pairs_judged_responses_and_steps(tmp_path, tokenizer, capsys):
+def test_prepare_jsonl_converts_pairs_judged_responses_and_steps(tmp_path, tokenizer, capsys):
     options: dict[str, Any] = {"tokenizer": tokenizer, "prompts_per_step": 1}
     path = str(tmp_path / "out" / "train.parquet")
     record = {"p": "2+2?", "good": [USER, ASSISTANT], "bad": "5", "by": 2}
@@ -88,7 +88,7 @@ def test_pairs_judged_responses_and_steps(tmp_path, tokenizer, capsys):
         pairs.setup("fit")
 
 
-def test_a_share_is_held_out_by_prompt(tmp_path):
+def test_prepare_jsonl_test_share_holds_out_prompts(tmp_path):
     records = [{"q": f"{number % 500}?", "a": "1"} for number in range(1000)]
     path, out = write_lines(tmp_path / "raw.jsonl", *records), tmp_path / "out"
     fields = ["--data-source", "m", "--prompt", "q", "--ground-truth", "a"]
@@ -117,7 +117,7 @@ def save_to_disk(folder: Path, rows: list[Any], files: int = 2) -> None:
     (folder / "dataset_info.json").write_text("{}")
 
 
-def test_saved_data_sets(tmp_path, capsys):
+def test_prepare_hf_converts_data_sets_of_save_to_disk(tmp_path, capsys):
     saved, out = tmp_path / "saved", tmp_path / "out"
     rows = [{"question": f"{number}+1?", "answer": number + 1} for number in range(8)]
     save_to_disk(saved / "train", rows)
@@ -167,7 +167,7 @@ PROMPTS = ["--prompt", "q", "--ground-truth", "a"]
         ({}, [*PROMPTS, "--test-share", "1"], "--test-share=1.0: must be from 0 to below 1"),
     ],
 )
-def test_what_cannot_be_converted_is_named_and_nothing_is_written(tmp_path, capsys, record, options, message):
+def test_prepare_jsonl_names_a_bad_record_and_writes_nothing(tmp_path, capsys, record, options, message):
     good = {"q": "0?", "a": "0", "b": "1", "level": 1}
     path = write_lines(tmp_path / "raw.jsonl", good, record)
     assert main(["jsonl", "--train", path, "--output", str(tmp_path / "out"), "--data-source", "m", *options]) == 2
@@ -175,13 +175,13 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_written(tmp_path, caps
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_a_missing_file_is_named(tmp_path, capsys):
+def test_prepare_jsonl_names_a_missing_file(tmp_path, capsys):
     path = str(tmp_path / "absent.jsonl")
     assert main(["jsonl", "--train", path, "--output", str(tmp_path), "--data-source", "m", *PROMPTS]) == 2
     assert "absent.jsonl: there is no such file" in capsys.readouterr().err
 
 
-def test_rows_that_do_not_fit_leave_the_old_files(tmp_path):
+def test_write_rows_keeps_the_old_files_when_a_row_does_not_fit(tmp_path):
     schema = pa.schema({"a": pa.int64()})
     write_rows([("train", {"a": 1})], schema, tmp_path)
     with pytest.raises(ConfigError, match="train, row 2"):

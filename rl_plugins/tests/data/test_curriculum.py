@@ -36,7 +36,7 @@ def train(order, steps):
     return batches
 
 
-def test_prompts_that_are_sometimes_solved_come_more_often():
+def test_curriculum_serves_sometimes_solved_prompts_more_often():
     order = curriculum()
     batches = train(order, 150)
     assert all(len(set(batch)) == PER_STEP for batch in batches)
@@ -48,13 +48,13 @@ def test_prompts_that_are_sometimes_solved_come_more_often():
     assert len(counts) == ROWS and min(counts.values()) >= 4
 
 
-def test_before_anything_is_known_all_prompts_are_alike():
+def test_curriculum_without_results_draws_all_prompts_evenly():
     order = curriculum()
     counts = Counter(row for step in range(600) for row in order.batch(step).tolist())
     assert min(counts.values()) > 20 and max(counts.values()) < 65
 
 
-def test_a_prompt_that_was_never_seen_counts_as_the_average():
+def test_curriculum_draws_unseen_prompts_like_the_average():
     order = curriculum()
     order.observe(results_of([50, 100]))
     drawn = Counter(row for step in range(3000) for row in order.batch(step).tolist())
@@ -63,13 +63,13 @@ def test_a_prompt_that_was_never_seen_counts_as_the_average():
     assert drawn[100] < 0.7 * unseen
 
 
-def test_the_half_that_is_drawn_keeps_to_the_weights_of_a_mixture():
+def test_curriculum_keeps_the_weights_of_a_mixture():
     order = curriculum(parts=((0, 60, 0.25), (60, 60, 0.75)))
     rows = [row for step in range(300) for row in order.batch(step).tolist()]
     assert 0.7 < np.mean([row >= 60 for row in rows]) < 0.8
 
 
-def test_the_order_of_what_ranks_tell_does_not_matter():
+def test_curriculum_observe_does_not_depend_on_the_order_of_results():
     first, second = curriculum(), curriculum()
     results = [GroupResult(draw, row, 0.1 * row, 0.01 * row) for draw in range(2) for row in (3, 7, 11)]
     results.append(GroupResult(2, 7, 0.5, 0.25))
@@ -80,7 +80,7 @@ def test_the_order_of_what_ranks_tell_does_not_matter():
     assert first.metrics() == second.metrics()
 
 
-def test_what_is_known_of_a_prompt_fades():
+def test_curriculum_results_decay_by_keep():
     order = curriculum(keep=0.75)
     order.observe([GroupResult(0, 3, 1.0, 0.0)])
     order.observe([GroupResult(0, 3, 0.0, 0.2)])
@@ -90,7 +90,7 @@ def test_what_is_known_of_a_prompt_fades():
     assert curriculum().metrics() == {"curriculum/seen": 0.0}
 
 
-def test_rows_are_found_by_their_numbers_in_the_data_set():
+def test_curriculum_finds_rows_by_number_in_the_data_set():
     kept = np.arange(ROWS) * 3
     order = curriculum(kept=kept)
     order.observe([GroupResult(0, 30, 0.5, 0.25)])
@@ -98,7 +98,7 @@ def test_rows_are_found_by_their_numbers_in_the_data_set():
 
 
 @pytest.mark.parametrize("done", [0, 1, 37])
-def test_a_restored_loader_goes_on_exactly(done):
+def test_step_loader_with_a_curriculum_continues_exactly_after_a_restore(done):
     whole = train(curriculum(), 60)
     order = curriculum()
     loader = StepLoader(Numbers(ROWS), prompts_per_step=PER_STEP, seed=5, order=order)
@@ -116,7 +116,7 @@ def test_a_restored_loader_goes_on_exactly(done):
         restored.curriculum.observe(results_of(batch))
 
 
-def test_a_step_that_failed_is_served_again():
+def test_step_loader_with_a_curriculum_serves_a_failed_step_again():
     flying = 0
     order = curriculum()
     loader = StepLoader(Numbers(ROWS), prompts_per_step=PER_STEP, seed=5, order=order, in_flight=lambda: flying)
@@ -129,7 +129,7 @@ def test_a_step_that_failed_is_served_again():
     assert again.draw()[1] == lost
 
 
-def test_other_settings_are_refused():
+def test_step_loader_refuses_a_state_of_another_curriculum():
     state = StepLoader(Numbers(ROWS), prompts_per_step=PER_STEP, order=curriculum()).state_dict()
     for other in (curriculum(share=0.25), curriculum(keep=0), None):
         with pytest.raises(ConfigError, match="order was"):
@@ -148,6 +148,6 @@ def test_other_settings_are_refused():
         ({"parts": ((0, 20, 1.0),)}, r"20 rows are too few .*it takes 24"),
     ],
 )
-def test_settings_that_cannot_work(options, message):
+def test_curriculum_refuses_bad_settings(options, message):
     with pytest.raises(ConfigError, match=message):
         curriculum(**options)

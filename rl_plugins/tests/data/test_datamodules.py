@@ -7,7 +7,7 @@ from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError
 
 
-def test_prompts_are_tokenised_with_the_template_and_carry_their_columns(row, write_rows, tokenizer):
+def test_prompt_data_module_tokenizes_with_the_chat_template_and_keeps_columns(row, write_rows, tokenizer):
     path = write_rows([row(number, level=number) for number in range(6)])
     data = PromptDataModule(str(path), tokenizer=tokenizer, prompts_per_step=3)
     data.setup("fit")
@@ -22,7 +22,7 @@ def test_prompts_are_tokenised_with_the_template_and_carry_their_columns(row, wr
     assert data.val_dataloader() == []
 
 
-def test_long_prompts_are_dropped_counted_and_keep_their_numbers(row, tokenizer, caplog):
+def test_prompt_data_module_drops_long_prompts_and_keeps_row_numbers(row, tokenizer, caplog):
     long = [{"role": "user", "content": "9" * 50}]
     rows = [row(0), row(1, prompt=long), row(2), row(3)]
     data = PromptDataModule(rows, rows, tokenizer=tokenizer, prompts_per_step=3, max_prompt_tokens=20)
@@ -34,7 +34,7 @@ def test_long_prompts_are_dropped_counted_and_keep_their_numbers(row, tokenizer,
     assert [batch.rows for batch in data.val_dataloader()] == [[0, 2, 3]]
 
 
-def test_long_prompts_can_be_refused(row, tokenizer):
+def test_prompt_data_module_refuses_long_prompts_on_request(row, tokenizer):
     rows = [row(0), row(1, prompt=[{"role": "user", "content": "9" * 50}])]
     options = {"tokenizer": tokenizer, "prompts_per_step": 1}
     data = PromptDataModule(rows, max_prompt_tokens=20, overlong_prompts="error", **options)
@@ -47,7 +47,7 @@ def test_long_prompts_can_be_refused(row, tokenizer):
         PromptDataModule(rows, overlong_prompts="drop", **options)
 
 
-def test_only_validation_is_read_for_validation(row, tokenizer):
+def test_prompt_data_module_reads_only_validation_data_for_validation(row, tokenizer):
     data = PromptDataModule("absent.parquet", [row(0)], tokenizer=tokenizer, prompts_per_step=1)
     data.setup("validate")
     assert len(data.val_dataloader()) == 1
@@ -55,13 +55,13 @@ def test_only_validation_is_read_for_validation(row, tokenizer):
         data.train_dataloader()
 
 
-def test_a_tokenizer_without_a_template_is_refused(row, tokenizer, monkeypatch):
+def test_prompt_data_module_refuses_a_tokenizer_without_a_chat_template(row, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(ConfigError, match="has no chat template"):
         PromptDataModule([row(0)], tokenizer=tokenizer, prompts_per_step=1).setup("fit")
 
 
-def test_template_options_reach_the_template(row, tokenizer, monkeypatch):
+def test_prompt_data_module_passes_chat_template_kwargs_to_the_template(row, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ mood }}{{ messages[0]['content'] }}")
     mood = {"mood": "!"}
     data = PromptDataModule([row(0)], tokenizer=tokenizer, prompts_per_step=1, chat_template_kwargs=mood)
@@ -69,7 +69,7 @@ def test_template_options_reach_the_template(row, tokenizer, monkeypatch):
     assert tokenizer.decode(next(iter(data.train_dataloader())).prompt_ids[0]) == "!0+1="
 
 
-def test_the_fingerprint_knows_the_prompts_and_their_numbers(row, tokenizer):
+def test_prompt_fingerprint_changes_with_order_and_limits(row, tokenizer):
     def fingerprint(rows, **options):
         data = PromptDataModule(rows, tokenizer=tokenizer, prompts_per_step=1, **options)
         data.setup("fit")
@@ -84,7 +84,7 @@ def test_the_fingerprint_knows_the_prompts_and_their_numbers(row, tokenizer):
 @pytest.mark.parametrize(
     ("key", "expected"), [("reward_model.ground_truth", "1<|end|>"), ("extra_info.answer", "it is 1<|end|>")]
 )
-def test_sft_pairs(row, tokenizer, key, expected):
+def test_sft_data_module_tokenizes_prompts_and_responses(row, tokenizer, key, expected):
     data = SFTDataModule([row(0)], tokenizer=tokenizer, prompts_per_step=1, response_key=key)
     data.setup("fit")
     (batch,) = data.train_dataloader()
@@ -92,7 +92,7 @@ def test_sft_pairs(row, tokenizer, key, expected):
     assert tokenizer.decode(batch["response_ids"][0]) == expected
 
 
-def test_sft_drops_long_prompts_and_long_responses(row, tokenizer):
+def test_sft_data_module_drops_long_prompts_and_long_responses(row, tokenizer):
     long_prompt = row(1, prompt=[{"role": "user", "content": "9" * 50}])
     long_response = row(2, reward_model={"ground_truth": "2" * 50})
     options = {
@@ -111,7 +111,7 @@ def test_sft_drops_long_prompts_and_long_responses(row, tokenizer):
         data.setup("fit")
 
 
-def test_sft_validates_on_prompts_alone(row, tokenizer):
+def test_sft_data_module_validates_on_prompts_alone(row, tokenizer):
     rows = [row(0), row(1, reward_model={"ground_truth": None})]
     data = SFTDataModule(None, rows, tokenizer=tokenizer, prompts_per_step=1)
     data.setup("validate")
@@ -128,7 +128,7 @@ def test_sft_validates_on_prompts_alone(row, tokenizer):
         ("extra_info.index", "holds 0, not a text"),
     ],
 )
-def test_sft_names_the_row_without_a_response(row, tokenizer, key, message):
+def test_sft_data_module_names_the_row_without_a_response(row, tokenizer, key, message):
     data = SFTDataModule([row(0)], tokenizer=tokenizer, prompts_per_step=1, response_key=key)
     with pytest.raises(ConfigError, match=message):
         data.setup("fit")

@@ -68,7 +68,7 @@ def samples(experience: Experience) -> list[dict[str, Any]]:
 
 lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=9)
 optionals = st.sets(st.sampled_from(OPTIONAL)).map(tuple)
-fast = settings(max_examples=40, deadline=None)
+fast = settings(max_examples=40)
 
 
 @fast
@@ -104,7 +104,7 @@ def test_concat_of_different_widths_keeps_the_samples(first, second, optional):
 
 @fast
 @given(lengths, optionals, st.integers(1, 7))
-def test_unpad_undoes_pad(lengths, optional, multiple):
+def test_unpad_undoes_pad_to_multiple(lengths, optional, multiple):
     experience = make(lengths, optional)
     padded, extra = experience.pad_to_multiple(multiple)
     assert len(padded) % multiple == 0
@@ -116,7 +116,7 @@ def test_unpad_undoes_pad(lengths, optional, multiple):
 
 @fast
 @given(lengths, optionals, st.integers(1, 3), st.booleans())
-def test_repeat_then_reorder_back(lengths, optional, n, interleave):
+def test_reorder_undoes_repeat(lengths, optional, n, interleave):
     experience = make(lengths, optional)
     repeated = experience.repeat(n, interleave)
     count = len(lengths)
@@ -128,7 +128,7 @@ def test_repeat_then_reorder_back(lengths, optional, n, interleave):
 
 @fast
 @given(lengths, st.data())
-def test_every_kind_of_index_moves_tensors_and_columns_together(lengths, data):
+def test_indexing_and_reorder_move_tensors_and_columns_together(lengths, data):
     experience = make(lengths, OPTIONAL)
     whole = samples(experience)
     order = data.draw(st.permutations(range(len(lengths))))
@@ -142,7 +142,7 @@ def test_every_kind_of_index_moves_tensors_and_columns_together(lengths, data):
 
 @fast
 @given(lengths)
-def test_derived_tensors_come_from_lengths(lengths):
+def test_input_ids_attention_mask_and_position_ids_follow_the_lengths(lengths):
     experience = make(lengths)
     assert experience.input_ids.shape == experience.attention_mask.shape == experience.position_ids.shape
     for index, (prompt, response) in enumerate(lengths):
@@ -160,7 +160,7 @@ def test_masks_ignore_token_values():
     assert experience.response_mask.sum() == 3
 
 
-def test_response_masks_mark_observations():
+def test_from_samples_response_masks_mark_observations():
     experience = Experience.from_samples(
         [[1], [1]],
         [[5, 6, 7], [8]],
@@ -210,7 +210,7 @@ def test_union_adds_fields_columns_and_meta():
     assert experience.values is None
 
 
-def test_union_names_what_conflicts():
+def test_union_names_the_conflicting_field():
     experience = make([(2, 3), (1, 2)])
     for change, message in (
         (lambda other: setattr(other, "groups", other.groups + 1), "field 'groups'"),
@@ -237,7 +237,7 @@ def test_concat_refuses_parts_that_do_not_match():
         Experience.concat([b, c])
 
 
-def test_an_empty_batch_survives():
+def test_an_empty_experience_can_be_trimmed_padded_and_concatenated():
     experience = make([(2, 3), (1, 2)], ("values",))
     empty = experience[torch.zeros(2, dtype=torch.bool)]
     assert len(empty.trimmed()) == 0
@@ -245,14 +245,14 @@ def test_an_empty_batch_survives():
     assert_same(Experience.concat([empty, experience]), experience)
 
 
-def test_select_keeps_only_what_is_named():
+def test_select_keeps_only_named_fields():
     selected = make([(2, 3)], ("values",)).select("responses", "rows", "row")
     assert selected.prompts is None
     assert selected.values is None
     assert list(selected.columns["same"]) == ["x"]
 
 
-def test_save_load_and_pickle_restore_everything(tmp_path):
+def test_load_and_pickle_restore_a_saved_experience(tmp_path):
     experience = make([(2, 3), (1, 0)], OPTIONAL)
     experience.save(tmp_path / "new" / "experience.pt")
     assert_same(Experience.load(tmp_path / "new" / "experience.pt"), experience)
@@ -260,7 +260,7 @@ def test_save_load_and_pickle_restore_everything(tmp_path):
     assert_same(pickle.loads(pickle.dumps(experience)), experience)
 
 
-def test_a_saved_slice_does_not_drag_its_batch_along(tmp_path):
+def test_save_of_a_slice_writes_only_the_slice(tmp_path):
     experience = make([(50, 50)] * 100)
     experience.save(tmp_path / "whole.pt")
     experience[:1].save(tmp_path / "slice.pt")

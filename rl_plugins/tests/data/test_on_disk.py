@@ -16,7 +16,7 @@ from rl_plugins.data.parquet import load_rows
 from rl_plugins.errors import ConfigError
 
 
-def test_rows_of_files_are_what_parquet_holds_in_any_order(row, tmp_path):
+def test_load_rows_returns_the_rows_of_all_files_in_any_access_order(row, tmp_path):
     rows = [row(number, level=number % 3, mixed=None if number % 2 else [number]) for number in range(2500)]
     first, second = tmp_path / "a.parquet", tmp_path / "b.parquet"
     pq.write_table(pa.Table.from_pylist(rows[:1700]), first, row_group_size=700)
@@ -29,7 +29,7 @@ def test_rows_of_files_are_what_parquet_holds_in_any_order(row, tmp_path):
     assert loaded.where(1701) == f"{second}, row 1"
 
 
-def test_the_files_have_no_names_and_go_with_their_rows(row, write_rows, tmp_path, monkeypatch):
+def test_rows_on_disk_use_unnamed_files_that_are_freed_with_the_rows(row, write_rows, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     path = write_rows([row(0)])
@@ -43,7 +43,7 @@ def test_the_files_have_no_names_and_go_with_their_rows(row, write_rows, tmp_pat
     assert mapped() == 0
 
 
-def test_categories_become_texts(row, tmp_path):
+def test_load_rows_reads_dictionary_columns_as_texts(row, tmp_path):
     table = pa.Table.from_pylist([row(number) for number in range(5)])
     place = table.column_names.index("ability")
     table = table.set_column(place, "ability", table["ability"].dictionary_encode())
@@ -51,7 +51,7 @@ def test_categories_become_texts(row, tmp_path):
     assert load_rows(tmp_path / "train.parquet").rows[4] == row(4)
 
 
-def test_lists_of_numbers():
+def test_ragged_holds_lists_of_numbers():
     lists = Ragged([[1, 2, 3], [], [4]])
     assert [*lists] == [[1, 2, 3], [], [4]] and len(lists) == 3
     assert lists.lengths.tolist() == [3, 0, 1]
@@ -62,7 +62,7 @@ def test_lists_of_numbers():
         lists[3]
 
 
-def test_a_full_disk_is_named_with_the_way_out(row, write_rows, monkeypatch):
+def test_load_rows_and_ragged_name_a_full_disk(row, write_rows, monkeypatch):
     path = write_rows([row(0)])
 
     class Full:
@@ -76,7 +76,7 @@ def test_a_full_disk_is_named_with_the_way_out(row, write_rows, monkeypatch):
             make()
 
 
-def test_a_file_that_ends_too_soon_is_named(row, tmp_path):
+def test_load_rows_names_a_damaged_file(row, tmp_path):
     path = tmp_path / "cut.parquet"
     pq.write_table(pa.Table.from_pylist([row(number) for number in range(3000)]), path)
     whole = bytearray(path.read_bytes())

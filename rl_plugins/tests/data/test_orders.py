@@ -26,7 +26,7 @@ def part_of(row, rows=(60, 200, 90)):
     return int(np.searchsorted(np.cumsum(rows), row, side="right"))
 
 
-def test_every_step_has_the_shares_whatever_the_sizes():
+def test_mixture_batches_have_the_shares_of_the_parts():
     order = mixture()
     total: Counter[int] = Counter()
     for step in range(400):
@@ -36,9 +36,9 @@ def test_every_step_has_the_shares_whatever_the_sizes():
     assert abs(total[0] - 1600) <= 5 and abs(total[1] - 800) <= 5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(2, 12), st.integers(0, 5), st.data())
-def test_no_step_holds_a_row_twice_and_passes_are_whole(weights, per_step, seed, data):
+def test_mixture_batches_hold_no_row_twice_and_passes_are_whole(weights, per_step, seed, data):
     rows = [data.draw(st.integers(3 * per_step, 5 * per_step)) for _ in weights]
     order = mixture(rows, [weight / sum(weights) for weight in weights], per_step, seed)
     served = []
@@ -53,7 +53,7 @@ def test_no_step_holds_a_row_twice_and_passes_are_whole(weights, per_step, seed,
         assert max(counts.values()) - min(counts[row] for row in range(part.first, part.first + part.rows)) <= 2
 
 
-def test_any_stretch_of_the_stream_is_the_same_and_has_no_row_twice():
+def test_mixture_take_returns_the_same_rows_from_any_start():
     order = mixture()
     whole = order.take(0, 2000)
     for start in (0, 7, 335, 343, 344, 345, 1001):
@@ -63,7 +63,7 @@ def test_any_stretch_of_the_stream_is_the_same_and_has_no_row_twice():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_share_the_steps_and_a_restored_loader_goes_on(world_size):
+def test_step_loader_of_a_mixture_splits_steps_over_ranks_and_can_be_restored(world_size):
     def loaders():
         return [
             StepLoader(Numbers(350), prompts_per_step=8, order=mixture(), rank=rank, world_size=world_size)
@@ -81,20 +81,20 @@ def test_ranks_share_the_steps_and_a_restored_loader_goes_on(world_size):
         assert [loader.draw()[1] for loader in second] == [steps[step][rank::world_size] for rank in range(world_size)]
 
 
-def test_neighbouring_ranks_get_prompts_of_every_part():
+def test_mixture_gives_each_rank_prompts_of_every_part():
     order = mixture((100, 100), (0.5, 0.5))
     first_rank = [part_of(row, (100, 100)) for step in range(50) for row in order.batch(step)[::2]]
     assert 60 < sum(first_rank) < 140
 
 
-def test_a_part_that_cannot_have_its_share_is_named():
+def test_mixture_names_a_part_without_enough_rows():
     with pytest.raises(ConfigError, match=r"0: 60 rows are too few for a share of 0.9 .*it takes \d+"):
         mixture(shares=(0.9, 0.05, 0.05), per_step=32)
     with pytest.raises(ConfigError, match=r"0: its weight gives it none of the 344 prompts of an epoch"):
         mixture(shares=(0.0001, 0.5, 0.4999))
 
 
-def test_other_weights_are_another_order():
+def test_step_loader_refuses_a_state_of_another_mixture():
     state = StepLoader(Numbers(350), prompts_per_step=8, order=mixture()).state_dict()
     with pytest.raises(ConfigError, match=r"order was \{'0': \[60, 0.5\]"):
         StepLoader(Numbers(350), prompts_per_step=8, order=mixture(shares=(0.4, 0.3, 0.3))).load_state_dict(state)
@@ -102,7 +102,7 @@ def test_other_weights_are_another_order():
         StepLoader(Numbers(350), prompts_per_step=8).load_state_dict(state)
 
 
-def test_parts_of_files_with_long_prompts(row, write_rows, tokenizer):
+def test_prompt_data_module_mixes_files_without_long_prompts(row, write_rows, tokenizer):
     long = [{"role": "user", "content": "9" * 50}]
     easy = [write_rows([row(n) for n in range(start, start + 20)], f"{start}.parquet") for start in (0, 20)]
     hard = write_rows([row(100 + n, **({"prompt": long} if n < 30 else {})) for n in range(100)], "hard.parquet")
@@ -118,6 +118,6 @@ def test_parts_of_files_with_long_prompts(row, write_rows, tokenizer):
 
 
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
-def test_a_weight_is_above_0(weight):
+def test_mixture_part_refuses_bad_weights(weight):
     with pytest.raises(ConfigError, match="must be above 0"):
         MixturePart("a.parquet", weight)

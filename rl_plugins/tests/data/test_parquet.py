@@ -6,7 +6,7 @@ from rl_plugins.data.parquet import load_rows
 from rl_plugins.errors import ConfigError
 
 
-def test_rows_are_numbered_over_all_files(row, write_rows):
+def test_load_rows_numbers_rows_over_all_files(row, write_rows):
     first = write_rows([row(0), row(1)], "a.parquet")
     second = write_rows([row(2), row(3)], "b.parquet")
     loaded = load_rows([first, str(second)])
@@ -32,7 +32,7 @@ def test_rows_are_numbered_over_all_files(row, write_rows):
         ({"extra_info": None}, "column 'extra_info': expected a mapping"),
     ],
 )
-def test_a_bad_row_is_named(row, write_rows, change, message):
+def test_load_rows_names_a_bad_row(row, write_rows, change, message):
     bad = row(1, **change)
     with pytest.raises(ConfigError, match=f"list, row 1, {message}"):
         load_rows([row(0), bad])
@@ -41,7 +41,7 @@ def test_a_bad_row_is_named(row, write_rows, change, message):
         load_rows(path)
 
 
-def test_a_missing_column_is_named(row, write_rows):
+def test_load_rows_names_a_missing_column(row, write_rows):
     bare = {name: value for name, value in row(0).items() if name != "ability"}
     with pytest.raises(ConfigError, match=r"train.parquet: column 'ability' is missing; the file has prompt"):
         load_rows(write_rows([bare]))
@@ -49,7 +49,7 @@ def test_a_missing_column_is_named(row, write_rows):
         load_rows([row(0), bare])
 
 
-def test_files_that_are_no_prompt_files(tmp_path, row, write_rows):
+def test_load_rows_refuses_paths_without_prompts(tmp_path, row, write_rows):
     (tmp_path / "text.parquet").write_text("not parquet at all")
     for path, message in (
         (tmp_path / "absent.parquet", "there is no such file"),
@@ -61,7 +61,7 @@ def test_files_that_are_no_prompt_files(tmp_path, row, write_rows):
             load_rows(path)
 
 
-def test_a_data_set_is_any_sequence_of_mappings(row):
+def test_load_rows_accepts_any_sequence_of_mappings(row):
     class Squares:
         def __len__(self):
             return 3

@@ -39,7 +39,7 @@ def texts(tokenizer: Any, ragged: list[list[int]]) -> list[str]:
     return [tokenizer.decode(ids) for ids in ragged]
 
 
-def test_pairs_are_tokenised_and_end(pair_row, write_rows, tokenizer):
+def test_preference_data_module_tokenizes_pairs_with_end_tokens(pair_row, write_rows, tokenizer):
     path = write_rows([pair_row(number) for number in range(3)])
     (batch,) = train_batches(str(path), tokenizer, 3)
     assert isinstance(batch, PairBatch) and len(batch) == 3 and sorted(batch.rows) == [0, 1, 2]
@@ -49,7 +49,7 @@ def test_pairs_are_tokenised_and_end(pair_row, write_rows, tokenizer):
     assert batch.margins == [0.0] * 3
 
 
-def test_keys_lead_into_columns_and_margins_are_numbers(row, tokenizer):
+def test_preference_data_module_reads_keys_inside_columns_and_margins(row, tokenizer):
     source = [row(0, extra_info={"a": "good", "b": "bad", "by": 2})]
     keys: dict[str, Any] = {"chosen_key": "extra_info.a", "rejected_key": "extra_info.b", "margin_key": "extra_info.by"}
     (batch,) = train_batches(source, tokenizer, **keys)
@@ -57,7 +57,7 @@ def test_keys_lead_into_columns_and_margins_are_numbers(row, tokenizer):
     assert batch.margins == [2.0] and isinstance(batch.margins[0], float)
 
 
-def test_a_label_key_makes_it_unpaired(judged_row, write_rows, tokenizer):
+def test_preference_data_module_with_label_key_serves_unpaired_responses(judged_row, write_rows, tokenizer):
     path = write_rows([judged_row(number) for number in range(3)])
     (batch,) = train_batches(str(path), tokenizer, 3, label_key="good")
     assert isinstance(batch, UnpairedBatch) and len(batch) == 3
@@ -67,7 +67,7 @@ def test_a_label_key_makes_it_unpaired(judged_row, write_rows, tokenizer):
 
 
 @pytest.mark.parametrize("too_long", ["prompt", "chosen", "rejected"])
-def test_long_rows_are_dropped_or_refused_and_rows_keep_their_numbers(pair_row, tokenizer, too_long):
+def test_preference_data_module_drops_or_refuses_long_rows(pair_row, tokenizer, too_long):
     text = "9" * 50
     change = [{"role": "user", "content": text}] if too_long == "prompt" else text
     rows = [pair_row(0, **{too_long: change}), pair_row(1)]
@@ -79,13 +79,13 @@ def test_long_rows_are_dropped_or_refused_and_rows_keep_their_numbers(pair_row, 
         train_batches(rows, tokenizer, overlong_prompts="error", **limits)
 
 
-def test_at_least_one_row_is_left(pair_row, tokenizer):
+def test_preference_data_module_refuses_data_without_short_rows(pair_row, tokenizer):
     rows = [pair_row(0, prompt=[{"role": "user", "content": "9" * 50}]), pair_row(1, chosen="2" * 50)]
     with pytest.raises(ConfigError, match="Every row is longer than max_prompt_tokens=20 or max_response_tokens=20"):
         train_batches(rows, tokenizer, max_prompt_tokens=20, max_response_tokens=20)
 
 
-def test_long_unpaired_responses_are_dropped(judged_row, tokenizer):
+def test_preference_data_module_drops_long_unpaired_responses(judged_row, tokenizer):
     rows = [judged_row(0, response="2" * 50), judged_row(1)]
     (batch,) = train_batches(rows, tokenizer, label_key="good", max_response_tokens=20)
     assert batch.rows == [1] and batch.labels == [False]
@@ -98,7 +98,7 @@ def validation_batch(rows: Any, tokenizer: Any, **options: Any) -> Any:
     return batch
 
 
-def test_validation_serves_prompts_or_pairs(row, pair_row, tokenizer):
+def test_preference_data_module_validates_on_prompts_or_pairs(row, pair_row, tokenizer):
     # Prompts that are to be answered need no responses.
     batch = validation_batch([row(0), row(1)], tokenizer)
     assert isinstance(batch, PromptBatch) and batch.rows == [0, 1]
@@ -108,7 +108,7 @@ def test_validation_serves_prompts_or_pairs(row, pair_row, tokenizer):
         validation_batch([row(0)], tokenizer, validate_on="pairs")
 
 
-def test_other_texts_margins_labels_or_orders_are_other_data(pair_row, judged_row, tokenizer):
+def test_preference_fingerprint_changes_with_texts_margins_labels_and_order(pair_row, judged_row, tokenizer):
     def fingerprint(rows: Any, **options: Any) -> str:
         data = PreferenceDataModule(rows, tokenizer=tokenizer, prompts_per_step=1, **options)
         data.setup("fit")
@@ -140,7 +140,7 @@ def test_other_texts_margins_labels_or_orders_are_other_data(pair_row, judged_ro
         ({"margin": "1"}, "margin_key='margin': holds '1', not a finite number"),
     ],
 )
-def test_a_bad_pair_is_named(pair_row, tokenizer, changes, message):
+def test_preference_data_module_names_a_bad_pair(pair_row, tokenizer, changes, message):
     with pytest.raises(ConfigError, match=f"list, row 1, {message}"):
         train_batches([pair_row(0), pair_row(1, **changes)], tokenizer, margin_key="margin")
 
@@ -153,12 +153,12 @@ def test_a_bad_pair_is_named(pair_row, tokenizer, changes, message):
         ({"good": None}, "label_key='good': holds None"),
     ],
 )
-def test_a_bad_judged_row_is_named(judged_row, tokenizer, changes, message):
+def test_preference_data_module_names_a_bad_judged_row(judged_row, tokenizer, changes, message):
     with pytest.raises(ConfigError, match=f"list, row 1, {message}"):
         train_batches([judged_row(0), judged_row(1, **changes)], tokenizer, label_key="good")
 
 
-def test_a_missing_key_is_named_with_its_file(pair_row, write_rows, tokenizer):
+def test_preference_data_module_names_the_file_of_a_missing_key(pair_row, write_rows, tokenizer):
     path = write_rows([pair_row(0)])
     message = (
         rf"{path}, row 0, rejected_key='extra_info.worse': leads nowhere at 'worse'; there is split, index, answer"
@@ -167,7 +167,7 @@ def test_a_missing_key_is_named_with_its_file(pair_row, write_rows, tokenizer):
         train_batches(str(path), tokenizer, rejected_key="extra_info.worse")
 
 
-def test_options_that_contradict_each_other_are_refused(tokenizer):
+def test_preference_data_module_refuses_contradicting_options(tokenizer):
     options: dict[str, Any] = {"tokenizer": tokenizer, "prompts_per_step": 1}
     unknown: Any = "both"
     with pytest.raises(ConfigError, match="validate_on='both': choose"):
@@ -178,14 +178,14 @@ def test_options_that_contradict_each_other_are_refused(tokenizer):
         PreferenceDataModule(None, margin_key="margin", label_key="good", **options)
 
 
-def test_a_tokenizer_without_an_end_is_refused(pair_row):
+def test_preference_data_module_refuses_a_tokenizer_without_end_token(pair_row):
     endless = build_tokenizer()
     endless.eos_token = None
     with pytest.raises(ConfigError, match="has no end-of-sequence token"):
         train_batches([pair_row(0)], endless)
 
 
-def test_pairs_need_no_reward_and_prompts_to_answer_do(pair_row, write_rows, tokenizer):
+def test_preference_data_module_needs_reward_model_only_for_prompts(pair_row, write_rows, tokenizer):
     rows = [{name: value for name, value in pair_row(number).items() if name != "reward_model"} for number in range(2)]
     path = str(write_rows(rows))
     assert len(train_batches(path, tokenizer)) == 2

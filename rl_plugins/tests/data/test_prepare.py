@@ -25,7 +25,7 @@ def write_raw(folder, records):
     return folder
 
 
-def test_addition_splits_do_not_overlap():
+def test_addition_rows_splits_do_not_overlap():
     splits = addition_rows(below=10, num_train=80, num_test=20, seed=1)
     questions = [row["prompt"][0]["content"] for rows in splits.values() for row in rows]
     assert len(set(questions)) == 100
@@ -43,7 +43,7 @@ def test_addition_splits_do_not_overlap():
         addition_rows(below=10, num_train=8, num_test=0, seed=1)
 
 
-def test_the_command_writes_files_and_names_the_next(tmp_path, capsys):
+def test_prepare_addition_writes_files_and_prints_the_next_command(tmp_path, capsys):
     output = tmp_path / "add"
     command = ["addition", "--output", str(output), "--num-train", "30", "--num-test", "5"]
     assert main(command) == 0
@@ -54,7 +54,7 @@ def test_the_command_writes_files_and_names_the_next(tmp_path, capsys):
     assert sorted(path.name for path in output.iterdir()) == ["test.parquet", "train.parquet"]
 
 
-def test_the_command_writes_pairs_too(tmp_path, tokenizer):
+def test_prepare_addition_writes_pairs(tmp_path, tokenizer):
     output = tmp_path / "add"
     sizes = ["--below", "12", "--num-train", "80", "--num-test", "5", "--num-dev", "20"]
     assert main(["addition", "--output", str(output), *sizes, "--pairs"]) == 0
@@ -77,7 +77,7 @@ def test_the_command_writes_pairs_too(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("folder", ["add", "größe (it's #1)"])
-def test_what_it_names_next_can_be_copied(tmp_path, capsys, folder):
+def test_prepare_addition_prints_a_command_that_a_shell_accepts(tmp_path, capsys, folder):
     output = tmp_path / folder
     assert main(["addition", "--output", str(output), "--num-train", "9", "--num-test", "5"]) == 0
     command = capsys.readouterr().out.splitlines()[-1]
@@ -89,11 +89,11 @@ def test_what_it_names_next_can_be_copied(tmp_path, capsys, folder):
 
 
 @pytest.mark.parametrize(("answer", "number"), [("so\n#### 42", "42"), ("#### -1,234.5", "-1234.5"), ("#### 7.", "7")])
-def test_gsm8k_answers(answer, number):
+def test_final_answer_reads_gsm8k_answers(answer, number):
     assert final_answer(answer) == number
 
 
-def test_gsm8k_from_jsonl_and_parquet(tmp_path):
+def test_prepare_gsm8k_reads_jsonl_and_parquet(tmp_path):
     records = [{"question": "How many?", "answer": "Six times seven.\n#### 42"}]
     raw = write_raw(tmp_path / "raw", records)
     (raw / "test.jsonl").unlink()
@@ -108,11 +108,11 @@ def test_gsm8k_from_jsonl_and_parquet(tmp_path):
 @pytest.mark.parametrize(
     ("solution", "answer"), [(r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{}", "")]
 )
-def test_boxed_answers(solution, answer):
+def test_last_boxed_returns_the_last_boxed_answer(solution, answer):
     assert last_boxed(solution) == answer
 
 
-def test_math(tmp_path):
+def test_prepare_math_writes_rows(tmp_path):
     record = {"problem": "1+1?", "solution": r"It is $\boxed{2}$.", "level": "Level 1", "type": "Algebra"}
     raw = write_raw(tmp_path / "raw", [record])
     assert main(["math", "--input", str(raw), "--output", str(tmp_path / "out")]) == 0
@@ -131,7 +131,7 @@ def test_math(tmp_path):
         ("[1]", "train.jsonl, line 2: expected a JSON object"),
     ],
 )
-def test_a_bad_line_is_named_and_nothing_is_written(tmp_path, capsys, second_line, message):
+def test_prepare_gsm8k_names_a_bad_line_and_writes_nothing(tmp_path, capsys, second_line, message):
     raw = write_raw(tmp_path / "raw", [{"question": "a", "answer": "#### 1"}])
     with (raw / "train.jsonl").open("a") as file:
         file.write(second_line + "\n")
@@ -140,12 +140,12 @@ def test_a_bad_line_is_named_and_nothing_is_written(tmp_path, capsys, second_lin
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_split_is_named(tmp_path, capsys):
+def test_prepare_math_names_a_missing_split(tmp_path, capsys):
     assert main(["math", "--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
     assert "expected one train.jsonl or train.parquet, found none" in capsys.readouterr().err
 
 
-def test_a_failed_write_leaves_the_old_files(tmp_path, row, monkeypatch):
+def test_write_splits_keeps_the_old_files_when_a_write_fails(tmp_path, row, monkeypatch):
     write_splits({"train": [row(0)], "test": [row(1)]}, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     original, calls = pq.write_table, []

@@ -30,7 +30,7 @@ def only_batch(source: Any, tokenizer: Any, **options: Any) -> ProcessRewardBatc
     return batch
 
 
-def test_labels_stand_on_the_last_token_of_their_steps(steps_row, write_rows, tokenizer):
+def test_process_reward_data_module_puts_labels_on_the_last_token_of_steps(steps_row, write_rows, tokenizer):
     batch = only_batch(str(write_rows([steps_row(17)])), tokenizer)
     assert tokenizer.decode(batch.prompt_ids[0]) == "<|user|>17+1=<|assistant|>"
     assert tokenizer.decode(batch.response_ids[0]) == "7+5=12\nwrite 2\nso 42<|end|>"
@@ -41,7 +41,7 @@ def test_labels_stand_on_the_last_token_of_their_steps(steps_row, write_rows, to
     assert (len(batch), batch.rows) == (1, [0])
 
 
-def test_keys_separator_and_steps_without_a_label(row, tokenizer):
+def test_process_reward_data_module_accepts_keys_separator_and_missing_labels(row, tokenizer):
     source = [row(0, trace={"texts": ["a", "b"], "right": [None, True]})]
     options = {"steps_key": "trace.texts", "labels_key": "trace.right", "step_separator": ""}
     batch = only_batch(source, tokenizer, **options)
@@ -49,7 +49,7 @@ def test_keys_separator_and_steps_without_a_label(row, tokenizer):
     assert math.isnan(batch.labels[0][0]) and math.isnan(batch.labels[0][1]) and batch.labels[0][2] == 1.0
 
 
-def test_long_rows_are_dropped_or_refused_and_rows_keep_their_numbers(steps_row, tokenizer):
+def test_process_reward_data_module_drops_or_refuses_long_rows(steps_row, tokenizer):
     long_prompt = steps_row(1, prompt=[{"role": "user", "content": "9" * 50}])
     long_steps = steps_row(2, steps=["2" * 50], labels=[1])
     limits = {"max_prompt_tokens": 20, "max_response_tokens": 30}
@@ -61,14 +61,14 @@ def test_long_rows_are_dropped_or_refused_and_rows_keep_their_numbers(steps_row,
         only_batch([long_prompt, long_steps], tokenizer, **limits)
 
 
-def test_validation_serves_labels_too(steps_row, tokenizer):
+def test_process_reward_data_module_validates_with_labels(steps_row, tokenizer):
     data = ProcessRewardDataModule(None, [steps_row(0), steps_row(1)], tokenizer=tokenizer, prompts_per_step=1)
     data.setup("validate")
     (batch,) = data.val_dataloader()
     assert isinstance(batch, ProcessRewardBatch) and batch.rows == [0, 1]
 
 
-def test_other_labels_are_other_data(steps_row, tokenizer):
+def test_process_reward_fingerprint_changes_with_labels(steps_row, tokenizer):
     def fingerprint(labels: Any) -> str:
         data = ProcessRewardDataModule([steps_row(0, labels=labels)], tokenizer=tokenizer, prompts_per_step=1)
         data.setup("fit")
@@ -90,19 +90,19 @@ def test_other_labels_are_other_data(steps_row, tokenizer):
         ({"labels": [None, None, None]}, "labels no step: remove the row"),
     ],
 )
-def test_a_bad_row_is_named(steps_row, tokenizer, changes, message):
+def test_process_reward_data_module_names_a_bad_row(steps_row, tokenizer, changes, message):
     with pytest.raises(ConfigError, match=f"list, row 1, .*{message}"):
         only_batch([steps_row(0), steps_row(1, **changes)], tokenizer)
 
 
-def test_a_missing_key_is_named_with_its_file(row, write_rows, tokenizer):
+def test_process_reward_data_module_names_the_file_of_a_missing_key(row, write_rows, tokenizer):
     path = write_rows([row(0)])
     message = rf"{path}, row 0, steps_key='extra_info.steps': leads nowhere at 'steps'; there is split, index, answer"
     with pytest.raises(ConfigError, match=message):
         only_batch(str(path), tokenizer)
 
 
-def test_a_tokenizer_without_an_end_is_refused(steps_row):
+def test_process_reward_data_module_refuses_a_tokenizer_without_end_token(steps_row):
     endless = build_tokenizer()
     endless.eos_token = None
     with pytest.raises(ConfigError, match="has no end-of-sequence token"):

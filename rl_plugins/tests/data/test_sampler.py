@@ -21,15 +21,15 @@ class Numbers:
         return epoch, list(indices)
 
 
-def test_the_order_of_an_epoch_never_changes():
+def test_epoch_order_depends_on_seed_and_epoch_alone():
     assert epoch_order(0, 0, 8).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
     assert epoch_order(0, 1, 8).tolist() != epoch_order(0, 0, 8).tolist()
     assert epoch_order(1, 0, 8).tolist() != epoch_order(0, 0, 8).tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 40), st.integers(0, 9))
-def test_ranks_share_the_same_global_batches(world_size, share, rows, seed):
+def test_step_loader_splits_global_batches_over_ranks(world_size, share, rows, seed):
     per_step = world_size * share
     if rows < per_step:
         return
@@ -43,9 +43,9 @@ def test_ranks_share_the_same_global_batches(world_size, share, rows, seed):
     assert len(set(served)) == len(served) == len(whole) * per_step
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 12), st.integers(1, 2))
-def test_a_restored_loader_continues(done, world_size):
+def test_step_loader_continues_after_a_restore(done, world_size):
     make = lambda size: StepLoader(Numbers(11), prompts_per_step=4, seed=5, world_size=size)  # noqa: E731
     first, reference = make(1), make(world_size)
     steps = [batch for _ in range(8) for batch in reference]
@@ -56,7 +56,7 @@ def test_a_restored_loader_continues(done, world_size):
     assert list(second) == steps[done : done + 2]
 
 
-def test_unfinished_batches_are_served_again():
+def test_step_loader_serves_batches_in_flight_again():
     flying = 0
     loader = StepLoader(Numbers(8), prompts_per_step=2, in_flight=lambda: flying)
     batches = iter(loader)
@@ -76,12 +76,12 @@ def test_unfinished_batches_are_served_again():
         (StepLoader(Numbers(8, "g"), prompts_per_step=4), "fingerprint was g and is now f"),
     ],
 )
-def test_a_state_of_other_data_is_refused(other, message):
+def test_step_loader_refuses_a_state_of_other_data(other, message):
     with pytest.raises(ConfigError, match=message):
         StepLoader(Numbers(8), prompts_per_step=4).load_state_dict(other.state_dict())
 
 
-def test_sizes_that_cannot_work_name_the_number_to_change():
+def test_loaders_refuse_bad_sizes_and_name_the_number_to_change():
     with pytest.raises(ConfigError, match="set prompts_per_step to a multiple of 4, such as 8"):
         StepLoader(Numbers(20), prompts_per_step=6, world_size=4)
     with pytest.raises(ConfigError, match="such as 2"):
@@ -92,9 +92,9 @@ def test_sizes_that_cannot_work_name_the_number_to_change():
         EvalLoader(Numbers(3), batch_size=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 7))
-def test_evaluation_serves_each_row_once_in_order(rows, world_size, batch_size):
+def test_eval_loader_serves_each_row_once_in_order(rows, world_size, batch_size):
     loaders = [
         EvalLoader(Numbers(rows), batch_size=batch_size, rank=rank, world_size=world_size) for rank in range(world_size)
     ]

@@ -31,7 +31,7 @@ def tokenizer(template: str | None = None) -> Any:
 
 
 @pytest.mark.parametrize("template", [None, LINES])
-def test_a_conversation_by_turns_is_the_conversation_as_a_whole(template: str | None) -> None:
+def test_turn_tokenizer_gives_the_tokens_of_the_whole_conversation(template: str | None) -> None:
     t = tokenizer(template)
     messages: list[dict[str, str]] = [{"role": "user", "content": "guess"}]
     prompt: Any = t.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
@@ -44,23 +44,23 @@ def test_a_conversation_by_turns_is_the_conversation_as_a_whole(template: str | 
     assert prompt + response + said == whole and not was_cut
 
 
-def test_a_turn_that_was_not_ended_is_ended() -> None:
+def test_turn_tokenizer_ends_a_response_without_end_token() -> None:
     t = tokenizer(LINES)
     said, _ = TurnTokenizer(t).tokens(REPLY, t.encode("7")[0], 99)
     assert t.decode(said) == "<|end|>\n<|user|>\ntoo low<|end|>\n<|assistant|>\n"
 
 
-def test_what_is_too_long_is_cut() -> None:
+def test_turn_tokenizer_cuts_a_long_message() -> None:
     t = tokenizer()
     assert TurnTokenizer(t).tokens(REPLY, t.eos_token_id, 3) == (t.encode("<|user|>too<|assistant|>"), True)
 
 
-def test_a_role_that_the_template_does_not_know() -> None:
+def test_turn_tokenizer_refuses_a_role_unknown_to_the_template() -> None:
     turns = TurnTokenizer(tokenizer(USERS_ONLY))
     with pytest.raises(ConfigError, match="refuses a message of the role 'tool' behind a response: no tools"):
         turns.tokens({"role": "tool", "content": "4"}, 0, 9)
 
 
-def test_a_template_without_a_place_for_responses() -> None:
+def test_turn_tokenizer_refuses_a_template_without_a_place_for_responses() -> None:
     with pytest.raises(ConfigError, match="does not give back what the policy said"):
         TurnTokenizer(tokenizer("{{ messages[-1].content }}"))

@@ -17,7 +17,7 @@ def problems(capsys, *arguments):
     return found
 
 
-def test_every_bad_row_is_reported(row, write_rows, capsys):
+def test_prepare_validate_reports_every_bad_row(row, write_rows, capsys):
     empty = [{"role": "user", "content": " "}]
     rows = [row(number, **({"prompt": empty} if number in (3, 1500) else {})) for number in range(2000)]
     rows[7] = row(7, ability=None)
@@ -35,7 +35,7 @@ def test_every_bad_row_is_reported(row, write_rows, capsys):
     assert f"{first}: 2000 rows, 3 bad, 0 duplicates" in printed and "1500" in printed
 
 
-def test_files_that_are_none_do_not_hide_the_others(row, write_rows, tmp_path, capsys):
+def test_prepare_validate_reports_unreadable_files_and_continues(row, write_rows, tmp_path, capsys):
     (tmp_path / "text.parquet").write_text("not parquet")
     bare = write_rows([{name: value for name, value in row(0).items() if name != "ability"}], "bare.parquet")
     bad = write_rows([row(0, data_source=None)], "bad.parquet")
@@ -83,13 +83,13 @@ def test_files_that_are_none_do_not_hide_the_others(row, write_rows, tmp_path, c
         ),
     ],
 )
-def test_each_format(row, write_rows, capsys, kind, good, bad, options, field):
+def test_prepare_validate_checks_each_format(row, write_rows, capsys, kind, good, bad, options, field):
     path = write_rows([row(0, **good), row(1, **bad)])
     (found,) = problems(capsys, path, "--format", kind, *options)["bad_rows"]
     assert (found["row"], found["field"]) == (1, field)
 
 
-def test_duplicates_and_rows_in_both(row, write_rows, capsys):
+def test_prepare_validate_reports_duplicates_and_rows_in_train_and_test(row, write_rows, capsys):
     train = write_rows([row(0), row(1), row(0), row(2)])
     test = write_rows([row(7), row(2), row(7)], "test.parquet")
     found = problems(capsys, train, "--test", test)
@@ -99,7 +99,7 @@ def test_duplicates_and_rows_in_both(row, write_rows, capsys):
     assert f"{test}, row 1 is also in {train}, row 3" in capsys.readouterr().out
 
 
-def test_prompts_are_measured_in_tokens(row, write_rows, tmp_path, capsys):
+def test_prepare_validate_measures_prompts_in_tokens(row, write_rows, tmp_path, capsys):
     long = [{"role": "user", "content": "9" * 50}]
     path = write_rows([row(number) for number in range(9)] + [row(9, prompt=long)])
     policy = save_tiny_policy(tmp_path / "policy")
@@ -110,7 +110,7 @@ def test_prompts_are_measured_in_tokens(row, write_rows, tmp_path, capsys):
     assert "longer than 20 tokens: 1 prompts" in capsys.readouterr().out
 
 
-def test_prompts_that_the_chat_template_refuses_are_bad_rows(row, write_rows, tmp_path, capsys):
+def test_prepare_validate_reports_prompts_refused_by_the_chat_template(row, write_rows, tmp_path, capsys):
     policy = save_tiny_policy(tmp_path / "policy")
     template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_plugins.algorithms.advantages import grpo, one_rank
 from rl_plugins.tests.algorithms.batches import make_batch
 from rl_plugins.tests.algorithms.reference import basics as reference
+from rl_plugins.tests.loops import for_each
 
 SCALES = ("group", "batch", "none")
 
@@ -38,9 +39,9 @@ def advantages_of(
     return advantages[:, 0]
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("seed", range(10))
-def test_grpo_agrees_with_loops(seed: int, scale: Any) -> None:
+@for_each("scale", SCALES)
+@for_each("seed", range(10))
+def test_grpo_agrees_with_plain_loops(seed: int, scale: Any) -> None:
     batch = make_batch(seed)
     rewards = batch.rewards() + 0.1 * batch.advantages * batch.mask  # Not only on the last token.
     advantages, returns = grpo(
@@ -55,8 +56,8 @@ def test_grpo_agrees_with_loops(seed: int, scale: Any) -> None:
     assert torch.equal(returns, advantages)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_invalid_samples_do_not_matter(scale: Any) -> None:
+@for_each("scale", SCALES)
+def test_grpo_ignores_invalid_samples(scale: Any) -> None:
     batch = make_batch(3)
     dirty = batch.with_garbage()
     clean, soiled = (
@@ -74,10 +75,10 @@ def test_invalid_samples_do_not_matter(scale: Any) -> None:
     assert (clean[~batch.valid] == 0).all()
 
 
-@pytest.mark.parametrize("size", range(2, 17))
-@pytest.mark.parametrize("reward", [0.1, -0.3, 0.7, 1e6 + 0.1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_rewards_teach_exactly_nothing(size: int, reward: float, dtype: torch.dtype) -> None:
+@for_each("size", range(2, 17))
+@for_each("reward", [0.1, -0.3, 0.7, 1e6 + 0.1])
+@for_each("dtype", [torch.float32, torch.float64])
+def test_grpo_gives_zero_to_groups_of_equal_rewards(size: int, reward: float, dtype: torch.dtype) -> None:
     """The rounding error of a mean, divided by a standard deviation of 0 + eps, would be a gradient."""
     mask = torch.ones(2 * size, 3, dtype=dtype)
     rewards = torch.zeros_like(mask)
@@ -93,7 +94,7 @@ def test_equal_rewards_teach_exactly_nothing(size: int, reward: float, dtype: to
     assert advantages[size:].any()
 
 
-def test_score_on_an_observation_token_counts() -> None:
+def test_grpo_counts_a_score_on_an_observation_token() -> None:
     """R sums over all positions: a response cut off after an observation is scored on a masked token."""
     mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
     rewards = torch.tensor([[0.0, 3.0], [0.0, 1.0]])
@@ -107,12 +108,12 @@ def test_score_on_an_observation_token_counts() -> None:
     assert advantages.tolist() == [[1.0, 0.0], [-1.0, -1.0]]
 
 
-def test_a_lone_sample_keeps_its_reward() -> None:
+def test_grpo_gives_a_group_of_one_sample_the_reward() -> None:
     assert advantages_of([2.5, 1.0, 3.0], [4, 7, 7]).tolist() == [2.5, -1.0, 1.0]
     assert advantages_of([2.5], [0], "batch").tolist() == pytest.approx([2.5], abs=1e-5)
 
 
-def test_batch_scale_uses_the_samples_of_all_ranks() -> None:
+def test_grpo_batch_scale_uses_the_samples_of_all_ranks() -> None:
     rewards, groups = [0.0, 1.0, 5.0, 2.0, 2.5, -3.0], [0, 0, 1, 1, 2, 2]
     together = advantages_of(rewards, groups, "batch")
     values = torch.tensor(rewards, dtype=torch.float64)
@@ -132,7 +133,7 @@ def test_batch_scale_uses_the_samples_of_all_ranks() -> None:
     torch.testing.assert_close(torch.cat(parts), together, rtol=1e-12, atol=0)
 
 
-def test_unknown_scale_is_refused() -> None:
+def test_grpo_refuses_an_unknown_scale() -> None:
     with pytest.raises(ValueError, match=r"scale='std'.*'group', 'batch' or 'none'"):
         advantages_of([1.0, 2.0], [0, 0], "std")
 
@@ -144,18 +145,16 @@ def flatten(nested: list[list[float]]) -> tuple[list[float], list[int]]:
     return [r for part in nested for r in part], [g for g, part in enumerate(nested) for _ in part]
 
 
-@settings(deadline=None)
 @given(groups_of_rewards)
-def test_group_centred_advantages_sum_to_zero(nested: list[list[float]]) -> None:
+def test_grpo_advantages_sum_to_zero_over_a_group(nested: list[list[float]]) -> None:
     rewards, groups = flatten(nested)
     advantages = advantages_of(rewards, groups)
     for group in range(len(nested)):
         assert abs(float(advantages[torch.tensor(groups) == group].sum())) < 1e-9
 
 
-@settings(deadline=None)
 @given(groups_of_rewards, st.data(), st.sampled_from(["none", "group"]))
-def test_a_constant_added_to_a_group_changes_nothing(
+def test_grpo_advantages_do_not_change_with_a_constant_added_to_a_group(
     nested: list[list[float]], data: st.DataObject, scale: Any
 ) -> None:
     rewards, groups = flatten(nested)
@@ -168,9 +167,10 @@ def test_a_constant_added_to_a_group_changes_nothing(
     )
 
 
-@settings(deadline=None)
 @given(groups_of_rewards, st.randoms(use_true_random=False), st.sampled_from(SCALES))
-def test_the_order_of_samples_does_not_matter(nested: list[list[float]], random: Random, scale: Any) -> None:
+def test_grpo_advantages_do_not_depend_on_the_order_of_samples(
+    nested: list[list[float]], random: Random, scale: Any
+) -> None:
     rewards, groups = flatten(nested)
     order = list(range(len(rewards)))
     random.shuffle(order)

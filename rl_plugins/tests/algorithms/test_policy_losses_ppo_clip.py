@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_plugins.algorithms.policy_losses import ppo_clip
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
 from rl_plugins.tests.algorithms.reference import basics as reference
+from rl_plugins.tests.loops import for_each
 
 CLIPS = [
     (0.2, 0.2, 3.0),
@@ -36,9 +37,11 @@ def run(batch: Batch, low: float, high: float, dual: float | None) -> tuple[Tens
     return loss.detach(), metrics, gradient
 
 
-@pytest.mark.parametrize(("low", "high", "dual"), CLIPS)
-@pytest.mark.parametrize("seed", range(4))
-def test_loss_gradient_and_metrics_agree_with_loops(seed: int, low: float, high: float, dual: float | None) -> None:
+@for_each(("low", "high", "dual"), CLIPS)
+@for_each("seed", range(4))
+def test_ppo_clip_loss_gradient_and_metrics_agree_with_plain_loops(
+    seed: int, low: float, high: float, dual: float | None
+) -> None:
     batch = make_batch(seed)
     loss, metrics, gradient = run(batch, low, high, dual)
     expected = reference.ppo_clip(*batch.ppo_arrays(), low, high, dual)
@@ -52,7 +55,7 @@ def test_loss_gradient_and_metrics_agree_with_loops(seed: int, low: float, high:
     assert set(metrics) == {"clip_fraction", "ppo_kl"} | ({"dual_clip_fraction"} if dual is not None else set())
 
 
-def test_masked_entries_may_hold_anything() -> None:
+def test_ppo_clip_ignores_masked_entries() -> None:
     batch = make_batch(1)
     loss, metrics, gradient = run(batch, 0.2, 0.28, 3.0)
     for garbage in (torch.nan, torch.inf, -torch.inf):
@@ -63,7 +66,7 @@ def test_masked_entries_may_hold_anything() -> None:
             assert torch.equal(dirty_metrics[name] * batch.mask, values * batch.mask)
 
 
-def test_without_old_policy_the_gradient_is_reinforce() -> None:
+def test_ppo_clip_at_ratio_1_has_the_gradient_of_reinforce() -> None:
     """Ratio 1: the clip's two branches tie, and the gradient must not be halved."""
     batch = make_batch(2)
     batch.old = batch.log_probs.clone()
@@ -71,7 +74,7 @@ def test_without_old_policy_the_gradient_is_reinforce() -> None:
     torch.testing.assert_close(gradient, -batch.advantages * batch.mask, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("dual_clip", [1.0, 0.5])
-def test_a_dual_clip_that_would_cut_the_normal_loss_is_refused(dual_clip: float) -> None:
+@for_each("dual_clip", [1.0, 0.5])
+def test_ppo_clip_refuses_a_dual_clip_of_at_most_1(dual_clip: float) -> None:
     with pytest.raises(ValueError, match=f"dual_clip={dual_clip}: must be above 1"):
         run(make_batch(0), 0.2, 0.2, dual_clip)

@@ -1,0 +1,58 @@
+"""One property, many cases: a loop inside one test, whose failure names the case."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+Test = Callable[..., None]
+
+
+class Case:
+    """Adds the name of a case to whatever is raised inside the `with` block."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is not None:
+            error.add_note(f"case: {self._name}")
+
+
+def for_each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Test], Test]:
+    """Call a test function once for each case, as one test of pytest.
+
+    It reads like `pytest.mark.parametrize`, and is for cases that differ in numbers only: the work of pytest for one
+    item takes longer than most of them. Fixtures are made once for all cases.
+
+    Args:
+        names: The arguments that the cases give to the test function: one, or several.
+        cases: The values: one for each case, or tuples of as many as there are names.
+    """
+    keys = (names,) if isinstance(names, str) else names
+    rows = [(case,) if isinstance(names, str) else tuple(case) for case in cases]
+    assert rows, f"there is no case of {', '.join(keys)}"
+
+    def decorate(test: Test) -> Test:
+        whole = inspect.signature(test)
+        assert set(keys) <= set(whole.parameters), f"{test.__name__} takes no {', '.join(keys)}"
+        without_case = whole.replace(parameters=[p for key, p in whole.parameters.items() if key not in keys])
+
+        @functools.wraps(test)
+        def all_cases(*arguments: Any, **keywords: Any) -> None:
+            others = without_case.bind(*arguments, **keywords).arguments
+            for row in rows:
+                case = dict(zip(keys, row, strict=True))
+                with Case(", ".join(f"{key}={value!r}" for key, value in case.items())):
+                    test(**others, **case)
+
+        all_cases.__signature__ = without_case  # type: ignore[attr-defined]
+        return all_cases
+
+    return decorate
