@@ -15,6 +15,7 @@ from rl_plugins.data.process_rewards import ProcessRewardDataModule
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.data.prepare_command import main
+from rl_plugins.tests.loops import for_each
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "2+2?"}
@@ -50,8 +51,8 @@ def test_prepare_jsonl_converts_answers_of_any_type(tmp_path, capsys):
     assert len(load_rows(out)) == 5
 
 
-@pytest.mark.parametrize("prompt", ["2+2?", [USER], [USER, ASSISTANT]])
-@pytest.mark.parametrize("response", ["4", [USER, ASSISTANT]])
+@for_each("prompt", ["2+2?", [USER], [USER, ASSISTANT]])
+@for_each("response", ["4", [USER, ASSISTANT]])
 def test_prepare_jsonl_converts_responses_for_sft(tmp_path, tokenizer, capsys, prompt, response):
     convert(tmp_path, [{"p": prompt, "r": response}], "--prompt", "p", "--response", "r")
     assert "recipes.sft data.response_key=response" in capsys.readouterr().out
@@ -142,7 +143,7 @@ def test_prepare_hf_converts_data_sets_of_save_to_disk(tmp_path, capsys):
 PROMPTS = ["--prompt", "q", "--ground-truth", "a"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("record", "options", "message"),
     [
         ({"q": "1?"}, PROMPTS, "raw.jsonl, line 2, --ground-truth='a': leads nowhere at 'a'; there is q"),

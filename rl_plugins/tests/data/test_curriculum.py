@@ -12,6 +12,7 @@ from rl_plugins.data.orders import Mixture, Part
 from rl_plugins.data.sampler import StepLoader
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.data.test_sampler import Numbers
+from rl_plugins.tests.loops import for_each
 
 ROWS, PER_STEP = 120, 8
 
@@ -97,7 +98,7 @@ def test_curriculum_finds_rows_by_number_in_the_data_set():
     assert order.state_dict()["indices"].tolist() == [10]
 
 
-@pytest.mark.parametrize("done", [0, 1, 37])
+@for_each("done", [0, 1, 37])
 def test_step_loader_with_a_curriculum_continues_exactly_after_a_restore(done):
     whole = train(curriculum(), 60)
     order = curriculum()
@@ -139,7 +140,7 @@ def test_step_loader_refuses_a_state_of_another_curriculum():
         StepLoader(Numbers(ROWS), prompts_per_step=PER_STEP, order=curriculum()).load_state_dict(plain)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"share": 1.0}, "share=1.0: must be above 0 and below 1"),

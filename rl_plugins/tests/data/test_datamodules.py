@@ -5,6 +5,7 @@ import pytest
 from rl_plugins.data.prompts import PromptBatch, PromptDataModule
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError
+from rl_plugins.tests.loops import for_each
 
 
 def test_prompt_data_module_tokenizes_with_the_chat_template_and_keeps_columns(row, write_rows, tokenizer):
@@ -81,9 +82,7 @@ def test_prompt_fingerprint_changes_with_order_and_limits(row, tokenizer):
     assert fingerprint(rows) != fingerprint(rows, max_prompt_tokens=6)
 
 
-@pytest.mark.parametrize(
-    ("key", "expected"), [("reward_model.ground_truth", "1<|end|>"), ("extra_info.answer", "it is 1<|end|>")]
-)
+@for_each(("key", "expected"), [("reward_model.ground_truth", "1<|end|>"), ("extra_info.answer", "it is 1<|end|>")])
 def test_sft_data_module_tokenizes_prompts_and_responses(row, tokenizer, key, expected):
     data = SFTDataModule([row(0)], tokenizer=tokenizer, prompts_per_step=1, response_key=key)
     data.setup("fit")
@@ -120,7 +119,7 @@ def test_sft_data_module_validates_on_prompts_alone(row, tokenizer):
     assert batch.rows == [0, 1]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("key", "message"),
     [
         ("extra_info.solution", "list, row 0, .*: leads nowhere at 'solution'; there is split, index, answer"),

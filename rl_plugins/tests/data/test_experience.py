@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 
 from rl_plugins.data.experience import TENSOR_FIELDS, Experience
 from rl_plugins.data.merging import same
+from rl_plugins.tests.loops import for_each
 
 OPTIONAL = ("scores", "values", "advantages", "old_log_probs")
 counter = itertools.count()
@@ -173,7 +172,7 @@ def test_from_samples_response_masks_mark_observations():
     assert experience.policy_versions.tolist() == [[1, 1, 2], [2, 0, 0]]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "message"),
     [
         ({"responses": [[1]]}, "responses has 1 entries for 2 prompts"),
@@ -265,11 +264,3 @@ def test_save_of_a_slice_writes_only_the_slice(tmp_path):
     experience.save(tmp_path / "whole.pt")
     experience[:1].save(tmp_path / "slice.pt")
     assert (tmp_path / "slice.pt").stat().st_size * 5 < (tmp_path / "whole.pt").stat().st_size
-
-
-def test_importing_the_package_and_checking_files_needs_no_heavy_library():
-    code = (
-        "import sys, rl_plugins.data.parquet, rl_plugins.commands.prepare\n"
-        "assert not {'torch', 'lightning', 'transformers', 'pandas'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -11,6 +13,7 @@ from rl_plugins.data.curriculum import CurriculumConfig, GroupResult
 from rl_plugins.data.prompts import PromptBatch, PromptDataModule
 from rl_plugins.data.sampler import StepLoader
 from rl_plugins.errors import ConfigError
+from rl_plugins.tests.loops import Case
 
 ROWS, PER_STEP, EPOCHS = 13, 4, 4
 STEPS = ROWS // PER_STEP
@@ -59,29 +62,39 @@ class Rewarded(Recorder):
         loader.curriculum.observe(results)
 
 
-class SaveAt(pl.Callback):
-    """Save after `step` batches, in the given hook, and stop there."""
+class SaveOnException(pl.Callback):
+    """Saves a checkpoint when the run fails."""
 
-    def __init__(self, hook: str, step: int, path):
-        self.step, self.path, self.hook = step, path, hook
-
-    def maybe_save(self, trainer, module, hook):
-        if hook == self.hook and len(module.seen) == self.step and not self.path.exists():
-            trainer.save_checkpoint(self.path)
-            raise Stopped
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.maybe_save(trainer, module, "batch")
-
-    def on_train_epoch_end(self, trainer, module):
-        self.maybe_save(trainer, module, "epoch")
-
-    def on_validation_end(self, trainer, module):
-        self.maybe_save(trainer, module, "validation")
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def on_exception(self, trainer, module, exception):
-        if self.hook == "exception":
-            trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.path)
+
+
+class SaveAtEachHook(pl.Callback):
+    """Saves a checkpoint at the end of each batch, epoch and validation."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, hook: str, step: int) -> Path:
+        """The checkpoint of a hook after `step` batches."""
+        return self.folder / f"{hook}-{step}.ckpt"
+
+    def save(self, trainer, module, hook):
+        path = self.path(hook, len(module.seen))
+        if not path.exists():
+            trainer.save_checkpoint(path)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.save(trainer, module, "batch")
+
+    def on_train_epoch_end(self, trainer, module):
+        self.save(trainer, module, "epoch")
+
+    def on_validation_end(self, trainer, module):
+        self.save(trainer, module, "validation")
 
 
 def fit(tmp_path, data, module, *callbacks, ckpt_path=None, **options):
@@ -112,85 +125,99 @@ def data(row, tokenizer):
     return make
 
 
-def interrupt_and_resume(tmp_path, data, hook, step, module=Recorder, **options):
-    path = tmp_path / "stopped.ckpt"
-    fail_at = step if hook == "exception" else None
-    with pytest.raises(Stopped):
-        fit(tmp_path, data(), module(fail_at), SaveAt(hook, step, path), **options)
-    return fit(tmp_path, data(), module(), ckpt_path=path, **options)
-
-
-EPOCH_LIMIT = {"max_epochs": EPOCHS}
-STEP_LIMIT = {"max_epochs": -1, "max_steps": EPOCHS * STEPS}
+LIMITS = {"max_epochs": {"max_epochs": EPOCHS}, "max_steps": {"max_epochs": -1, "max_steps": EPOCHS * STEPS}}
 BATCH_ENDS = [("batch", step) for step in range(1, 8)]
-FAILURES = [("exception", step) for step in range(1, 7)]
 EPOCH_ENDS = [("epoch", STEPS), ("epoch", 2 * STEPS)]
 VALIDATIONS = [("validation", STEPS), ("validation", 2 * STEPS)]
 
 
-def check_resume(tmp_path, make_data, hook, step, module=Recorder, **options):
-    whole = fit(tmp_path, make_data(), module(), **options)
-    resumed = interrupt_and_resume(tmp_path, make_data, hook, step, module, **options)
-    assert resumed.seen == whole.seen[step:]
-    assert resumed.epochs == whole.epochs[step:]
+def check_resume(tmp_path, make_data, checkpoints, module=Recorder, **options):
+    """Resume from checkpoints (hook, number of batches) of one run; returns the run that was not stopped."""
+    saved = SaveAtEachHook(tmp_path)
+    whole = fit(tmp_path, make_data(), module(), saved, **options)
+    assert whole.seen == fit(tmp_path, make_data(), module(), **options).seen, "saving changes the order"
+    for hook, step in checkpoints:
+        with Case(f"saved at the end of {hook} after {step} batches"):
+            resumed = fit(tmp_path, make_data(), module(), ckpt_path=saved.path(hook, step), **options)
+            assert resumed.seen == whole.seen[step:]
+            assert resumed.epochs == whole.epochs[step:]
     return whole
 
 
-@pytest.mark.parametrize("limit", [EPOCH_LIMIT, STEP_LIMIT], ids=["max_epochs", "max_steps"])
-@pytest.mark.parametrize(("hook", "step"), BATCH_ENDS + FAILURES + EPOCH_ENDS)
-def test_resume_continues_with_the_next_batch(tmp_path, data, limit, hook, step):
-    whole = check_resume(tmp_path, data, hook, step, **limit)
+def check_resume_after_an_exception(tmp_path, make_data, whole, step, module=Recorder, **options):
+    """Resume a run whose batch number `step` failed; `whole` is the run that was not stopped."""
+    path = tmp_path / f"exception-{step}.ckpt"
+    with pytest.raises(Stopped):
+        fit(tmp_path, make_data(), module(fail_at=step), SaveOnException(path), **options)
+    resumed = fit(tmp_path, make_data(), module(), ckpt_path=path, **options)
+    assert resumed.seen == whole.seen[step:]
+    assert resumed.epochs == whole.epochs[step:]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_resume_from_a_checkpoint_continues_with_the_next_batch(tmp_path, data, limit):
+    whole = check_resume(tmp_path, data, BATCH_ENDS + EPOCH_ENDS, **LIMITS[limit])
     assert whole.epochs == [epoch for epoch in range(EPOCHS) for _ in range(STEPS)]
 
 
-@pytest.mark.parametrize("limit", [EPOCH_LIMIT, STEP_LIMIT], ids=["max_epochs", "max_steps"])
-@pytest.mark.parametrize(("hook", "step"), BATCH_ENDS + EPOCH_ENDS + VALIDATIONS)
-def test_resume_with_validation(tmp_path, data, limit, hook, step):
-    check_resume(tmp_path, lambda: data(validation=True), hook, step, **limit)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_resume_after_an_exception_serves_the_failed_batch_again(tmp_path, data, limit):
+    whole = fit(tmp_path, data(), Recorder(), **LIMITS[limit])
+    for step in range(1, 7):
+        with Case(f"batch {step} fails"):
+            check_resume_after_an_exception(tmp_path, data, whole, step, **LIMITS[limit])
 
 
-@pytest.mark.parametrize("step", [2, 5])
-def test_resume_from_a_validation_inside_an_epoch(tmp_path, data, step):
-    check_resume(tmp_path, lambda: data(validation=True), "validation", step, val_check_interval=2)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_resume_with_validation_continues_with_the_next_batch(tmp_path, data, limit):
+    check_resume(tmp_path, lambda: data(validation=True), BATCH_ENDS + EPOCH_ENDS + VALIDATIONS, **LIMITS[limit])
 
 
-@pytest.mark.parametrize(("hook", "step"), [("batch", 1), ("batch", 3), ("epoch", 2), ("epoch", 4)])
-def test_resume_with_shortened_epochs(tmp_path, data, hook, step):
-    whole = check_resume(tmp_path, data, hook, step, limit_train_batches=2)
+def test_resume_from_a_validation_inside_an_epoch_continues_with_the_next_batch(tmp_path, data):
+    checkpoints = [("validation", 2), ("validation", 5)]
+    check_resume(tmp_path, lambda: data(validation=True), checkpoints, val_check_interval=2)
+
+
+def test_resume_with_shortened_epochs_continues_with_the_next_batch(tmp_path, data):
+    checkpoints = [("batch", 1), ("batch", 3), ("epoch", 2), ("epoch", 4)]
+    whole = check_resume(tmp_path, data, checkpoints, limit_train_batches=2)
     assert len(whole.seen) == 2 * EPOCHS
     assert len({row for rows in whole.seen[:STEPS] for row in rows}) == STEPS * PER_STEP
 
 
-@pytest.mark.parametrize(("hook", "step"), [("batch", 1), ("batch", 5), ("exception", 4), *EPOCH_ENDS])
-def test_resume_with_a_curriculum(tmp_path, data, hook, step):
-    whole = check_resume(tmp_path, lambda: data(curriculum=CurriculumConfig()), hook, step, Rewarded)
+def test_resume_with_a_curriculum_continues_with_the_next_batch(tmp_path, data):
+    def make_data():
+        return data(curriculum=CurriculumConfig())
+
+    whole = check_resume(tmp_path, make_data, [("batch", 1), ("batch", 5), *EPOCH_ENDS], Rewarded)
     assert all(len(set(rows)) == PER_STEP for rows in whole.seen)
+    check_resume_after_an_exception(tmp_path, make_data, whole, 4, Rewarded)
 
 
-def test_epochs_differ_and_each_row_is_served_once_per_epoch(tmp_path, data):
+def test_each_epoch_serves_each_row_once_in_another_order(tmp_path, data):
     seen = fit(tmp_path, data(), Recorder()).seen
     epochs = [sum(seen[start : start + STEPS], ()) for start in range(0, len(seen), STEPS)]
     assert all(len(set(epoch)) == STEPS * PER_STEP for epoch in epochs)
     assert len(set(epochs)) == EPOCHS
 
 
-def test_reloading_the_loader_every_epoch_changes_nothing(tmp_path, data):
+def test_reloading_the_train_dataloader_every_epoch_keeps_the_order(tmp_path, data):
     whole = fit(tmp_path, data(), Recorder())
     assert fit(tmp_path, data(), Recorder(), reload_dataloaders_every_n_epochs=1).seen == whole.seen
 
 
-def test_validation_sees_every_row_once(tmp_path, data):
+def test_validation_serves_every_row_once(tmp_path, data):
     module = fit(tmp_path, data(validation=True), Recorder(), max_epochs=1)
     assert module.validated == [0, 1, 2, 3, 4]
 
 
-def test_resume_with_other_data_is_refused(tmp_path, data):
+def test_resume_with_another_seed_is_refused(tmp_path, data):
     path = tmp_path / "stopped.ckpt"
     with pytest.raises(Stopped):
-        fit(tmp_path, data(), Recorder(), SaveAt("batch", 2, path))
+        fit(tmp_path, data(), Recorder(fail_at=2), SaveOnException(path))
     with pytest.raises(ConfigError, match="seed was 3 and is now 4"):
         fit(tmp_path, data(seed=4), Recorder(), ckpt_path=path)
 
 
-def test_batches_pass_through_a_precision_that_converts_inputs(tmp_path, data):
+def test_batches_are_the_same_under_a_precision_that_converts_inputs(tmp_path, data):
     assert fit(tmp_path, data(), Recorder(), precision="64-true").seen == fit(tmp_path, data(), Recorder()).seen

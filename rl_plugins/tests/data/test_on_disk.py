@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import tempfile
 from pathlib import Path
@@ -39,7 +38,6 @@ def test_rows_on_disk_use_unnamed_files_that_are_freed_with_the_rows(row, write_
     assert mapped() == 2
     assert loaded.rows[0] == row(0) and ids[0] == [1, 2]
     del loaded, ids
-    gc.collect()
     assert mapped() == 0
 
 

@@ -14,6 +14,7 @@ from rl_plugins.data.prompts import PromptDataModule
 from rl_plugins.data.sampler import StepLoader
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.data.test_sampler import Numbers
+from rl_plugins.tests.loops import for_each
 
 
 def mixture(rows=(60, 200, 90), shares=(0.5, 0.25, 0.25), per_step=8, seed=3):
@@ -62,7 +63,7 @@ def test_mixture_take_returns_the_same_rows_from_any_start():
     assert mixture(seed=4).take(0, 50).tolist() != whole[:50].tolist()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@for_each("world_size", [1, 2, 4])
 def test_step_loader_of_a_mixture_splits_steps_over_ranks_and_can_be_restored(world_size):
     def loaders():
         return [
@@ -117,7 +118,7 @@ def test_prompt_data_module_mixes_files_without_long_prompts(row, write_rows, to
     assert load_rows([*easy, hard]).rows[max(numbers)]["extra_info"]["index"] == 199
 
 
-@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
+@for_each("weight", [0, -1, float("nan"), float("inf")])
 def test_mixture_part_refuses_bad_weights(weight):
     with pytest.raises(ConfigError, match="must be above 0"):
         MixturePart("a.parquet", weight)

@@ -4,6 +4,7 @@ import pytest
 
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.errors import ConfigError
+from rl_plugins.tests.loops import for_each
 
 
 def test_load_rows_numbers_rows_over_all_files(row, write_rows):
@@ -17,7 +18,7 @@ def test_load_rows_numbers_rows_over_all_files(row, write_rows):
     assert len(load_rows(first)) == 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         ({"prompt": "17+25="}, "column 'prompt': expected a list .* got str '17"),

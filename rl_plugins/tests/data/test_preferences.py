@@ -11,6 +11,7 @@ from rl_plugins.data.preferences import PairBatch, PreferenceDataModule, Unpaire
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_tokenizer
+from rl_plugins.tests.loops import for_each
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_preference_data_module_with_label_key_serves_unpaired_responses(judged_
     assert texts(tokenizer, batch.prompt_ids) == [f"<|user|>{row}+1=<|assistant|>" for row in batch.rows]
 
 
-@pytest.mark.parametrize("too_long", ["prompt", "chosen", "rejected"])
+@for_each("too_long", ["prompt", "chosen", "rejected"])
 def test_preference_data_module_drops_or_refuses_long_rows(pair_row, tokenizer, too_long):
     text = "9" * 50
     change = [{"role": "user", "content": text}] if too_long == "prompt" else text
@@ -128,7 +129,7 @@ def test_preference_fingerprint_changes_with_texts_margins_labels_and_order(pair
     assert len({of_judged(other, judged_row(1)) for other in [judged_row(0), *others]}) == 4
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "message"),
     [
         ({"chosen": None}, "chosen_key='chosen': holds None, not a text"),
@@ -145,7 +146,7 @@ def test_preference_data_module_names_a_bad_pair(pair_row, tokenizer, changes, m
         train_batches([pair_row(0), pair_row(1, **changes)], tokenizer, margin_key="margin")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "message"),
     [
         ({"response": ""}, "response_key='response': holds '', not a text"),

@@ -16,6 +16,7 @@ from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.tests.data.prepare_command import main
+from rl_plugins.tests.loops import for_each
 
 
 def write_raw(folder, records):
@@ -88,7 +89,7 @@ def test_prepare_addition_prints_a_command_that_a_shell_accepts(tmp_path, capsys
     assert command.endswith(f" model.path=MODEL {plain}") is (folder == "add")
 
 
-@pytest.mark.parametrize(("answer", "number"), [("so\n#### 42", "42"), ("#### -1,234.5", "-1234.5"), ("#### 7.", "7")])
+@for_each(("answer", "number"), [("so\n#### 42", "42"), ("#### -1,234.5", "-1234.5"), ("#### 7.", "7")])
 def test_final_answer_reads_gsm8k_answers(answer, number):
     assert final_answer(answer) == number
 
@@ -105,9 +106,7 @@ def test_prepare_gsm8k_reads_jsonl_and_parquet(tmp_path):
     assert rows[0]["prompt"] == [{"role": "user", "content": "How many? Go."}]
 
 
-@pytest.mark.parametrize(
-    ("solution", "answer"), [(r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{}", "")]
-)
+@for_each(("solution", "answer"), [(r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{}", "")])
 def test_last_boxed_returns_the_last_boxed_answer(solution, answer):
     assert last_boxed(solution) == answer
 
@@ -122,7 +121,7 @@ def test_prepare_math_writes_rows(tmp_path):
     assert row["prompt"][0]["content"].endswith(r"within \boxed{}.")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("second_line", "message"),
     [
         ('{"question": "a"}', "train.jsonl, line 2: no text under 'answer'; it has question"),

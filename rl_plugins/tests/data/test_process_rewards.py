@@ -10,6 +10,7 @@ import pytest
 from rl_plugins.data.process_rewards import ProcessRewardBatch, ProcessRewardDataModule
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_tokenizer
+from rl_plugins.tests.loops import for_each
 
 STEPS = ["7+5=12", "write 2", "so 42"]
 
@@ -77,7 +78,7 @@ def test_process_reward_fingerprint_changes_with_labels(steps_row, tokenizer):
     assert len({fingerprint(labels) for labels in ([1, 0, 0.25], [1, 0, 0.5], [1, 0, None])}) == 3
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "message"),
     [
         ({"steps": "7+5"}, r"steps_key='extra_info.steps': holds '7\+5', not a list"),

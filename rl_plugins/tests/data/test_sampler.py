@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from rl_plugins.data.orders import epoch_order
 from rl_plugins.data.sampler import EvalLoader, StepLoader
 from rl_plugins.errors import ConfigError
+from rl_plugins.tests.loops import for_each
 
 
 class Numbers:
@@ -67,7 +68,7 @@ def test_step_loader_serves_batches_in_flight_again():
     assert loader.state_dict()["step"] == 0, "a batch that this loader did not serve cannot be in flight"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("other", "message"),
     [
         (StepLoader(Numbers(9), prompts_per_step=4), "rows was 9 and is now 8"),

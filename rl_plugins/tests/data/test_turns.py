@@ -9,8 +9,7 @@ import pytest
 from rl_plugins.data.turns import TurnTokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_tokenizer
-
-pytestmark = pytest.mark.unit
+from rl_plugins.tests.loops import for_each
 
 # As Qwen's: a new line behind the end of a turn, and earlier turns are written in another way than the last.
 LINES = (
@@ -30,7 +29,7 @@ def tokenizer(template: str | None = None) -> Any:
     return made
 
 
-@pytest.mark.parametrize("template", [None, LINES])
+@for_each("template", [None, LINES])
 def test_turn_tokenizer_gives_the_tokens_of_the_whole_conversation(template: str | None) -> None:
     t = tokenizer(template)
     messages: list[dict[str, str]] = [{"role": "user", "content": "guess"}]

@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
-from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.data.prepare_command import main
+from rl_plugins.tests.loops import for_each
 
 
 def problems(capsys, *arguments):
+    """What `rl-plugins prepare validate --json` reports."""
     status = main(["validate", *map(str, arguments), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert status == (1 if found["bad_rows"] or found["shared"] else 0)
@@ -49,7 +50,7 @@ def test_prepare_validate_reports_unreadable_files_and_continues(row, write_rows
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "good", "bad", "options", "field"),
     [
         ("sft", {"response": "1"}, {"response": " "}, ["--response-key", "response"], "response_key='response'"),
@@ -99,35 +100,37 @@ def test_prepare_validate_reports_duplicates_and_rows_in_train_and_test(row, wri
     assert f"{test}, row 1 is also in {train}, row 3" in capsys.readouterr().out
 
 
-def test_prepare_validate_measures_prompts_in_tokens(row, write_rows, tmp_path, capsys):
+def test_prepare_validate_measures_prompts_in_tokens(row, write_rows, tokenizer, tmp_path, capsys):
+    tokenizer.save_pretrained(tmp_path)
     long = [{"role": "user", "content": "9" * 50}]
     path = write_rows([row(number) for number in range(9)] + [row(9, prompt=long)])
-    policy = save_tiny_policy(tmp_path / "policy")
-    found = problems(capsys, path, "--tokenizer", policy, "--max-prompt-tokens", 20)
+    found = problems(capsys, path, "--tokenizer", tmp_path, "--max-prompt-tokens", 20)
     assert found["too_long"] == 1
     assert found["prompt_tokens"] == {"min": 6.0, "median": 6.0, "mean": 10.6, "p95": pytest.approx(31.3), "max": 52.0}
-    assert main(["validate", str(path), "--tokenizer", str(policy), "--max-prompt-tokens", "20"]) == 0
+    assert main(["validate", str(path), "--tokenizer", str(tmp_path), "--max-prompt-tokens", "20"]) == 0
     assert "longer than 20 tokens: 1 prompts" in capsys.readouterr().out
 
 
-def test_prepare_validate_reports_prompts_refused_by_the_chat_template(row, write_rows, tmp_path, capsys):
-    policy = save_tiny_policy(tmp_path / "policy")
+def test_prepare_validate_reports_prompts_refused_by_the_chat_template(row, write_rows, tokenizer, tmp_path, capsys):
+    tokenizer.save_pretrained(tmp_path)
     template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
     )
-    (policy / "chat_template.jinja").write_text(template)
+    (tmp_path / "chat_template.jinja").write_text(template)
     system = [{"role": "system", "content": "Add."}, *row(0)["prompt"]]
     path = write_rows([row(number, **({"prompt": system} if number in (2, 4) else {})) for number in range(6)])
-    found = problems(capsys, path, "--tokenizer", policy)
+    found = problems(capsys, path, "--tokenizer", tmp_path)
     assert [(bad["row"], bad["field"]) for bad in found["bad_rows"]] == [(2, "column 'prompt'"), (4, "column 'prompt'")]
     assert "the roles system, user: no system" in found["bad_rows"][0]["reason"]
     assert problems(capsys, path)["bad_rows"] == []
 
 
-def test_a_check_loads_nothing_heavy(row, write_rows):
+def test_load_rows_and_prepare_validate_import_no_heavy_library(row, write_rows):
     path = write_rows([row(0)])
     code = (
-        "import sys\nfrom rl_plugins.tests.data.prepare_command import main\n"
+        "import sys\n"
+        "import rl_plugins.data.parquet, rl_plugins.commands.prepare\n"
+        "from rl_plugins.tests.data.prepare_command import main\n"
         f"main(['validate', {str(path)!r}])\n"
         "print(sorted({'torch', 'transformers', 'lightning', 'ray', 'pandas'} & set(sys.modules)))"
     )
