@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
 }
 
 BY_POSITION = {"reinforce_plus_plus", "remax", "gae", "optimal_token_baseline", "tir_optimal_token_baseline"}
-"""Estimators for which a reward at a masked position does not count; for the others R is the sum over all."""
+"""Estimators that ignore rewards at masked positions; the other estimators sum the rewards of all positions."""
 
 OVER_THE_BATCH = {
     "grpo, batch",

@@ -36,7 +36,7 @@ def loss_of(
         numbers = torch.arange(batch.mask.numel()).reshape(batch.mask.shape)
         options["selected_BT"] = (numbers % 3 == 0)[rows]
     if name == "forward_kl_top_k":
-        # Two tokens per position, as likely as what else is at hand.
+        # Two tokens per position, with probabilities from other tensors of the batch.
         of_teacher, of_policy = (batch.ref, batch.old), (batch.old, batch.log_probs)
         options["teacher_top_log_probs_BTK"] = torch.stack(of_teacher, dim=-1).clamp(max=-0.5)[rows]
         options["top_log_probs_BTK"] = torch.stack(of_policy, dim=-1).clamp(max=-0.5)[rows]

@@ -17,33 +17,33 @@ from rl_plugins.tests.patience import patient
 Collective = Callable[[Tensor], Tensor]
 
 
-def meet_on_ranks(num_ranks: int, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
-    """`function(rank, everyones)` of every rank; `everyones(x)` gives the x of all ranks, in their order.
+def run_with_all_gather(num_ranks: int, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
+    """`function(rank, all_gather)` of every rank; `all_gather(x)` returns the x of all ranks, in their order.
 
-    What a rank raises ends all ranks and is raised here. Ranks that call `everyones` unequally often raise
-    BrokenBarrierError.
+    An error of one rank ends all ranks and is raised here. When a rank calls `all_gather` less often than the other
+    ranks, this raises BrokenBarrierError.
     """
     barrier = Barrier(num_ranks, timeout=patient(20))
     slots: list[Any] = [None] * num_ranks
 
-    def one(rank: int) -> Any:
-        def everyones(mine: Any) -> list[Any]:
-            slots[rank] = mine
+    def on_rank(rank: int) -> Any:
+        def all_gather(value: Any) -> list[Any]:
+            slots[rank] = value
             barrier.wait()
-            all_of_them = list(slots)
+            gathered = list(slots)
             barrier.wait()
-            return all_of_them
+            return gathered
 
         with ExitStack() as on_error:
             on_error.callback(barrier.abort)
-            result = function(rank, everyones)
+            result = function(rank, all_gather)
             on_error.pop_all()
         return result
 
     with ThreadPoolExecutor(num_ranks) as pool:
-        futures = [pool.submit(one, rank) for rank in range(num_ranks)]
+        futures = [pool.submit(on_rank, rank) for rank in range(num_ranks)]
     errors = [error for error in (future.exception() for future in futures) if error is not None]
-    # The ranks that waited for the one that failed say no more than that.
+    # A rank that waited for the failed rank raises BrokenBarrierError: the error of the failed rank says more.
     for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
         raise error
     return [future.result() for future in futures]
@@ -52,23 +52,23 @@ def meet_on_ranks(num_ranks: int, function: Callable[[int, Callable[[Any], list[
 def run_on_ranks(num_ranks: int, function: Callable[[int, Collective, Collective], Any]) -> list[Any]:
     """`function(rank, sum_over_ranks, gather_over_ranks)` of every rank."""
 
-    def one(rank: int, everyones: Callable[[Any], list[Any]]) -> Any:
+    def on_rank(rank: int, all_gather: Callable[[Any], list[Any]]) -> Any:
         return function(
             rank,
-            lambda values: torch.stack(everyones(values)).sum(dim=0),
-            lambda values: torch.cat(everyones(values)),
+            lambda values: torch.stack(all_gather(values)).sum(dim=0),
+            lambda values: torch.cat(all_gather(values)),
         )
 
-    return meet_on_ranks(num_ranks, one)
+    return run_with_all_gather(num_ranks, on_rank)
 
 
 def sit_at_table(num_ranks: int, function: Callable[[Table], Any]) -> list[Any]:
     """`function(table)` of every rank."""
 
-    def one(rank: int, everyones: Callable[[Any], list[Any]]) -> Any:
+    def on_rank(rank: int, all_gather: Callable[[Any], list[Any]]) -> Any:
         def exchange(parcels: list[Any]) -> list[Any]:
-            return [theirs[rank] for theirs in everyones(parcels)]
+            return [sent[rank] for sent in all_gather(parcels)]
 
-        return function(Table(rank, num_ranks, everyones, exchange))
+        return function(Table(rank, num_ranks, all_gather, exchange))
 
-    return meet_on_ranks(num_ranks, one)
+    return run_with_all_gather(num_ranks, on_rank)

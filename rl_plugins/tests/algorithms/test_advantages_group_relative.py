@@ -44,7 +44,7 @@ def test_grpo_passk_accepts_negative_rewards() -> None:
 
 
 def test_rloo_subtracts_the_mean_of_the_other_samples() -> None:
-    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; a lone sample keeps its reward.
+    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; a group of one sample keeps the reward.
     result = advantages("rloo", [1.0, 2.0, 6.0, 4.0], [0, 0, 0, 1])
     assert result[:, 0].tolist() == pytest.approx([-3, -1.5, 4.5, 4])
 
@@ -73,10 +73,10 @@ def test_gpg_counts_nonzero_rewards_of_all_ranks() -> None:
     """Three of six samples have a reward, unevenly over two ranks: alpha = 2 on both."""
     rewards, groups = ([1.0, 3.0], [0.0, 2.0, 0.0, 0.0]), ([0, 0], [1, 1, 2, 2])
 
-    def one(rank: int, sum_over_ranks: Any, _: Any) -> list[float]:
+    def on_rank(rank: int, sum_over_ranks: Any, _: Any) -> list[float]:
         return advantages("gpg", rewards[rank], groups[rank], sum_over_ranks=sum_over_ranks)[:, 0].tolist()
 
-    assert run_on_ranks(2, one) == [[-2, 2], [-2, 2, 0, 0]]
+    assert run_on_ranks(2, on_rank) == [[-2, 2], [-2, 2, 0, 0]]
 
 
 def test_gpg_refuses_a_norm_of_zero() -> None:
@@ -104,7 +104,7 @@ def test_max_rl_gives_zero_to_groups_without_success() -> None:
 
 
 def test_gdpo_normalizes_each_reward_component() -> None:
-    """Rewards (0, 2), (1, 2) against (0, 1), (1, 0): with one number for both, sums 2, 3, 1, 1 lose who did what."""
+    """Rewards (0, 2), (1, 2) against (0, 1), (1, 0): the sums 2, 3, 1, 1 alone do not say which component gave them."""
     components = torch.tensor([[0.0, 2.0], [1.0, 2.0], [0.0, 1.0], [1.0, 0.0]]).double()
     result = advantages("gdpo", [0.0] * 4, [0, 0, 1, 1], component_rewards_BK=components, weights=[1.0, 3.0])
     # Group-relative: first component -+ root(1/2) in both groups; second 0, 0 and +- root(1/2).

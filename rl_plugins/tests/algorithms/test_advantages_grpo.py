@@ -1,4 +1,4 @@
-"""GRPO's advantages against plain loops, and the properties that hold whatever the rewards."""
+"""GRPO's advantages against plain loops, and the properties that hold for any rewards."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_grpo_batch_scale_uses_the_samples_of_all_ranks() -> None:
     rewards, groups = [0.0, 1.0, 5.0, 2.0, 2.5, -3.0], [0, 0, 1, 1, 2, 2]
     together = advantages_of(rewards, groups, "batch")
     values = torch.tensor(rewards, dtype=torch.float64)
-    # What the two reductions give on every rank: sum and number of rewards, then squared deviations.
+    # The results of the two sums over ranks: sum and number of rewards, then squared deviations.
     totals = [
         torch.stack([values.sum(), torch.tensor(6.0).double()]),
         (values - values.mean()).square().sum(),
@@ -159,7 +159,7 @@ def test_grpo_advantages_do_not_change_with_a_constant_added_to_a_group(
 ) -> None:
     rewards, groups = flatten(nested)
     shifts = data.draw(st.lists(st.integers(-1000, 1000), min_size=len(nested), max_size=len(nested)))
-    # Small multiples of 1/8, so that the shifted rewards are exact and only the estimator can err.
+    # Small multiples of 1/8, so that the shifted rewards are exact and every difference is an error of the estimator.
     rewards = [round(reward * 8) / 8 for reward in rewards]
     shifted = [reward + shifts[group] for reward, group in zip(rewards, groups, strict=True)]
     torch.testing.assert_close(
@@ -175,5 +175,5 @@ def test_grpo_advantages_do_not_depend_on_the_order_of_samples(
     order = list(range(len(rewards)))
     random.shuffle(order)
     permuted = advantages_of([rewards[i] for i in order], [groups[i] for i in order], scale)
-    # A standard deviation near eps magnifies rounding: compare with what the rewards can be known to.
+    # A standard deviation near eps magnifies the rounding errors, so the tolerance is wider.
     torch.testing.assert_close(permuted, advantages_of(rewards, groups, scale)[order], rtol=1e-6, atol=1e-7)

@@ -1,4 +1,4 @@
-"""The optimal token baseline by hand, against plain loops, and what it is for: less variance."""
+"""The optimal token baseline by hand, against plain loops, and its purpose: less variance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ESTIMATORS = (optimal_token_baseline, tir_optimal_token_baseline)
 
 
 def inputs_of(rewards: Any, mask: Any, energies: Any) -> Inputs:
-    """One group. The probability of every token is 1/2, so that the squared norm is what is asked for."""
+    """One group. The probability of every token is 1/2, so that the squared norm equals `energies`."""
     mask = torch.tensor(mask).double()
     return {
         "token_level_rewards_BT": torch.tensor(rewards).double(),
@@ -50,7 +50,7 @@ def in_loops(inputs: Inputs, compact: bool, zero_tail: bool) -> Tensor:
             here = [rows[j][position] for j in siblings if position in rows[j]]
             energies = [w for _, w, _ in here]
             if compact:
-                # Who has ended stays in the denominator with all that it summed.
+                # A response that has ended stays in the denominator with its sum of energies.
                 energies += [max(w for _, w, _ in rows[j].values()) for j in siblings if 0 < len(rows[j]) <= position]
             baseline = sum(g * w for g, w, _ in here) / (sum(energies) + 1e-8)
             in_tail = zero_tail and len(rows[i]) > longest_of_others and position >= longest_of_others
@@ -99,7 +99,7 @@ def test_optimal_token_baseline_squares_rollout_weights() -> None:
 
 
 def test_tir_optimal_token_baseline_aligns_sampled_tokens_by_number() -> None:
-    """An observation in one of two equal responses: only the count of sampled tokens lines them up."""
+    """An observation in one of two equal responses: only the count of sampled tokens aligns the two."""
     rewards, energies = [[0.0, 0.0, 4.0], [0.0, 8.0, 0.0]], [[1.0, 5.0, 1.0], [1.0, 1.0, 1.0]]
     inputs = inputs_of(rewards=rewards, mask=[[1, 0, 1], [1, 1, 0]], energies=energies)
     advantages, _ = tir_optimal_token_baseline(**inputs)

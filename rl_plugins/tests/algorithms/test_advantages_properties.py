@@ -1,4 +1,4 @@
-"""What holds for every advantage estimator, whatever the batch."""
+"""Properties of every advantage estimator, for any batch."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_advantages_do_not_depend_on_the_order_of_samples(case: str, seed: int) 
 @for_each("case", CASES)
 @for_each("groups_of_rank_0", [(5, 90), (), (1, 2, 3, 5, 7, 90), (3,)])
 def test_advantages_on_two_ranks_equal_advantages_on_one_rank(case: str, groups_of_rank_0: tuple[int, ...]) -> None:
-    """Also with a rank that has no sample, and one that has no valid one; ranks are padded to widths of their own."""
+    """Also when one rank has no sample or no valid sample, and when ranks are padded to different widths."""
     inputs = make_inputs(case, 1)
     together = estimate(case, inputs)
     on_rank_0 = torch.isin(inputs["groups_B"], torch.tensor(groups_of_rank_0, dtype=torch.long))
     samples = [on_rank_0.nonzero().flatten(), (~on_rank_0).nonzero().flatten()]
 
-    def one(rank: int, sum_over_ranks: Any, _: Any) -> tuple[Tensor, Tensor]:
+    def on_rank(rank: int, sum_over_ranks: Any, _: Any) -> tuple[Tensor, Tensor]:
         part = select(inputs, samples[rank])
         if rank == 1:
             part = {name: pad(tensor) if name.endswith("_BT") else tensor for name, tensor in part.items()}
@@ -96,7 +96,7 @@ def test_advantages_on_two_ranks_equal_advantages_on_one_rank(case: str, groups_
         return torch.nn.functional.pad(tensor, (0, 3))
 
     width = inputs["response_mask_BT"].shape[1]
-    for rank, parts in enumerate(run_on_ranks(2, one)):
+    for rank, parts in enumerate(run_on_ranks(2, on_rank)):
         for part, whole in zip(parts, together, strict=True):
             torch.testing.assert_close(part[:, :width], whole[samples[rank]], rtol=1e-10, atol=1e-12)
             assert not part[:, width:].any()
@@ -138,10 +138,10 @@ def test_advantages_are_zero_without_valid_samples(case: str) -> None:
 
 
 CENTRED = ["grpo", "grpo, batch", "grpo, none", "rloo", "gpg", "max_rl"]
-"""Their advantages sum to 0 over a group of two samples or more."""
+"""Cases whose advantages sum to 0 over a group of two samples or more."""
 
 SHIFT_INVARIANT = ["grpo", "grpo, batch", "grpo, none", "grpo_passk, plain", "grpo_passk", "rloo", "opo", "gdpo"]
-"""A constant added to the rewards of a group changes nothing (for `grpo, batch`: to the rewards of all groups)."""
+"""Cases that ignore a constant added to the rewards of a group (`grpo, batch`: to the rewards of all groups)."""
 
 ZERO_FOR_EQUAL_REWARDS = [*CENTRED, "grpo_passk", "grpo_passk, plain", "opo", "gdpo", "reinforce_plus_plus_baseline"]
 
@@ -157,7 +157,7 @@ def one_token_each(nested: list[list[float]], lengths: int = 1, dtype: torch.dty
     }
 
 
-# Multiples of 1/8: sums and differences are exact, so that only the estimator can err.
+# Multiples of 1/8: sums and differences are exact, so that every difference is an error of the estimator.
 eighths = st.integers(-800, 800).map(lambda n: n / 8)
 groups_of_rewards = st.lists(st.lists(eighths, min_size=2, max_size=6), min_size=1, max_size=5)
 

@@ -1,4 +1,4 @@
-"""Drawing which samples to train on by their rewards."""
+"""Weights of samples by their rewards, and the draw of the samples to train on."""
 
 from __future__ import annotations
 

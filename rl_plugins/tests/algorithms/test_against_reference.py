@@ -1,4 +1,4 @@
-"""Every function against a second implementation: float64 NumPy, written from the formulas by another hand."""
+"""Every function against a second implementation: float64 NumPy, written from the formulas by another author."""
 
 from __future__ import annotations
 

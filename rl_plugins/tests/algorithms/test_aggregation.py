@@ -18,7 +18,7 @@ SPLITS = [[[16]], [[3, 13]], [[1] * 8, [1] * 8], [[5, 3], [8]], [[4], [4], [4], 
 
 @cache
 def slopes(mode: str) -> np.ndarray:
-    """Gradient of the aggregation of `make_batch(6)`, by plain loops: what each loss adds alone."""
+    """Gradient of the aggregation of `make_batch(6)`, by plain loops: the result for a loss of 1 at one position."""
     mask = make_batch(6).mask.numpy()
     result = np.zeros(mask.shape)
     for position in np.ndindex(*mask.shape):

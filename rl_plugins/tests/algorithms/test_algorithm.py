@@ -1,4 +1,4 @@
-"""`Algorithm` puts the pieces together as the formulas say, whatever stands where the mask is 0."""
+"""`Algorithm` combines its parts as the formulas say, and ignores values where the mask is 0."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_algorithm_advantages_agree_with_plain_loops(estimator: str, placement: 
         expected_rewards = reference.kl_in_reward(scores.numpy(), old, ref, batch.mask.numpy(), 0.25, estimator)
     expected = reference.grpo(expected_rewards, batch.mask.numpy(), batch.groups.numpy(), batch.valid.numpy(), "group")
     for version in (batch, batch.with_garbage()):
-        # The coefficient in force is the controller's, not the configured one.
+        # The coefficient comes from the controller and not from the configuration.
         rewards, actual, returns = advantages(algorithm, version, 0.25)
         np.testing.assert_allclose(rewards.numpy(), expected_rewards, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-9, atol=1e-9)
@@ -68,7 +68,7 @@ def test_algorithm_advantages_agree_with_plain_loops(estimator: str, placement: 
 def test_algorithm_advantages_count_empty_responses_in_the_group() -> None:
     algorithm = Algorithm(advantage_options={"scale": "none"})
 
-    def of(mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def advantages_with(mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         inputs = {
             "groups_B": torch.tensor([0, 0]),
             "valid_B": torch.tensor([True, True]),
@@ -77,8 +77,8 @@ def test_algorithm_advantages_count_empty_responses_in_the_group() -> None:
         }
         return algorithm.advantages(inputs, kl_coefficient=0.0)
 
-    assert of(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))[1].tolist() == [[0.0, 0.0], [1.5, 1.5]]
-    rewards, none, _ = of(torch.zeros(2, 0))
+    assert advantages_with(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))[1].tolist() == [[0.0, 0.0], [1.5, 1.5]]
+    rewards, none, _ = advantages_with(torch.zeros(2, 0))
     assert rewards.shape == none.shape == (2, 0)
 
 
@@ -97,7 +97,7 @@ def test_algorithm_loss_agrees_with_plain_loops_and_ignores_masked_positions(mod
     kls = np.zeros_like(expected)
     for i, t in np.argwhere(batch.mask.numpy() > 0):
         kls[i, t] = reference.kl(estimator, float(batch.log_probs[i, t]), float(batch.ref[i, t]))
-    # The metric is the mean of each sequence: that is what the controller is fed.
+    # The metric is the mean of each sequence: the controller takes it.
     with np.errstate(invalid="ignore"):
         means = kls.sum(axis=1) / batch.mask.numpy().sum(axis=1)  # NaN for an empty response.
     np.testing.assert_allclose(metrics["kl"].numpy(), means, rtol=1e-9, atol=1e-9)

@@ -1,4 +1,4 @@
-"""Which groups teach something."""
+"""`GroupFilter` keeps the groups that give a gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PRIME's functions: against a second implementation, by hand, and what they may not depend on."""
+"""PRIME's functions: against a second implementation, by hand, and over ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_plugins.algorithms.implicit_process_reward import (
 )
 from rl_plugins.tests.algorithms.reference import process_rewards as reference
 from rl_plugins.tests.algorithms.reference.inputs import Inputs, make_inputs, pick, with_garbage
-from rl_plugins.tests.algorithms.simulated_ranks import meet_on_ranks
+from rl_plugins.tests.algorithms.simulated_ranks import run_with_all_gather
 from rl_plugins.tests.loops import for_each
 
 SEEDS = range(4)
@@ -177,14 +177,14 @@ def test_normalized_on_two_ranks_equals_normalized_on_one_rank() -> None:
     for rows_of_rank_0 in (range(0), range(5), range(len(mask))):
         rows = [list(rows_of_rank_0), [row for row in range(len(mask)) if row not in rows_of_rank_0]]
 
-        def one(rank: int, everyones: Any, rows: list[list[int]] = rows) -> Tensor:
+        def on_rank(rank: int, all_gather: Any, rows: list[list[int]] = rows) -> Tensor:
             return normalized(
                 process_rewards_BT=rewards[rows[rank]],
                 response_mask_BT=mask[rows[rank]],
-                max_over_ranks=lambda values: torch.stack(everyones(values)).amax(dim=0),
+                max_over_ranks=lambda values: torch.stack(all_gather(values)).amax(dim=0),
             )
 
-        for rank, part in enumerate(meet_on_ranks(2, one)):
+        for rank, part in enumerate(run_with_all_gather(2, on_rank)):
             assert torch.equal(part, together[rows[rank]])
 
 
@@ -220,7 +220,7 @@ def test_outcome_preference_and_gradient_agree_with_the_second_implementation(
     valid_B = given["valid_B"]
     returns_B = np.random.default_rng(seed).normal(size=len(valid_B))
     expected_B = reference.outcome_preference(returns_B=returns_B, best_of_n=best_of_n, **given)
-    # What an invalid sample holds is nobody's business.
+    # The values of an invalid sample must not matter.
     dirty = {**given, "outcomes_B": np.where(valid_B, given["outcomes_B"], np.nan)}
     mine_B = torch.from_numpy(np.where(valid_B, returns_B, np.nan)).requires_grad_()
     groups = {name: torch.from_numpy(given[name]) for name in ("groups_B", "valid_B")}
@@ -233,7 +233,7 @@ def test_outcome_preference_and_gradient_agree_with_the_second_implementation(
     assert not opponents_B.requires_grad
     losses_B = outcome_preference(returns_B=mine_B, outcomes_B=outcomes_B, opponents_B=opponents_B, weights_B=weights_B)
     np.testing.assert_allclose(losses_B.detach().numpy()[valid_B], expected_B[valid_B], **TOLERANCE)
-    # -log sigmoid(s (z - o)) falls by s sigmoid(-s (z - o)), while the opponents stand still.
+    # -log sigmoid(s (z - o)) falls by s sigmoid(-s (z - o)), while the opponents are constants.
     (gradient_B,) = torch.autograd.grad(losses_B[groups["valid_B"]].sum(), mine_B)
     signs_B = np.where(given["outcomes_B"] > 0, 1.0, -1.0)
     slopes_B = -signs_B / (1 + np.exp(signs_B * (returns_B - opponents_B.numpy())))

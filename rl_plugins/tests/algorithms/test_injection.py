@@ -1,4 +1,4 @@
-"""A function gets those inputs that it names."""
+"""A function gets the inputs that its signature names."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from rl_plugins.algorithms.injection import call_with, required_inputs
 
 
-def asks(*, first: int, second: int, third: int = 3, fourth: int | None = None) -> tuple[Any, ...]:
+def target(*, first: int, second: int, third: int = 3, fourth: int | None = None) -> tuple[Any, ...]:
     return first, second, third, fourth
 
 
 def test_required_inputs_have_neither_default_nor_option() -> None:
-    assert required_inputs(asks, {}) == ["first", "second"]
-    assert required_inputs(asks, {"second": 1}) == ["first"]
-    assert required_inputs(partial(asks, first=1), {}) == ["second"]
+    assert required_inputs(target, {}) == ["first", "second"]
+    assert required_inputs(target, {"second": 1}) == ["first"]
+    assert required_inputs(partial(target, first=1), {}) == ["second"]
 
 
 def test_call_with_leaves_out_none_and_prefers_options() -> None:
     inputs = {"first": 1, "second": 2, "third": None, "fourth": 4, "fifth": 5}
-    assert call_with(asks, inputs, {}) == (1, 2, 3, 4)
-    assert call_with(asks, inputs, {"second": 20, "third": 30}) == (1, 20, 30, 4)
+    assert call_with(target, inputs, {}) == (1, 2, 3, 4)
+    assert call_with(target, inputs, {"second": 20, "third": 30}) == (1, 20, 30, 4)
 
 
 def test_call_with_gives_all_inputs_to_a_function_with_kwargs() -> None:

@@ -1,4 +1,4 @@
-"""The tokens that the covariance losses hold back: which, how many, and whatever the ranks and the order."""
+"""The tokens that the covariance losses select: which and how many, for any ranks and any order."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_select_largest_selects_the_exact_number_among_ties() -> None:
         "response_mask_BT": torch.ones(4, 10),
     }
     choices = [select_largest(**batch, ids_B=IDS[:4], seed=seed, share=0.1) for seed in range(20)]
-    # The covariance is 1/2 for certain tokens of good samples and for the others of bad ones.
+    # The covariance is 1/2 for tokens of probability 1 of good samples and for the other tokens of bad samples.
     assert all(choice.sum() == 4 for choice in choices)
     assert not any(choice[:2, 5:].any() or choice[2:, :5].any() for choice in choices)
     assert len({tuple(choice.flatten().tolist()) for choice in choices}) > 10
@@ -186,7 +186,7 @@ def test_select_within_band_refuses_an_empty_band() -> None:
         select_within_band(**inputs(make_batch(0)), ids_B=IDS, seed=0, low=5.0, high=1.0)
 
 
-def mixed(bits: int) -> int:
+def splitmix64_finalizer(bits: int) -> int:
     """splitmix64's finalizer in whole numbers."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         bits = (bits ^ (bits >> shift)) * factor % 2**64
@@ -197,8 +197,8 @@ def mixed(bits: int) -> int:
 @settings(max_examples=100)
 def test_stable_hash_is_splitmix64(seed: int, sample: int) -> None:
     hashes = stable_hash(torch.tensor([sample]), 3, seed)[0].tolist()
-    state = mixed((sample % 2**64) ^ mixed(seed % 2**64))
-    expected = [mixed((state + 0x9E3779B97F4A7C15 * position) % 2**64) for position in (1, 2, 3)]
+    state = splitmix64_finalizer((sample % 2**64) ^ splitmix64_finalizer(seed % 2**64))
+    expected = [splitmix64_finalizer((state + 0x9E3779B97F4A7C15 * position) % 2**64) for position in (1, 2, 3)]
     assert [value % 2**64 for value in hashes] == expected
 
 

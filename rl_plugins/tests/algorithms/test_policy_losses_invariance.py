@@ -1,4 +1,4 @@
-"""What no policy loss may depend on: masked entries, and how samples are split over micro-batches and ranks."""
+"""No policy loss depends on masked entries or on the split of samples over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_plugins.tests.loops import for_each
 SPLITS = [[[8, 8]], [[4, 4, 4, 4]], [[1] * 16], [[8], [8]], [[3, 5], [4, 4]]]
 
 
-def whole(name: str, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_gradient_and_metrics(name: str, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     log_probs = batch.log_probs.clone().requires_grad_()
     loss, metrics = loss_of(name, batch, log_probs)
     (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
@@ -31,8 +31,8 @@ def in_float32(batch: Batch) -> Batch:
 @for_each("garbage", [torch.nan, torch.inf, -torch.inf])
 def test_policy_losses_ignore_masked_entries(name: str, garbage: float) -> None:
     for batch in (make_batch(1), in_float32(make_batch(1))):
-        loss, gradient, metrics = whole(name, batch)
-        dirty_loss, dirty_gradient, dirty_metrics = whole(name, batch.with_garbage(garbage))
+        loss, gradient, metrics = loss_gradient_and_metrics(name, batch)
+        dirty_loss, dirty_gradient, dirty_metrics = loss_gradient_and_metrics(name, batch.with_garbage(garbage))
         assert torch.equal(dirty_loss, loss) and torch.equal(dirty_gradient, gradient)
         assert not gradient[batch.mask == 0].any()
         assert gradient.isfinite().all() and loss.isfinite().all()
@@ -48,7 +48,7 @@ def test_policy_losses_stay_finite_for_extreme_log_ratios(name: str) -> None:
     batch = in_float32(make_batch(2))
     batch.old[:, 0::2] -= 200
     batch.log_probs[:, 1::2] -= 200
-    loss, gradient, _ = whole(name, batch)
+    loss, gradient, _ = loss_gradient_and_metrics(name, batch)
     assert loss.isfinite().all() and gradient.isfinite().all()
 
 
@@ -60,7 +60,7 @@ def test_policy_losses_have_the_same_gradient_for_any_split(name: str, mode: str
     tokens, sequences = local_counts(batch.mask).tolist()
 
     def loss_over(split: list[list[int]]) -> Tensor:
-        """Of all micro-batches; ranks average their gradients."""
+        """The loss of all micro-batches; ranks average their gradients."""
         counts = GlobalCounts(tokens, sequences, ranks=len(split))
         losses, start = [], 0
         for size in (size for rank in split for size in rank):
@@ -84,5 +84,5 @@ def test_policy_losses_have_the_same_gradient_for_any_split(name: str, mode: str
 def test_policy_losses_without_valid_tokens_are_zero_and_have_a_gradient(name: str) -> None:
     batch = make_batch(0)
     batch.mask = torch.zeros_like(batch.mask)
-    loss, gradient, _ = whole(name, batch.with_garbage())
+    loss, gradient, _ = loss_gradient_and_metrics(name, batch.with_garbage())
     assert not loss.any() and not gradient.any()

@@ -1,4 +1,4 @@
-"""What combines with any policy loss: sequence and entropy masks, imitation, the weight of the entropy bonus."""
+"""Modifiers of any policy loss: sequence and entropy masks, imitation, the weight of the entropy bonus."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ CLIPS = [
 ]
 
 
-def run(batch: Batch, low: float, high: float, dual: float | None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def loss_metrics_and_gradient(
+    batch: Batch, low: float, high: float, dual: float | None
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     log_probs = batch.log_probs.clone().requires_grad_()
     loss, metrics = ppo_clip(
         log_probs_BT=log_probs,
@@ -43,7 +45,7 @@ def test_ppo_clip_loss_gradient_and_metrics_agree_with_plain_loops(
     seed: int, low: float, high: float, dual: float | None
 ) -> None:
     batch = make_batch(seed)
-    loss, metrics, gradient = run(batch, low, high, dual)
+    loss, metrics, gradient = loss_metrics_and_gradient(batch, low, high, dual)
     expected = reference.ppo_clip(*batch.ppo_arrays(), low, high, dual)
     mask = batch.mask.numpy()
     np.testing.assert_allclose(loss.numpy() * mask, expected["loss"], rtol=1e-9, atol=1e-9)
@@ -57,9 +59,11 @@ def test_ppo_clip_loss_gradient_and_metrics_agree_with_plain_loops(
 
 def test_ppo_clip_ignores_masked_entries() -> None:
     batch = make_batch(1)
-    loss, metrics, gradient = run(batch, 0.2, 0.28, 3.0)
+    loss, metrics, gradient = loss_metrics_and_gradient(batch, 0.2, 0.28, 3.0)
     for garbage in (torch.nan, torch.inf, -torch.inf):
-        dirty_loss, dirty_metrics, dirty_gradient = run(batch.with_garbage(garbage), 0.2, 0.28, 3.0)
+        dirty_loss, dirty_metrics, dirty_gradient = loss_metrics_and_gradient(
+            batch.with_garbage(garbage), 0.2, 0.28, 3.0
+        )
         assert torch.equal(dirty_gradient, gradient)
         assert torch.equal(dirty_loss * batch.mask, loss * batch.mask)
         for name, values in metrics.items():
@@ -70,11 +74,11 @@ def test_ppo_clip_at_ratio_1_has_the_gradient_of_reinforce() -> None:
     """Ratio 1: the clip's two branches tie, and the gradient must not be halved."""
     batch = make_batch(2)
     batch.old = batch.log_probs.clone()
-    _, _, gradient = run(batch, 0.2, 0.2, 3.0)
+    _, _, gradient = loss_metrics_and_gradient(batch, 0.2, 0.2, 3.0)
     torch.testing.assert_close(gradient, -batch.advantages * batch.mask, rtol=1e-12, atol=0)
 
 
 @for_each("dual_clip", [1.0, 0.5])
 def test_ppo_clip_refuses_a_dual_clip_of_at_most_1(dual_clip: float) -> None:
     with pytest.raises(ValueError, match=f"dual_clip={dual_clip}: must be above 1"):
-        run(make_batch(0), 0.2, 0.2, dual_clip)
+        loss_metrics_and_gradient(make_batch(0), 0.2, 0.2, dual_clip)

@@ -158,7 +158,7 @@ def test_policy_loss_gradients_agree_with_finite_differences(name: str, seed: in
 
 @for_each("name", ["reinforce", "gpg", "cispo", "dppo_tv", "dppo_kl"])
 def test_policy_losses_pass_no_gradient_to_the_weight_of_a_log_prob(name: str) -> None:
-    """The loss is a constant times the log-prob: what it is multiplied by is its gradient."""
+    """The loss is a constant times the log-prob, and the constant is the gradient."""
     batch = make_batch(3)
     log_probs = batch.log_probs.clone().requires_grad_()
     loss, _ = loss_of(name, batch, log_probs)

@@ -85,7 +85,7 @@ def inputs_of(name: str, seed: int) -> dict[str, Tensor]:
     return {key: value for key, value in everything.items() if key in wanted}
 
 
-def one(value: float) -> Tensor:
+def tensor_of(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64)
 
 
@@ -150,10 +150,10 @@ def test_preference_losses_depend_on_each_example_alone(case: str) -> None:
 def test_dpo_matches_a_computation_by_hand() -> None:
     # The chosen response has gained 2 nats on the reference, the rejected one has lost 1.
     loss_N, metrics = dpo(
-        chosen_log_probs_N=one(-3.0),
-        ref_chosen_log_probs_N=one(-5.0),
-        rejected_log_probs_N=one(-4.0),
-        ref_rejected_log_probs_N=one(-3.0),
+        chosen_log_probs_N=tensor_of(-3.0),
+        ref_chosen_log_probs_N=tensor_of(-5.0),
+        rejected_log_probs_N=tensor_of(-4.0),
+        ref_rejected_log_probs_N=tensor_of(-3.0),
         beta=math.log(3) / 3,
     )
     assert float(loss_N) == pytest.approx(math.log(4 / 3))
@@ -164,22 +164,22 @@ def test_dpo_matches_a_computation_by_hand() -> None:
 
 def test_ipo_rpo_orpo_simpo_and_kto_match_a_computation_by_hand() -> None:
     ratios: dict[str, Any] = {
-        "chosen_log_probs_N": one(-3.0),
-        "ref_chosen_log_probs_N": one(-5.0),
-        "rejected_log_probs_N": one(-4.0),
-        "ref_rejected_log_probs_N": one(-3.0),
+        "chosen_log_probs_N": tensor_of(-3.0),
+        "ref_chosen_log_probs_N": tensor_of(-5.0),
+        "rejected_log_probs_N": tensor_of(-4.0),
+        "ref_rejected_log_probs_N": tensor_of(-3.0),
     }
     assert float(ipo(**ratios, beta=0.25)[0]) == pytest.approx((3 - 2) ** 2)
     plain, _ = dpo(**ratios)
-    loss_N, metrics = rpo(**ratios, chosen_lengths_N=one(6.0), nll_weight=2.0)
+    loss_N, metrics = rpo(**ratios, chosen_lengths_N=tensor_of(6.0), nll_weight=2.0)
     assert float(loss_N - plain) == pytest.approx(2 * 3 / 6)
     assert float(metrics["nll"]) == pytest.approx(0.5)
     # Probabilities per token of 1/2 and 1/3: odds of 1 and 1/2.
     free: dict[str, Any] = {
-        "chosen_log_probs_N": one(4 * math.log(1 / 2)),
-        "rejected_log_probs_N": one(5 * math.log(1 / 3)),
-        "chosen_lengths_N": one(4.0),
-        "rejected_lengths_N": one(5.0),
+        "chosen_log_probs_N": tensor_of(4 * math.log(1 / 2)),
+        "rejected_log_probs_N": tensor_of(5 * math.log(1 / 3)),
+        "chosen_lengths_N": tensor_of(4.0),
+        "rejected_lengths_N": tensor_of(5.0),
     }
     loss_N, metrics = orpo(**free, odds_weight=0.5)
     assert float(loss_N) == pytest.approx(math.log(2) + 0.5 * math.log(3 / 2))
@@ -187,8 +187,8 @@ def test_ipo_rpo_orpo_simpo_and_kto_match_a_computation_by_hand() -> None:
     loss_N, _ = simpo(**free, beta=1.0, gamma=math.log(3 / 2))
     assert float(loss_N) == pytest.approx(math.log(2))
     good, metrics = kto(
-        log_probs_N=one(-3.0),
-        ref_log_probs_N=one(-5.0),
+        log_probs_N=tensor_of(-3.0),
+        ref_log_probs_N=tensor_of(-5.0),
         desirable_N=torch.tensor([True]),
         reference_point=torch.tensor(1.0),
         beta=math.log(3),

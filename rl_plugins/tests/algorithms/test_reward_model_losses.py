@@ -67,18 +67,20 @@ def test_process_reward_loss_agrees_with_the_second_implementation(seed: int) ->
 
 
 def test_reward_model_losses_match_a_computation_by_hand() -> None:
-    def one(x: float) -> Tensor:
+    def tensor_of(x: float) -> Tensor:
         return torch.tensor([x], dtype=torch.float64)
 
-    loss_B, metrics = bradley_terry(chosen_scores_B=one(math.log(3)), rejected_scores_B=one(0.0))
+    loss_B, metrics = bradley_terry(chosen_scores_B=tensor_of(math.log(3)), rejected_scores_B=tensor_of(0.0))
     assert float(loss_B) == pytest.approx(math.log(4 / 3))
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
         {"accuracy": 1.0, "margin": math.log(3), "chosen_reward": math.log(3), "rejected_reward": 0.0}
     )
-    loss_B, _ = bradley_terry(chosen_scores_B=one(2.0), rejected_scores_B=one(1.0), margins_B=one(1.0), centering=0.5)
+    loss_B, _ = bradley_terry(
+        chosen_scores_B=tensor_of(2.0), rejected_scores_B=tensor_of(1.0), margins_B=tensor_of(1.0), centering=0.5
+    )
     assert float(loss_B) == pytest.approx(math.log(2) + 0.5 * 9)
     loss_BT, steps_metrics = process_reward_loss(
-        scores_BT=one(math.log(3))[None], labels_BT=one(0.0)[None], label_mask_BT=one(1.0)[None]
+        scores_BT=tensor_of(math.log(3))[None], labels_BT=tensor_of(0.0)[None], label_mask_BT=tensor_of(1.0)[None]
     )
     assert float(loss_BT) == pytest.approx(math.log(4))
     assert float(steps_metrics["reward"]) == pytest.approx(0.75)

@@ -263,19 +263,19 @@ def test_importance_weights_and_rejection_mask_depend_on_each_row_alone(seed: in
 @for_each("splits", [[5], [0], [12], [2, 9]])
 @for_each("level", ["token", "sequence"])
 def test_normalized_weights_and_diagnostics_on_ranks_equal_one_rank(level: Any, splits: list[int]) -> None:
-    """Also that normalised weights have mean 1: over tokens, or over sequences."""
+    """One rank has no sample in some splits. Normalised weights have mean 1: over tokens, or over sequences."""
     inputs = random_inputs(6)
     parts = torch.arange(12).tensor_split(splits)
     whole = importance_weights(**inputs, level=level, normalize=True)
     expected = diagnostics(**inputs, weights_BT=whole)
 
-    def work(rank: int, sum_over_ranks: Any, max_over_ranks: Any) -> tuple[Tensor, dict[str, float]]:
+    def on_rank(rank: int, sum_over_ranks: Any, max_over_ranks: Any) -> tuple[Tensor, dict[str, float]]:
         part = rows(inputs, parts[rank])
         weights = importance_weights(**part, level=level, normalize=True, sum_over_ranks=sum_over_ranks)
         exchanges: dict[str, Any] = {"sum_over_ranks": sum_over_ranks, "max_over_ranks": max_over_ranks}
         return weights, diagnostics(**part, weights_BT=weights, **exchanges)
 
-    results = on_ranks(len(parts), work)
+    results = on_ranks(len(parts), on_rank)
     torch.testing.assert_close(torch.cat([weights for weights, _ in results]), whole)
     for _, found in results:
         assert found == pytest.approx(expected, rel=1e-10)

@@ -99,14 +99,14 @@ def test_prepare_jsonl_test_share_holds_out_prompts(tmp_path):
     assert not {row["prompt"][0]["content"] for row in train} & {row["prompt"][0]["content"] for row in test}
     assert {row["extra_info"]["split"] for row in test} == {"test"}
     assert main(["validate", str(out / "train.parquet"), "--test", str(out / "test.parquet")]) == 0
-    # With a file of their own, test rows come from there alone.
+    # With a test file, all test rows come from that file.
     both = ["jsonl", "--train", path, "--test", path, "--output", str(out), *fields, "--test-share", "0.2"]
     assert main(both) == 0
     assert [len(load_rows(out / f"{split}.parquet")) for split in ("train", "test")] == [1000, 1000]
 
 
 def save_to_disk(folder: Path, rows: list[Any], files: int = 2) -> None:
-    """What `Dataset.save_to_disk` of Hugging Face's `datasets` writes."""
+    """Write the files that `Dataset.save_to_disk` of Hugging Face's `datasets` writes."""
     folder.mkdir(parents=True)
     table, names = pa.Table.from_pylist(rows), [f"data-{n:05d}-of-{files:05d}.arrow" for n in range(files)]
     for number, name in enumerate(names):
@@ -131,7 +131,7 @@ def test_prepare_hf_converts_data_sets_of_save_to_disk(tmp_path, capsys):
     assert main([*command, "--test-split", "validation"]) == 0
     assert [row["reward_model"]["ground_truth"] for row in load_rows(out / "train.parquet")] == list("12345678")
     assert len(load_rows(out / "test.parquet")) == 2
-    # A single split, and a folder that is none.
+    # A single split, and a folder without a data set.
     assert main(["hf", "--input", str(saved / "train"), "--output", str(out), *fields]) == 0
     assert main(["hf", "--input", str(tmp_path), "--output", str(out), *fields]) == 2
     assert "no data set that was saved with save_to_disk" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A run that is stopped anywhere and resumed sees exactly the rows that an uninterrupted run sees."""
+"""A run that is resumed from any checkpoint gets exactly the rows of a run that was not stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs and judged responses: what is served, what is dropped, and what is refused by file, row and field."""
+"""Pairs and judged responses: batches, dropped rows, and errors that name file, row and field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps and labels: where the labels stand, what is dropped, and what is refused by file, row and field."""
+"""Steps and labels: positions of labels, dropped rows, and errors that name file, row and field."""
 
 from __future__ import annotations
 

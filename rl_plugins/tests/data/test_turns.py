@@ -1,4 +1,4 @@
-"""What is said to a policy: the tokens are those that the chat template would give to the whole conversation."""
+"""Messages to a policy have the tokens that the chat template gives to the whole conversation."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from rl_plugins.tests.loops import for_each
 
 
 def problems(capsys, *arguments):
-    """What `rl-plugins prepare validate --json` reports."""
+    """The report of `rl-plugins prepare validate --json`."""
     status = main(["validate", *map(str, arguments), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert status == (1 if found["bad_rows"] or found["shared"] else 0)
