@@ -1,4 +1,4 @@
-"""The pages that are read here, and what a shell command in one of them must name to be worth typing.
+"""The pages of the documentation, the sources of the package, and checks of the shell commands in pages.
 
 Pages made from docstrings have tests of their own (test_algorithm_docs).
 """
@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import re
 from argparse import ArgumentParser
+from functools import cache
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -27,9 +28,9 @@ MADE = {page: text for page, text in PAGES.items() if text.startswith("<!-- Writ
 WRITTEN = {page: text for page, text in PAGES.items() if page not in MADE}
 
 _PIPELINES = {"sft_rm_ppo"}
-# Programs of others, whose arguments are theirs.
-_OTHERS = {".venv/bin/pre-commit", "cp", "kubectl", "mlflow", "pip", "ray", "rm", "sbatch"}
-# What stands for the reader's own words.
+# Programs that are not of this project: their arguments are not checked.
+_FOREIGN = {".venv/bin/pre-commit", "cp", "kubectl", "mlflow", "pip", "ray", "rm", "sbatch"}
+# Words that stand for the reader's own.
 _PLACEHOLDERS = {"...", "key=value"}
 
 
@@ -42,6 +43,12 @@ def sources() -> list[Path]:
     """Every file of the package, without its tests."""
     tops = ("rl_plugins", "strategies", "callbacks", "recipes")
     return [path for top in tops for path in (ROOT / top).rglob("*.py") if "tests" not in path.parts]
+
+
+@cache
+def syntax_tree(path: Path) -> ast.Module:
+    """The syntax tree of a file, parsed once for all tests of the process."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def text_of(node: ast.expr) -> str | None:
@@ -61,7 +68,7 @@ def check_command(words: list[str]) -> None:
     elif program == "make":
         _check_make(arguments)
     elif program != "python":
-        assert program in _OTHERS, f"{program}: what is it?"
+        assert program in _FOREIGN, f"{program} is unknown"
         if "--" in arguments:
             check_command(arguments[arguments.index("--") + 1 :])
     elif arguments[0] == "-m":
@@ -73,7 +80,7 @@ def check_command(words: list[str]) -> None:
 
 
 def _check_module(module: str, *arguments: str) -> None:
-    """Check what `python -m` starts: a recipe by its options, another module by its flags."""
+    """Check the module of `python -m`: a recipe by its options, another module by its flags."""
     recipe = module.removeprefix("rl_plugins.recipes.")
     if module == "rl_plugins":
         _check_subcommand(*arguments)
@@ -89,7 +96,7 @@ def _check_module(module: str, *arguments: str) -> None:
 
 
 def _check_recipe(recipe: str, arguments: list[str]) -> None:
-    """The options compose with the recipe; groups of a configuration folder of the reader's are left to it."""
+    """Check that options compose with a recipe, without the groups that only the reader's own folder has."""
     parser = ArgumentParser(allow_abbrev=False, exit_on_error=False)
     for flag in ("--cfg", "--config-name", "--config-dir"):
         parser.add_argument(flag)
@@ -125,7 +132,7 @@ def _check_make(arguments: list[str]) -> None:
 
 
 def _check_script(script: Path, arguments: list[str]) -> None:
-    """A script has the flags, or the options of its configuration."""
+    """Check that a script knows the flags, or that its configuration has the options."""
     _check_flags(arguments, script.read_text(encoding="utf-8"))
     file = script.with_name("config.yaml")
     known = OmegaConf.load(file).keys() if file.is_file() else ()
@@ -134,7 +141,7 @@ def _check_script(script: Path, arguments: list[str]) -> None:
 
 
 def _check_flags(arguments: list[str] | tuple[str, ...], source: str) -> None:
-    """Each flag stands in the source of what is started."""
+    """Check that each flag stands in the source of the program."""
     for word in arguments:
         flag = word.partition("=")[0]
         assert not flag.startswith("--") or flag == "--help" or f'"{flag}"' in source, f"{flag} is unknown"

@@ -1,4 +1,4 @@
-"""The pages in docs/algorithms say what the code says, and their example runs."""
+"""The pages in docs/algorithms agree with the code, their command lines are accepted, and their example runs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,25 @@ from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, Rollou
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.config import parse_config
 
+RECIPES = (
+    "grpo", "ppo", "prime", "preference_optimization", "online_preference_optimization", "reward_modeling",
+)  # fmt: skip
+# Makes the pages, of one algorithm only, and prints which of the engines' libraries are loaded then.
+GENERATE = """
+import sys
+from types import SimpleNamespace
+sys.path.insert(0, "docs/algorithms")
+import generate
+grpo = generate.ALGORITHMS / "grpo.yaml"
+generate.ALGORITHMS = SimpleNamespace(glob=lambda pattern: [grpo])
+assert {"grpo.md", "dpo.md", "functions.md", "options.md", "common_options.md", "README.md"} <= set(generate.pages())
+print({"deepspeed", "lightning", "ray", "transformers", "vllm"} & set(sys.modules))
+"""
+
 
 @pytest.fixture(scope="module")
 def generate(root):
+    """The module docs/algorithms/generate.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(root / "docs" / "algorithms")
         yield importlib.import_module("generate")
@@ -44,33 +60,29 @@ def generator(generate):
 
 
 @pytest.fixture(scope="module")
-def texts(generate):
-    return generate.pages()
+def texts(root):
+    """Name and text of every page; another test compares them with what the generator writes."""
+    return {path.name: path.read_text(encoding="utf-8") for path in (root / "docs" / "algorithms").glob("*.md")}
 
 
-def test_pages_are_current(root):
-    command = [sys.executable, "docs/algorithms/generate.py", "--check"]
-    outcome = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+def test_generate_check_finds_every_page_current(generate, capsys):
+    assert generate.main(["--check"]) == 0, capsys.readouterr().out
 
 
-def test_generating_loads_no_engine(root):
-    code = (
-        "import sys; sys.path.insert(0, 'docs/algorithms'); import generate; generate.pages();"
-        "print({'deepspeed', 'lightning', 'ray', 'transformers', 'vllm'} & set(sys.modules))"
-    )
-    outcome = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+def test_generate_loads_no_library_of_an_engine(root):
+    # In a process of its own: this one has loaded the engines' libraries.
+    outcome = subprocess.run([sys.executable, "-c", GENERATE], cwd=root, capture_output=True, text=True)
     assert outcome.stdout.strip() == "set()", outcome.stdout + outcome.stderr
 
 
-def test_changed_missing_and_left_over_pages_are_found(generate, tmp_path):
+def test_differences_names_changed_missing_and_left_over_pages(generate, tmp_path):
     for name, text in {"same.md": "a", "changed.md": "b", "left_over.md": "c"}.items():
         (tmp_path / name).write_text(text)
     written = {"same.md": "a", "changed.md": "B", "missing.md": "d"}
     assert generate.differences(tmp_path, written) == ["changed.md", "left_over.md", "missing.md"]
 
 
-def test_the_example_teaches_what_was_right(texts):
+def test_functions_page_example_has_gradients_in_favour_of_right_responses(texts):
     example = re.search(r"```python\n(.*?)```", texts["functions.md"], re.DOTALL)
     assert example is not None
     names: dict[str, Any] = {}
@@ -82,7 +94,7 @@ def test_the_example_teaches_what_was_right(texts):
     assert (gradient_BT[~mask_BT] == 0).all()
 
 
-def test_every_algorithm_loss_and_function_is_there(root, texts):
+def test_pages_cover_every_algorithm_loss_and_function(root, texts):
     algorithms = {path.stem for path in (root / "recipes/conf/algorithm").glob("*.yaml")}
     names = {*algorithms, *PREFERENCE_LOSSES, *REWARD_MODEL_LOSSES}
     common = {"README.md", "common_options.md", "functions.md", "options.md"}
@@ -104,7 +116,7 @@ def test_every_algorithm_loss_and_function_is_there(root, texts):
         ("bradley_terry", "reward model"),
     ],
 )
-def test_the_overview_says_of_which_kind_each_is(texts, name, kind):
+def test_overview_names_the_kind_of_an_algorithm(texts, name, kind):
     row = next(line for line in texts["README.md"].splitlines() if f"]({name}.md)" in line)
     assert row.split(" | ")[1] == kind
 
@@ -122,26 +134,37 @@ def test_the_overview_says_of_which_kind_each_is(texts, name, kind):
         ("process_reward", "reward_modeling loss.name=process_reward model.path=MODEL"),
     ],
 )
-def test_a_page_starts_the_recipe_that_suits_it_best(texts, name, begin):
+def test_page_shows_the_command_of_the_most_suitable_recipe(texts, name, begin):
     assert f"\npython -m rl_plugins.recipes.{begin} \\\n" in texts[f"{name}.md"]
 
 
-def test_every_command_line_is_accepted(root, texts):
-    seen = 0
+def commands_of(texts) -> dict[str, list[list[str]]]:
+    """The overrides of every command line of the pages, by the recipe that it starts."""
+    found: dict[str, list[list[str]]] = {}
     for text in texts.values():
         for line in re.findall(r"```bash\npython -m (.*?)\n```", text, re.DOTALL):
             module, *overrides = shlex.split(line.replace("\\\n", " "))
-            recipe = module.removeprefix("rl_plugins.recipes.")
-            assert (root / "recipes" / f"{recipe}.py").is_file()
-            config = parse_config(compose_config(recipe, overrides))
-            if config.algorithm:
-                assert instantiate(config.algorithm, _convert_="all")
-            seen += 1
-    # A page each, and two recipes for the losses of preferences.
-    assert seen == len(texts) - 4 + len(PREFERENCE_LOSSES)
+            found.setdefault(module.removeprefix("rl_plugins.recipes."), []).append(overrides)
+    return found
 
 
-def test_every_object_among_the_common_options_can_be_set(texts):
+def test_pages_have_a_command_line_each_and_preference_losses_have_two(root, texts):
+    found = commands_of(texts)
+    # Four pages are about no single algorithm, and two recipes use the losses of preferences.
+    assert sum(map(len, found.values())) == len(texts) - 4 + len(PREFERENCE_LOSSES)
+    assert set(found) == set(RECIPES)
+    assert all((root / "recipes" / f"{recipe}.py").is_file() for recipe in found)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_accepts_the_command_lines_of_the_pages(texts, recipe):
+    for overrides in commands_of(texts)[recipe]:
+        config = parse_config(compose_config(recipe, overrides))
+        if config.algorithm:
+            assert instantiate(config.algorithm, _convert_="all"), overrides
+
+
+def test_objects_of_common_options_can_be_set_on_the_command_line(texts):
     objects = re.findall(r"```bash\n'(algorithm\..*)'\n```", texts["common_options.md"])
     set_here = {}
     for override in objects:
@@ -159,7 +182,7 @@ def test_every_object_among_the_common_options_can_be_set(texts):
     }
 
 
-def test_the_common_options_are_those_of_the_classes(texts):
+def test_common_options_page_lists_the_fields_of_the_classes(texts):
     page = texts["common_options.md"]
     assert "| `algorithm.kl.coefficient` | `0.0` | weight of the KL term; 0 needs no reference model. |" in page
     assert "| `++algorithm.entropy.rate` | `0.005` | step of the adaptation. |" in page
@@ -170,7 +193,7 @@ def test_the_common_options_are_those_of_the_classes(texts):
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "prime", "pf_ppo", "dpo", "simpo", "bradley_terry"])
-def test_options_with_two_signs_are_accepted_and_others_need_none(texts, name):
+def test_page_writes_two_plus_signs_only_before_options_that_the_recipe_lacks(texts, name):
     command = re.search(r"python -m rl_plugins\.recipes\.(\w+) (.*)model\.path", texts[f"{name}.md"])
     assert command is not None
     chosen = ["model.path=none", *shlex.split(command[2])]
@@ -186,7 +209,7 @@ def test_options_with_two_signs_are_accepted_and_others_need_none(texts, name):
         assert (last not in node) == option.startswith("++"), option
 
 
-def test_links_between_pages_have_a_target(texts):
+def test_links_between_algorithm_pages_have_a_target(texts):
     headings = {name: re.findall(r"^#+ (.+)$", text, re.MULTILINE) for name, text in texts.items()}
     anchors = {name: {re.sub(r"[^\w-]", "", found.lower()) for found in headings[name]} for name in texts}
     for name, text in texts.items():
@@ -195,14 +218,14 @@ def test_links_between_pages_have_a_target(texts):
             assert not page or page in texts, f"{name} links to {page}"
 
 
-def test_rows_of_tables_have_as_many_cells_as_their_headings(texts):
+def test_table_rows_have_as_many_cells_as_the_heading(texts):
     for name, text in texts.items():
         for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
             cells = {len(re.findall(r"(?<!\\)\|", row)) for row in block.splitlines()}
             assert len(cells) == 1, f"{name}: {block}"
 
 
-def test_options_show_the_value_of_the_algorithm_and_the_default_of_the_function(texts):
+def test_algorithm_page_shows_values_of_the_file_and_defaults_of_the_functions(texts):
     page = texts["dr_grpo.md"]
     assert "| `algorithm.advantage_options.scale` | `none` | divide by" in page
     assert "| `algorithm.scale_factor` | `${sampling.max_tokens}` |" in page
@@ -211,7 +234,7 @@ def test_options_show_the_value_of_the_algorithm_and_the_default_of_the_function
     assert "algorithm.kl." not in page and "algorithm.policy_loss`" not in page  # as everywhere
 
 
-def test_options_of_the_model_beside_the_policy_are_shown(texts):
+def test_algorithm_page_shows_options_of_critic_and_process_reward_model(texts):
     assert "| `critic.optimizer.lr` | `1e-05` | learning rate. |" in texts["pf_ppo.md"]
     prime = texts["prime.md"]
     assert "| `process_reward_model.beta` | `0.05` | reward of one nat. |" in prime
@@ -220,14 +243,14 @@ def test_options_of_the_model_beside_the_policy_are_shown(texts):
     assert "Options of the" not in texts["grpo.md"]
 
 
-def test_options_and_columns_of_a_loss_are_shown(texts):
+def test_loss_page_shows_options_and_data_columns(texts):
     assert "| `++loss.options.label_smoothing` | `0.0` |" in texts["dpo.md"]
     assert "`data.label_key`" in texts["kto.md"] and "`data.label_key`" not in texts["dpo.md"]
     assert "| `data.steps_key` | `extra_info.steps` |" in texts["process_reward.md"]
     assert "| `data.margin_key` | `null` |" in texts["bradley_terry.md"]
 
 
-def test_a_docstring_is_cut_into_its_sections(generator):
+def test_parse_splits_a_docstring_into_sections(generator):
     def documented(values_BT, low):
         """What it does, `a < b`.
 
@@ -261,13 +284,13 @@ def test_a_docstring_is_cut_into_its_sections(generator):
     assert found.source == "https://example.org, eq. 1."
 
 
-def test_an_algorithm_without_a_hint_when_to_use_it_is_refused(generator, tmp_path):
+def test_read_algorithm_refuses_a_file_without_a_line_when(generator, tmp_path):
     (tmp_path / "grpo.yaml").write_text("# GRPO: relative rewards.\nadvantage: grpo\n")
     with pytest.raises(SystemExit, match=r"grpo\.yaml: open the file with .* '# When: when to use it.'"):
         generator("algorithms").read_algorithm(tmp_path / "grpo.yaml")
 
 
-def test_a_loss_without_a_hint_when_to_use_it_is_refused(generator):
+def test_loss_page_refuses_a_docstring_without_a_line_when(generator):
     def my_loss():
         """A loss."""
 
@@ -275,6 +298,6 @@ def test_a_loss_without_a_hint_when_to_use_it_is_refused(generator):
         generator("losses").loss_page(generator("losses").Loss("mine", "preference", my_loss, ()))
 
 
-def test_an_axis_that_no_one_explains_is_refused(generator):
+def test_axes_of_refuses_an_unexplained_axis(generator):
     with pytest.raises(SystemExit, match="axis Q of values_BQ is not explained"):
         generator("markdown").axes_of("values_BQ")

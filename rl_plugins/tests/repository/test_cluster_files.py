@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import subprocess
-import time
 
 import pytest
 import yaml
@@ -15,6 +14,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.config import parse_config
 from rl_plugins.launch.placement import Role, check_fit, roles_of
+from rl_plugins.tests.patience import patient, wait_until
 from rl_plugins.tests.repository.documentation import ROOT, check_command
 
 FOLDER = ROOT / "examples" / "cluster"
@@ -25,7 +25,7 @@ def job() -> dict:
     return yaml.safe_load((FOLDER / "rayjob.yaml").read_text(encoding="utf-8"))
 
 
-def test_the_manifest_is_a_job_of_kuberay(job):
+def test_rayjob_manifest_is_a_job_of_kuberay(job):
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert set(job["spec"]) == {"entrypoint", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"}
     check_command(shlex.split(job["spec"]["entrypoint"]))
@@ -33,7 +33,7 @@ def test_the_manifest_is_a_job_of_kuberay(job):
     assert f"\nray=={version}\n" in (ROOT / "requirements" / "cpu.lock.txt").read_text(encoding="utf-8")
 
 
-def test_the_groups_of_the_cluster_have_the_fields_of_kuberay(job):
+def test_rayjob_groups_have_the_fields_of_kuberay(job):
     # Required and known fields of HeadGroupSpec and WorkerGroupSpec, ray.io/v1; parameters of `ray start` are strings.
     cluster = job["spec"]["rayClusterSpec"]
     required, known = {"rayStartParams", "template"}, {"headService", "enableIngress", "serviceType"}
@@ -60,14 +60,14 @@ def check_is_tight(roles: list[Role], machine: dict[str, float], machines: int) 
         check_fit(roles, [machine] * (machines - 1), "the cluster")
 
 
-def test_the_run_fits_the_machines_of_the_manifest(job):
+def test_rayjob_run_fits_the_machines_of_the_manifest(job):
     (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
     machine = {"CPU": float(limits["cpu"]), "GPU": float(limits["nvidia.com/gpu"])}
     check_is_tight(placed(shlex.split(job["spec"]["entrypoint"])), machine, workers["replicas"])
 
 
-def test_every_pod_has_its_sizes_and_sees_the_shared_folder(job):
+def test_rayjob_pods_have_sizes_and_mount_the_shared_folder(job):
     cluster = job["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
@@ -77,7 +77,7 @@ def test_every_pod_has_its_sizes_and_sees_the_shared_folder(job):
         assert "/shared" in [mount["mountPath"] for mount in container["volumeMounts"]]
 
 
-def test_there_is_a_gpu_for_every_training_worker(job):
+def test_rayjob_has_a_gpu_for_every_training_worker(job):
     (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert workers["minReplicas"] == workers["maxReplicas"] == workers["replicas"]
     limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
@@ -85,7 +85,7 @@ def test_there_is_a_gpu_for_every_training_worker(job):
     assert f"placement.num_workers={gpus}" in job["spec"]["entrypoint"].split()
 
 
-def test_the_script_is_a_job_of_slurm():
+def test_slurm_script_is_a_job_whose_run_fits_the_machines():
     script = FOLDER / "slurm.sh"
     outcome = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stderr
@@ -101,7 +101,7 @@ def test_the_script_is_a_job_of_slurm():
     check_is_tight(placed(words), machine, int(options["nodes"]))
 
 
-def test_the_script_takes_its_variables_from_slurm_and_the_user(tmp_path):
+def test_slurm_script_takes_variables_from_slurm_and_the_user(tmp_path):
     text = (FOLDER / "slurm.sh").read_text(encoding="utf-8")
     used = set(re.findall(r"\$\{?([A-Z_]+)", text))
     # Those of Slurm are set for every job that asks for --nodes and --cpus-per-task; the user's have an error message.
@@ -115,7 +115,7 @@ def test_the_script_takes_its_variables_from_slurm_and_the_user(tmp_path):
         assert outcome.returncode != 0 and f"{name}: " in outcome.stderr
 
 
-def test_the_script_asks_the_run_to_stop_in_time(tmp_path):
+def test_slurm_script_asks_the_run_to_stop_on_sigterm(tmp_path):
     programs, run = tmp_path / "environment" / "bin", tmp_path / "outputs" / "grpo"
     for folder in (programs, run):
         folder.mkdir(parents=True)
@@ -132,12 +132,11 @@ def test_the_script_asks_the_run_to_stop_in_time(tmp_path):
     environment = {**os.environ, **slurm, "ENVIRONMENT": str(programs.parent), "SHARED": str(tmp_path)}
     script = subprocess.Popen(["bash", str(FOLDER / "slurm.sh")], env=environment, stdout=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "started").exists():
-            assert script.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        started = tmp_path / "started"
+        wait_until(lambda: started.exists() or script.poll() is not None, "the run of the script to start")
+        assert started.exists(), f"the script ended with {script.returncode}"
         script.terminate()
-        said, _ = script.communicate(timeout=20)
+        said, _ = script.communicate(timeout=patient(60))
     finally:
         script.kill()
         (run / "stop").touch()

@@ -1,8 +1,8 @@
-"""What README and docs tell a reader to run does run, and the options that they name are there.
+"""Commands and Python blocks of README and docs run, and the options that the pages name exist.
 
-Python blocks of a page are run one after the other in a temporary folder. Of shell blocks, every command is checked
-against what it starts: a recipe's options compose, a module or script is there and knows the flags, a make target
-exists, and so does every path of the repository.
+Python blocks of a page are run one after the other in a temporary folder. Every command of a shell block is checked
+against the program that it starts: the options of a recipe compose, a module or script exists and knows the flags, and
+so on. Paths of the repository exist.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from rl_plugins.tests.cases import case
 from rl_plugins.tests.repository.documentation import MADE, ROOT, WRITTEN, blocks, check_command
 
-# What the blocks of a page find in the folder where they run, made from the blocks themselves.
+# Makes the files that the blocks of a page expect in the folder where the blocks run, from the blocks themselves.
 GIVEN: dict[str, Callable[[Path, list[str]], object]] = {
     "docs/rewards.md": lambda folder, code: (folder / "my_reward.py").write_text(code[0]),
 }
@@ -44,13 +46,13 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 COMMANDS = list(commands())
 
 
-def test_the_reader_finds_the_commands():
+def test_commands_finds_the_commands_of_pages():
     assert ("README.md", ["make", "quickstart"]) in COMMANDS
     assert len(COMMANDS) > 50
 
 
 @pytest.mark.parametrize("page", sorted(page for page, text in WRITTEN.items() if blocks(text, "python")))
-def test_python_blocks_run(page, tmp_path, monkeypatch):
+def test_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = blocks(WRITTEN[page], "python")
     if page in GIVEN:
@@ -60,13 +62,13 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         exec(compile(code, f"{page}, block {number}", "exec"), names)
 
 
-@pytest.mark.parametrize(
-    ("page", "words"), COMMANDS, ids=[f"{page}: {' '.join(words)[:60]}" for page, words in COMMANDS]
-)
-def test_a_command_names_what_is_there(page, words):
-    check_command(words)
-    missing = [word for word in words if word.startswith(OWN_FOLDERS) and not (ROOT / word).exists()]
-    assert missing == []
+@pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS}))
+def test_commands_of_a_page_name_existing_options_flags_and_paths(page):
+    for words in (words for other, words in COMMANDS if other == page):
+        with case(shlex.join(words)):
+            check_command(words)
+            missing = [word for word in words if word.startswith(OWN_FOLDERS) and not (ROOT / word).exists()]
+            assert missing == []
 
 
 @pytest.mark.parametrize(
@@ -84,11 +86,12 @@ def test_a_command_names_what_is_there(page, words):
         ("rayy job submit", AssertionError),
     ],
 )
-def test_a_wrong_command_is_found(command, error):
+def test_check_command_refuses_a_wrong_command(command, error):
     with pytest.raises(error):
         check_command(shlex.split(command))
 
 
+@cache
 def documented_options() -> set[str]:
     """Every option in the tables that are made from the schema and the algorithms, and the groups above them."""
     rows = r"^\| `(?:\+\+)?([a-z_0-9.]+)` \|"
@@ -109,19 +112,19 @@ def named_options(page: str) -> set[str]:
     return {word for word in named if not word.endswith((".db", ".jsonl", ".md", ".py", ".txt", ".yaml"))}
 
 
-def test_options_are_found_in_pages():
+def test_documented_options_and_named_options_find_options():
     assert {"placement.num_workers", "sampling.max_tokens"} <= documented_options()
     assert {"placement.num_workers", "algorithm.kl.coefficient"} <= named_options("docs/coming_from.md")
     assert "data.train_batch_size" not in named_options("docs/coming_from.md")
 
 
-@pytest.mark.parametrize("page", WRITTEN)
-def test_options_in_the_text_exist(page):
-    unknown = named_options(page) - documented_options() - NOT_OPTIONS
-    assert {option for option in unknown if not option.startswith(FREE)} == set()
+def test_options_in_the_text_of_pages_exist():
+    unknown = {page: named_options(page) - documented_options() - NOT_OPTIONS for page in WRITTEN}
+    named = {page: {option for option in options if not option.startswith(FREE)} for page, options in unknown.items()}
+    assert {page: options for page, options in named.items() if options} == {}
 
 
-def test_every_row_of_the_table_of_names_is_whole():
+def test_rows_of_the_table_of_names_have_four_cells():
     rows = [line for line in WRITTEN["docs/coming_from.md"].splitlines() if line.startswith("| `")]
     assert len(rows) > 50
     assert {line.count(" | ") for line in rows} == {3}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_plugins.tests.repository.documentation import syntax_tree
+
 FLOORS = {
     "algorithms": 1,
     "data": 1,
@@ -34,9 +36,9 @@ def room_of(module: str) -> str | None:
     return parts[1] if len(parts) > 1 and parts[1] in FLOORS else None
 
 
-def imported_modules(source: str) -> Iterator[tuple[int, str]]:
-    """Line and full name of every import of the project in a file, the late ones included."""
-    for node in ast.walk(ast.parse(source)):
+def imported_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and full name of every import of the project in a file, imports inside functions included."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -57,27 +59,26 @@ def crossings(root: Path) -> Iterator[tuple[str, str | None, str | None]]:
     for file in sorted(files):
         first, *rest = file.relative_to(root).parts
         own = first if first in TOP_LEVEL_ROOMS else room_of(f"{first}.{rest[0]}")
-        for line, module in imported_modules(file.read_text()):
+        for line, module in imported_modules(syntax_tree(file)):
             if room_of(module) != own:
                 yield f"{file.relative_to(root)}:{line}", own, room_of(module)
 
 
-def test_every_room_has_a_floor(root):
+def test_floors_name_every_room(root):
     folders = {p.name for p in (root / "rl_plugins").iterdir() if p.is_dir() and p.name[0] not in "._"}
     assert folders - {"tests"} == set(FLOORS)
 
 
 def test_imports_never_go_up(root):
-    found = list(crossings(root))
     upward = [
         f"{place}: {own} imports {other}"
-        for place, own, other in found
+        for place, own, other in crossings(root)
         if FLOORS.get(other or "", 0) > FLOORS.get(own or "", 0)
     ]
     assert upward == []
 
 
-def test_rooms_do_not_import_each_other_in_a_circle(root):
+def test_rooms_import_no_room_in_a_circle(root):
     graph: dict[str, set[str]] = {room: set() for room in FLOORS}
     for _, own, other in crossings(root):
         if own and other:
@@ -88,7 +89,7 @@ def test_rooms_do_not_import_each_other_in_a_circle(root):
         pytest.fail(f"circle of rooms: {' -> '.join(error.args[1])}")
 
 
-def test_the_reader_sees_every_form_of_import():
+def test_imported_modules_finds_every_form_of_import():
     source = """
 import rl_plugins.data.prompts as prompts
 from rl_plugins import stages
@@ -96,5 +97,5 @@ def late():
     from rl_plugins.launch.local import main
 import torch
 """
-    assert [room_of(module) for _, module in imported_modules(source)] == ["data", "stages", "launch"]
+    assert [room_of(module) for _, module in imported_modules(ast.parse(source))] == ["data", "stages", "launch"]
     assert room_of("rl_plugins.errors.ConfigError") is None

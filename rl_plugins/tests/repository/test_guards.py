@@ -17,14 +17,16 @@ def run_python(root, code):
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_bare_import_is_refused_with_the_right_name(root, folder):
+def test_import_of_a_bare_folder_is_refused_with_the_right_name(root, folder):
     outcome = run_python(root, f"import {folder}")
     assert outcome.returncode == 1
     assert f"ImportError: Import rl_plugins.{folder}" in outcome.stderr
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_full_name_is_served_from_the_top_level_folder(root, folder):
-    outcome = run_python(root, f"import os, rl_plugins.{folder} as m; print(os.path.realpath(m.__file__))")
+def test_import_by_the_full_name_uses_the_top_level_folder(root):
+    code = "".join(
+        f"import os, rl_plugins.{folder} as module; print(os.path.realpath(module.__file__));" for folder in FOLDERS
+    )
+    outcome = run_python(root, code)
     assert outcome.returncode == 0, outcome.stderr
-    assert outcome.stdout.strip() == str(root.resolve() / folder / "__init__.py")
+    assert outcome.stdout.split() == [str(root.resolve() / folder / "__init__.py") for folder in FOLDERS]

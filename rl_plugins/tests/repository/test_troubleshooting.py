@@ -7,14 +7,14 @@ import re
 
 import pytest
 
-from rl_plugins.tests.repository.documentation import WRITTEN, sources, text_of
+from rl_plugins.tests.repository.documentation import WRITTEN, sources, syntax_tree, text_of
 
 PAGE = WRITTEN["docs/troubleshooting.md"]
 
 
 @pytest.fixture(scope="module")
 def nodes() -> list[ast.AST]:
-    return [node for path in sources() for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    return [node for path in sources() for node in ast.walk(syntax_tree(path))]
 
 
 def quoted() -> list[str]:
@@ -22,13 +22,13 @@ def quoted() -> list[str]:
     return [quote.strip("` ") for quote in re.findall(r"^(`+.+`+)\n:   ", PAGE, re.MULTILINE)]
 
 
-def test_quoted_messages_are_those_of_the_code(nodes):
+def test_messages_quoted_in_troubleshooting_stand_in_the_code(nodes):
     known = {text for node in nodes if isinstance(node, ast.expr) and (text := text_of(node))}
     assert len(quoted()) > 25
     assert [quote for quote in quoted() if not any(quote in text for text in known)] == []
 
 
-def test_every_expired_deadline_has_an_entry(nodes):
+def test_troubleshooting_has_an_entry_for_every_deadline_exceeded(nodes):
     raised = [
         text
         for node in nodes

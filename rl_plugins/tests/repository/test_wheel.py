@@ -52,7 +52,7 @@ def wheel_names(root, tmp_path_factory) -> set[str]:
         return set(archive.namelist())
 
 
-def test_wheel_and_tree_agree(root, wheel_names):
+def test_wheel_holds_the_files_of_the_tree(root, wheel_names):
     found = {name for name in wheel_names if ".dist-info/" not in name}
     expected = shipped(root)
     assert "rl_plugins/strategies/__init__.py" in expected
@@ -60,6 +60,6 @@ def test_wheel_and_tree_agree(root, wheel_names):
     assert found - expected == set()
 
 
-def test_wheel_installs_no_generic_name(wheel_names):
+def test_wheel_installs_nothing_beside_rl_plugins(wheel_names):
     tops = {name.split("/")[0] for name in wheel_names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"rl_plugins"}
