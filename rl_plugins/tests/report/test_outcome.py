@@ -15,7 +15,7 @@ LABELS = ("MLflow", "try next")
 
 
 @pytest.mark.parametrize("name", ["plain", "größe (it's #1)"])
-def test_the_commands_hold_in_every_folder(name, folder, tmp_path, monkeypatch, capsys):
+def test_print_outcome_prints_commands_that_work_for_any_folder_name(name, folder, tmp_path, monkeypatch, capsys):
     above = tmp_path / name
     above.mkdir()
     grpo = RunFolder(folder.path.rename(above / "grpo"))

@@ -58,7 +58,7 @@ def text_of(page: Parsed) -> str:
     return "\n".join(page.texts)
 
 
-def test_every_section_is_there_with_what_the_run_has(folder: RunFolder) -> None:
+def test_write_report_writes_every_section(folder: RunFolder) -> None:
     path = write_report(folder)
     assert path == folder.path / "report.html" and [file for file in folder.path.iterdir() if file.name[0] == "."] == []
     page = parse(path)
@@ -74,13 +74,13 @@ def test_every_section_is_there_with_what_the_run_has(folder: RunFolder) -> None
         assert said in text, said
 
 
-def test_texts_are_escaped_and_shown(folder: RunFolder) -> None:
+def test_write_report_escapes_texts(folder: RunFolder) -> None:
     page = parse(write_report(folder))
     assert not {"script", "iframe", "img", "link"} & {tag for tag, _ in page.tags}
     assert HOSTILE.replace("\x1b", "␛").replace("\x00", "␀") in text_of(page)
 
 
-def test_nothing_is_taken_from_elsewhere(folder: RunFolder) -> None:
+def test_write_report_refers_to_no_other_file(folder: RunFolder) -> None:
     page = parse(write_report(folder))
     attributes = [(name, value) for _, attrs in page.tags for name, value in attrs.items()]
     assert not {"src", "href", "srcset", "xlink:href", "style"} & {name for name, _ in attributes}
@@ -88,7 +88,7 @@ def test_nothing_is_taken_from_elsewhere(folder: RunFolder) -> None:
     assert "url(" not in text_of(page) and "@import" not in text_of(page)
 
 
-def test_broken_numbers_are_gaps(folder: RunFolder) -> None:
+def test_write_report_draws_nan_and_infinity_as_gaps(folder: RunFolder) -> None:
     page = parse(write_report(folder))
     # The training reward of 40 steps lacks steps 12 and 13; the three validations are one line.
     drawn = [attrs["points"] for tag, attrs in page.tags if tag == "polyline"][:3]
@@ -96,7 +96,7 @@ def test_broken_numbers_are_gaps(folder: RunFolder) -> None:
     assert "nan" not in "".join(map(str, drawn))
 
 
-def test_an_error_and_a_stop_are_said_first(folder: RunFolder) -> None:
+def test_write_report_shows_an_error_and_a_stop(folder: RunFolder) -> None:
     folder.error.write_text("RuntimeError: the engine <died>\n")
     folder.stopped.write_text("after step 40: SIGTERM\n")
     text = text_of(parse(write_report(folder)))
@@ -104,7 +104,7 @@ def test_an_error_and_a_stop_are_said_first(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("left", [(), ("metrics.jsonl",)])
-def test_what_is_missing_is_named(folder: RunFolder, left: tuple[str, ...]) -> None:
+def test_write_report_names_missing_files(folder: RunFolder, left: tuple[str, ...]) -> None:
     for path in folder.path.iterdir():
         if path.name not in left:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -116,13 +116,13 @@ def test_what_is_missing_is_named(folder: RunFolder, left: tuple[str, ...]) -> N
     assert ("No metrics were written." in text_of(page)) == (not left)
 
 
-def test_a_table_of_samples_that_was_cut_off_is_named(folder: RunFolder) -> None:
+def test_write_report_names_a_truncated_table_of_samples(folder: RunFolder) -> None:
     (folder.samples / "step_00000040.json").write_text('[{"prompt": "1')
     page = parse(write_report(folder))
     assert "step_00000040.json is not whole." in text_of(page) and "step 20" in text_of(page)
 
 
-def test_a_long_run_stays_small(folder: RunFolder) -> None:
+def test_write_report_of_a_long_run_is_small(folder: RunFolder) -> None:
     folder.metrics.write_text(
         "".join(f'{{"step": {n}, "train/loss": {n % 7}, "time/a": 1}}\n' for n in range(1, 30001))
     )

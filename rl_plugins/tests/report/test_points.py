@@ -7,17 +7,17 @@ import pytest
 from rl_plugins.report.points import Mark, marks, number, ticks
 
 
-def test_a_curve_breaks_where_values_are_missing_or_broken() -> None:
+def test_marks_break_a_curve_at_missing_and_nan_values() -> None:
     points = {1: 1.0, 2: 2.0, 3: math.nan, 4: 4.0, 5: 5.0, 9: 9.0}
     steps = [[mark.step for mark in stretch] for stretch in marks(points, limit=100)]
     assert steps == [[1, 2], [4, 5], [9]]
 
 
-def test_validations_far_apart_are_one_curve() -> None:
+def test_marks_join_validations_that_are_far_apart() -> None:
     assert [len(stretch) for stretch in marks({0: 0.1, 25: 0.2, 50: 0.3, 60: 0.4}, limit=100)] == [4]
 
 
-def test_a_thinned_curve_keeps_how_far_its_values_reach() -> None:
+def test_marks_of_a_thinned_curve_keep_the_range_of_values() -> None:
     assert marks(dict.fromkeys(range(100), 0.0) | {51: 1.0}, limit=2) == [
         [Mark(24.5, 0.0, 0.0, 0.0), Mark(74.5, 0.0, 0.02, 1.0)]
     ]
@@ -27,13 +27,13 @@ def test_a_thinned_curve_keeps_how_far_its_values_reach() -> None:
     ("low", "high", "expected"),
     [(0.0, 1.0, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]), (-3e-5, 3e-5, [-2e-5, 0.0, 2e-5]), (7.0, 7.0, [7.0])],
 )
-def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high, 5) == pytest.approx(expected)
 
 
-def test_steps_are_whole() -> None:
+def test_ticks_of_steps_are_whole_numbers() -> None:
     assert ticks(0, 3, 6, whole=True) == [0, 1, 2, 3]
 
 
-def test_numbers_are_short() -> None:
+def test_number_formats_short_texts() -> None:
     assert [number(value) for value in (0.12345, 15664.2, -1e-7)] == ["0.123", "15,664", "-1e-07"]

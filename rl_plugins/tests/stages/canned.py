@@ -323,28 +323,32 @@ def gradients(
     trainer = quiet_trainer(strategy, precision="64-true")
     # Prompts are dealt to ranks in turn.
     hook = register_optimizer_step_pre_hook(keep)
-    trainer.fit(stage, loader([prompt_batch(PROMPTS[rank::world_size])]))
-    hook.remove()
+    try:
+        trainer.fit(stage, loader([prompt_batch(PROMPTS[rank::world_size])]))
+    finally:
+        hook.remove()
     return own.recorder.gradients + of_others, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def of_recipes() -> dict[str, Algorithm]:
-    """Every file of recipes/conf/algorithm, by its name."""
-    names = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.yaml"))
-    composed = {name: compose_config("grpo", ["model.path=none", f"algorithm={name}"]) for name in names}
-    nodes = {name: config.algorithm for name, config in composed.items()}
-    return {name: instantiate(node) for name, node in nodes.items()}
+RECIPES = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.yaml"))
+"""The algorithms of recipes/conf/algorithm."""
+CASES = [*AGGREGATIONS, "batch scale", *RECIPES]
+"""Arguments of `algorithm_of`."""
 
 
-CASES: dict[str, tuple[Algorithm, int]] = {
-    **{mode: (Algorithm(aggregation=mode, scale_factor=BUDGET), 1) for mode in AGGREGATIONS},
-    "batch scale": (Algorithm(advantage_options={"scale": "batch"}), 1),
-    # Two updates, so that the ratios are not 1.
-    **{name: (algorithm, 2) for name, algorithm in of_recipes().items()},
-}
+@cache
+def algorithm_of(case: str) -> tuple[Algorithm, int]:
+    """An aggregation, a scale or a recipe as an algorithm, and its updates in a step."""
+    if case in AGGREGATIONS:
+        return Algorithm(aggregation=case, scale_factor=BUDGET), 1
+    if case == "batch scale":
+        return Algorithm(advantage_options={"scale": "batch"}), 1
+    config = compose_config("grpo", ["model.path=none", f"algorithm={case}"])
+    # In the second update the ratios are not 1.
+    return instantiate(config.algorithm), 2
 
 
-def rank_results(rank: int) -> dict[str, Any]:
+def rank_results(rank: int, cases: dict[str, tuple[Algorithm, int]]) -> dict[str, Any]:
     """`gradients` of every case, as one of two ranks."""
     # Among several ranks, only the first would write the model.
     other_model()
@@ -352,5 +356,5 @@ def rank_results(rank: int) -> dict[str, Any]:
     # Uneven micro-batches: the ranks' own budgets would give different numbers of them.
     return {
         name: gradients(algorithm, tokens_per_micro_batch=45, updates_per_step=updates, rank=rank, world_size=2)
-        for name, (algorithm, updates) in CASES.items()
+        for name, (algorithm, updates) in cases.items()
     }

@@ -80,7 +80,7 @@ def filled(value: Tensor | None) -> Tensor:
 # Dynamic sampling -----------------------------------------------------------------------------------------------
 
 
-def test_groups_that_teach_nothing_are_replaced_from_the_next_prompts() -> None:
+def test_group_filter_replaces_uniform_groups_by_groups_of_the_next_prompts() -> None:
     stage = train(Algorithm(group_filter=GroupFilter()))
     (experience,) = stage.collected
     # 4+4 is left out; the fourth group comes from the second draw.
@@ -92,17 +92,17 @@ def test_groups_that_teach_nothing_are_replaced_from_the_next_prompts() -> None:
     assert stage.metrics[0]["train/uniform_groups"] == pytest.approx(3 / 11)
 
 
-def test_a_step_that_never_gets_its_groups_is_an_error_that_says_why() -> None:
+def test_group_filter_raises_after_max_batches_without_enough_groups() -> None:
     with pytest.raises(ConfigError, match=r"6 prompts gave 0 groups .* the step needs 2"):
         train(Algorithm(group_filter=GroupFilter(max_batches=3)), prompts=["4+4", "4+4"])
 
 
-def test_oversampling_trains_on_a_share_of_the_prompts() -> None:
+def test_group_filter_with_oversampling_trains_on_a_share_of_the_prompts() -> None:
     stage = train(Algorithm(group_filter=GroupFilter(oversampling=2)))
     assert len(stage.collected[0]) == 2 * 3 and "train/generation_batches" not in stage.metrics[0]
 
 
-def test_a_metric_that_the_reward_does_not_return_is_refused() -> None:
+def test_group_filter_refuses_a_metric_that_the_reward_does_not_return() -> None:
     with pytest.raises(ConfigError, match=r"group_filter\.metric names 'luck', and the reward returns correct, format"):
         train(Algorithm(group_filter=GroupFilter(metric="luck")))
 
@@ -110,7 +110,7 @@ def test_a_metric_that_the_reward_does_not_return_is_refused() -> None:
 # Rewards --------------------------------------------------------------------------------------------------------
 
 
-def test_shaping_changes_what_is_learned_and_not_what_is_reported() -> None:
+def test_reward_shaping_changes_the_scores_and_not_the_logged_reward() -> None:
     shaping = RewardShaping(overlong=OverlongPenalty(max_tokens=10, buffer_tokens=5, factor=2.0))
     plain, shaped = train(Algorithm()), train(Algorithm(shaping=shaping))
     lengths_B = shaped.collected[0].response_lengths
@@ -119,7 +119,7 @@ def test_shaping_changes_what_is_learned_and_not_what_is_reported() -> None:
     assert shaped.metrics[0]["train/reward"] == plain.metrics[0]["train/reward"]
 
 
-def test_the_greedy_response_is_the_baseline_of_remax() -> None:
+def test_remax_takes_the_score_of_the_greedy_response_as_baseline() -> None:
     (experience,) = train(Algorithm(advantage="remax")).collected
     firsts = [canned.score(canned.RESPONSES[prompt][0]) for prompt in canned.PROMPTS]
     torch.testing.assert_close(filled(experience.baseline_scores)[::3], torch.tensor(firsts))
@@ -133,7 +133,7 @@ def save_reward_model(folder: Path) -> Any:
     return model
 
 
-def test_a_reward_model_is_added_to_the_rules(tmp_path: Path) -> None:
+def test_reward_model_scores_are_added_to_the_scores_of_the_rules(tmp_path: Path) -> None:
     model = save_reward_model(tmp_path)
 
     def scores(weight: float, rule_weight: float) -> Tensor:
@@ -158,7 +158,7 @@ class WithoutNumbers(Keeping):
         return scores_B
 
 
-def test_what_the_reward_model_has_no_number_for_teaches_nothing_and_is_counted(tmp_path: Path) -> None:
+def test_samples_without_a_finite_reward_model_score_are_masked_and_counted(tmp_path: Path) -> None:
     save_reward_model(tmp_path)
     config = RewardModelConfig(str(tmp_path), max_failure_rate=0.25)
     stage = train(Algorithm(), stage_class=WithoutNumbers, reward_model=config)
@@ -172,12 +172,12 @@ def test_what_the_reward_model_has_no_number_for_teaches_nothing_and_is_counted(
         train(Algorithm(), stage_class=WithoutNumbers, reward_model=RewardModelConfig(str(tmp_path)))
 
 
-def test_a_language_model_is_no_reward_model() -> None:
+def test_reward_model_without_a_scalar_head_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no scalar head"):
         train(Algorithm(), reward_model=RewardModelConfig(canned.other_model()))
 
 
-def test_components_are_those_that_the_algorithm_names() -> None:
+def test_component_scores_have_the_reward_components_of_the_algorithm() -> None:
     algorithm = Algorithm(advantage="gdpo", reward_components=["format", "correct"])
     (experience,) = train(algorithm).collected
     components_BK = filled(experience.component_scores)
@@ -188,7 +188,7 @@ def test_components_are_those_that_the_algorithm_names() -> None:
 # The gap between sampler and trainer ----------------------------------------------------------------------------
 
 
-def test_decoupled_correction_weighs_and_rejects_before_advantages() -> None:
+def test_rollout_correction_weighs_and_rejects_before_advantages() -> None:
     stage = train(Algorithm(correction="token_tis"))
     (experience,) = stage.collected
     weights_BT, mask_BT = filled(experience.rollout_weights), experience.response_mask.bool()
@@ -202,7 +202,7 @@ def test_decoupled_correction_weighs_and_rejects_before_advantages() -> None:
 
 
 @pytest.mark.parametrize("left_out", [{"top_p": 0.9}, {"top_k": 20}])
-def test_a_sampler_that_leaves_tokens_out_is_not_compared_with_the_policy(left_out: dict[str, Any]) -> None:
+def test_rollout_log_probs_are_refused_where_sampling_truncates_the_distribution(left_out: dict[str, Any]) -> None:
     sampling = SamplingConfig(max_tokens=20, num_samples=3, **left_out)
     for options in (
         {"algorithm": Algorithm(correction="token_tis")},
@@ -215,7 +215,7 @@ def test_a_sampler_that_leaves_tokens_out_is_not_compared_with_the_policy(left_o
     train(Algorithm(), sampling=sampling)
 
 
-def test_bypass_takes_the_samplers_log_probs_for_the_old_ones() -> None:
+def test_rollout_correction_bypass_takes_rollout_log_probs_as_old_log_probs() -> None:
     (experience,) = train(Algorithm(correction=RolloutCorrection(bypass=True))).collected
     assert torch.equal(filled(experience.old_log_probs), experience.rollout_log_probs)
 
@@ -223,7 +223,7 @@ def test_bypass_takes_the_samplers_log_probs_for_the_old_ones() -> None:
 # The critic -----------------------------------------------------------------------------------------------------
 
 
-def test_the_critic_has_an_optimizer_of_its_own_and_the_policy_waits_for_it() -> None:
+def test_critic_has_a_separate_optimizer_and_the_policy_waits_for_critic_warmup() -> None:
     critic = CriticConfig(canned.other_model(), OptimizerConfig(lr=0.5, warmup_steps=1), warmup_steps=2)
     stage = train(Algorithm(advantage="gae"), steps=3, critic=critic, optimizer=OptimizerConfig(lr=0.1, warmup_steps=1))
     assert [row["train/critic/lr"] for row in stage.metrics] == [0.25, 0.5, 0.5]
@@ -236,7 +236,7 @@ def test_the_critic_has_an_optimizer_of_its_own_and_the_policy_waits_for_it() ->
     assert stage.metrics[0]["train/critic/explained_variance"] == pytest.approx(0, abs=1e-6)
 
 
-def test_explained_variance() -> None:
+def test_explained_variance_is_1_for_perfect_values_and_nan_for_constant_returns() -> None:
     returns, mask = torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[1, 1, 0]])
 
     def of(values: list[float]) -> float:
@@ -249,7 +249,7 @@ def test_explained_variance() -> None:
     assert same != same
 
 
-def test_a_critic_without_a_model_to_start_from_is_refused() -> None:
+def test_critic_without_a_model_path_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs values_BT: name the model that the critic starts from"):
         train(Algorithm(advantage="gae"))
 
@@ -257,7 +257,7 @@ def test_a_critic_without_a_model_to_start_from_is_refused() -> None:
 # Entropy, modifiers, reference ----------------------------------------------------------------------------------
 
 
-def test_the_entropy_bonus_raises_entropy_and_its_weight_follows_the_target() -> None:
+def test_entropy_bonus_raises_entropy_and_the_coefficient_follows_the_target() -> None:
     bonus = Algorithm(advantage_options={"scale": "none"}, entropy=EntropyConfig(0.5, target=100.0, rate=0.1))
     with_bonus, without = train(bonus, steps=4), train(replace(bonus, entropy=EntropyConfig()), steps=4)
     assert with_bonus.metrics[-1]["train/entropy"] > without.metrics[-1]["train/entropy"]
@@ -272,7 +272,7 @@ def test_the_entropy_bonus_raises_entropy_and_its_weight_follows_the_target() ->
     assert resumed.entropy_controller.coefficient == with_bonus.entropy_controller.coefficient
 
 
-def test_only_the_tokens_with_the_highest_entropy_learn() -> None:
+def test_choose_tokens_keeps_the_tokens_with_the_highest_entropy() -> None:
     algorithm = Algorithm(modifiers=LossModifiers(top_entropy=0.25))
     stage = train(algorithm)
     (experience,) = stage.collected
@@ -284,7 +284,7 @@ def test_only_the_tokens_with_the_highest_entropy_learn() -> None:
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(0.0, 1.0), (0.75, 0.25)])
-def test_the_reference_follows_the_policy(keep: float, expected: float) -> None:
+def test_reference_update_moves_the_reference_towards_the_policy(keep: float, expected: float) -> None:
     algorithm = Algorithm(kl=KLConfig(0.1))
     still = train(algorithm, steps=2)
     moving = train(algorithm, steps=2, callbacks=[ReferenceUpdate(every=2, keep=keep)])
@@ -294,7 +294,7 @@ def test_the_reference_follows_the_policy(keep: float, expected: float) -> None:
         torch.testing.assert_close(moved, start + expected * (policy - start))
 
 
-def test_a_reference_that_nobody_asks_for_cannot_follow() -> None:
+def test_reference_update_without_a_reference_or_with_bad_options_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing asks for a reference"):
         train(Algorithm(), callbacks=[ReferenceUpdate()])
     for wrong, message in (({"every": 0}, "update_every=0"), ({"keep": 1.0}, r"keep=1\.0")):
@@ -302,7 +302,7 @@ def test_a_reference_that_nobody_asks_for_cannot_follow() -> None:
             ReferenceUpdate(**wrong)
 
 
-def test_models_with_other_tokens_are_refused(tmp_path: Path) -> None:
+def test_reward_model_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     from rl_plugins.models.tiny import build_tokenizer
 
     folder = tmp_path / "other"

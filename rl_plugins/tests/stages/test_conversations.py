@@ -98,7 +98,7 @@ def opening(ticket: int = 7) -> Opening:
     return Opening(ticket, tokenizer.encode(FIRST), 5, about=about)
 
 
-def test_what_was_sampled_and_what_was_said() -> None:
+def test_collect_returns_sampled_and_environment_tokens_with_masks_and_versions() -> None:
     engine = Scripted()
     talk = conversations(engine)
     talk.submit([opening()], SAMPLING)
@@ -132,7 +132,7 @@ def test_what_was_sampled_and_what_was_said() -> None:
         ("no room is left", SAID, {"sampling": SamplingConfig(max_tokens=10, num_samples=2)}, 1, "length"),
     ],
 )
-def test_the_environment_is_asked_for_the_score(
+def test_conversation_without_room_for_another_turn_asks_the_environment_for_a_score(
     why: str, said: dict[str, list[str]], config: dict[str, Any], turns: int, reason: str
 ) -> None:
     sampling = config.pop("sampling", SAMPLING)
@@ -145,7 +145,7 @@ def test_the_environment_is_asked_for_the_score(
     assert all(mask[-1] == 1 for mask in generations.response_masks() or [])
 
 
-def test_a_long_answer_is_cut_and_counted() -> None:
+def test_observation_over_max_observation_tokens_is_cut_and_counted() -> None:
     said = {FIRST: ["no<|end|>", "yes<|end|>"], f"{FIRST}no<|end|><|user|>su<|assistant|>": ["yes<|end|>"]}
     talk = conversations(Scripted(said), max_observation_tokens=2)
     talk.submit([opening()], SAMPLING)
@@ -154,7 +154,7 @@ def test_a_long_answer_is_cut_and_counted() -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3])
-def test_a_lost_engine_takes_one_turn_with_it(lost: int) -> None:
+def test_lost_engine_costs_only_the_turn_in_flight(lost: int) -> None:
     engine = Scripted(loses=[lost])
     talk = conversations(engine)
     talk.submit([opening()], SAMPLING)
@@ -166,7 +166,7 @@ def test_a_lost_engine_takes_one_turn_with_it(lost: int) -> None:
     assert [prompt for prompt, _, _ in engine.asked].count(engine.asked[lost - 1][0]) == 2 and len(engine.asked) == 4
 
 
-def test_failures_are_judged_when_all_have_ended() -> None:
+def test_scores_checks_the_failure_rate_after_all_conversations() -> None:
     said = {FIRST: ["yes<|end|>", "yes<|end|>"]}
     talk = conversations(Scripted(said), "mumbles", failures=0.4)
     talk.submit([opening()], SAMPLING)
@@ -175,7 +175,7 @@ def test_failures_are_judged_when_all_have_ended() -> None:
         talk.scores(generations.endings)
 
 
-def test_a_majority_votes_by_what_is_said_last() -> None:
+def test_majority_vote_of_validation_counts_the_last_response() -> None:
     said = {
         "1+1": ["no<|end|>", "yes<|end|>", "hm<|end|>"],
         f"1+1no{SURE}": ["yes<|end|>"],
@@ -195,7 +195,7 @@ def test_a_majority_votes_by_what_is_said_last() -> None:
     assert float(trainer.callback_metrics["val/canned/maj_at_3"]) == 1.0
 
 
-def test_what_is_dropped_is_forgotten() -> None:
+def test_drop_forgets_a_conversation() -> None:
     engine = Scripted()
     talk = conversations(engine)
     talk.submit([opening(7), opening(8)], SAMPLING)
@@ -204,19 +204,19 @@ def test_what_is_dropped_is_forgotten() -> None:
     assert talk.collect((), 0) == {}
 
 
-def test_only_those_that_are_required_are_handed_out() -> None:
+def test_collect_returns_only_the_required_tickets() -> None:
     talk = conversations(Scripted())
     talk.submit([opening(7), opening(-1)], SAMPLING)
     assert list(talk.collect([-1], 0)) == [-1] and list(talk.collect((), 0)) == [7]
 
 
-def test_a_scorer_that_cannot_answer() -> None:
+def test_conversations_refuse_a_scorer_without_an_environment() -> None:
     with pytest.raises(ConfigError, match="the scorer CannedScorer cannot answer: use RewardPool or InlineScorer"):
         Conversations(canned.CannedScorer(), tokenizer, EnvironmentConfig(max_turns=2))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_policy_learns_from_the_tokens_that_it_sampled(staleness: int, tmp_path: Any) -> None:
+def test_policy_learns_from_the_sampled_tokens_of_a_conversation(staleness: int, tmp_path: Any) -> None:
     save_tiny_policy(tmp_path, hidden_size=32, intermediate_size=48, initializer_range=0.2)
     policy = build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2)
     stage = canned.Keeping(

@@ -75,7 +75,7 @@ def gap(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     return max(float((weights[name] - others[name]).abs().max()) for name in weights)
 
 
-def test_it_becomes_the_critic_of_the_workers() -> None:
+def test_critic_learner_gets_the_weights_of_the_critic_in_the_workers() -> None:
     stage = in_the_workers()
     learner = CriticLearner(training())
     start = {name: weight.clone() for name, weight in learner.weights.items()}
@@ -101,7 +101,7 @@ def rank_of_two(rank: int, path: str, steps: list[Experience]) -> tuple[dict[str
     return {**learner.weights, **adapted.weights}, norms
 
 
-def test_two_become_what_one_becomes() -> None:
+def test_two_critic_learners_get_the_weights_of_one() -> None:
     steps = in_the_workers().trained_on
     (first, norms), (second, _) = (result for result, _ in run_ranks(rank_of_two, canned.other_model(), steps))
     assert gap(first, second) == 0
@@ -112,7 +112,7 @@ def test_two_become_what_one_becomes() -> None:
     assert gap({name: first[name] for name in learner.weights}, learner.weights) < 1e-12
 
 
-def test_an_update_waits_for_the_rows_of_all_ranks_and_takes_them_in_order() -> None:
+def test_critic_actor_learn_waits_for_all_ranks_and_updates_in_order() -> None:
     steps = [step.clone() for step in in_the_workers().trained_on]
     settings = training(computes_in=torch.float32)
     # The same bits take the same number of threads.
@@ -149,7 +149,7 @@ def test_an_update_waits_for_the_rows_of_all_ranks_and_takes_them_in_order() -> 
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, dropout=0.2)])
-def test_it_goes_on_where_it_was(tmp_path: Path, lora: LoraConfig | None) -> None:
+def test_critic_learner_load_continues_from_save(tmp_path: Path, lora: LoraConfig | None) -> None:
     steps = in_the_workers().trained_on
     settings = training(config=CriticConfig(optimizer=OPTIMIZER, lora=lora))
     whole, saved, resumed = (CriticLearner(settings) for _ in range(3))
@@ -165,7 +165,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path, lora: LoraConfig | None) -> Non
         assert all("lora_" in name or "score" in name for name in whole.weights)
 
 
-def test_a_checkpoint_without_it_or_of_another_is_refused(tmp_path: Path) -> None:
+def test_critic_learner_load_refuses_a_checkpoint_without_this_critic(tmp_path: Path) -> None:
     learner = CriticLearner(training())
     with pytest.raises(ConfigError, match=r"holds no critic .* pool of its own: .*placement\.critic\.actors=0"):
         learner.load(tmp_path)
@@ -174,7 +174,7 @@ def test_a_checkpoint_without_it_or_of_another_is_refused(tmp_path: Path) -> Non
         CriticLearner(training(config=CriticConfig(lora=LoraConfig(rank=2)))).load(tmp_path)
 
 
-def test_in_bfloat16_small_steps_arrive_in_float32() -> None:
+def test_critic_learner_in_bfloat16_applies_small_steps_to_float32_weights() -> None:
     steps = in_the_workers().trained_on
     tiny = CriticConfig(optimizer=OptimizerConfig(lr=1e-6, gradient_clip=0.0))
     learner, exact = (CriticLearner(training(config=tiny, computes_in=d)) for d in (torch.bfloat16, torch.float32))

@@ -86,7 +86,7 @@ def as_a_rank(rank: int) -> tuple[Any, Any, Any]:
     return train(rank, 2)
 
 
-def test_what_the_samples_show_reaches_the_curriculum() -> None:
+def test_curriculum_gets_mean_and_variance_of_the_valid_scores_of_each_prompt() -> None:
     served, metrics, state = train(0, 1)
     seen = sorted({row for rows in served for row in rows})
     known = state["curriculum"]
@@ -100,20 +100,20 @@ def test_what_the_samples_show_reaches_the_curriculum() -> None:
         assert variance == pytest.approx(np.var(valid), abs=1e-6)
 
 
-def test_without_a_curriculum_nothing_is_told() -> None:
+def test_stage_without_a_curriculum_logs_no_curriculum_metrics() -> None:
     served, metrics, state = train(0, 1, share=0.0)
     assert metrics == [{}] * STEPS
     assert "curriculum" not in state
     assert sorted(row for rows in served for row in rows) == list(range(ROWS))
 
 
-def test_groups_that_dynamic_sampling_leaves_out_are_told_too() -> None:
+def test_curriculum_gets_the_scores_of_filtered_groups() -> None:
     _, metrics, state = train(0, 1, Algorithm(group_filter=GroupFilter()))
     assert any(index % 4 == 2 for index in state["curriculum"]["indices"].tolist())
     assert metrics[-1]["curriculum/seen"] > 0.5
 
 
-def test_it_is_the_same_for_any_number_of_ranks() -> None:
+def test_curriculum_on_two_ranks_equals_the_curriculum_on_one_rank() -> None:
     served, metrics, state = train(0, 1)
     ranks = [result for result, _ in run_ranks(as_a_rank)]
     for rank, (theirs, their_metrics, their_state) in enumerate(ranks):

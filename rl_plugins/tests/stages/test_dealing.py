@@ -48,7 +48,7 @@ def evened(experience: Experience, mini_batches: int, table: Table) -> Experienc
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_chosen_hands_are_dealt_in_turn(world_size: int) -> None:
+def test_deal_sends_chosen_hands_to_ranks_in_turn(world_size: int) -> None:
     wanted = [5, 0, 0, 3, 2, 4]
 
     def on_rank(table: Table) -> list[str]:
@@ -71,7 +71,7 @@ def test_chosen_hands_are_dealt_in_turn(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_groups_change_ranks_inside_their_mini_batch_until_ranks_are_even(world_size: int) -> None:
+def test_even_turns_moves_groups_until_the_tokens_of_ranks_are_even(world_size: int) -> None:
     def on_rank(table: Table) -> Experience:
         return evened(experience_of(table.rank, world_size), 1, table)
 
@@ -88,7 +88,7 @@ def test_groups_change_ranks_inside_their_mini_batch_until_ranks_are_even(world_
 
 @settings(deadline=None)
 @given(st.integers(1, 4), st.lists(st.integers(1, 99), min_size=4, max_size=24))
-def test_shares_are_equally_many_and_never_less_even_than_before(ranks: int, sizes: list[int]) -> None:
+def test_even_shares_have_equal_counts_and_no_larger_maximum_of_tokens(ranks: int, sizes: list[int]) -> None:
     del sizes[len(sizes) // ranks * ranks :]
     hands = [Hand((n,), n % ranks, n // ranks, 1, size) for n, size in enumerate(sizes)]
     shares = even_shares(hands, ranks)
@@ -98,14 +98,14 @@ def test_shares_are_equally_many_and_never_less_even_than_before(ranks: int, siz
     assert max(sum(hand.tokens for hand in share) for share in shares) <= max(before)
 
 
-def test_hands_that_come_twice_or_from_few_ranks_are_dealt_evenly_too() -> None:
+def test_even_shares_of_repeated_hands_are_even() -> None:
     (long, short), other = (Hand((n,), 0, n, 1, 10 - 9 * n) for n in range(2)), Hand((2,), 1, 0, 1, 1)
     shares = even_shares([long, long, short, other, short, short], 2)
     assert [len(share) for share in shares] == [3, 3]
     assert [sum(hand.tokens for hand in share) for share in shares] == [12, 12]
 
 
-def test_ranks_that_are_about_even_keep_what_they_have() -> None:
+def test_even_turns_sends_nothing_between_ranks_that_are_nearly_even() -> None:
     def on_rank(table: Table) -> list[str]:
         def exchange(parcels: list[object]) -> list[object]:
             raise AssertionError("nothing is sent")
@@ -117,7 +117,7 @@ def test_ranks_that_are_about_even_keep_what_they_have() -> None:
     assert sit_at_table(2, on_rank) == [["0/0", "0/1"], ["1/0", "1/1"]]
 
 
-def test_mini_batches_keep_their_groups() -> None:
+def test_even_turns_keeps_the_groups_of_each_mini_batch() -> None:
     def on_rank(table: Table) -> list[set[int]]:
         mine = evened(experience_of(table.rank, 2), 3, table)
         return [set(part.groups.tolist()) for part in mine.chunk(3)]

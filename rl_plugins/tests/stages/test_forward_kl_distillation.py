@@ -26,7 +26,7 @@ def whole(model: Any, prompt: str, response: str) -> Tensor:
 
 
 @pytest.mark.parametrize("budget", [1, 40, 10**6])
-def test_a_step_learns_the_teachers_distribution(budget: int) -> None:
+def test_forward_kl_gradient_equals_the_definition_for_any_micro_batches(budget: int) -> None:
     policy = canned.OwnPolicy().model
     teacher = build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=5).double()
     terms = []
@@ -45,7 +45,7 @@ def test_a_step_learns_the_teachers_distribution(budget: int) -> None:
     assert 0 < metrics["train/teacher_mass"] < 1
 
 
-def test_a_teacher_is_asked_for() -> None:
+def test_forward_kl_without_a_teacher_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs teacher_top_log_probs_BTK: name the teacher with teacher="):
         PolicyOptimization(
             build_model(),
@@ -56,6 +56,6 @@ def test_a_teacher_is_asked_for() -> None:
         )
 
 
-def test_no_tokens_at_all_are_refused() -> None:
+def test_teacher_top_k_of_0_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.teacher_top_k=0: must be at least 1"):
         Algorithm(teacher_top_k=0)

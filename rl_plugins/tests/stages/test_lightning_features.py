@@ -65,7 +65,7 @@ def logged(folder: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(file.read_text().splitlines()))
 
 
-def test_model_checkpoint_keeps_the_best_and_a_run_goes_on_from_it(tmp_path: Path) -> None:
+def test_model_checkpoint_keeps_the_best_and_fit_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     saved = ModelCheckpoint(tmp_path, "{step}", monitor="train/reward", mode="max", save_top_k=2, every_n_train_steps=1)
     whole = stage()
     fit(make_trainer(tmp_path, callbacks=[saved], logger=False), whole)
@@ -87,7 +87,7 @@ def test_model_checkpoint_counts_optimizer_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("monitor", ["train/reward", "val/reward"])
-def test_early_stopping_follows_the_stages_metrics(tmp_path: Path, monitor: str) -> None:
+def test_early_stopping_follows_the_metrics_of_the_stage(tmp_path: Path, monitor: str) -> None:
     stopping = EarlyStopping(monitor, mode="max", patience=1)
     module = stage()
     fit(make_trainer(tmp_path, callbacks=[stopping], max_epochs=9, logger=False, enable_checkpointing=False), module)
@@ -95,7 +95,7 @@ def test_early_stopping_follows_the_stages_metrics(tmp_path: Path, monitor: str)
     assert module.step == 6
 
 
-def test_learning_rate_monitor_and_the_teams_logger(tmp_path: Path) -> None:
+def test_learning_rate_monitor_and_csv_logger_write_the_steps_of_the_stage(tmp_path: Path) -> None:
     options = {"logger": CSVLogger(tmp_path, "logs"), "callbacks": [LearningRateMonitor("step")]}
     module = stage(optimizer=OptimizerConfig(lr=0.5, warmup_steps=3))
     fit(make_trainer(tmp_path, enable_checkpointing=False, max_epochs=1, **options), module)
@@ -106,21 +106,21 @@ def test_learning_rate_monitor_and_the_teams_logger(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("callback", [StochasticWeightAveraging(0.1), EMAWeightAveraging()])
-def test_lightnings_weight_averages_are_refused(tmp_path: Path, callback: Any) -> None:
+def test_weight_averaging_callbacks_of_lightning_are_refused(tmp_path: Path, callback: Any) -> None:
     trainer = make_trainer(tmp_path, callbacks=[callback], logger=False)
     with pytest.raises(ConfigError, match=f"{type(callback).__name__} copies the whole module"):
         fit(trainer, stage())
 
 
 @pytest.mark.parametrize("profiler", [SimpleProfiler, AdvancedProfiler])
-def test_profilers_see_the_stages_steps(tmp_path: Path, profiler: Any) -> None:
+def test_profiler_reports_training_batches_and_optimizer_steps(tmp_path: Path, profiler: Any) -> None:
     options = {"profiler": profiler(tmp_path, "profile"), "logger": False, "enable_checkpointing": False}
     fit(make_trainer(tmp_path, max_epochs=1, **options), stage())
     report = (tmp_path / "fit-profile.txt").read_text()
     assert "run_training_batch" in report and "optimizer_step" in report
 
 
-def test_validate_before_and_after_training(tmp_path: Path) -> None:
+def test_validate_before_and_after_fit_logs_on_the_clock_of_the_stage(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, "logs")
     trainer, module = make_trainer(tmp_path, logger=logger, enable_checkpointing=False, max_epochs=1), stage()
     (before,) = trainer.validate(module, canned.loader([BATCH]), verbose=False)
@@ -133,7 +133,7 @@ def test_validate_before_and_after_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("runs", [True, 2])
-def test_fast_dev_run(tmp_path: Path, runs: Any) -> None:
+def test_fast_dev_run_takes_the_given_steps_and_writes_no_file(tmp_path: Path, runs: Any) -> None:
     module = stage()
     saved = ModelCheckpoint(tmp_path, every_n_train_steps=1)
     fit(
@@ -144,7 +144,7 @@ def test_fast_dev_run(tmp_path: Path, runs: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_trainers_clipping_flag_is_the_bound_of_every_engine(tmp_path: Path) -> None:
+def test_gradient_clip_val_of_the_trainer_bounds_the_gradient(tmp_path: Path) -> None:
     norms = {}
     for bound in (None, 1e-3):
         own = canned.OwnPolicy()
@@ -173,13 +173,15 @@ def test_the_trainers_clipping_flag_is_the_bound_of_every_engine(tmp_path: Path)
         ({"precision": "16-true"}, "use bf16-true"),
     ],
 )
-def test_flags_that_a_stage_cannot_follow_are_refused(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
+def test_trainer_flags_that_a_stage_cannot_follow_are_refused(
+    tmp_path: Path, flags: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         fit(make_trainer(tmp_path, logger=False, **flags), stage())
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "64-true"])
-def test_precision_flags(tmp_path: Path, precision: str) -> None:
+def test_precision_flag_sets_the_dtype_of_the_policy(tmp_path: Path, precision: str) -> None:
     module = stage(str(save_tiny_policy(tmp_path / "policy")))
     trainer = make_trainer(tmp_path, precision=precision, max_steps=2, logger=False, enable_checkpointing=False)
     fit(trainer, module)

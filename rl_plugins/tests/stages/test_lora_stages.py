@@ -82,7 +82,9 @@ def weights(stage: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("make", "batches"), [(policy_optimization, PROMPTS), (preference_optimization, PAIRS)])
-def test_the_adapter_off_is_as_good_as_a_second_model(policy: str, copy: str, make: Any, batches: Any) -> None:
+def test_policy_with_the_adapter_off_equals_a_separate_reference(
+    policy: str, copy: str, make: Any, batches: Any
+) -> None:
     alone, beside = make(policy, lora=LORA), make(policy, lora=LORA, reference=copy)
     metrics = [fit(stage, batches) for stage in (alone, beside)]
     assert set(alone.engine_modules()) == {"policy"} and set(beside.engine_modules()) == {"policy", "reference"}
@@ -111,7 +113,7 @@ class OwnModule(LightningModule):
 
 
 @pytest.mark.parametrize("as_module", [True, False])
-def test_a_model_of_peft_is_trained_in_the_same_way(policy: str, as_module: bool) -> None:
+def test_policy_given_as_a_peft_model_gets_the_weights_of_the_lora_option(policy: str, as_module: bool) -> None:
     own = OwnModule(policy)
     stage = policy_optimization(own if as_module else own.model)
     fit(stage, PROMPTS)
@@ -122,7 +124,7 @@ def test_a_model_of_peft_is_trained_in_the_same_way(policy: str, as_module: bool
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(stage).items())
 
 
-def test_a_critic_has_an_adapter_of_its_own(policy: str) -> None:
+def test_critic_trains_a_separate_adapter(policy: str) -> None:
     critic = CriticConfig(optimizer=OptimizerConfig(lr=0.01), lora=LoraConfig(rank=2))
     stage = policy_optimization(policy, lora=LORA, critic=critic, algorithm=Algorithm(advantage="gae"))
     metrics = fit(stage, PROMPTS)
@@ -131,7 +133,7 @@ def test_a_critic_has_an_adapter_of_its_own(policy: str) -> None:
     assert any("score" in name for name in moved) and any("lora_B" in name for name in moved)
 
 
-def test_what_an_adapter_cannot_do_is_refused(policy: str) -> None:
+def test_lora_with_reference_update_or_a_loaded_model_is_refused(policy: str) -> None:
     with pytest.raises(ConfigError, match="the reference is the policy with its adapter off"):
         fit(policy_optimization(policy, lora=LORA), PROMPTS, ReferenceUpdate(every=1))
     with pytest.raises(ConfigError, match=r"wrap the model with peft\.get_peft_model"):
@@ -139,7 +141,7 @@ def test_what_an_adapter_cannot_do_is_refused(policy: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_zero_with_an_adapter(policy: str, tmp_path: Path, stage: int) -> None:
+def test_zero_exports_the_adapter_weights_of_a_single_device(policy: str, tmp_path: Path, stage: int) -> None:
     run_ranks(zero_lora_worker.train, stage, policy, tmp_path, world_size=1)
     exported = load_file(tmp_path / "policy" / "model.safetensors")
     stage_of_one = zero_lora_worker.stage_of(policy)

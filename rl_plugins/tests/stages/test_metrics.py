@@ -17,7 +17,7 @@ def one_rank(values: Tensor) -> Tensor:
     return values
 
 
-def test_means_and_maxima_over_micro_batches_and_two_ranks() -> None:
+def test_token_metrics_average_over_micro_batches_and_ranks() -> None:
     generator = torch.Generator().manual_seed(0)
     values, mask = torch.randn(8, 5, generator=generator) - 3, torch.rand(8, 5, generator=generator) < 0.5
     mask[6] = False
@@ -52,17 +52,17 @@ def test_means_and_maxima_over_micro_batches_and_two_ranks() -> None:
     assert together.averages(one_rank, one_rank) == pytest.approx(metrics)
 
 
-def test_nothing_was_measured() -> None:
+def test_token_metrics_without_values_have_no_averages() -> None:
     assert TokenMetrics().averages(one_rank, one_rank) == {}
 
 
-def test_nothing_valid_gives_zero_and_no_maximum() -> None:
+def test_token_metrics_without_valid_tokens_are_0_and_have_no_maximum() -> None:
     metrics = TokenMetrics()
     metrics.add({"gap": torch.full((2, 3), torch.nan)}, torch.zeros(2, 3), maximum=True)
     assert metrics.averages(one_rank, one_rank) == {"train/gap": 0.0}
 
 
-def test_what_rewards_return_beside_the_score_is_averaged_over_those_that_returned_it() -> None:
+def test_mean_details_averages_each_detail_over_the_scores_that_have_the_detail() -> None:
     first = sum_details([Score(1.0, {"right": 1.0, "tidy?": 0.0}), Score(0.0, {"right": 0.0})])
     first = sum_details([Score(None, failure="raised"), Score(1.0, {"right": 1.0})], first)
     # The other rank has met another reward.
@@ -70,13 +70,13 @@ def test_what_rewards_return_beside_the_score_is_averaged_over_those_that_return
     assert mean_details([first, second, {}]) == {"rewards/right": 2 / 3, "rewards/tidy_": 0.25, "rewards/words": 4.0}
 
 
-def test_metrics_keep_no_graph() -> None:
+def test_token_metrics_keep_no_autograd_graph() -> None:
     metrics = TokenMetrics()
     metrics.add({"gap": torch.ones(1, 2, requires_grad=True) * 2}, torch.ones(1, 2), maximum=True)
     assert not any(tensor.requires_grad for tensor in (*metrics._sums.values(), *metrics._maxima.values()))
 
 
-def test_mean_over_ranks_leaves_out_what_does_not_count() -> None:
+def test_mean_over_ranks_averages_only_counted_samples() -> None:
     columns = {
         "reward": (torch.tensor([1.0, torch.nan, 4.0]), torch.tensor([True, False, True])),
         "length": (torch.tensor([2, 3, 4]), torch.tensor([True, True, True])),
@@ -92,7 +92,7 @@ def test_mean_over_ranks_leaves_out_what_does_not_count() -> None:
     assert metrics["length"] == 2.5
 
 
-def test_metrics_by_data_source_have_names_that_mlflow_takes() -> None:
+def test_interval_metrics_have_names_that_mlflow_accepts() -> None:
     from mlflow.utils.validation import _validate_metric_name
 
     metrics = interval_metrics(summarize(["openai/gsm8k", "sums (small)@v1"], [{"mean@1": 1.0}, {"best@8": 0.5}]))

@@ -38,7 +38,7 @@ def cut_each(parts: list[Lengths], budget: int, *, packing: bool, together: bool
 
 @settings(deadline=None)
 @given(st.integers(1, 24), st.integers(1, 400), st.booleans(), st.data())
-def test_every_sample_once_and_as_many_micro_batches_on_every_rank(
+def test_cutter_gives_each_sample_once_and_equal_counts_of_micro_batches_on_all_ranks(
     size: int, budget: int, packing: bool, data: st.DataObject
 ) -> None:
     ranks = data.draw(st.lists(st.lists(lengths, min_size=size, max_size=size), min_size=1, max_size=3))
@@ -73,7 +73,7 @@ def test_balanced_parts_are_no_worse_than_a_sorted_cut(tokens: list[int], count:
     assert all(part == sorted(part, reverse=True) for part in parts)
 
 
-def test_a_generous_budget_needs_one_micro_batch_and_a_tiny_one_one_per_sample() -> None:
+def test_cutter_fills_the_budget_of_tokens() -> None:
     rank = [(3, 5), (2, 9), (4, 1)]
     assert len(cut([rank], 3 * 13, packing=False)[0]) == 1
     assert len(cut([rank], 3 * 13 - 1, packing=False)[0]) == 2
@@ -84,18 +84,18 @@ def test_a_generous_budget_needs_one_micro_batch_and_a_tiny_one_one_per_sample()
 
 
 @pytest.mark.parametrize(("packing", "whole"), [(True, 2 * 24), (False, 2 * 3 * 13)])
-def test_all_samples_of_an_example_count(packing: bool, whole: int) -> None:
+def test_cutter_counts_all_samples_of_an_example(packing: bool, whole: int) -> None:
     rank = [(3, 5), (2, 9), (4, 1)]
     assert len(cut([rank], whole, packing=packing, samples=2)[0]) == 1
     assert len(cut([rank], whole - 1, packing=packing, samples=2)[0]) == 2
 
 
-def test_without_packing_samples_of_similar_length_share_a_micro_batch() -> None:
+def test_cutter_without_packing_groups_samples_of_similar_length() -> None:
     parts = cut([[(1, 50), (1, 2), (1, 49), (1, 1)]], 2 * 51, packing=False)[0]
     assert [part.tolist() for part in parts] == [[3, 1], [2, 0]]
 
 
-def test_with_packing_a_long_sample_meets_short_ones() -> None:
+def test_cutter_with_packing_mixes_long_and_short_samples() -> None:
     parts = cut([[(1, 50), (1, 2), (1, 49), (1, 1)]], 54, packing=True)[0]
     assert [part.tolist() for part in parts] == [[0, 3], [2, 1]]
     # Few samples of which the longest come in a pair: sorted, they cut evenly.
@@ -128,7 +128,7 @@ def run(lengths: Lengths, part: Tensor) -> int:
 
 @settings(deadline=None)
 @given(st.lists(groups, min_size=1, max_size=3), st.integers(1, 400))
-def test_shared_prompts_count_once(ranks: list[list[tuple[int, list[int]]]], budget: int) -> None:
+def test_cutter_counts_shared_prompts_once(ranks: list[list[tuple[int, list[int]]]], budget: int) -> None:
     # In training, ranks have equally many samples.
     size = min(sum(len(responses) for _, responses in rank) for rank in ranks)
     parts = [first(lengths_of(rank), size) for rank in ranks]
@@ -140,7 +140,7 @@ def test_shared_prompts_count_once(ranks: list[list[tuple[int, list[int]]]], bud
         assert all(len(one) > 0 and (len(one) == 1 or run(part, one) <= budget) for one in micro_batches)
 
 
-def test_samples_of_a_prompt_stay_together_as_far_as_the_budget_allows() -> None:
+def test_cutter_keeps_samples_of_a_prompt_together_within_the_budget() -> None:
     lengths = lengths_of([(10, [5, 5, 5, 5]), (10, [5, 5, 5, 5])])
     # Four responses, their prompt, and three eighths of it, rounded up.
     (parts,) = cut_each([lengths], 34, packing=True, together=True)
@@ -158,7 +158,7 @@ def test_samples_of_a_prompt_stay_together_as_far_as_the_budget_allows() -> None
     assert len(cut_each([uneven], 43, packing=True, together=True)[0]) == 3
 
 
-def test_pairs_of_one_prompt_are_examples_of_two_samples() -> None:
+def test_lengths_of_pairs_count_the_prompt_once() -> None:
     samples = Experience.from_responses([[1, 2], [3], [1, 2], [3]], [[4], [5, 5], [6, 6, 6], [7]], pad_token_id=0)
     lengths = Lengths.of_examples(samples, torch.tensor([[0, 2], [1, 3]]))
     assert lengths.prompts_B.tolist() == [2, 1] and lengths.responses_B.tolist() == [3, 2]

@@ -43,14 +43,14 @@ def pairs_of(experience: Experience) -> list[tuple[int, int, float]]:
     ]
 
 
-def test_the_best_of_a_group_is_paired_with_its_worst() -> None:
+def test_best_against_worst_pairs_the_best_with_the_worst_of_each_group() -> None:
     everything = [True] * 6
     assert pairs_of(scored([0.0, 2.0, 1.0, -1.0, -3.0, -2.0], everything)) == [(1, 0, 2.0), (3, 4, 2.0)]
     # The first of equals.
     assert pairs_of(scored([1.0, 0.0, 1.0, 0.0, 0.0, 1.0], everything)) == [(0, 1, 1.0), (5, 3, 1.0)]
 
 
-def test_invalid_and_empty_samples_and_uniform_groups_make_no_pair() -> None:
+def test_best_against_worst_skips_invalid_and_empty_samples_and_uniform_groups() -> None:
     scores, valid = [9.0, 2.0, 1.0, 5.0, 5.0, 5.0], [False, True, True, True, True, True]
     assert pairs_of(scored(scores, valid)) == [(1, 2, 1.0)]
     assert pairs_of(scored(scores[:3], [False, False, True])) == []
@@ -60,7 +60,7 @@ def test_invalid_and_empty_samples_and_uniform_groups_make_no_pair() -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 70, 10**6])
-def test_the_gradient_is_that_of_the_best_against_the_worst(budget: int) -> None:
+def test_online_dpo_gradient_equals_the_definition_for_any_micro_batches(budget: int) -> None:
     options: dict[str, Any] = {"loss_options": {"beta": 0.7}, "tokens_per_micro_batch": budget}
     (gradient,), metrics = canned_preferences.online_gradients(canned.PROMPTS, **options)
     model = canned.OwnPolicy(canned_preferences.SEED).model
@@ -83,7 +83,7 @@ def test_the_gradient_is_that_of_the_best_against_the_worst(budget: int) -> None
     assert metrics["train/reward_raised"] == 1
 
 
-def test_a_step_without_pairs_leaves_the_policy_and_counts() -> None:
+def test_step_without_pairs_keeps_the_policy_and_advances_the_clock() -> None:
     own = canned.OwnPolicy()
     before = {name: weight.clone() for name, weight in own.model.state_dict().items()}
     stage = canned_preferences.stage_of(own, OnlinePreferenceOptimization)
@@ -94,13 +94,13 @@ def test_a_step_without_pairs_leaves_the_policy_and_counts() -> None:
     assert metrics["train/uniform_groups"] == 1 and metrics["train/examples"] == 0 and "train/loss" not in metrics
 
 
-def test_an_update_without_pairs_is_left_out() -> None:
+def test_update_without_pairs_is_skipped() -> None:
     # The prompts are dealt in their order: the second update has nothing but 4+4.
     gradients, metrics = canned_preferences.online_gradients(["1+1", "4+4"], updates_per_step=2)
     assert len(gradients) == 1 and metrics["train/examples"] == 1 and metrics["step"] == 1
 
 
-def test_wrong_options_are_refused() -> None:
+def test_online_preference_optimization_refuses_wrong_options() -> None:
     one = SamplingConfig(max_tokens=20, num_samples=1)
     with pytest.raises(ConfigError, match=r"num_samples=1: a pair takes two responses .* batch\.samples_per_prompt"):
         canned_preferences.stage_of(canned.OwnPolicy(), OnlinePreferenceOptimization, sampling=one)

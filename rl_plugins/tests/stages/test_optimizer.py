@@ -5,16 +5,16 @@ import pytest
 from rl_plugins.stages.optimizer import OptimizerConfig
 
 
-def test_the_rate_is_constant_by_default() -> None:
+def test_optimizer_config_factor_is_constant_by_default() -> None:
     assert [OptimizerConfig().factor(step) for step in (0, 1, 10**6)] == [1.0, 1.0, 1.0]
 
 
-def test_warm_up_climbs_evenly_and_never_stands_at_zero() -> None:
+def test_optimizer_config_factor_rises_evenly_in_warmup_and_is_never_0() -> None:
     config = OptimizerConfig(warmup_steps=4)
     assert [config.factor(step) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
 
 
-def test_decay_follows_the_warm_up_and_ends_at_lr_end() -> None:
+def test_optimizer_config_factor_decays_after_warmup_to_lr_end() -> None:
     config = OptimizerConfig(warmup_steps=2, decay_steps=4, lr_end=0.2)
     expected = [1 / 3, 2 / 3, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2]
     assert [config.factor(step) for step in range(9)] == pytest.approx(expected)

@@ -65,14 +65,14 @@ def fit(stage, path, steps):
 
 
 @pytest.mark.parametrize(("interval", "advances"), [("step", 3), ("epoch", 1)])
-def test_a_schedule_follows_its_interval_and_frequency(path, interval, advances):
+def test_scheduler_of_a_lightning_module_follows_interval_and_frequency(path, interval, advances):
     own = Own(path, interval)
     fit(PolicyOptimization(own, scorer=length, sampling=SAMPLING), path, steps=6)  # epochs of two steps
     assert own.scheduler.last_epoch == advances
     assert own.steps == 6
 
 
-def test_a_model_made_in_configure_model_is_trained(path):
+def test_model_made_in_configure_model_is_trained(path):
     own = Own(path, late=True)
     with pytest.raises(ConfigError, match="pass tokenizer="):
         PolicyOptimization(own, scorer=length, sampling=SAMPLING)
@@ -84,7 +84,7 @@ def test_a_model_made_in_configure_model_is_trained(path):
     assert (own.model.get_input_embeddings().weight - before).abs().max() > 0
 
 
-def test_a_module_without_an_optimizer_of_its_own_gets_the_stages(path):
+def test_lightning_module_without_an_optimizer_gets_the_optimizer_of_the_stage(path):
     class Bare(LightningModule):
         def __init__(self):
             super().__init__()
@@ -95,14 +95,14 @@ def test_a_module_without_an_optimizer_of_its_own_gets_the_stages(path):
 
 
 @pytest.mark.parametrize(("packing", "attention"), [(True, "packed_sdpa"), (False, "sdpa")])
-def test_packing_sets_the_attention_of_a_model_of_transformers(path, packing, attention):
+def test_packing_sets_the_attention_of_a_transformers_model(path, packing, attention):
     own = Own(path)
     stage = PolicyOptimization(own, scorer=length, sampling=SAMPLING, packing=packing)
     fit(stage, path, 1)
     assert own.model.config._attn_implementation == attention
 
 
-def test_responses_end_at_the_tokenizers_end_of_sequence_unless_told_otherwise(path):
+def test_stop_token_ids_default_to_the_end_token_of_the_tokenizer(path):
     stage = PolicyOptimization(path, scorer=length, sampling=SAMPLING)
     end = (stage.tokenizer.eos_token_id,)
     assert stage.sampling.stop_token_ids == stage.eval_sampling.stop_token_ids == end
@@ -110,6 +110,6 @@ def test_responses_end_at_the_tokenizers_end_of_sequence_unless_told_otherwise(p
     assert PolicyOptimization(path, scorer=length, sampling=told).sampling is told
 
 
-def test_a_model_from_nowhere_needs_a_tokenizer():
+def test_model_without_a_path_and_tokenizer_is_refused():
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM does not say where it was loaded from"):
         PolicyOptimization(build_model(), scorer=length, sampling=SAMPLING)

@@ -1,8 +1,9 @@
-"""The gradient of an update: the same for any micro-batches and ranks, and that of a GRPO written in one function."""
+"""The gradient of an update equals that of a GRPO in one function, and depends on neither micro-batches nor ranks."""
 
 from __future__ import annotations
 
 import statistics
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ BUDGETS = [1, 40, 70, 10**6]
 def plain_grpo(
     aggregation: str, scale: str = "group", kl: KLConfig | None = None, reference: Any = None
 ) -> list[Tensor]:
-    """The gradient of one on-policy update, sample by sample, nothing padded and nothing shared with the stage."""
+    """The gradient of one on-policy update, sample by sample, without padding and without code of the stage."""
 
     def log_probs(model: Any, prompt: str, response: str) -> Tensor:
         prompt_ids, ids = canned.tokenizer.encode(prompt), canned.tokenizer.encode(response)
@@ -47,8 +48,8 @@ def plain_grpo(
     losses: list[Tensor] = []
     for group in groups:
         rewards = [reward for _, _, reward in group]
-        everyone = [reward for other in groups for _, _, reward in other]
-        spread = statistics.stdev(rewards if scale == "group" else everyone)
+        all_rewards = [reward for other in groups for _, _, reward in other]
+        spread = statistics.stdev(rewards if scale == "group" else all_rewards)
         for prompt, response, reward in group:
             if response:
                 current = log_probs(policy, prompt, response)
@@ -71,8 +72,15 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float) 
         assert float((one - other).abs().max()) <= tolerance * float(other.abs().max())
 
 
+@cache
+def whole_batch_gradients(case: str) -> tuple[list[list[Tensor]], dict[str, float]]:
+    """Gradients and metrics of a case of `canned` on one rank, in one micro-batch without packing."""
+    algorithm, updates = canned.algorithm_of(case)
+    return canned.gradients(algorithm, updates_per_step=updates, packing=False)
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_any_micro_batches_give_the_gradient_of_a_plain_grpo(aggregation: str) -> None:
+def test_grpo_gradient_equals_the_definition_for_any_micro_batches(aggregation: str) -> None:
     expected = plain_grpo(aggregation)
     assert all(gradient.abs().max() > 0 for gradient in expected)
     algorithm = Algorithm(aggregation=aggregation, scale_factor=canned.BUDGET)
@@ -87,17 +95,17 @@ def test_any_micro_batches_give_the_gradient_of_a_plain_grpo(aggregation: str) -
             assert metrics[name] == pytest.approx(seen[0][1][name], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", list(canned.of_recipes()))
-def test_micro_batches_and_packing_do_not_matter_to_any_algorithm_of_the_recipes(name: str) -> None:
-    algorithm, updates = canned.CASES[name]
-    expected, _ = canned.gradients(algorithm, updates_per_step=updates, packing=False)
+@pytest.mark.parametrize("recipe", canned.RECIPES)
+def test_micro_batches_and_packing_do_not_change_the_gradients(recipe: str) -> None:
+    expected, _ = whole_batch_gradients(recipe)
     assert all(any(gradient.abs().max() > 0 for gradient in gradients) for gradients in expected)
+    algorithm, updates = canned.algorithm_of(recipe)
     actual, _ = canned.gradients(algorithm, updates_per_step=updates, tokens_per_micro_batch=40)
     for one, other in zip(actual, expected, strict=True):
         assert_same(one, other, 1e-8)
 
 
-def test_scale_by_the_batch() -> None:
+def test_grpo_gradient_with_batch_scale_equals_the_definition() -> None:
     algorithm = Algorithm(advantage_options={"scale": "batch"})
     (gradient,), _ = canned.gradients(algorithm, tokens_per_micro_batch=40)
     assert_same(gradient, plain_grpo("token-mean", scale="batch"), 1e-6)
@@ -106,7 +114,7 @@ def test_scale_by_the_batch() -> None:
 @pytest.mark.parametrize(
     "kl", [KLConfig(0.3, "loss", "k3"), KLConfig(0.3, "reward", "k1")], ids=lambda kl: kl.placement
 )
-def test_kl_to_a_reference(tmp_path: Path, kl: KLConfig) -> None:
+def test_grpo_gradient_with_kl_to_a_reference_equals_the_definition(tmp_path: Path, kl: KLConfig) -> None:
     arguments = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2, "seed": 5}
     folder = save_tiny_policy(tmp_path, **arguments)
     expected = plain_grpo("token-mean", kl=kl, reference=build_model(**arguments).double())  # type: ignore[arg-type]
@@ -117,7 +125,7 @@ def test_kl_to_a_reference(tmp_path: Path, kl: KLConfig) -> None:
     assert any(float((a - b).abs().max()) > 1e-3 for a, b in zip(gradient, without, strict=True))
 
 
-def test_metrics_of_the_step() -> None:
+def test_step_logs_rewards_lengths_failures_and_uniform_groups() -> None:
     _, metrics = canned.gradients(Algorithm(), tokens_per_micro_batch=40)
     responses = [r for group in canned.RESPONSES.values() for r in group]
     scores = [s for r in responses if (s := canned.score(r)) is not None]
@@ -129,17 +137,18 @@ def test_metrics_of_the_step() -> None:
     assert metrics["train/ppo_kl"] == metrics["train/clip_fraction"] == metrics["train/truncated"] == 0
 
 
-def test_one_and_two_ranks_give_the_same_gradients() -> None:
-    of_ranks = run_ranks(canned.rank_results)
-    for name, (algorithm, updates) in canned.CASES.items():
-        expected, metrics = canned.gradients(algorithm, updates_per_step=updates)
+def test_two_ranks_give_the_gradients_of_one_rank() -> None:
+    of_ranks = run_ranks(canned.rank_results, {case: canned.algorithm_of(case) for case in canned.CASES})
+    for case in canned.CASES:
+        algorithm, updates = canned.algorithm_of(case)
+        expected, metrics = whole_batch_gradients(case)
         assert len(expected) == updates * (2 if algorithm.needs & {"values_BT", "process_rewards_BT"} else 1)
         for results, _ in of_ranks:
-            actual, actual_metrics = results[name]
+            actual, actual_metrics = results[case]
             for one, other in zip(actual, expected, strict=True):
                 assert_same(one, other, 1e-6)
             names = ["train/loss", "train/reward", "train/entropy", "train/uniform_groups"]
             if "process_rewards_BT" in algorithm.needs:
                 names += [f"train/process_reward_model/{name}" for name in ("loss", "accuracy", "return")]
             for metric in names:
-                assert actual_metrics[metric] == pytest.approx(metrics[metric], rel=1e-6), (name, metric)
+                assert actual_metrics[metric] == pytest.approx(metrics[metric], rel=1e-6), (case, metric)

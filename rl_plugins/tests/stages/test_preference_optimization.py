@@ -112,7 +112,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float) 
 
 
 @pytest.mark.parametrize("case", list(canned_preferences.CASES))
-def test_any_micro_batches_give_the_gradient_of_the_definition(case: str) -> None:
+def test_preference_gradient_equals_the_definition_for_any_micro_batches(case: str) -> None:
     expected, plain_metrics = definition(case)
     for budget, packing in ((BUDGETS[0], False), *((budget, True) for budget in BUDGETS)):
         (gradient,), metrics = canned_preferences.gradients(case, tokens_per_micro_batch=budget, packing=packing)
@@ -123,7 +123,9 @@ def test_any_micro_batches_give_the_gradient_of_the_definition(case: str) -> Non
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_halves_of_a_pair_share_a_micro_batch(monkeypatch: pytest.MonkeyPatch, packing: bool) -> None:
+def test_both_responses_of_a_preference_pair_share_a_micro_batch(
+    monkeypatch: pytest.MonkeyPatch, packing: bool
+) -> None:
     sizes = []
     log_probs = PreferenceOptimization._log_probs
 
@@ -144,7 +146,7 @@ def test_the_halves_of_a_pair_share_a_micro_batch(monkeypatch: pytest.MonkeyPatc
     assert sum(rows for rows, _ in sizes) == 2 * len(canned_preferences.PAIRS)
 
 
-def test_a_reference_is_loaded_only_where_the_loss_asks_for_one() -> None:
+def test_reference_is_loaded_only_for_losses_that_need_a_reference() -> None:
     for loss, engines in (("dpo", {"policy", "reference"}), ("orpo", {"policy"})):
         stage = canned_preferences.stage_of(canned.OwnPolicy(), loss=loss)
         batch = canned_preferences.batch_of(True, [0, 1])
@@ -156,7 +158,7 @@ def test_a_reference_is_loaded_only_where_the_loss_asks_for_one() -> None:
             assert all(torch.equal(value, before[name]) for name, value in stage.reference.state_dict().items())
 
 
-def test_ones_own_loss_gets_what_it_names() -> None:
+def test_custom_loss_gets_the_arguments_that_the_loss_names() -> None:
     seen = {}
 
     def own_loss(*, chosen_log_probs_N: Tensor, margins_N: Tensor, scale: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -168,7 +170,7 @@ def test_ones_own_loss_gets_what_it_names() -> None:
     assert sorted(seen["margins"]) == [0.25, 1.5] and metrics["train/margins"] == pytest.approx(0.875)
 
 
-def test_one_and_two_ranks_give_the_same_gradients() -> None:
+def test_two_ranks_give_the_preference_gradients_of_one_rank() -> None:
     of_ranks = run_ranks(canned_preferences.rank_results)
     one_rank = {case: canned_preferences.gradients(case) for case in canned_preferences.ON_TWO_RANKS}
     for case, (prompts, options) in canned_preferences.ONLINE.items():
@@ -189,7 +191,7 @@ def few_pairs() -> PairBatch:
     return canned_preferences.batch_of(True, canned_preferences.EVERYTHING)  # type: ignore[return-value]
 
 
-def test_dpo_raises_the_margin_of_a_handful_of_pairs_and_validates_by_generation(tmp_path: Path) -> None:
+def test_dpo_raises_the_margin_of_six_pairs_and_validates_by_generation(tmp_path: Path) -> None:
     path = str(save_tiny_policy(tmp_path / "policy"))
     seen: list[dict[str, float]] = []
 
@@ -215,7 +217,7 @@ def test_dpo_raises_the_margin_of_a_handful_of_pairs_and_validates_by_generation
     assert "val/reward" in trainer.callback_metrics and len(stage.validation_samples) == len(canned.PROMPTS)
 
 
-def test_wrong_losses_options_and_data_are_refused() -> None:
+def test_preference_optimization_refuses_wrong_losses_options_and_data() -> None:
     def stage(**options: Any) -> PreferenceOptimization:
         made: PreferenceOptimization = canned_preferences.stage_of(nn.Linear(1, 1), **options)
         return made

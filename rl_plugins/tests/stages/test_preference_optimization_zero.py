@@ -6,7 +6,7 @@ from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import zero_preferences_worker
 
 
-def test_two_ranks_end_with_the_weights_of_one_process() -> None:
+def test_zero_3_on_two_ranks_gives_the_preference_weights_of_one_process() -> None:
     of_ranks = run_ranks(zero_preferences_worker.rank_weights)
     start = zero_preferences_worker.OwnPolicy().model.state_dict()
     for case in zero_preferences_worker.CASES:

@@ -132,7 +132,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float) 
         {"loss": "preference", "best_of_n": "return"},
     ],
 )
-def test_a_step_is_that_of_a_plain_prime(options: dict[str, Any]) -> None:
+def test_prime_step_equals_the_definition(options: dict[str, Any]) -> None:
     config = replace(CONFIG, **options)
     expected, of_judge, expected_metrics = plain_prime(config)
     assert all(gradient.abs().max() > 0 for gradient in (*expected, *of_judge))
@@ -147,7 +147,7 @@ def test_a_step_is_that_of_a_plain_prime(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("best_of_n", ["outcome", "return"])
-def test_micro_batches_do_not_matter_to_preferences_in_later_updates(best_of_n: Any) -> None:
+def test_micro_batches_do_not_change_the_preference_loss_in_later_updates(best_of_n: Any) -> None:
     config = replace(CONFIG, loss="preference", best_of_n=best_of_n)
     expected, _ = canned.gradients(ALGORITHM, updates_per_step=2, process_reward_model=config)
     actual, _ = canned.gradients(ALGORITHM, updates_per_step=2, process_reward_model=config, tokens_per_micro_batch=40)
@@ -156,7 +156,7 @@ def test_micro_batches_do_not_matter_to_preferences_in_later_updates(best_of_n: 
         assert_same(one, other, 1e-8)
 
 
-def test_passes_over_the_samples_are_the_policys() -> None:
+def test_passes_per_step_repeat_only_the_policy_updates() -> None:
     gradients, _ = canned.gradients(ALGORITHM, updates_per_step=2, passes_per_step=3)
     assert len(gradients) == 6 + 2
 
@@ -178,7 +178,7 @@ def fit(module: PRIME, steps: int) -> Any:
     return trainer
 
 
-def test_the_model_starts_from_the_policy_and_learns_beside_it(tmp_path: Path) -> None:
+def test_process_reward_model_starts_from_the_policy_and_learns(tmp_path: Path) -> None:
     path = str(save_tiny_policy(tmp_path))
     config = replace(CONFIG, optimizer=OptimizerConfig(lr=0.02, gradient_clip=1e-3))
     module = stage(path, process_reward_model=config, optimizer=OptimizerConfig(lr=1e-4))
@@ -211,22 +211,22 @@ def test_the_model_starts_from_the_policy_and_learns_beside_it(tmp_path: Path) -
         ({"lam": 2}, r"process_reward_model\.lam=2: use a number from 0 to 1"),
     ],
 )
-def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
+def test_process_reward_config_refuses_bad_settings(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ProcessRewardConfig(**options)
 
 
-def test_scores_that_are_no_outcomes_are_refused(tmp_path: Path) -> None:
+def test_prime_refuses_scores_outside_0_and_1_without_success_above(tmp_path: Path) -> None:
     module = stage(str(save_tiny_policy(tmp_path)), process_reward_model=ProcessRewardConfig())
     with pytest.raises(ConfigError, match=r"range from 0 to 1\.45: say with process_reward_model\.success_above"):
         fit(module, steps=1)
 
 
-def test_a_model_to_start_from_is_asked_for() -> None:
+def test_prime_refuses_a_loaded_policy_without_a_process_reward_model_path() -> None:
     with pytest.raises(ConfigError, match=r"process_reward_model=ProcessRewardConfig\(path=\.\.\.\)"):
         stage(build_model())
 
 
-def test_an_algorithm_without_process_rewards_is_refused() -> None:
+def test_prime_refuses_an_algorithm_without_process_rewards() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.advantage='grpo' has no use for process rewards"):
         stage(build_model(), algorithm=Algorithm())

@@ -81,7 +81,7 @@ def definition(case: str) -> tuple[list[Tensor], dict[str, float]]:
 
 
 @pytest.mark.parametrize("case", list(PLAIN))
-def test_any_micro_batches_give_the_gradient_of_the_definition(case: str) -> None:
+def test_reward_model_gradient_equals_the_definition_for_any_micro_batches(case: str) -> None:
     expected, plain_metrics = definition(case)
     # A bias adds the same to both scores: only centring sees it.
     assert all(gradient.abs().max() > 0 for gradient in expected)
@@ -98,7 +98,7 @@ def test_any_micro_batches_give_the_gradient_of_the_definition(case: str) -> Non
 
 @pytest.mark.parametrize("case", list(PLAIN))
 @pytest.mark.parametrize("budget", [1, 10**6])
-def test_validation_averages_over_all_pairs_or_labels(case: str, budget: int) -> None:
+def test_reward_model_validation_averages_over_all_pairs_or_labels(case: str, budget: int) -> None:
     _, expected = definition(case)
     rows = canned_labels.batch_of(case).rows
     metrics = canned_labels.validation(case, [rows], tokens_per_micro_batch=budget)
@@ -108,7 +108,9 @@ def test_validation_averages_over_all_pairs_or_labels(case: str, budget: int) ->
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_halves_of_a_pair_share_a_micro_batch(monkeypatch: pytest.MonkeyPatch, packing: bool) -> None:
+def test_both_responses_of_a_reward_model_pair_share_a_micro_batch(
+    monkeypatch: pytest.MonkeyPatch, packing: bool
+) -> None:
     sizes = []
     scores = RewardModeling._scores
 
@@ -131,7 +133,7 @@ def test_the_halves_of_a_pair_share_a_micro_batch(monkeypatch: pytest.MonkeyPatc
     assert [rows for rows, _ in sizes] == [2, 2, 2]
 
 
-def test_one_and_two_ranks_give_the_same_gradients_and_validation() -> None:
+def test_two_ranks_give_the_reward_model_gradients_and_validation_of_one_rank() -> None:
     of_ranks = run_ranks(canned_labels.rank_results)
     for case in PLAIN:
         expected, metrics = canned_labels.gradients(case)
@@ -159,7 +161,7 @@ def sums(count: int, seed: int) -> PairBatch:
     )
 
 
-def test_it_learns_which_sums_are_right_and_its_export_can_be_loaded(tmp_path: Path) -> None:
+def test_reward_model_learns_to_prefer_right_sums_and_export_can_be_loaded(tmp_path: Path) -> None:
     path = str(save_tiny_policy(tmp_path / "policy"))
     stage = RewardModeling(path, optimizer=OptimizerConfig(lr=2e-3))
     trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy())
@@ -181,7 +183,7 @@ def test_it_learns_which_sums_are_right_and_its_export_can_be_loaded(tmp_path: P
     assert all(torch.equal(weight, weights[name]) for name, weight in exported.state_dict().items())
 
 
-def test_zero_3_gives_the_weights_and_metrics_of_one_device(tmp_path: Path) -> None:
+def test_zero_3_gives_the_reward_model_weights_and_metrics_of_a_single_device(tmp_path: Path) -> None:
     path = str(save_tiny_policy(tmp_path / "policy"))
     ((metrics, _),) = run_ranks(canned_labels.run_zero, path, tmp_path / "zero", world_size=1)
     expected = canned_labels.run(SingleDeviceRolloutStrategy(), path, tmp_path / "plain")
@@ -192,7 +194,7 @@ def test_zero_3_gives_the_weights_and_metrics_of_one_device(tmp_path: Path) -> N
         torch.testing.assert_close(weight, weights[1][name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_loss_that_does_not_fit_the_data_is_refused() -> None:
+def test_reward_modeling_refuses_a_loss_that_does_not_fit_the_data() -> None:
     stage = canned_labels.stage_of(canned_labels.OwnRewardModel(), "process_reward")
     trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(), precision="64-true")
     message = (
@@ -202,14 +204,14 @@ def test_a_loss_that_does_not_fit_the_data_is_refused() -> None:
         trainer.fit(stage, canned.loader([canned_labels.batch_of("bradley_terry")]))
 
 
-def test_wrong_losses_and_options_are_refused() -> None:
+def test_reward_modeling_refuses_unknown_losses_and_options() -> None:
     with pytest.raises(ConfigError, match="loss='hinge' is unknown: use one of bradley_terry, process_reward"):
         canned_labels.stage_of(nn.Linear(1, 1), "bradley_terry", loss="hinge")
     with pytest.raises(ConfigError, match=r"loss_options do not fit the loss bradley_terry: .*'centring'"):
         canned_labels.stage_of(nn.Linear(1, 1), "bradley_terry", loss_options={"centring": 0.1})
 
 
-def test_prompts_without_labels_are_refused() -> None:
+def test_reward_modeling_refuses_prompts_without_labels() -> None:
     stage = canned_labels.stage_of(canned_labels.OwnRewardModel(), "bradley_terry")
     trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(), precision="64-true")
     with pytest.raises(ConfigError, match=r"not from a PromptBatch: serve them with .*validate_on='pairs'"):

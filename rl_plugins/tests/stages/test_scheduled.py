@@ -181,7 +181,7 @@ def train(
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_each_step_trains_on_its_prompts_as_old_as_it_may(staleness: int) -> None:
+def test_steps_train_on_prompts_in_order_with_tokens_as_old_as_max_staleness(staleness: int) -> None:
     engine = Distant()
     stage = train(engine, Schedule(staleness))
     assert stage.prompts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
@@ -193,7 +193,7 @@ def test_each_step_trains_on_its_prompts_as_old_as_it_may(staleness: int) -> Non
 
 
 @pytest.mark.parametrize("schedule", [Schedule(), Schedule(1), Schedule(1, ahead=0.5), Schedule(0, ahead=0.5)])
-def test_it_is_the_same_where_the_engine_keeps_what_is_finished(schedule: Schedule) -> None:
+def test_training_is_the_same_where_the_engine_holds_finished_groups_until_fetch(schedule: Schedule) -> None:
     engine = Remote(slow=["12+30"])
     kept, direct = train(engine, schedule), train(Distant(slow=["12+30"]), schedule)
     assert kept.prompts == direct.prompts
@@ -202,7 +202,7 @@ def test_it_is_the_same_where_the_engine_keeps_what_is_finished(schedule: Schedu
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_what_is_lost_before_it_is_fetched_is_sampled_again(staleness: int) -> None:
+def test_groups_lost_before_fetch_are_sampled_again(staleness: int) -> None:
     engine = Remote(loses_fetched=[2])
     stage = train(engine, Schedule(staleness))
     assert stage.prompts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
@@ -213,13 +213,13 @@ def test_what_is_lost_before_it_is_fetched_is_sampled_again(staleness: int) -> N
         train(Remote(loses_fetched=range(1, 100)), Schedule(staleness))
 
 
-def test_stragglers_are_waited_for_only_when_they_would_be_too_stale() -> None:
+def test_schedule_waits_for_slow_groups_only_before_max_staleness() -> None:
     stage = train(Distant(slow=["12+30"]), Schedule(1, ahead=0.5), steps=3)
     assert stage.prompts == [["1+1", "100+1"], ["12+30", "1+1"], ["1+1", "12+30"]]
     assert stage.ages == [[0], [0, 1], [0, 1]]
 
 
-def test_synchronous_sampling_drops_what_is_late() -> None:
+def test_schedule_without_staleness_drops_late_groups() -> None:
     engine = Distant(slow=["12+30"])
     stage = train(engine, Schedule(0, ahead=0.5), steps=2)
     assert stage.prompts == [["1+1", "100+1"], ["1+1", "1+1"]]
@@ -237,12 +237,12 @@ def test_groups_of_a_lost_engine_are_sampled_again(staleness: int) -> None:
     assert len(engine.asked) == 10
 
 
-def test_engines_that_are_lost_again_and_again_end_the_run() -> None:
+def test_engine_lost_5_times_in_one_phase_ends_the_run() -> None:
     with pytest.raises(EngineLost, match="rollout engines were lost 5 times in one phase"):
         train(Distant(loses_at=range(1, 100)), Schedule())
 
 
-def test_dynamic_sampling_asks_for_what_is_missing_and_the_engine_goes_on() -> None:
+def test_group_filter_replaces_uniform_groups_by_groups_in_flight() -> None:
     texts = ["1+1", "4+4", "12+30", "100+1"]
     engine = Distant()
     stage = train(engine, Schedule(1), steps=2, texts=texts, algorithm=Algorithm(group_filter=GroupFilter()))
@@ -252,7 +252,7 @@ def test_dynamic_sampling_asks_for_what_is_missing_and_the_engine_goes_on() -> N
     assert engine.asked[:5] == ["1+1", "4+4", "12+30", "100+1", "1+1"]
 
 
-def test_tokens_of_policies_that_are_too_old_are_masked() -> None:
+def test_max_token_age_masks_tokens_of_older_policies() -> None:
     stage = train(Distant(slow=["12+30"]), Schedule(1, ahead=0.5, max_token_age=0), steps=3)
     assert stage.prompts == [["1+1", "100+1"], ["12+30", "1+1"], ["1+1", "12+30"]]
     # The groups that began before are in the batch, and teach nothing.
@@ -268,7 +268,7 @@ class CriticElsewhere(Keeping):
     def _update_critic(self, mini_batch: Any, metrics: Any, *, last: bool) -> None: ...
 
 
-def test_samples_of_a_critics_warm_up_do_not_grow_old() -> None:
+def test_samples_do_not_age_while_the_critic_warms_up() -> None:
     stage = train(
         Distant(),
         Schedule(1, max_token_age=1),
@@ -314,7 +314,7 @@ class NotesSubmits(Distant):
         super().submit(requests, sampling, together=together)
 
 
-def test_a_rank_with_nothing_new_takes_its_place_where_another_begins_groups() -> None:
+def test_submit_is_called_without_groups_when_only_another_rank_begins_groups() -> None:
     alone, beside = NotesSubmits(), NotesSubmits()
     train(alone, Schedule(1), steps=2)
     assert alone.submits == [4]
@@ -322,12 +322,12 @@ def test_a_rank_with_nothing_new_takes_its_place_where_another_begins_groups() -
     assert beside.submits == [4, 0]
 
 
-def test_oversampling_is_for_steps_without_a_schedule() -> None:
+def test_group_filter_oversampling_with_a_schedule_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"group_filter.oversampling=2 with a schedule"):
         train(Distant(), Schedule(1), algorithm=Algorithm(group_filter=GroupFilter(oversampling=2)))
 
 
-def test_without_a_remedy_the_ratio_is_that_to_the_policy_that_sampled() -> None:
+def test_ratio_without_correction_is_relative_to_the_rollout_policy() -> None:
     fresh, stale = train(Distant(), Schedule(), steps=1), train(Distant(), Schedule(1), steps=1)
     # The engine says that every token had the log-prob -1.
     assert fresh.metrics[0]["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
@@ -350,7 +350,7 @@ class SamplesDirectly(Keeping):
         return prompts, self.sample(prompts, self.sampling, self._seeds(prompts))
 
 
-def test_nothing_ahead_is_the_synchronous_mode_bit_for_bit(tmp_path: Any) -> None:
+def test_schedule_without_sampling_ahead_equals_direct_sampling_bit_for_bit(tmp_path: Any) -> None:
     folder = save_tiny_policy(tmp_path, hidden_size=32, intermediate_size=48, initializer_range=0.2)
 
     def weights(kind: type[Keeping]) -> list[torch.Tensor]:

@@ -150,7 +150,7 @@ def assert_same_weights(actual: Any, expected: Any, before: Any) -> None:
 
 @pytest.mark.parametrize("single_file", ["grpo"], indirect=True)
 @pytest.mark.parametrize("kl_coefficient", [0.0, 0.05])
-def test_grpo(single_file: Any, kl_coefficient: float) -> None:
+def test_policy_optimization_with_grpo_equals_the_single_file(single_file: Any, kl_coefficient: float) -> None:
     start = canned.OwnPolicy().model
     overrides = [f"algorithm.kl.coefficient={kl_coefficient}", "algorithm.policy_loss_options.clip_high=0.28"]
     run = run_stage("grpo", start, overrides)
@@ -193,7 +193,9 @@ def critic_folder(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("single_file", ["ppo"], indirect=True)
 @pytest.mark.parametrize(("kl_coefficient", "gamma", "lam"), [(0.0, 1.0, 1.0), (0.05, 0.97, 0.9)])
-def test_ppo(single_file: Any, critic_folder: str, kl_coefficient: float, gamma: float, lam: float) -> None:
+def test_policy_optimization_with_ppo_equals_the_single_file(
+    single_file: Any, critic_folder: str, kl_coefficient: float, gamma: float, lam: float
+) -> None:
     start = canned.OwnPolicy().model
     overrides = [
         f"algorithm.kl.coefficient={kl_coefficient}",
@@ -248,7 +250,7 @@ def test_ppo(single_file: Any, critic_folder: str, kl_coefficient: float, gamma:
 
 
 @pytest.mark.parametrize("single_file", ["grpo"], indirect=True)
-def test_a_sample_without_a_group_keeps_its_score(single_file: Any) -> None:
+def test_group_advantages_keep_the_score_of_a_sample_without_a_group(single_file: Any) -> None:
     scores_B = torch.tensor([0.5, torch.nan, torch.nan, 1.0, 3.0, torch.nan], dtype=torch.float64)
     advantages_B = single_file.group_advantages(scores_B, 3)
     expected = [0.5 / (1 + 1e-6), 0, 0, -1 / (2**0.5 + 1e-6), 1 / (2**0.5 + 1e-6), 0]
@@ -256,14 +258,14 @@ def test_a_sample_without_a_group_keeps_its_score(single_file: Any) -> None:
 
 
 @pytest.mark.parametrize("single_file", ["grpo", "ppo"], indirect=True)
-def test_the_script_learns(single_file: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_file_main_learns_small_sums(single_file: Any, capsys: pytest.CaptureFixture[str]) -> None:
     scores = single_file.main(steps=30)
     assert sum(scores[-10:]) > 2 * sum(scores[:10])
     assert "step   30" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_the_file_stands_alone_and_is_short(name: str) -> None:
+def test_single_file_is_short_and_imports_only_torch_and_transformers(name: str) -> None:
     text = (FOLDER / f"{name}.py").read_text()
     assert len(text.splitlines()) < 300
     imported = set()

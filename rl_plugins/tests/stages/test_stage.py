@@ -49,7 +49,7 @@ def fit(stage: Any, steps: int = 2, batch: Any = None, **options: Any) -> Any:
     return trainer
 
 
-def test_a_plain_module_is_trained_by_the_stages_optimizer() -> None:
+def test_plain_module_is_trained_by_the_optimizer_of_the_stage() -> None:
     model = build_model()
     before = model.model.norm.weight.clone()
     config = OptimizerConfig(lr=0.5, betas=(0.7, 0.8), weight_decay=0.25, warmup_steps=3, gradient_clip=0.5)
@@ -69,7 +69,7 @@ def test_a_plain_module_is_trained_by_the_stages_optimizer() -> None:
     assert all(row["train/gradient_norm"] > 0 and row["time/update_policy"] > 0 for _, row in log.rows)
 
 
-def test_the_gradient_is_clipped_to_the_stages_bound() -> None:
+def test_gradient_clip_of_the_stage_bounds_the_gradient() -> None:
     norms = {}
     for bound in (0.0, 1e-3):
         own = canned.OwnPolicy()
@@ -83,7 +83,7 @@ def test_the_gradient_is_clipped_to_the_stages_bound() -> None:
     assert norms[1e-3] == pytest.approx(1e-3, rel=1e-4)
 
 
-def test_a_lightning_modules_optimizer_and_scheduler_are_used() -> None:
+def test_optimizer_and_scheduler_of_a_lightning_module_are_used() -> None:
     class Own(LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -103,7 +103,7 @@ def test_a_lightning_modules_optimizer_and_scheduler_are_used() -> None:
     assert stage.policy is own.model and stage.step == 3
 
 
-def test_max_steps_ends_training_on_the_stages_clock() -> None:
+def test_max_steps_ends_training_by_the_clock_of_the_stage() -> None:
     stage = policy_optimization(build_model(), max_steps=2, updates_per_step=2)
     trainer = fit(stage, steps=9)
     assert (stage.step, trainer.global_step) == (2, 4)
@@ -113,7 +113,7 @@ def test_max_steps_ends_training_on_the_stages_clock() -> None:
     ("precision", "dtype"),
     [("32-true", torch.float32), ("64-true", torch.float64), ("bf16-true", torch.bfloat16)],
 )
-def test_a_policy_named_by_its_folder_has_the_trainers_precision(
+def test_policy_loaded_from_a_folder_has_the_precision_of_the_trainer(
     tmp_path: Path, precision: str, dtype: torch.dtype
 ) -> None:
     stage = policy_optimization(str(save_tiny_policy(tmp_path)))
@@ -121,7 +121,7 @@ def test_a_policy_named_by_its_folder_has_the_trainers_precision(
     assert {parameter.dtype for parameter in stage.policy.parameters()} == {dtype}
 
 
-def test_validating_first_does_not_freeze_the_policy() -> None:
+def test_validate_before_fit_does_not_freeze_the_policy() -> None:
     stage = policy_optimization(build_model(), optimizer=OptimizerConfig(lr=0.1))
     trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()))
     loader = canned.loader([canned.prompt_batch(canned.PROMPTS)])
@@ -131,7 +131,7 @@ def test_validating_first_does_not_freeze_the_policy() -> None:
     assert not torch.equal(stage.policy.model.norm.weight, before)
 
 
-def test_the_reference_is_frozen_and_not_saved_into_the_policy(tmp_path: Path) -> None:
+def test_reference_is_frozen_and_keeps_the_weights_of_the_start(tmp_path: Path) -> None:
     stage = policy_optimization(
         str(save_tiny_policy(tmp_path)), algorithm=Algorithm(kl=KLConfig(0.1)), optimizer=OptimizerConfig(lr=0.1)
     )
@@ -142,7 +142,7 @@ def test_the_reference_is_frozen_and_not_saved_into_the_policy(tmp_path: Path) -
     assert not torch.equal(stage.policy.model.norm.weight, stage.reference.model.norm.weight)
 
 
-def test_a_resumed_clock_and_kl_coefficient(tmp_path: Path) -> None:
+def test_on_load_checkpoint_restores_the_step_and_the_kl_coefficient(tmp_path: Path) -> None:
     kl = KLConfig(0.1, target=1e-9, horizon=1.0)
     path = str(save_tiny_policy(tmp_path / "policy"))
     stage = policy_optimization(path, algorithm=Algorithm(kl=kl), optimizer=OptimizerConfig(lr=0.1))
@@ -183,21 +183,21 @@ def test_sft_minimises_the_mean_negative_log_likelihood_of_all_tokens() -> None:
             torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-9)
 
 
-def test_greedy_sampling_keeps_the_length_and_the_stops() -> None:
+def test_greedy_keeps_max_tokens_and_stops() -> None:
     sampling = SamplingConfig(9, num_samples=4, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(1,), stop=("x",))
     assert greedy(sampling) == SamplingConfig(9, temperature=0.0, stop_token_ids=(1,), stop=("x",))
 
 
-def test_a_lightning_module_without_a_model_is_refused() -> None:
+def test_lightning_module_without_a_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"LightningModule has no `\.model` that is an nn\.Module"):
         fit(policy_optimization(LightningModule()))
 
 
-def test_a_kl_without_a_reference_is_refused() -> None:
+def test_kl_without_a_reference_is_refused() -> None:
     with pytest.raises(ConfigError, match="the algorithm needs ref_log_probs_BT: name the reference model"):
         policy_optimization(build_model(), algorithm=Algorithm(kl=KLConfig(0.1)))
 
 
-def test_updates_that_do_not_divide_the_prompts_are_refused() -> None:
+def test_updates_per_step_that_do_not_divide_the_prompts_are_refused() -> None:
     with pytest.raises(ConfigError, match="updates_per_step=3 does not divide the 4 prompts of a rank"):
         fit(policy_optimization(build_model(), updates_per_step=3))

@@ -45,19 +45,19 @@ def rows(queue: TrajectoryQueue, count: int, version: int) -> list[int]:
         (Schedule(0, ahead=0.5), 12),
     ],
 )
-def test_groups_in_flight(schedule: Schedule, in_flight: int) -> None:
+def test_schedule_in_flight_counts_the_groups_of_all_steps_ahead(schedule: Schedule, in_flight: int) -> None:
     assert schedule.in_flight(8) == in_flight
 
 
 @pytest.mark.parametrize(
     "wrong", [{"max_staleness": -1}, {"ahead": -0.1}, {"max_staleness": 2, "ahead": 3}, {"max_token_age": 1}]
 )
-def test_a_schedule_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+def test_schedule_refuses_impossible_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"schedule\."):
         Schedule(**wrong)
 
 
-def test_first_in_first_out_where_as_much_is_ahead_as_may_be_stale() -> None:
+def test_take_is_first_in_first_out_with_max_staleness_1() -> None:
     queue = filled(Schedule(1))
     assert queue.begin(4, version=0) == [0, 1, 2, 3]
     queue.finish({ticket: answer(ticket) for ticket in (3, 2, 1, 0)})
@@ -68,7 +68,7 @@ def test_first_in_first_out_where_as_much_is_ahead_as_may_be_stale() -> None:
     assert queue.due(1) == [2, 3]
 
 
-def test_a_straggler_is_left_for_the_next_step_and_no_longer() -> None:
+def test_unfinished_group_is_left_for_one_more_step() -> None:
     queue = filled(Schedule(1, ahead=0.5))
     queue.begin(3, version=0)
     queue.finish({0: answer(0), 2: answer(2)})
@@ -81,7 +81,7 @@ def test_a_straggler_is_left_for_the_next_step_and_no_longer() -> None:
     assert rows(queue, 2, version=1) == [1, 11]
 
 
-def test_what_is_dropped_is_forgotten_and_never_waited_for() -> None:
+def test_drop_but_forgets_unfinished_groups() -> None:
     queue = filled(Schedule(0, ahead=0.5))
     queue.begin(3, version=0)
     queue.finish({1: answer(1), 2: answer(2)})
@@ -91,7 +91,7 @@ def test_what_is_dropped_is_forgotten_and_never_waited_for() -> None:
     assert len(queue) == 3
 
 
-def test_the_same_row_in_two_batches_is_two_groups() -> None:
+def test_offer_makes_two_groups_of_the_same_row_in_two_batches() -> None:
     queue = TrajectoryQueue(Schedule(1))
     for slot in range(2):
         queue.offer(batch(7), slot=slot, rank=0, world_size=1)
@@ -101,7 +101,7 @@ def test_the_same_row_in_two_batches_is_two_groups() -> None:
     assert len(set(numbers)) == 2 and {row_of(number) for number in numbers} == {7}
 
 
-def test_a_checkpoint_keeps_what_is_sampled_and_asks_for_the_rest_again() -> None:
+def test_load_keeps_sampled_groups_and_begins_the_rest_again() -> None:
     queue = filled(Schedule(1))
     queue.begin(4, version=5)
     queue.finish({1: answer(1)})
@@ -115,7 +115,7 @@ def test_a_checkpoint_keeps_what_is_sampled_and_asks_for_the_rest_again() -> Non
     assert [again[ticket].prompt.rows for ticket in range(6)] == [queue[ticket].prompt.rows for ticket in range(6)]
 
 
-def test_what_a_policy_sampled_that_is_no_more_is_asked_for_under_other_tickets() -> None:
+def test_begin_again_asks_for_all_groups_under_new_tickets() -> None:
     queue = filled(Schedule(1))
     queue.begin(3, version=4)
     queue.finish({0: answer(0)})
@@ -126,7 +126,7 @@ def test_what_a_policy_sampled_that_is_no_more_is_asked_for_under_other_tickets(
 
 
 @pytest.mark.parametrize(("earlier", "world_size"), [(2, 1), (2, 3), (1, 2), (1, 4)])
-def test_another_number_of_ranks_shares_the_groups_and_loses_none(earlier: int, world_size: int) -> None:
+def test_load_on_another_number_of_ranks_deals_all_groups_once(earlier: int, world_size: int) -> None:
     held = [filled(Schedule(1), rank=rank, world_size=earlier) for rank in range(earlier)]
     shares = [queue.state() for queue in held]
     new = [TrajectoryQueue(Schedule(1)) for _ in range(world_size)]
@@ -136,7 +136,7 @@ def test_another_number_of_ranks_shares_the_groups_and_loses_none(earlier: int, 
     assert sorted(dealt) == sorted(row for share in shares for group in share for row in group["prompt"]["rows"])
 
 
-def test_prompts_of_several_batches_are_one() -> None:
+def test_together_joins_prompt_batches() -> None:
     joined = together([batch(1), batch(2)])
     assert (joined.rows, joined.prompt_ids) == ([1, 2], [[1, 1], [2, 2]])
     assert joined.columns == {"data_source": ["s1", "s2"]}

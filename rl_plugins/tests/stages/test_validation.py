@@ -48,7 +48,7 @@ def mean(values: Any) -> float:
     return sum(counted) / len(counted)
 
 
-def test_one_sample_has_its_mean_by_data_source() -> None:
+def test_validation_with_one_sample_logs_the_mean_of_each_data_source() -> None:
     _, metrics = validate(1)
     assert {name for name in metrics if "canned" in name} == {f"val/canned/mean_at_1{end}" for end in ENDS}
     assert metrics["val/canned/mean_at_1"] == pytest.approx(mean(row[0] for row in scores(1)))
@@ -56,7 +56,7 @@ def test_one_sample_has_its_mean_by_data_source() -> None:
     assert metrics["val/canned/mean_at_1_low"] < metrics["val/reward"] < metrics["val/canned/mean_at_1_high"]
 
 
-def test_several_samples_have_best_and_majority_too() -> None:
+def test_validation_with_several_samples_logs_best_and_majority() -> None:
     stage, metrics = validate(3)
     names = {f"val/canned/{name}_at_3{end}" for name in ("mean", "best", "maj") for end in ENDS}
     assert {name for name in metrics if "canned" in name} == names
@@ -70,7 +70,7 @@ def test_several_samples_have_best_and_majority_too() -> None:
     assert len(stage.validation_samples) == 12
 
 
-def test_prompts_of_all_ranks_are_counted() -> None:
+def test_validation_counts_the_prompts_of_all_ranks() -> None:
     # The other rank's prompt is of another source, and comes first.
     SecondOfTwo.others = {-1: ("elsewhere", {"mean@1": 0.125})}
     _, metrics = validate(1, SecondOfTwo)
