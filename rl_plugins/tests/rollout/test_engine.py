@@ -17,7 +17,7 @@ from rl_plugins.rollout.engine import Generations, SamplingConfig
     [[], [[]], [[], []], [[1, 2], [], [3]], [[], [4]], [[5, 6], [7]], [[8], []]],
     ids=str,
 )
-def test_responses_come_back_as_they_went_in(responses: list[list[int]]) -> None:
+def test_generations_from_responses_and_pickle_keep_the_responses(responses: list[list[int]]) -> None:
     log_probs = [[-0.5 * token for token in response] for response in responses]
     generations = Generations.from_responses(responses, log_probs, ["stop"] * len(responses), 7)
     assert generations.token_ids.dtype == np.int64
@@ -43,12 +43,12 @@ def test_responses_come_back_as_they_went_in(responses: list[list[int]]) -> None
         ("top_k", -2),
     ],
 )
-def test_what_cannot_be_sampled_is_refused(option: str, value: float) -> None:
+def test_sampling_config_refuses_values_out_of_range(option: str, value: float) -> None:
     arguments: dict[str, Any] = {"max_tokens": 4, option: value}
     with pytest.raises(ConfigError, match=rf"^sampling\.{option}={value} is out of range"):
         SamplingConfig(**arguments)
 
 
-def test_the_limits_themselves_can_be_sampled() -> None:
+def test_sampling_config_accepts_the_limits() -> None:
     SamplingConfig(max_tokens=1, num_samples=1, temperature=0.0, top_p=1.0, top_k=-1)
     SamplingConfig(max_tokens=1, top_p=1e-9, top_k=1)

@@ -1,4 +1,4 @@
-"""Requests that are held, ended and forgotten while others wait for them."""
+"""EngineLoop and VLLMActor: requests are held, ended and forgotten while ranks wait for the responses."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ pytest.importorskip("vllm")
 
 from rl_plugins.rollout.vllm.actor import VLLMActor
 from rl_plugins.rollout.vllm.engine_loop import EngineLoop
+from rl_plugins.tests.patience import patient
 
 
 class LLM:
-    """An engine that finishes a request in a step when it is told to, and notes what else it is told."""
+    """An engine that finishes the requests named in `finishing` in a step, and notes other calls."""
 
     def __init__(self) -> None:
         self.llm_engine = self
         self.finishing: set[str] = set()
         self.requests: list[str] = []
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def add_request(self, name: str, *_: Any, **__: Any) -> None:
         self.requests.append(name)
@@ -37,13 +38,13 @@ class LLM:
         return [_output(name) for name in done]
 
     def sleep(self, level: int, mode: str) -> None:
-        self.told.append(f"sleep {level} {mode}")
+        self.calls.append(f"sleep {level} {mode}")
 
     def wake_up(self, tags: list[str]) -> None:
-        self.told.append(f"wake_up {tags}")
+        self.calls.append(f"wake_up {tags}")
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        self.told.append(f"reset {reset_running_requests}")
+        self.calls.append(f"reset {reset_running_requests}")
         return reset_running_requests or not self.requests
 
     def collective_rpc(self, method: str, args: Sequence[Any]) -> list[Any]:
@@ -62,87 +63,98 @@ def actor_with(llm: Any) -> Any:
     return actor
 
 
-def begin(actor: Any, *tickets: int) -> None:
+def submit_groups(actor: Any, *tickets: int) -> None:
     """As `submit` does for rank 0."""
     names = [f"0-{ticket}" for ticket in tickets]
     actor._loop.start(dict.fromkeys(names, ([1], None)))
     actor._groups.setdefault(0, []).extend(names)
 
 
-def test_a_held_engine_is_paused_if_it_has_requests_and_takes_no_step_without() -> None:
+async def give_turns() -> None:
+    """Let all other tasks of the event loop run until each of them waits; none needs as many turns."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+async def result_of(task: asyncio.Task[Any]) -> Any:
+    return await asyncio.wait_for(task, patient(60))
+
+
+def test_hold_pauses_an_engine_with_requests_and_no_step_is_taken_until_go_on() -> None:
     async def run() -> None:
         llm = LLM()
         loop = EngineLoop(llm)
         loop.hold()
         await loop.go_on()
-        assert llm.told == []
+        assert llm.calls == []
         loop.start({"one": ([1], None)})
         await asyncio.sleep(0)
         loop.hold()
         loop.hold()
-        await asyncio.sleep(0.01)
+        await give_turns()
         steps = loop.steps
-        await asyncio.sleep(0.01)
+        assert steps > 0
+        await give_turns()
         assert loop.steps == steps
         loop.abort()
         await loop.go_on()
-        await asyncio.sleep(0.01)
-        assert llm.told == ["sleep 0 keep", "wake_up ['scheduling']"]
+        await give_turns()
+        assert llm.calls == ["sleep 0 keep", "wake_up ['scheduling']"]
         assert loop.steps == steps and not loop.busy
         assert loop._failures == {}
 
     asyncio.run(run())
 
 
-def test_new_workers_are_not_given_to_those_that_wait_since_before() -> None:
+def test_begin_session_ends_the_waits_of_the_workers_before() -> None:
     async def run() -> None:
         llm = LLM()
         actor = actor_with(llm)
-        begin(actor, 0)
+        submit_groups(actor, 0)
         before = asyncio.create_task(actor.collect(0, [0], 0))
-        await asyncio.sleep(0.01)
-        actor._loop._failures["0-0"] = RuntimeError("of those before")
+        await give_turns()
+        actor._loop._failures["0-0"] = RuntimeError("of the workers before")
         await actor.begin_session()
-        begin(actor, 0)
+        submit_groups(actor, 0)
         now = asyncio.create_task(actor.collect(0, [0], 0))
         llm.finishing = {"0-0"}
-        assert (await now)[0] == {0: [2]}
+        assert (await result_of(now))[0] == {0: [2]}
         with pytest.raises(RuntimeError, match="other training workers have begun"):
-            await before
+            await result_of(before)
 
     asyncio.run(run())
 
 
-def test_whoever_waits_for_any_group_is_given_those_that_come_after_others_were_dropped() -> None:
+def test_collect_returns_a_group_that_was_submitted_after_all_groups_were_dropped() -> None:
     async def run() -> None:
         llm = LLM()
         actor = actor_with(llm)
-        begin(actor, 0, 1)
-        poll = asyncio.create_task(actor.collect(0, [], 1))
-        await asyncio.sleep(0.01)
+        submit_groups(actor, 0, 1)
+        collecting = asyncio.create_task(actor.collect(0, [], 1))
+        await give_turns()
         await actor.drop(0, [0, 1])
-        begin(actor, 2, 3)
+        submit_groups(actor, 2, 3)
         llm.finishing = {"0-3"}
-        assert (await asyncio.wait_for(poll, 5))[0] == {3: [2]}
+        assert (await result_of(collecting))[0] == {3: [2]}
         assert actor._groups[0] == ["0-2"]
 
     asyncio.run(run())
 
 
-def test_an_engine_sleeps_beside_a_lost_one_and_its_requests_begin_again() -> None:
+def test_sleep_holds_unfinished_requests_until_go_on() -> None:
     async def run() -> None:
         llm = LLM()
         actor = actor_with(llm)
-        begin(actor, 0)
-        waiting = asyncio.create_task(actor.collect(0, [0], 0))
-        await asyncio.sleep(0.01)
+        submit_groups(actor, 0)
+        collecting = asyncio.create_task(actor.collect(0, [0], 0))
+        await give_turns()
         await actor.sleep()
-        assert llm.told == ["sleep 0 keep", "reset True"]
+        assert llm.calls == ["sleep 0 keep", "reset True"]
         llm.finishing = {"0-0"}
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
+        await give_turns()
+        assert not collecting.done()
         # As the weight update does that follows.
         await actor._loop.go_on()
-        assert (await asyncio.wait_for(waiting, 5))[0] == {0: [2]}
+        assert (await result_of(collecting))[0] == {0: [2]}
 
     asyncio.run(run())

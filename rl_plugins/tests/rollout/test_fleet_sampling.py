@@ -1,4 +1,4 @@
-"""What a rank knows of the engines that sample for it, while they change."""
+"""FleetSampling: a rank's numbers of the engines that sample for this rank."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Fleet:
         return Generations.from_responses([[1]], [[-1.0]], ["stop"], 0), self.busy_s[engine]
 
 
-def test_only_engines_beside_the_rank_count_as_busy() -> None:
+def test_busy_s_counts_only_the_engines_beside_the_rank() -> None:
     fleet: Any = Fleet()
     sampling = FleetSampling(fleet)
     assert sampling.busy_s == 0
     seen = []
-    # The other one helps out while this one is lost.
+    # The second engine samples while the first is lost.
     for beside in (0, 1, 0):
         fleet.beside = [beside]
         sampling.generate([[5]], SamplingConfig(max_tokens=1), None)

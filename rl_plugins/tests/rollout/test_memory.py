@@ -13,7 +13,7 @@ MIB = 2**20
 SIZE = 64 * MIB
 
 
-def test_discarded_memory_is_gone_and_comes_back_when_written() -> None:
+def test_discard_frees_memory_until_the_next_write() -> None:
     values = torch.empty(SIZE, dtype=torch.uint8).fill_(7)
     assert resident_bytes(values) > SIZE - 8192
     before = psutil.Process().memory_info().rss
@@ -28,14 +28,14 @@ def test_discarded_memory_is_gone_and_comes_back_when_written() -> None:
     assert values[SIZE // 2 : SIZE // 2 + 10000].eq(3).all()
 
 
-def test_less_than_a_page_is_left_alone() -> None:
+def test_discard_keeps_less_than_a_page() -> None:
     values = torch.full((100,), 5, dtype=torch.uint8)
     discard(values)
     assert resident_bytes(values) == 0 and values.eq(5).all()
 
 
 @pytest.mark.parametrize("size", [SIZE, 5 * 4096 + 17])
-def test_shared_memory_is_given_back_for_all_who_map_it(size: int) -> None:
+def test_shared_memory_give_back_frees_the_memory_of_every_mapping(size: int) -> None:
     memory = SharedMemory(size)
     other = map_shared(memory.fd, size)
     assert memory.held == 0
@@ -49,14 +49,14 @@ def test_shared_memory_is_given_back_for_all_who_map_it(size: int) -> None:
     memory.close()
 
 
-def test_gaps_are_what_no_piece_covers() -> None:
+def test_gaps_are_the_bytes_that_no_piece_covers() -> None:
     memory = SharedMemory(100)
     pieces = [Piece("b", 0, 5, 40, "float32"), Piece("a", 0, 10, 4, "uint8"), Piece("a", 10, 3, 14, "bfloat16")]
     assert list(gaps(pieces, memory)) == [(0, 4), (20, 40), (60, 100)]
     assert list(gaps([Piece("c", 0, 25, 0, "float32")], memory)) == []
 
 
-def test_too_little_given_back_names_the_phase_and_the_numbers() -> None:
+def test_memory_change_check_names_the_phase_and_the_bytes_that_were_not_freed() -> None:
     MemoryChange(before=1000 * MIB, after=95 * MIB, expected=1000 * MIB).check("sleep")
     MemoryChange(before=10 * MIB, after=11 * MIB, expected=0).check("nothing to give")
     with pytest.raises(

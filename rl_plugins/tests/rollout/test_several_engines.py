@@ -1,4 +1,4 @@
-"""Weights to engines on CUDA: each has ranks of its own, all enter a call at once, and every tensor fits."""
+"""SeveralEngines and make_cuda_sender: engines have separate ranks, calls are made at once, every tensor fits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 import ray
 import torch
 
+from rl_plugins.tests.patience import patient
+
 pytest.importorskip("vllm")
 
 
-def test_engines_have_ranks_of_their_own_and_act_together() -> None:
+def test_several_engines_calls_all_engines_at_once_with_separate_ranks() -> None:
     from rl_plugins.rollout.vllm.cuda_transport import SeveralEngines
 
-    together = threading.Barrier(2, timeout=20)
+    together = threading.Barrier(2, timeout=patient(60))
 
     class Client:
         """Every call waits for the other engine's, as a rendezvous does."""
@@ -44,7 +46,7 @@ def test_engines_have_ranks_of_their_own_and_act_together() -> None:
 
 
 @pytest.mark.parametrize(("backend", "bucket_bytes"), [("ipc", 4 * 600 * 1024), ("nccl", 2**20)])
-def test_what_tensors_go_through_has_room_for_the_largest(
+def test_make_cuda_sender_makes_a_buffer_that_holds_the_largest_tensor(
     monkeypatch: pytest.MonkeyPatch, backend: Any, bucket_bytes: int
 ) -> None:
     from rl_plugins.rollout.vllm import cuda_transport

@@ -1,13 +1,14 @@
-"""Weights through shared memory, both sides in one process: what arrives is what was sent, bit for bit."""
+"""SharedMemorySender and SharedMemoryReceiver in one process: weights arrive bit for bit."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.rollout.shared_memory import ReceiverLost, Run, SharedMemoryReceiver, SharedMemorySender
 from rl_plugins.rollout.weight_check import WeightsDiffer
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightMeta
+from rl_plugins.tests.patience import patient
+
+# Of every wait for the other side that ends by itself.
+DEADLINE_S = patient(60)
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "scalar": ((), torch.float32),
@@ -36,7 +41,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 FUSED = {"query": (0, 6), "key": (6, 9), "value": (9, 12)}
 
 
-def module(seed: int) -> torch.nn.Module:
+def make_module(seed: int) -> torch.nn.Module:
     """The trainer's parameters, of many sizes and dtypes, all their bits random."""
     generator = torch.Generator().manual_seed(seed)
     result = torch.nn.Module()
@@ -110,15 +115,15 @@ class EngineInThread:
             self.versions.append(version)
 
         loading: Future[None] = self._pool.submit(receive)
-        return lambda: loading.result(timeout=20)
+        return lambda: loading.result(timeout=DEADLINE_S)
 
 
 def make_senders(
-    sources: list[torch.nn.Module], *engines: EngineInThread, timeout_s: float = 20
+    sources: list[torch.nn.Module], *engines: EngineInThread, timeout_s: float = DEADLINE_S
 ) -> list[SharedMemorySender]:
     """One sender per rank, built in one thread each as the ranks would."""
     world_size = len(sources)
-    barrier = threading.Barrier(world_size, timeout=20)
+    barrier = threading.Barrier(world_size, timeout=DEADLINE_S)
     box: list[Any] = [None]
 
     def make(rank: int) -> SharedMemorySender:
@@ -163,27 +168,28 @@ def assert_received(engine: EngineInThread, sent: torch.nn.Module) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind() -> Iterator[None]:
-    shared = named_memory()
+def _no_named_memory_is_left() -> Iterator[None]:
+    before = mapped_named_memory()
     yield
-    assert named_memory() <= shared
+    assert mapped_named_memory() <= before
 
 
-def named_memory() -> set[str]:
-    """That of this machine; semaphores are of processes beside this one."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+def mapped_named_memory() -> set[str]:
+    """Paths of named shared memory that this process has mapped."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {line[line.index("/dev/shm/") :] for line in maps if "/dev/shm/" in line}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_received_weights_are_bit_equal(world_size: int) -> None:
+def test_send_writes_weights_that_are_bit_equal(world_size: int) -> None:
     # Every rank trusts only its own part: elsewhere its copy is of other weights.
-    copies = [module(0) for _ in range(world_size)]
+    copies = [make_module(0) for _ in range(world_size)]
     for rank, copy in enumerate(copies):
         _spoil_other_parts(copy, rank, world_size)
-    engine, second = EngineInThread(), module(1)
+    engine, second = EngineInThread(), make_module(1)
     senders = make_senders(copies, engine)
     send(senders, 1)
-    assert_received(engine, module(0))
+    assert_received(engine, make_module(0))
     for copy in copies:
         for name, parameter in copy.named_parameters():
             parameter.copy_(second.get_parameter(name))
@@ -193,7 +199,7 @@ def test_received_weights_are_bit_equal(world_size: int) -> None:
     assert engine.model.padded[5:].eq(0).all()
 
 
-def test_what_is_frozen_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_send_writes_frozen_tensors_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = ModuleWeightSource.metadata
     # One of a fused parameter, one that is loaded by way of the staging memory, one with a place of its own.
     frozen = {"key", "turned", "odd"}
@@ -202,7 +208,7 @@ def test_what_is_frozen_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None
         "metadata",
         lambda source: [replace(meta, frozen=meta.name in frozen) for meta in plain(source)],
     )
-    copies, first, second = [module(0), module(0)], module(0), module(1)
+    copies, first, second = [make_module(0), make_module(0)], make_module(0), make_module(1)
     engine = EngineInThread()
     senders = make_senders(copies, engine)
     send(senders, 1)
@@ -224,21 +230,21 @@ def _spoil_other_parts(copy: torch.nn.Module, rank: int, world_size: int) -> Non
         flat[start : start + len(mine)] = mine
 
 
-def test_new_workers_take_the_place_of_those_that_ended() -> None:
+def test_new_senders_replace_closed_senders_in_the_same_memory() -> None:
     engine = EngineInThread()
-    before = make_senders([module(0), module(0)], engine)
+    before = make_senders([make_module(0), make_module(0)], engine)
     send(before, 1)
     for sender in before:
         sender.close()
     memory = engine.model.fused.data_ptr()
-    send(make_senders([module(1)], engine), 2)
-    assert_received(engine, module(1))
+    send(make_senders([make_module(1)], engine), 2)
+    assert_received(engine, make_module(1))
     assert engine.model.fused.data_ptr() == memory
 
 
-def test_a_rank_that_ends_is_named_and_the_others_do_not_wait() -> None:
+def test_send_raises_connection_error_that_names_the_rank_that_ended() -> None:
     engine = EngineInThread()
-    first, second = make_senders([module(0), module(0)], engine)
+    first, second = make_senders([make_module(0), make_module(0)], engine)
     second.close()
     with pytest.raises(ConnectionError, match="rank 1 ended before its first weight update"):
         first.send(1)
@@ -246,14 +252,14 @@ def test_a_rank_that_ends_is_named_and_the_others_do_not_wait() -> None:
         first.send(2)
 
     engine = EngineInThread()
-    senders = make_senders([module(0), module(0)], engine)
+    senders = make_senders([make_module(0), make_module(0)], engine)
     send(senders, 1)
     senders[1].close()
     with pytest.raises(ConnectionError, match=r"rank 1 ended before (a weight update|it had written its weights)"):
         senders[0].send(2)
 
 
-def test_what_goes_wrong_in_the_engine_reaches_rank_0() -> None:
+def test_send_raises_the_error_of_load_weights_of_the_engine() -> None:
     class Picky(EngineModel):
         pleased = True
 
@@ -263,22 +269,22 @@ def test_what_goes_wrong_in_the_engine_reaches_rank_0() -> None:
             super().load_weights(weights)
 
     model = Picky()
-    senders = make_senders([module(0)], EngineInThread(model))
+    senders = make_senders([make_module(0)], EngineInThread(model))
     model.pleased = False
     with pytest.raises(ValueError, match="do not suit me"):
         senders[0].send(1)
 
 
-def test_every_engine_gets_the_weights_of_all_ranks() -> None:
+def test_send_writes_the_weights_of_all_ranks_to_every_engine() -> None:
     engines = [EngineInThread(), EngineInThread(), EngineInThread()]
-    senders = make_senders([module(0), module(0)], *engines)
+    senders = make_senders([make_module(0), make_module(0)], *engines)
     send(senders, 1)
     for engine in engines:
-        assert_received(engine, module(0))
+        assert_received(engine, make_module(0))
         assert engine.versions == [1]
 
 
-def test_an_engine_that_fails_is_heard_and_the_others_do_not_wait() -> None:
+def test_send_raises_the_error_of_an_engine_before_any_deadline() -> None:
     class Full(EngineInThread):
         def load(self, version: int) -> Callable[[], None]:
             def fail() -> None:
@@ -286,26 +292,25 @@ def test_an_engine_that_fails_is_heard_and_the_others_do_not_wait() -> None:
                 raise MemoryError("no room")
 
             loading: Future[None] = self._pool.submit(fail)
-            return lambda: loading.result(timeout=20)
+            return lambda: loading.result(timeout=DEADLINE_S)
 
     well, full = EngineInThread(), Full()
-    (sender,) = make_senders([module(0)], well, full)
-    start = time.monotonic()
+    (sender,) = make_senders([make_module(0)], well, full)
+    # A wait that ended by its deadline would raise ReceiverLost.
     with pytest.raises(MemoryError, match="no room"):
         sender.send(1)
     with pytest.raises(ConnectionError, match=r"rank 0 (ended|has left)|lost its connection"):
         sender.send(2)
-    assert time.monotonic() - start < 10
-    # New ranks find both as they should be.
+    # New ranks find both engines intact.
     full.load = EngineInThread.load.__get__(full)  # type: ignore[method-assign]
-    send(make_senders([module(1)], well, full), 3)
+    send(make_senders([make_module(1)], well, full), 3)
     for engine in (well, full):
-        assert_received(engine, module(1))
+        assert_received(engine, make_module(1))
 
 
-def test_a_check_finds_the_engine_and_the_tensor_that_differ() -> None:
+def test_check_names_the_engine_and_the_tensor_that_differ() -> None:
     engines = [EngineInThread(), EngineInThread()]
-    sources = [module(0), module(0)]
+    sources = [make_module(0), make_module(0)]
     senders = make_senders(sources, *engines)
     send(senders, 1)
 
@@ -325,7 +330,7 @@ def test_a_check_finds_the_engine_and_the_tensor_that_differ() -> None:
         senders[0].check(shards[0], ask)
 
 
-def test_weights_that_were_given_back_come_with_the_next_update() -> None:
+def test_give_back_frees_the_weights_until_the_next_send() -> None:
     class WithOwn(EngineModel):
         own: torch.nn.Parameter
 
@@ -335,7 +340,7 @@ def test_weights_that_were_given_back_come_with_the_next_update() -> None:
 
     model = WithOwn()
     engine = EngineInThread(model)
-    senders = make_senders([module(0)], engine)
+    senders = make_senders([make_module(0)], engine)
     send(senders, 1)
     model.padded.data[5:] = 3.0
     held = engine.receiver.held
@@ -345,39 +350,50 @@ def test_weights_that_were_given_back_come_with_the_next_update() -> None:
     # What no rank writes is still there.
     assert model.own.eq(0.5).all() and model.padded[5:].eq(3).all()
     send(senders, 2)
-    assert_received(engine, module(0))
+    assert_received(engine, make_module(0))
 
 
-def test_an_unknown_tensor_is_refused_before_anything_is_written() -> None:
+def test_sender_refuses_a_tensor_that_the_engine_does_not_have() -> None:
     stranger = torch.nn.Linear(2, 2)
     with pytest.raises(AttributeError, match="weight"):
         make_senders([stranger], EngineInThread())
 
 
-def test_waits_have_a_deadline_that_says_what_for() -> None:
+def test_send_raises_receiver_lost_after_the_deadline_if_the_engine_never_stops() -> None:
     class Deaf(EngineInThread):
         def load(self, version: int) -> Callable[[], None]:
             return lambda: None
 
-    (sender,) = make_senders([module(0)], Deaf(), timeout_s=0.1)
+    (sender,) = make_senders([make_module(0)], Deaf(), timeout_s=0.1)
     with pytest.raises(ReceiverLost, match=r"engine 0 was lost .* rank 0 waited 0 s for the engine to stop"):
         sender.send(1)
 
+
+def test_receive_raises_deadline_exceeded_if_no_rank_connects() -> None:
     engine = EngineInThread()
-    engine.init({"name": "nobody-comes", "num_ranks": 2, "tensors": [], "timeout_s": 0.1})
+    engine.init({"name": f"no-rank-connects-{uuid.uuid4().hex}", "num_ranks": 2, "tensors": [], "timeout_s": 0.1})
     with pytest.raises(DeadlineExceeded, match=r"for 2 ranks to connect; ranks \[\] did"):
         engine.receiver.receive()
 
+
+def test_receive_raises_deadline_exceeded_if_a_rank_never_writes() -> None:
     engine = EngineInThread()
-    senders = make_senders([module(0)], engine, timeout_s=0.1)
+    senders = make_senders([make_module(0)], engine, timeout_s=0.1)
     with pytest.raises(DeadlineExceeded, match="for rank 0 to write its weights"):
         engine.receiver.receive()
     senders[0].close()
 
 
+def test_memory_of_the_weights_has_no_name() -> None:
+    engine = EngineInThread()
+    make_senders([make_module(0)], engine)
+    for memory in (engine.receiver._memory, engine.receiver._staging):
+        assert os.readlink(f"/proc/self/fd/{memory.fd}").startswith("/memfd:")
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_shards_tile_every_parameter(world_size: int) -> None:
-    whole = module(2)
+def test_module_weight_source_shards_tile_every_parameter(world_size: int) -> None:
+    whole = make_module(2)
     covered = {name: [0] * p.numel() for name, p in whole.named_parameters()}
     for rank in range(world_size):
         source = ModuleWeightSource(whole, rank, world_size)

@@ -25,7 +25,7 @@ class Tied(torch.nn.Module):
         return self.second(self.first(x))
 
 
-def test_parameters_keep_their_values_and_ties_and_others_can_write_them() -> None:
+def test_share_parameters_keeps_values_and_ties_and_lets_another_mapping_write() -> None:
     model = Tied()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     identities = [id(parameter) for parameter in model.parameters()]
@@ -57,7 +57,7 @@ def place(load: Load) -> list[Piece]:
     return placement.direct
 
 
-def test_slices_and_several_pieces_are_found() -> None:
+def test_place_weights_finds_slices_and_several_pieces() -> None:
     assert place(lambda p, t: p.data[2:6].copy_(t)) == [Piece("w", 0, 24, 2 * 6 * 4, "float32")]
     assert place(lambda p, t: p.data.narrow(0, 4, 4).copy_(t.view(4, 6))) == [Piece("w", 0, 24, 96, "float32")]
     padded = place(lambda p, t: (p.data[:4].copy_(t), p.data[4:].zero_(), p.data[8:].fill_(7)))
@@ -81,7 +81,7 @@ def test_slices_and_several_pieces_are_found() -> None:
         lambda p, t: p.data[:4].copy_(t[:1].expand(4, 6)),  # repeated
     ],
 )
-def test_what_is_not_copied_as_it_is_gets_memory_of_its_own(
+def test_place_weights_stages_a_tensor_that_is_not_copied_unchanged(
     load: Load,
 ) -> None:
     assert place(load) == []

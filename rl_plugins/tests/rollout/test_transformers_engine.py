@@ -40,7 +40,7 @@ def next_token_logits(model: torch.nn.Module, prompt: list[int], response: list[
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
-def test_log_probs_are_those_of_a_plain_forward(
+def test_generate_returns_the_log_probs_of_a_plain_forward(
     engine: TransformersRollout, model: torch.nn.Module, temperature: float
 ) -> None:
     sampling = SamplingConfig(max_tokens=9, num_samples=3, temperature=temperature)
@@ -55,8 +55,8 @@ def test_log_probs_are_those_of_a_plain_forward(
         torch.testing.assert_close(torch.tensor(log_probs), chosen, rtol=0, atol=1e-5)
 
 
-def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(engine: TransformersRollout) -> None:
-    sampling = SamplingConfig(max_tokens=8, num_samples=2)
+def test_generate_with_a_seed_does_not_depend_on_the_rest_of_the_batch(engine: TransformersRollout) -> None:
+    sampling = SamplingConfig(max_tokens=5, num_samples=2)
     together = engine.generate(PROMPTS, sampling, [5, 6, 7, 8]).responses()
     for index, prompt in enumerate(PROMPTS):
         assert engine.generate([prompt], sampling, [5 + index]).responses() == together[2 * index : 2 * index + 2]
@@ -68,7 +68,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(engine: Tran
 
 
 @pytest.mark.parametrize("seeded", [True, False])
-def test_draws_follow_the_distribution(seeded: bool) -> None:
+def test_draw_follows_the_distribution(seeded: bool) -> None:
     count = 20_000
     log_probs = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]).log()
     torch.manual_seed(0)
@@ -80,14 +80,16 @@ def test_draws_follow_the_distribution(seeded: bool) -> None:
     assert ((frequencies - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt()).all()
 
 
-def test_greedy_takes_the_most_likely_token(engine: TransformersRollout, model: torch.nn.Module) -> None:
+def test_generate_at_temperature_0_takes_the_most_likely_token(
+    engine: TransformersRollout, model: torch.nn.Module
+) -> None:
     generations = engine.generate(PROMPTS, SamplingConfig(max_tokens=6, temperature=0.0), None)
     for prompt, response in zip(PROMPTS, generations.responses(), strict=True):
         assert response == next_token_logits(model, prompt, response).argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (-1, 0.5), (20, 0.3), (1, 1.0), (1000, 1.0), (-1, 1e-6)])
-def test_top_k_and_top_p_keep_the_most_likely_tokens_and_are_normalised(top_k: int, top_p: float) -> None:
+def test_processed_log_probs_keep_top_k_and_top_p_tokens_and_are_normalised(top_k: int, top_p: float) -> None:
     logits = 2 * torch.randn(6, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sampling = SamplingConfig(max_tokens=1, top_k=top_k, top_p=top_p, temperature=0.8)
     processed = _processed_log_probs(logits, sampling)
@@ -106,7 +108,7 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens_and_are_normalised(top_k: i
         assert result == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def test_stop_tokens_end_a_response_and_belong_to_it(engine: TransformersRollout) -> None:
+def test_stop_token_ids_end_a_response_and_belong_to_the_response(engine: TransformersRollout) -> None:
     free = engine.generate(PROMPTS, SamplingConfig(max_tokens=8), [1, 2, 3, 4]).responses()
     stops = (free[0][2], free[1][0])
     sampling = SamplingConfig(max_tokens=8, stop_token_ids=stops)
@@ -119,7 +121,7 @@ def test_stop_tokens_end_a_response_and_belong_to_it(engine: TransformersRollout
     assert [len(p) for p in stopped.response_log_probs()] == stopped.lengths.tolist()
 
 
-def test_no_prompts_give_no_responses(engine: TransformersRollout) -> None:
+def test_generate_without_prompts_returns_no_responses(engine: TransformersRollout) -> None:
     no_seeds: list[int] = []
     for seeds in (None, no_seeds):
         generations = engine.generate([], SamplingConfig(max_tokens=4, num_samples=2), seeds)
@@ -127,12 +129,12 @@ def test_no_prompts_give_no_responses(engine: TransformersRollout) -> None:
         assert generations.finish_reasons == []
 
 
-def test_stop_strings_are_refused(engine: TransformersRollout) -> None:
+def test_generate_refuses_stop_strings(engine: TransformersRollout) -> None:
     with pytest.raises(ConfigError, match="stop_token_ids"):
         engine.generate(PROMPTS, SamplingConfig(max_tokens=4, stop=("END",)), None)
 
 
-def test_new_weights_and_their_version_are_used(tmp_path: Path) -> None:
+def test_update_weights_changes_the_weights_and_the_version(tmp_path: Path) -> None:
     engine = TransformersRollout(str(save_tiny_policy(tmp_path, initializer_range=0.1)))
     engine.connect(0, 1)
     sampling = SamplingConfig(max_tokens=5, temperature=0.0)

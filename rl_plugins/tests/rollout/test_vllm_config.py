@@ -11,7 +11,7 @@ from rl_plugins.rollout.vllm.config import VLLMConfig
 
 
 @pytest.mark.parametrize(("device", "transport"), [("cpu", "ipc"), ("cpu", "nccl"), ("cuda", "shared_memory")])
-def test_a_transport_that_the_device_does_not_have_is_refused(device: Any, transport: Any) -> None:
+def test_vllm_config_refuses_a_transport_that_the_device_does_not_support(device: Any, transport: Any) -> None:
     with pytest.raises(
         ConfigError, match=rf"rollout\.transport={transport} does not run with rollout\.device={device}"
     ):
@@ -27,7 +27,7 @@ def test_a_transport_that_the_device_does_not_have_is_refused(device: Any, trans
         ("cuda", "nccl", "nccl"),
     ],
 )
-def test_the_backend_follows_the_device(device: Any, transport: Any, backend: str) -> None:
+def test_backend_of_auto_transport_follows_the_device(device: Any, transport: Any, backend: str) -> None:
     config = VLLMConfig("m", device=device, transport=transport)
     assert config.backend == backend
     arguments = config.engine_arguments()
@@ -36,7 +36,7 @@ def test_the_backend_follows_the_device(device: Any, transport: Any, backend: st
     assert arguments["logprobs_mode"] == "processed_logprobs"
 
 
-def test_a_cpu_engine_keeps_plain_weights_and_one_thread() -> None:
+def test_engine_on_cpu_has_plain_weights_and_one_thread() -> None:
     config = VLLMConfig("m", cpu_kv_cache_gib=3)
     assert config.engine_arguments()["quantization"] == "plain_weights"
     assert config.environment["OMP_NUM_THREADS"] == "1"
@@ -45,7 +45,7 @@ def test_a_cpu_engine_keeps_plain_weights_and_one_thread() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_engine_of_several_processes_has_an_executor_of_ours(device: Any) -> None:
+def test_engine_arguments_name_our_executor_if_tensor_parallel(device: Any) -> None:
     assert "distributed_executor_backend" not in VLLMConfig("m", device=device).engine_arguments()
     arguments = VLLMConfig("m", device=device, tensor_parallel_size=2).engine_arguments()
     assert arguments["distributed_executor_backend"] == "rl_plugins.rollout.vllm.processes.OneForAllExecutor"

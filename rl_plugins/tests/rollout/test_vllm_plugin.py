@@ -39,7 +39,7 @@ def close(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 3, 70])
-def test_products_are_those_of_the_weight(dtype: torch.dtype, tokens: int) -> None:
+def test_packed_products_equal_the_product_with_the_weight(dtype: torch.dtype, tokens: int) -> None:
     layer = Layer(48, 80, dtype)
     x, bias = torch.randn(tokens, 48).to(dtype), torch.randn(80).to(dtype)
     assert close(layer(x), x, layer.weight)
@@ -48,14 +48,14 @@ def test_products_are_those_of_the_weight(dtype: torch.dtype, tokens: int) -> No
 
 
 @pytest.mark.parametrize("tokens", [1, 70])
-def test_without_fast_products_nothing_is_packed(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+def test_packed_products_pack_nothing_without_avx512_bf16(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     layer, x = Layer(48, 80, torch.bfloat16), torch.randn(tokens, 48).bfloat16()
     assert torch.equal(layer(x), nn.functional.linear(x, layer.weight))
     assert layer.packed is None
 
 
-def test_an_update_in_place_reaches_products() -> None:
+def test_finish_weight_update_drops_the_packed_copies_of_old_weights() -> None:
     model: Any = nn.Sequential(Layer(48, 80, torch.bfloat16), nn.ReLU(), Layer(80, 16, torch.bfloat16))
     x = torch.randn(5, 48).bfloat16()
     before = model(x)
@@ -69,7 +69,7 @@ def test_an_update_in_place_reaches_products() -> None:
     assert not torch.equal(model(x), before)
 
 
-def test_packed_copies_are_given_back_to_the_machine() -> None:
+def test_give_up_packed_frees_the_memory_of_the_packed_copies() -> None:
     layers = [Layer(512, 2048, torch.float32) for _ in range(16)]
     model, x = nn.ModuleList(layers), torch.randn(4, 512)
     weights = sum(layer.weight.nbytes for layer in layers)

@@ -1,55 +1,74 @@
-"""A process of vLLM that ends takes the others with it."""
+"""A process of a vLLM engine ends when another process of the engine has ended."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-ENDS = """
-import multiprocessing, time
-from rl_plugins.rollout.vllm.processes import end_with
-if __name__ == "__main__":
-    other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
-    other.start()
-    end_with([process.sentinel for process in multiprocessing.active_children()], unless=lambda: {stays})
-    other.kill()
-    other.join()
-    time.sleep(2)
-    print("goes on")
+from rl_plugins.tests.patience import patient
+
+# Importing vLLM takes many seconds, and these modules use no more of it than this.
+STUBS = """
+import sys
+from types import SimpleNamespace
+class EngineDeadError(Exception): pass
+sys.modules["vllm.v1.executor.multiproc_executor"] = SimpleNamespace(MultiprocExecutor=object)
+sys.modules["vllm.inputs.engine"] = SimpleNamespace(tokens_input=lambda prompt: prompt)
+sys.modules["vllm.v1.engine.exceptions"] = SimpleNamespace(EngineDeadError=EngineDeadError)
 """
 
-DIES = """
+END_WITH = """
+import multiprocessing, signal, threading
+from rl_plugins.rollout.vllm.processes import end_with
+other = multiprocessing.get_context("fork").Process(target=signal.pause)
+other.start()
+end_with([process.sentinel for process in multiprocessing.active_children()], unless=lambda: {unless})
+(watching,) = [thread for thread in threading.enumerate() if thread.name == "end-with-other-processes"]
+assert watching.is_alive()
+other.kill()
+watching.join()
+print("goes on")
+"""
+
+DEAD_ENGINE = """
 import asyncio
 from rl_plugins.rollout.vllm.engine_loop import EngineLoop
-from vllm import SamplingParams
-from vllm.v1.engine.exceptions import EngineDeadError
 
 class Engine:
     def add_request(self, *arguments, **options): pass
     def abort_request(self, names): pass
     def step(self): raise EngineDeadError
 
-class LLM:
-    llm_engine = Engine()
-
 async def sample():
-    loop = EngineLoop(LLM())
-    loop.start({"one": ([1], SamplingParams())})
+    loop = EngineLoop(SimpleNamespace(llm_engine=Engine()))
+    loop.start({"one": ([1], None)})
     await loop.wait(["one"], ["one"], 1)
 
 asyncio.run(sample())
+print("goes on")
 """
 
 
-@pytest.mark.parametrize(("script", "code"), [(ENDS.format(stays=False), 1), (ENDS.format(stays=True), 0), (DIES, 1)])
-def test_a_process_ends_with_the_others_of_its_engine(script: str, code: int, tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(script)
-    ended = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == code, ended.stderr
-    assert ended.stdout == ("" if code else "goes on\n")
-    # It ends, without an error of its own.
-    assert "Traceback" not in ended.stderr
+def run_script(script: str) -> SimpleNamespace:
+    """Exit code and standard output of a process that runs a script; none may end with an error of its own."""
+    ended = subprocess.run(
+        [sys.executable, "-c", STUBS + script], capture_output=True, text=True, timeout=patient(60), check=False
+    )
+    assert "Traceback" not in ended.stderr, ended.stderr
+    return SimpleNamespace(code=ended.returncode, output=ended.stdout)
+
+
+@pytest.mark.parametrize(("unless", "code", "output"), [(False, 1, ""), (True, 0, "goes on\n")])
+def test_end_with_ends_the_process_after_another_has_ended_unless_told_to_stay(
+    unless: bool, code: int, output: str
+) -> None:
+    ended = run_script(END_WITH.format(unless=unless))
+    assert (ended.code, ended.output) == (code, output)
+
+
+def test_engine_loop_ends_the_process_if_the_engine_is_dead() -> None:
+    ended = run_script(DEAD_ENGINE)
+    assert (ended.code, ended.output) == (1, "")
