@@ -1,81 +1,284 @@
 """Processes for tests that need several ranks, or one with a process group and a DeepSpeed of its own.
 
 They are forked from a server that has imported what takes its time to import and has done nothing else: a process that
-has run a backward pass or an OpenMP loop must not fork.
+has run a backward pass or an OpenMP loop must not fork. They stay until the end of the test run, and are sent one
+function after the other: process groups and DeepSpeed's backend are made once. After each function the process is set
+back, see `rank_state.py`. When a rank fails or hangs, all of them are killed, and the next function gets new ones.
 """
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import multiprocessing
 import os
 import pickle
-import socket
+import queue
+import resource
+import signal
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.tests.patience import patient
+
 _IMPORTED = [
-    "deepspeed", "lightning.pytorch", "rl_plugins.strategies.zero", "rl_plugins.tests.stages.canned",
-    "rl_plugins.tests.exact_norms",
+    "deepspeed", "lightning.pytorch", "rl_plugins.strategies.fsdp", "rl_plugins.strategies.zero",
+    "rl_plugins.tests.rank_state", "rl_plugins.tests.stages.canned",
 ]  # fmt: skip
+_START_S = 120.0
+# What the other ranks still have to say after one has failed: their collectives fail at once.
+_AFTER_FAILURE_S = 20.0
+
+_resident: dict[int, _Ranks] = {}
+_context = multiprocessing.get_context("forkserver")
+
+
+def start_server() -> None:
+    """Start the process that the ranks are forked from, without waiting for its imports."""
+    # DeepSpeed chooses its accelerator when it is imported.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    _context.set_forkserver_preload(_IMPORTED)
+    forkserver.ensure_running()
+
+
+@cache
+def await_server() -> None:
+    """Wait for the imports of the process that the ranks are forked from."""
+    start_server()
+    process = _context.Process(target=_nothing)
+    process.start()
+    process.join()
+
+
+def _nothing() -> None:
+    pass
 
 
 def run_ranks(
-    function: Callable[..., Any], *arguments: Any, world_size: int = 2, timeout_s: float = 250
+    function: Callable[..., Any], *arguments: Any, world_size: int = 2, timeout_s: float = 250, fresh: bool = False
 ) -> list[tuple[Any, str]]:
     """`function(rank, *arguments)` in `world_size` processes of one thread; what each returned and printed.
 
-    RANK, WORLD_SIZE and a free port on this machine are in the environment of each, as nodes of one process.
+    The ranks have a process group over gloo. RANK, WORLD_SIZE and the group's port on this machine are in the
+    environment of each, as nodes of one process.
+
+    Args:
+        function: What each rank runs; a function of a module.
+        arguments: Its further arguments.
+        world_size: Number of ranks.
+        timeout_s: Deadline, before `TEST_TIME_SCALE`.
+        fresh: Whether the processes are new ones that have no process group yet.
+
+    Raises:
+        AssertionError: If a rank failed or did not end before the deadline; with the output of all ranks.
     """
-    # DeepSpeed chooses its accelerator when it is imported.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
-    with tempfile.TemporaryDirectory() as name:
-        files = [Path(name) / f"rank{rank}" for rank in range(world_size)]
-        processes = [
-            context.Process(
-                target=_rank,
-                args=(function, rank, arguments, meeting | {"RANK": str(rank), "NODE_RANK": str(rank)}, file),
-                daemon=True,
+    if fresh:
+        ranks = _Ranks(world_size, with_group=False)
+        try:
+            return ranks.run(function, arguments, timeout_s)
+        finally:
+            ranks.end()
+    if world_size not in _resident:
+        _resident[world_size] = _Ranks(world_size, with_group=True)
+    try:
+        return _resident[world_size].run(function, arguments, timeout_s)
+    except BaseException:
+        _resident.pop(world_size).kill()
+        raise
+
+
+@atexit.register
+def _end_resident() -> None:
+    for ranks in _resident.values():
+        ranks.end()
+    _resident.clear()
+
+
+class _Ranks:
+    """The parent's side of some ranks."""
+
+    def __init__(self, world_size: int, *, with_group: bool) -> None:
+        start_server()
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._logs = [Path(self._folder.name) / f"rank{rank}.log" for rank in range(world_size)]
+        self._processes, self._connections = [], []
+        for rank, log in enumerate(self._logs):
+            mine, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve, args=(rank, world_size, with_group, theirs, str(log)), daemon=True
             )
-            for rank, file in enumerate(files)
-        ]
-        for process in processes:
             process.start()
-        for process in processes:
-            process.join(timeout_s)
-        for process in processes:
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(mine)
+        # The first rank chooses a port.
+        if not self._connections[0].poll(patient(_START_S)):
+            raise AssertionError(f"rank 0 did not start within {patient(_START_S):g} s")
+        try:
+            port = self._connections[0].recv()
+        except EOFError:
+            raise AssertionError(f"rank 0 did not start:\n{self._logs[0].read_text()}") from None
+        for connection in self._connections[1:]:
+            connection.send(port)
+
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> list[tuple[Any, str]]:
+        """See `run_ranks`."""
+        call = pickle.dumps((function, arguments))
+        for connection in self._connections:
+            connection.send_bytes(call)
+        results, failed = self._results(timeout_s)
+        late = [rank for rank in range(len(self._logs)) if rank not in results and rank not in failed]
+        for rank in late:
+            self._dump_stacks(rank)
+        printed = [log.read_text(errors="replace") for log in self._logs]
+        if failed or late:
+            first = (failed + late)[0]
+            what = "failed" if failed else f"did not end within {patient(timeout_s):g} s"
+            others = [rank for rank in range(len(self._logs)) if rank != first]
+            outputs = [f"--- rank {rank}\n{printed[rank]}" for rank in [first, *others]]
+            raise AssertionError("\n".join([f"rank {first} {what} in {function.__qualname__}:", *outputs]))
+        return [(pickle.loads(results[rank]), text) for rank, text in enumerate(printed)]
+
+    def _results(self, timeout_s: float) -> tuple[dict[int, bytes], list[int]]:
+        """What ranks have returned, pickled, and the ranks that ended without a result, in their order in time."""
+        results: dict[int, bytes] = {}
+        failed: list[int] = []
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + patient(timeout_s)
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    results[rank] = connection.recv_bytes()
+                except (EOFError, ConnectionResetError):
+                    failed.append(rank)
+                    deadline = min(deadline, time.monotonic() + patient(_AFTER_FAILURE_S))
+        return results, failed
+
+    def _dump_stacks(self, rank: int) -> None:
+        """Have a rank that hangs write where it is, which ends it."""
+        process = self._processes[rank]
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGABRT)
+        process.join(patient(_AFTER_FAILURE_S))
+
+    def kill(self) -> None:
+        """End them at once."""
+        for process in self._processes:
             process.kill()
-        printed = [file.with_suffix(".log").read_text() for file in files]
-        for rank, process in enumerate(processes):
-            assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}:\n{printed[rank]}"
-        return [(pickle.loads(file.read_bytes()), text) for file, text in zip(files, printed, strict=True)]
+        self.end()
+
+    def end(self) -> None:
+        """End them when they have done what they do; they may have something to write, such as their coverage."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(patient(_AFTER_FAILURE_S))
+            process.kill()
+            process.join()
+        self._folder.cleanup()
 
 
-def _rank(
-    function: Callable[..., Any], rank: int, arguments: tuple[Any, ...], environment: dict[str, str], file: Path
-) -> None:
+def _serve(rank: int, world_size: int, with_group: bool, connection: Connection, log: str) -> None:
+    """The process of a rank: one function after the other, until the parent closes the connection."""
     import torch
+    import transformers
 
     from rl_plugins.tests.exact_norms import exact_norms
+    from rl_plugins.tests.rank_state import RankState
+    from rl_plugins.tests.stages import canned
 
-    log = os.open(file.with_suffix(".log"), os.O_CREAT | os.O_WRONLY)
+    _print_to(log)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)
+    # They hold semaphores, which a process that is killed does not give back.
+    transformers.logging.disable_progress_bar()
+    # In a process group transformers writes on rank 0 alone, and each rank has a folder of its own.
+    canned.other_model()
+    _join(rank, world_size, with_group, connection)
+    calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    idle = threading.Event()
+    idle.set()
+    threading.Thread(target=_receive, args=(connection, calls, idle), daemon=True).start()
+    state = RankState()
+    with exact_norms():
+        while (call := calls.get()) is not None:
+            _print_to(log)
+            try:
+                function, arguments = pickle.loads(call)
+                result = pickle.dumps(function(rank, *arguments))
+                del function, arguments
+                state.restore()
+            except BaseException:
+                traceback.print_exc()
+                _flush()
+                # The parent takes the end of the process for its failure, and so do the other ranks.
+                os._exit(1)
+            _flush()
+            idle.set()
+            connection.send_bytes(result)
+
+
+def _join(rank: int, world_size: int, with_group: bool, connection: Connection) -> None:
+    """Agree on a port with the other ranks, through the parent, and make the process group."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore, init_process_group
+
+    address = "127.0.0.1"
+    if rank == 0:
+        store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        port = store.port
+        if not with_group:
+            # The function makes a group, with a store at this port.
+            del store
+        connection.send(port)
+    else:
+        port = connection.recv()
+    os.environ |= {
+        "MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "RANK": str(rank),
+        "NODE_RANK": str(rank), "LOCAL_RANK": "0",
+    }  # fmt: skip
+    if with_group:
+        if rank:
+            store = TCPStore(address, port, is_master=False)
+        timeout = timedelta(seconds=patient(250))
+        init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _receive(connection: Connection, calls: queue.SimpleQueue[bytes | None], idle: threading.Event) -> None:
+    """Pass calls on; without a parent the process ends, whatever it is doing."""
+    try:
+        while True:
+            call = connection.recv_bytes()
+            idle.clear()
+            calls.put(call)
+    except (EOFError, ConnectionResetError):
+        if not idle.is_set():
+            os._exit(1)
+        calls.put(None)
+
+
+def _print_to(file: str) -> None:
+    """Let the output of this process begin anew, in a file."""
+    log = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    try:
-        with exact_norms():
-            result = function(rank, *arguments)
-    except BaseException:
-        traceback.print_exc()
-        raise
-    file.write_bytes(pickle.dumps(result))
+    os.close(log)
+    # Where the stacks of a rank that hangs or crashes are written.
+    faulthandler.enable(sys.stderr)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -123,7 +123,6 @@ def test_without_a_policy_checkpoint_there_is_nothing_to_save_with(tmp_path: Pat
 
 
 def stop_on_one_rank(rank: int, folder: Path) -> int:
-    torch.distributed.init_process_group("gloo")
     others = [] if rank == 0 else [AfterStep([2], lambda *_: os.kill(os.getpid(), signal.SIGTERM))]
     if rank == 0:
         # The request of the other rank is there when this one looks.

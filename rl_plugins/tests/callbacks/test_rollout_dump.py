@@ -81,7 +81,6 @@ def test_another_stage_is_refused(tmp_path: Path) -> None:
 
 
 def dump_on_ranks(rank: int, folder: Path) -> list[Any]:
-    torch.distributed.init_process_group("gloo")
     stage = build_stage(STEPS)
     strategy = canned.AllReduceStrategy(rank, 2, rollout=canned.CannedRollout())
     train(stage, [RolloutDump(folder, keep_last=9)], strategy=strategy)

@@ -6,7 +6,6 @@ ranks, are those of all samples.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ def check(rank: int, mesh: DeviceMesh, model: Any, *, head_is_last: bool = True,
 
 
 def check_rank(rank: int) -> None:
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (2,))
     module.CHUNK_ELEMENTS = 3 * 97
     for tied, options in ((True, {"entropy_gradient": True}), (False, {}), (True, {"packed": True})):

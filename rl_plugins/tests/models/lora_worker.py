@@ -116,7 +116,6 @@ def check_checkpoint(engine: Any, folder: Path) -> None:
 
 
 def check_rank(rank: int, policy: str, folder: Path) -> None:
-    torch.distributed.init_process_group("gloo")
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     # Ranks whose random states differ have one adapter all the same: rank 0's.
     torch.manual_seed(rank)

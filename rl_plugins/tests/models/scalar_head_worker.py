@@ -25,7 +25,6 @@ def whole(model: Any, name: str) -> torch.Tensor:
 
 
 def check_rank(rank: int, precision: str, policy: str, folder: Path) -> None:
-    torch.distributed.init_process_group("gloo")
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     keep_alive = HfDeepSpeedConfig(config_of(precision))

@@ -352,7 +352,6 @@ def rank_results(rank: int, cases: dict[str, tuple[Algorithm, int]]) -> dict[str
     """`gradients` of every case, as one of two ranks."""
     # Among several ranks, only the first would write the model.
     other_model()
-    torch.distributed.init_process_group("gloo")
     # Uneven micro-batches: the ranks' own budgets would give different numbers of them.
     return {
         name: gradients(algorithm, tokens_per_micro_batch=45, updates_per_step=updates, rank=rank, world_size=2)

@@ -131,7 +131,6 @@ def rank_results(rank: int) -> dict[str, Any]:
     """`gradients` and `validation` of every case, as one of two ranks."""
     # In a process group transformers writes on rank 0 alone; each rank has a folder of its own.
     canned.other_model()
-    torch.distributed.init_process_group("gloo")
     return {
         case: (
             # Uneven micro-batches: the ranks' own budgets would give different numbers of them.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
@@ -137,7 +136,6 @@ def rank_results(rank: int) -> dict[str, Any]:
     """The gradients of every case, as one of two ranks."""
     # In a process group transformers writes on rank 0 alone; each rank has a folder of its own.
     canned.other_model()
-    torch.distributed.init_process_group("gloo")
     # Uneven micro-batches: the ranks' own budgets would give different numbers of them.
     options: dict[str, Any] = {"tokens_per_micro_batch": 45, "rank": rank, "world_size": 2}
     results: dict[str, Any] = {case: gradients(case, **options) for case in ON_TWO_RANKS}

@@ -91,7 +91,6 @@ def test_critic_learner_gets_the_weights_of_the_critic_in_the_workers() -> None:
 
 
 def rank_of_two(rank: int, path: str, steps: list[Experience]) -> tuple[dict[str, Tensor], list[float]]:
-    torch.distributed.init_process_group("gloo")
     # Adapters come into being by random numbers; those of the first are everyone's.
     adapted = CriticLearner(training(path=path, config=CriticConfig(lora=LoraConfig(rank=2)), seed=rank))
     learner = CriticLearner(training(path=path))

@@ -82,7 +82,6 @@ def train(rank: int, world_size: int, algorithm: Algorithm | None = None, share:
 
 def as_a_rank(rank: int) -> tuple[Any, Any, Any]:
     canned.other_model()
-    torch.distributed.init_process_group("gloo")
     return train(rank, 2)
 
 

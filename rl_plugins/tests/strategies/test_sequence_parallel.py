@@ -64,7 +64,6 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 
 
 def compare(rank: int, options: dict[str, Any], dtype: torch.dtype, checkpointing: bool) -> None:
-    torch.distributed.init_process_group("gloo")
 
     def expected(rows: list[dict[str, Any]]) -> tuple[Tensor, list[Tensor]]:
         """The logits of this rank's row, and the gradient of all ranks'."""
