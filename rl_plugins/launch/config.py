@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -83,10 +84,10 @@ def parse_config(values: Any) -> RecipeConfig:
     try:
         # As plain values: Hydra's `+key=value` lets unknown keys into what it composes.
         plain = OmegaConf.to_container(values) if OmegaConf.is_config(values) else values
-        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RecipeConfig), plain))
+        config: Any = OmegaConf.to_object(OmegaConf.merge(_schema(), plain))
         config.data.mixture = _parse_mixture(config.data.mixture)
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, lambda: keys_of(OmegaConf.structured(RecipeConfig)))) from None
+        raise ConfigError(explain(error, lambda: keys_of(_schema()))) from None
     # MLflow sets the variable itself for what comes after it in a process, such as another run.
     config.tracking.uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or None
     # Ray's workers have working directories of their own.
@@ -108,6 +109,13 @@ def parse_config(values: Any) -> RecipeConfig:
     return cast(RecipeConfig, config)
 
 
+@cache
+def _schema() -> Any:
+    """The schema as OmegaConf reads it; who merges into it gets a copy."""
+    return OmegaConf.structured(RecipeConfig)
+
+
+@cache
 def register_schema() -> None:
     """Make `RecipeConfig` known to Hydra as `recipe_schema`, the first entry of every recipe's defaults."""
     from hydra.core.config_store import ConfigStore

@@ -26,7 +26,7 @@ def explain(error: BaseException, known_keys: Callable[[], list[str]] = list) ->
         known_keys: gives every key there is, to name the nearest one to an unknown key.
     """
     from hydra.errors import MissingConfigException, OverrideParseException
-    from omegaconf.errors import MissingMandatoryValue, ValidationError
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
     if isinstance(error, OverrideParseException):
         return _unreadable(str(error.override))
@@ -40,7 +40,8 @@ def explain(error: BaseException, known_keys: Callable[[], list[str]] = list) ->
         return _no_such_file(error)
     if "Config group override" in str(error):
         return "a group, such as algorithm or reward, takes the name of one of its files: --help lists them"
-    cause = error.__cause__ or error
+    # An error of OmegaConf names the option; it has a cause under debuggers only, and that names nothing.
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error
     key = getattr(cause, "full_key", None) or _overridden(error)
     if isinstance(cause, MissingMandatoryValue):
         return f"option {key!r} has no value{_meaning(cause)}: add {key}=... to the command line"

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class PipelineConfig:
     stages: dict[str, StageOptions] = field(default_factory=dict)
 
 
+@cache
 def register_schema() -> None:
     """Make `PipelineConfig` known to Hydra as `pipeline_schema`, the first entry of a pipeline's defaults."""
     from hydra.core.config_store import ConfigStore

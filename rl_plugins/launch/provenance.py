@@ -14,7 +14,9 @@ from rl_plugins.run_folder import RunFolder
 
 def write_provenance(folder: RunFolder) -> None:
     """Write `environment.txt`, and `git.json` and `git.diff` where the working directory is a project of git."""
-    installed = {f"{found.name}=={found.version}" for found in importlib.metadata.distributions()}
+    # Each look at `metadata` reads its file again.
+    metadata = [found.metadata for found in importlib.metadata.distributions()]
+    installed = {f"{fields['Name']}=={fields['Version']}" for fields in metadata}
     head = [f"# python {platform.python_version()} on {platform.platform()}", f"# {' '.join(sys.argv)}"]
     folder.environment.write_text("\n".join([*head, *sorted(installed, key=str.lower), ""]), encoding="utf-8")
     state = git_state(Path.cwd())
