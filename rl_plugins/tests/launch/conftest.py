@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+
+from rl_plugins.launch import command_line, pipeline
+from rl_plugins.tests.launch.configurations import compose_config_once
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}<|end|>"
 USERS_ONLY = (
@@ -91,3 +96,18 @@ def workplace(tmp_path_factory) -> Path:
     (folder / "outputs" / "through" / "policy").mkdir(parents=True)
     (folder / "outputs" / "old" / "metrics.jsonl").write_text("")
     return folder
+
+
+@pytest.fixture
+def refused_address() -> Iterator[str]:
+    """An address of this machine where nothing listens, and no other process can listen meanwhile."""
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{unheard.getsockname()[1]}"
+
+
+@pytest.fixture
+def _composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the commands compose each recipe once for all tests; Hydra takes long, and the result is only read."""
+    for module in (command_line, pipeline):
+        monkeypatch.setattr(module, "compose_config", lambda name, overrides: compose_config_once(name, (*overrides,)))

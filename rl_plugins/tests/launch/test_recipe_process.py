@@ -1,108 +1,168 @@
-"""A recipe as a process of its own: what it prints, how it ends, and what it has not loaded by then."""
+"""A recipe as a process of its own: the words it prints, its status, and the libraries that it has not loaded."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from rl_plugins.tests.launch.test_bad_input import GOOD
+from rl_plugins.tests.launch.test_bad_input import GOOD, IN_ONE_PROCESS
+from rl_plugins.tests.patience import patient
+from rl_plugins.tests.repository.test_import_weight import HEAVY
 
-GRPO = ["-m", "rl_plugins.recipes.grpo"]
+# Runs one command line after the other in a process that imports the command once.
+COMMANDS = """
+import contextlib, io, json, os, sys
+from rl_plugins.launch import command_line
+
+policies = []
+
+class Watch:
+    "Notes how threads are to wait when something looks for torch, which is not imported by then."
+    def find_spec(name, *_):
+        if name == "torch":
+            policies.append(os.environ.get("OMP_WAIT_POLICY"))
+
+sys.meta_path.insert(0, Watch)
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = arguments
+    policies.clear()
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            command_line.recipe_main("grpo")
+        except SystemExit as end:
+            status = end.code
+    print(json.dumps([status, out.getvalue(), err.getvalue(), [*sys.modules], policies]))
+"""
+REFUSED = {
+    "modl.path=x": "'model.path'",
+    "algorithm=grop": "algorithm 'grop'",
+    "data.train_files=[a": "key=value",
+    "model.path=???": "model.path",
+    "run.steps=0": "run.steps=0",
+    "model.path=./missing": "no such folder",
+    "data.train_files=[bad_row.parquet]": "row 1",
+}
+CHANGED = ["batch.prompts_per_step=7", "algorithm=rloo", "--config-name", "quickstart_grpo"]
+
+
+@dataclass
+class Outcome:
+    """How a command line ended.
+
+    Attributes:
+        status: of the process.
+        out: what it printed.
+        err: what it said on stderr.
+        modules: that the process had loaded by then.
+        policies: values of OMP_WAIT_POLICY whenever the command looked for torch, which was not loaded.
+    """
+
+    status: int
+    out: str
+    err: str
+    modules: list[str]
+    policies: list[str | None]
+
+    @property
+    def loaded(self) -> set[str]:
+        """The heavy libraries that the process has loaded by then."""
+        return set(self.modules) & HEAVY
 
 
 def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    variables = {"RAY_ADDRESS", "OMP_WAIT_POLICY"}
+    environment = {key: value for key, value in os.environ.items() if key not in variables}
     environment["PYTHONPATH"] = str(Path(__file__).parents[3])
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=patient(60))
 
 
-WATCHED = """
-import os, sys
-from rl_plugins.launch import command_line, local
-
-class Watch:
-    def find_spec(name, *_):
-        if name == "torch":
-            print("threads are", os.environ.get("OMP_WAIT_POLICY"))
-
-sys.meta_path.insert(0, Watch)
-local.train = lambda *_: None
-command_line.recipe_main("grpo")
-"""
+def outcomes(command_lines: list[list[str]], cwd: Path) -> list[Outcome]:
+    """Run command lines of the GRPO recipe in one process."""
+    done = python("-c", COMMANDS, json.dumps(command_lines), cwd=cwd)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return [Outcome(*json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def test_threads_of_one_process_are_told_to_wait_before_torch_is_there(workplace, tmp_path):
-    options = [*GOOD, "launcher=local", "rollout.engine=transformers", f"run.output_dir={tmp_path}"]
-    outcome = python("-c", WATCHED, *options, cwd=workplace)
-    assert outcome.returncode == 0, outcome.stderr
-    assert "threads are PASSIVE" in outcome.stdout and "threads are None" not in outcome.stdout
+@pytest.fixture(scope="module")
+def answered(workplace: Path) -> dict[str, Outcome]:
+    """How the command lines ended that something wrong or a question ends early, by their names."""
+    command_lines = {
+        "help": ["--help"],
+        "job": ["--cfg", "job", "--config-name", "gsm8k_grpo"],
+        "difference": ["--cfg", "diff", *CHANGED],
+        "no difference": ["--cfg=diff"],
+        "difference of what is unknown": ["--cfg", "diff", "batch.promts_per_step=7"],
+        "unknown recipe": ["--config-name", "grop"],
+        **{override: [*GOOD, override] for override in REFUSED},
+    }
+    return dict(zip(command_lines, outcomes([*command_lines.values()], workplace), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["modl.path=x"], "'model.path'"),
-        (["model.path=???"], "model.path"),
-        (["data.train_files=[bad_row.parquet]"], "row 1"),
-    ],
-)
-def test_as_a_user_meets_it(overrides, expected, workplace):
-    start = time.monotonic()
-    outcome = python(*GRPO, *GOOD, *overrides, cwd=workplace)
-    assert time.monotonic() - start < 15
+def test_grpo_module_ends_with_one_line_of_error_and_status_2(workplace):
+    outcome = python("-m", "rl_plugins.recipes.grpo", *GOOD, "modl.path=x", cwd=workplace)
     assert outcome.returncode == 2
     assert outcome.stdout == ""
     assert outcome.stderr.startswith("error: ") and outcome.stderr.count("\n") == 1
-    assert expected in outcome.stderr
+    assert "'model.path'" in outcome.stderr
 
 
-@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job", "--config-name", "gsm8k_grpo"]])
-def test_asking_starts_nothing(flags, workplace):
-    outcome = python(*GRPO, *flags, cwd=workplace)
-    assert outcome.returncode == 0, outcome.stderr
-    assert "prompts_per_step: " in outcome.stdout
-    if "gsm8k_grpo" in flags:
-        assert "name: gsm8k_grpo" in outcome.stdout
+def test_recipe_main_ends_with_one_line_of_error_and_status_2(answered):
+    for override, expected in REFUSED.items():
+        outcome = answered[override]
+        assert outcome.status == 2 and outcome.out == "", (override, outcome.status, outcome.out)
+        assert outcome.err.startswith("error: ") and outcome.err.count("\n") == 1, (override, outcome.err)
+        assert expected in outcome.err, (override, outcome.err)
 
 
-def test_what_differs_from_a_recipe(workplace):
-    overrides = ["batch.prompts_per_step=7", "algorithm=rloo", "--config-name", "quickstart_grpo"]
-    lines = python(*GRPO, "--cfg", "diff", *overrides, cwd=workplace).stdout.splitlines()
+def test_recipe_main_names_the_recipes_that_there_are(answered):
+    outcome = answered["unknown recipe"]
+    assert outcome.status == 2 and outcome.err.startswith("error: ") and outcome.err.count("\n") == 1
+    assert "recipe 'grop'" in outcome.err and "gsm8k_grpo" in outcome.err
+
+
+def test_help_and_cfg_job_show_the_options(answered):
+    for flag in ("help", "job"):
+        assert answered[flag].status == 0, answered[flag].err
+        assert "prompts_per_step: " in answered[flag].out
+    assert "name: gsm8k_grpo" in answered["job"].out
+
+
+def test_cfg_diff_shows_the_options_that_differ_from_the_recipe(answered):
+    lines = answered["difference"].out.splitlines()
     assert "batch.prompts_per_step: 7  # recipe: 64" in lines
     assert "algorithm.advantage: rloo  # recipe: grpo" in lines
     assert "algorithm.policy_loss_options.clip_low: (none)  # recipe: 0.2" in lines
     assert not any(line.startswith(("run.", "data.")) for line in lines)
-    assert python(*GRPO, "--cfg=diff", cwd=workplace).stdout == "nothing differs from the recipe\n"
-    refused = python(*GRPO, "--cfg", "diff", "batch.promts_per_step=7", cwd=workplace)
-    assert refused.returncode == 2 and "batch.prompts_per_step" in refused.stderr
+    assert answered["no difference"].out == "nothing differs from the recipe\n"
+    refused = answered["difference of what is unknown"]
+    assert refused.status == 2 and "batch.prompts_per_step" in refused.err
 
 
-LOADED_BY = """
-import sys
-from rl_plugins.launch.command_line import recipe_main
-try:
-    recipe_main("grpo")
-except SystemExit:
-    print(*sys.modules)
-"""
+def test_recipe_main_loads_no_heavy_library_before_the_checks(answered):
+    for name, outcome in answered.items():
+        assert outcome.loaded == set(), name
+    assert "rl_plugins.launch.preflight" in answered["data.train_files=[bad_row.parquet]"].modules
 
 
-@pytest.mark.parametrize(
-    ("override", "forbidden"),
-    [
-        ("data.max_prompt_tokens=2", {"torch"}),
-        ("algorithm.policy_loss_options.dual_clip=1", set()),
-    ],
-)
-def test_nothing_heavy_is_loaded_before_the_checks_have_passed(override, forbidden, workplace):
-    outcome = python("-c", LOADED_BY, *GOOD, override, cwd=workplace)
-    assert override.partition("=")[0].split(".")[-1] in outcome.stderr
-    loaded = set(outcome.stdout.split())
-    assert "rl_plugins.launch.preflight" in loaded
-    assert loaded & ({"deepspeed", "lightning", "mlflow", "ray", "vllm"} | forbidden) == set()
+def test_preflight_loads_no_heavy_library_but_transformers_and_torch(workplace):
+    prompts, algorithm = outcomes(
+        [
+            [*GOOD, "data.max_prompt_tokens=2"],
+            [*GOOD, *IN_ONE_PROCESS, "algorithm.policy_loss_options.dual_clip=1"],
+        ],
+        workplace,
+    )
+    assert prompts.status == 2 and "max_prompt_tokens" in prompts.err
+    assert prompts.loaded <= {"transformers"}
+    assert algorithm.status == 2 and "dual_clip" in algorithm.err
+    assert algorithm.loaded <= {"transformers", "torch"}
+    # Threads of one process are told to wait before torch is there.
+    assert set(algorithm.policies) == {"PASSIVE"}

@@ -1,0 +1,288 @@
+"""Options that a recipe refuses: the overrides, and words that the message must have."""
+
+from __future__ import annotations
+
+Case = tuple[list[str], list[str]]
+
+FILE = ["reward=file", "reward.functions.default.path=rewards.py"]
+
+COMPOSING: dict[str, list[Case]] = {
+    "unknown options": [
+        (["modl.path=x"], ["'modl.path'", "did you mean 'model.path'"]),
+        (["run.step=3"], ["'run.step'", "'run.steps'"]),
+        (["algorithm.clip_hi=1"], ["algorithm.clip_hi", "policy_loss_options.clip_high"]),
+        (
+            ["reward.functions.default={_target_: a.b, value: 1}"],
+            ["'reward.functions.default.value'", "++reward.functions.default=..."],
+        ),
+        (["reward.functions.sums={_target_: a.b}"], ["++reward.functions.sums="]),
+        (["run={stepp: 3}"], ["'run.stepp'", "'run.steps'"]),
+        (["+foo.bar=1"], ["no option 'foo'", "--cfg job"]),
+        (["~algorithm.kll"], ["'algorithm.kll'", "did you mean 'algorithm.kl'"]),
+    ],
+    "types and missing values": [
+        (["run.steps=abc"], ["'run.steps'", "'abc'", "a whole number"]),
+        (["run.steps="], ["'run.steps'", "''", "a whole number"]),
+        (["optimizer.lr=fast"], ["'optimizer.lr'", "'fast'", "a number"]),
+        (["run.resume=maybe"], ["'run.resume'", "'maybe'", "true or false"]),
+        (["optimizer.betas=3"], ["'optimizer.betas'", "a list"]),
+        (["run=3"], ["'run'", "is a group"]),
+        (["run.name='${runn.id}'"], ["'run.name'", "runn.id"]),
+        (["model.path=???"], ["'model.path'", "Hugging Face name or folder", "add model.path="]),
+    ],
+    "groups": [
+        (["algorithm=grop"], ["algorithm 'grop'", "there is: ", "grpo"]),
+        (["algorithm=null"], ["group", "--help"]),
+        (["reward=exact"], ["reward 'exact'", "exact_match"]),
+    ],
+    "syntax": [
+        (["data.train_files=[a"], ["'data.train_files=[a'", "key=value"]),
+        (["foo"], ["'foo'", "key=value"]),
+        (["model.path=/a (b)"], ["'model.path=/a (b)'", "shell's: 'model.path=\"...\"'"]),
+        (["+a.b=/größe"], ["'+a.b=/größe'", "shell's: '+a.b=\"...\"'"]),
+        (["data.train_files=[a#b]"], ["'data.train_files=[a#b]'", "'data.train_files=[\"...\"]'"]),
+        (
+            ["model.path=/a,b"],
+            ["'model.path'", "'/a,b' has a comma", "'model.path=\"...\"'", "'model.path=[...]'", "--multirun"],
+        ),
+    ],
+}  # fmt: skip
+"""Refused by Hydra or by the schema, before any check."""
+
+CHECKS: dict[str, list[Case]] = {
+    "words and numbers": [
+        (["launcher=slurm"], ["launcher=slurm", "ray, local"]),
+        (["launcher=local"], ["launcher=local", "rollout.engine=transformers"]),
+        (["strategy.name=ddp"], ["strategy.name=ddp", "zero, fsdp"]),
+        (
+            ["strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=2", "model.lora.rank=4"],
+            ["model.lora.rank=4", "tensor_parallel=1"],
+        ),
+        (["strategy.tensor_parallel=2"], ["tensor_parallel=2", "strategy.name=fsdp"]),
+        (
+            ["strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=3"],
+            ["tensor_parallel=2", "num_workers=3"],
+        ),
+        (["strategy.sequence_parallel=2", "placement.num_workers=3"], ["sequence_parallel=2", "num_workers=3"]),
+        (
+            [
+                "strategy.name=fsdp", "strategy.tensor_parallel=2", "strategy.sequence_parallel=2",
+                "placement.num_workers=2",
+            ],
+            ["tensor_parallel=2", "sequence_parallel=2", "set one of them to 1"],
+        ),
+        (["strategy.name=fsdp", "strategy.zero_stage=2"], ["zero_stage=2", "name=zero"]),
+        (["run.time_limit=4 hours"], ["run.time_limit=4 hours", "3h50m"]),
+        (["run.time_limit=0m"], ["run.time_limit=0m", "3h50m"]),
+        (["guard.action=panic"], ["guard.action=panic", "warn, stop, roll_back"]),
+        (["guard.kl=-1"], ["guard.kl=-1", "must be above 0, or null"]),
+        (
+            ["run.keep_best=2", "run.eval_every=0"],
+            ["run.keep_best=2", "val/reward", "nothing is validated", "run.eval_every"],
+        ),
+        (["average.keep=1"], ["average.keep=1", "from 0 to below 1"]),
+        (["debug.replay=/"], ["debug.replay=/", "run.eval_every=0"]),
+        (["debug.replay=/not/there", "run.eval_every=0"], ["debug.replay=/not/there", "no such folder"]),
+        (["rollout.transport=tcp"], ["rollout.transport=tcp", "shared_memory"]),
+        (
+            ["model.lora.rank=4", "rollout.lora=adapter", "rollout.sleep=all"],
+            ["rollout.sleep=all", "rollout.sleep=kv_cache", "rollout.lora=merged"],
+        ),
+        (["model.lora.rank=600", "rollout.lora=adapter"], ["rank 512 at most", "600", "rollout.lora=merged"]),
+        (["rollout.sleep=deep"], ["rollout.sleep=deep", "kv_cache, all, none"]),
+        (["rollout.engines=0"], ["rollout.engines=0", "per_worker", "at least 1"]),
+        (["schedule.max_staleness=-1"], ["schedule.max_staleness=-1", "0 or more"]),
+        (["schedule.max_staleness=1", "schedule.ahead=2"], ["schedule.ahead=2", "max_staleness"]),
+        (
+            ["rollout.engine=vllm", "schedule.max_staleness=1", "rollout.sleep=all"],
+            ["rollout.sleep=all", "leave rollout.sleep out"],
+        ),
+        (
+            ["stage=online_preference_optimization", "schedule.max_staleness=1"],
+            ["schedule.max_staleness=1", "not of online_preference_optimization"],
+        ),
+        (["rollout.engines=many"], ["rollout.engines=many", "per_worker"]),
+        (["run.steps=0"], ["run.steps=0", "at least 1"]),
+        (["sampling.temperature=-1"], ["sampling.temperature=-1", "0 or more"]),
+        (
+            ["validation.samples_per_prompt=4"],
+            ["validation.samples_per_prompt=4", "validation.temperature=0", "such as 1"],
+        ),
+        (["sampling.top_p=1.5"], ["sampling.top_p=1.5", "at most 1"]),
+        (["optimizer.lr=nan"], ["optimizer.lr=nan", "0 or more"]),
+        (["placement.num_workers=3"], ["batch.prompts_per_step=32", "make it 33", "num_workers"]),
+        (["batch.updates_per_step=5"], ["batch.updates_per_step=5", "prompts_per_step 35"]),
+    ],
+    "offload": [
+        (["strategy.offload.policy=disk"], ["strategy.offload.policy=disk", "while_sampling, stay, cpu"]),
+        (["strategy.offload.teacher=while_sampling"], ["strategy.offload.teacher", "nvme"]),
+        (["strategy.offload.policy=nvme"], ["strategy.offload.policy=nvme", "strategy.offload.folder"]),
+        (
+            ["strategy.offload.critic=nvme", "strategy.zero_stage=2"],
+            ["strategy.offload.critic=nvme", "strategy.zero_stage=3"],
+        ),
+        (
+            ["strategy.offload.reference=cpu", "strategy.zero_stage=1"],
+            ["strategy.offload.reference=cpu", "strategy.zero_stage=3"],
+        ),
+        (
+            ["launcher=local", "rollout.engine=transformers", "strategy.offload.policy=cpu"],
+            ["strategy.offload.policy=cpu", "launcher=ray"],
+        ),
+    ],
+    "machine": [
+        (
+            ["rollout.cpu_kv_cache_gib=100000"],
+            ["need 100000 GiB", "rollout.engines=1", "rollout.cpu_kv_cache_gib=100000", "GiB of memory: lower"],
+        ),
+        (["placement.teacher.actors=2"], ["placement.teacher.actors=2", "teacher.path", "leave the pool out"]),
+        (
+            ["placement.reference.actors=1", "placement.cpus_per_worker=0.01"],
+            ["placement.reference.actors=1", "never asks a reference"],
+        ),
+        (
+            ["placement.reference.actors=1", "reference.update_every=2"],
+            ["placement.reference.actors=1", "reference.update_every=2", "leave one out"],
+        ),
+        (
+            ["launcher=local", "rollout.engine=transformers", "placement.teacher.actors=1", "teacher.path=model"],
+            ["placement.teacher.actors=1", "launcher=ray"],
+        ),
+        (
+            ["placement.critic.actors=1", "placement.cpus_per_worker=0.01"],
+            ["placement.critic.actors=1", "never asks a critic"],
+        ),
+        (
+            ["algorithm=ppo", "placement.critic.actors=1", "strategy.offload.critic=cpu"],
+            ["placement.critic.actors=1", "leave strategy.offload.critic=cpu out"],
+        ),
+        (
+            ["algorithm=ppo", "launcher=local", "rollout.engine=transformers", "placement.critic.actors=1"],
+            ["placement.critic.actors=1", "launcher=ray"],
+        ),
+        (["placement.critic.deadline_s=0"], ["placement.critic.deadline_s=0", "above 0"]),
+        (["placement.rollout=apart"], ["placement.rollout=apart", "colocated, split"]),
+        (["placement.strategy=TIGHT"], ["placement.strategy=TIGHT", "PACK, SPREAD"]),
+        (["placement.cpus_per_worker=5000"], ["needs 5000 CPUs", "has ", "placement.cpus_per_worker"]),
+    ],
+    "model": [
+        (["model.path=./missing"], ["model.path=./missing", "no such folder"]),
+        (["model.path=nobody/nothing"], ["model.path=nobody/nothing", "no such folder", "correct"]),
+        (["model.path=no_config"], ["no_config", "no config.json"]),
+        (["model.path=few_embeddings"], ["ids up to 256", "100 embeddings"]),
+        (["model.path=no_template"], ["no_template", "no chat template", "instruction-tuned"]),
+        (["sampling.max_tokens=250"], ["data.max_prompt_tokens=26", "takes 256", "lower one"]),
+        (["reference.path=./gone"], ["reference.path=./gone", "no such folder"]),
+        (
+            ["sampling.top_p=0.9", "algorithm.correction=token_tis"],
+            ["sampling.top_p=0.9", "algorithm.correction", "top_p=1"],
+        ),
+        (["algorithm.correction=bypass_token_tis"], ["bypass_token_tis", "policy_loss=reinforce"]),
+        (["model.lora.rank=-1"], ["model.lora.rank=-1", "0 or more"]),
+        (["critic.lora.dropout=1"], ["critic.lora.dropout=1", "from 0 to below 1"]),
+        (["model.lora.target_modules=[1]"], ["model.lora.target_modules=[1]", "all-linear"]),
+        (["run.export_lora=adapter"], ["run.export_lora=adapter", "model.lora.rank"]),
+        (["model.lora.rank=4", "reference.update_every=1"], ["reference.update_every=1", "with its adapter off"]),
+    ],
+    "folders and servers": [
+        (["run.output_dir=rewards.py/out"], ["run.output_dir=", "rewards.py/out", "choose another"]),
+        (["run.name=a/b"], ["run.name=a/b", "run.output_dir"]),
+        (["run.name=old"], ["outputs/old exists", "run.resume=true", "run.name"]),
+        (["run.resume=true"], ["run.resume=true", "no folder", "outputs/grpo", "without run.resume"]),
+        (["run.name=through", "run.resume=true"], ["outputs/through is through", "run.name"]),
+        (["model.path=models:/nobody@champion"], ["model.path=models:/nobody", "no MLflow store"]),
+        (["tracking.register_as=a/b"], ["tracking.register_as=a/b"]),
+        (["tracking.register_as=a", "run.export=false"], ["it needs run.export=true"]),
+        (["tracking.uri=http://localhost:abc"], ["localhost:abc", "tracking.enabled=false"]),
+        (["tracking.uri=sqlite:////gone/a.db"], ["sqlite:////gone/a.db", "folder /gone"]),
+    ],
+    "data": [
+        (["data.train_files=[]"], ["data.train_files is empty", "parquet"]),
+        (["data.train_files=[gone.parquet]"], ["gone.parquet", "no such file", "rl-plugins prepare"]),
+        (["data.val_files=[text.parquet]"], ["text.parquet", "not a readable parquet file"]),
+        (["data.train_files=[no_column.parquet]"], ["no_column.parquet", "'reward_model' is missing"]),
+        (["data.train_files=[bad_row.parquet]"], ["bad_row.parquet, row 1", "'data_source'", "a string"]),
+        (["data.train_files=[few.parquet]"], ["has 1 rows", "batch.prompts_per_step=32", "lower it"]),
+        (["data.max_prompt_tokens=2"], ["data.max_prompt_tokens=2", "raise it"]),
+        (
+            ["data.train_files=[one_long.parquet]", "data.overlong_prompts=error"],
+            ["one_long.parquet, row 0", "81 tokens", "data.max_prompt_tokens=26", "filter"],
+        ),
+        (
+            ["data.mixture={a: {files: [train.parquet]}}"],
+            ["data.mixture and data.train_files both", "leave one of them out"],
+        ),
+        (["data.train_files=[]", "data.mixture={a: {weight: 2}}"], ["data.mixture.a.files is empty", "parquet"]),
+        (
+            ["data.train_files=[]", "data.mixture={a: {files: [train.parquet], weight: 0}}"],
+            ["data.mixture.a.weight=0", "above 0"],
+        ),
+        (["data.train_files=[]", "data.mixture={a: {file: [train.parquet]}}"], ["no option 'data.mixture.a.file'"]),
+        (
+            [
+                "data.train_files=[]", "data.mixture={a: {files: [train.parquet]}, b: {files: [few.parquet]}}",
+                "batch.prompts_per_step=8",
+            ],
+            ["data.mixture.b: 1 rows are too few", "lower its weight"],
+        ),
+        (["data.curriculum.share=1"], ["data.curriculum.share=1", "below 1"]),
+        (
+            ["data.curriculum.share=0.5", "batch.samples_per_prompt=1"],
+            ["data.curriculum.share=0.5", "batch.samples_per_prompt to 2"],
+        ),
+        (["data.curriculum.share=0.5", "stage=sft"], ["data.curriculum.share=0.5", "stage=sft"]),
+        (["data.curriculum.share=0.01", "batch.prompts_per_step=4"], ["share=0.01 of 4 prompts per step is 0"]),
+        (["data.dataset={_target_: no_such.Rows}"], ["data.dataset", "no_such"]),
+    ],
+    "rewards": [
+        (
+            ["~reward.functions.default", "+reward.functions.gsm8k._target_=rl_plugins.rewards.scorers.exact_match"],
+            ["no reward for data_source 'addition'", "'gsm8k'", "default"],
+        ),
+        (["reward.functions.default._target_=no_such.reward"], ["no_such.reward", "no module"]),
+        (
+            ["reward.functions.default._target_=rl_plugins.rewards.scorers.exact_mach"],
+            ["exact_mach", "did you mean 'exact_match'"],
+        ),
+        (["reward=file", "reward.functions.default.path=gone.py"], ["gone.py", "does not exist"]),
+        (FILE, ["rewards.py", "no 'compute_score'", "half"]),
+        (
+            [*FILE, "reward.functions.default.name=raises"],
+            ["reward fails on a sample of data_source 'addition'", "KeyError", "rewards.py"],
+        ),
+        (
+            [*FILE, "reward.functions.default.name=insists"],
+            [
+                "reward fails on a sample", "no turn is left", "return a score when turns_left is 0",
+                "environment.max_turns",
+            ],
+        ),
+        (
+            [*FILE, "reward.functions.default.name=breaks", "environment.max_turns=2"],
+            ["reward fails on a sample", "the content of its answer is of type int, not text"],
+        ),
+        (
+            [*FILE, "reward.functions.default.name=has_tools", "environment.max_turns=2", "model.path=users_only"],
+            ["users_only' refuses a message of the role 'tool'", "no role tool", "answer with a role that it knows"],
+        ),
+        (
+            ["data.train_files=[system.parquet]", "model.path=users_only"],
+            ["system.parquet, row 40", "users_only' refuses", "system, user", "no role system", "Change the messages"],
+        ),
+        (["environment.max_turns=0"], ["environment.max_turns=0", "must be at least 1"]),
+    ],
+    "algorithm": [
+        (["~algorithm._target_"], ["algorithm: must be a mapping with _target_"]),
+        (["algorithm._target_=no_such.Thing"], ["algorithm: ", "no_such"]),
+        (["algorithm.advantage=grop"], ["algorithm.advantage='grop'", "grpo"]),
+        (["algorithm.policy_loss=ppo"], ["algorithm.policy_loss='ppo'", "ppo_clip"]),
+        (["algorithm.aggregation=mean"], ["algorithm.aggregation='mean'", "token-mean"]),
+        (["algorithm.kl.estimator=k9"], ["algorithm.kl.estimator='k9'", "k3"]),
+        (["algorithm.policy_loss_options.clip_high=abc"], ["options.clip_high=abc", "a number"]),
+        (["algorithm.advantage_options.scale=foo"], ["options.scale=foo", "group, batch, none"]),
+        (["+algorithm.advantage_options.scal=none"], ["no option 'scal'", "'scale'"]),
+        (["algorithm.kl.coefficient=abc"], ["algorithm.kl.coefficient=abc", "a number"]),
+        (["algorithm.policy_loss_options.dual_clip=0.5"], ["dual_clip=0.5", "above 1"]),
+    ],
+}  # fmt: skip
+"""Refused by the checks of `run_recipe`."""

@@ -1,0 +1,59 @@
+"""Configurations of recipes in milliseconds, for tests that need many: Hydra composes each recipe once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.config import RecipeConfig, parse_config
+from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
+
+compose_config_once = cache(lambda recipe, overrides: compose_config(recipe, list(overrides)))
+"""`compose_config` with a tuple of overrides; the caller must not change the result."""
+
+
+def configured(recipe: str, *overrides: str) -> RecipeConfig:
+    """Return `parse_config(compose_config(recipe, overrides))`.
+
+    Hydra composes only the overrides that choose a file of a group, add an option or remove one. The others are put
+    into the values that it made.
+    """
+    composed = [override for override in overrides if _is_for_hydra(override)]
+    values = deepcopy(_own_values(recipe, tuple(composed)))
+    others = [override for override in overrides if not _is_for_hydra(override)]
+    for override in OverridesParser.create().parse_overrides(others):
+        *groups, option = override.key_or_group.split(".")
+        node = values
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[option] = override.value()
+    return parse_config(values)
+
+
+def message_of(check: Callable[[], object]) -> str:
+    """Return the message of the ConfigError that a check raises; that nothing is refused if it raises none."""
+    try:
+        check()
+    except ConfigError as error:
+        return str(error)
+    return "nothing is refused"
+
+
+def _is_for_hydra(override: str) -> bool:
+    key = override.partition("=")[0]
+    return key.startswith(("+", "~")) or (CONFIG_FOLDER / key).is_dir()
+
+
+@cache
+def _own_values(recipe: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """The groups of a recipe that differ from the schema: the fewer values, the faster `parse_config`."""
+    defaults: Any = OmegaConf.to_container(OmegaConf.structured(RecipeConfig))
+    values: Any = OmegaConf.to_container(compose_config_once(recipe, overrides))
+    return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.config import parse_config
+from rl_plugins.tests.launch.configurations import configured, message_of
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("grpo", ["guard.kl=1", "run.time_limit=null", "data.train_files=[a.parquet,b.parquet]"]),
+        ("ppo", ["stage=prime", "algorithm=rloo", "algorithm.kl.coefficient=0.5", "critic.path='a b'"]),
+        ("sft", ["data.mixture={a: {files: [a.parquet]}}", "reward=file", "reward.functions.default.path=rewards.py"]),
+        ("grpo", ["~algorithm.kl", "+algorithm.advantage_options.x=1", "++rollout.engines=per_worker"]),
+    ],
+)
+def test_configured_is_what_parse_config_makes_of_the_composed_recipe(recipe, overrides):
+    overrides = ["model.path=model", *overrides]
+    assert configured(recipe, *overrides) == parse_config(compose_config(recipe, overrides))
+
+
+def test_configured_refuses_an_unknown_option():
+    assert message_of(lambda: configured("grpo", "model.path=model", "run.stepz=1")).startswith("there is no option")
