@@ -1,4 +1,4 @@
-"""Files of samples: a killed run goes on to the same file; what does not belong together is refused."""
+"""Files of samples: a killed run goes on to the same file, and files of other settings or rows are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Killed(Exception):
 
 
 class Engine:
-    """Its responses depend on prompt and seed; ends after some calls."""
+    """An engine whose responses depend on prompt and seed, and that is killed after some calls."""
 
     def __init__(self, calls=100):
         self.calls, self.prompts = calls, []
@@ -73,13 +73,13 @@ def make(path, rows, engine, job=JOB, model="name"):
         return list(generate(samples, rows, [[n] for n in range(10)], job, Tokenizer(), engine))
 
 
-def test_a_run_that_was_killed_ends_with_the_same_file(tmp_path, rows):
+def test_generate_resumes_a_killed_run_to_the_same_file(tmp_path, rows):
     whole, broken = tmp_path / "whole.parquet", tmp_path / "broken.parquet"
     assert [made["parts"] for made in make(whole, rows, Engine())] == [1, 2, 3]
     with pytest.raises(Killed):
         make(broken, rows, Engine(calls=2))
     assert not broken.exists()
-    # What a process leaves that was killed while it wrote.
+    # A process that is killed while it writes leaves such a file.
     (tmp_path / "broken.parquet.parts" / ".part_00002.parquet.99.tmp").write_text("half")
     rest = Engine()
     assert [made["parts"] for made in make(broken, rows, rest)] == [1]
@@ -89,7 +89,7 @@ def test_a_run_that_was_killed_ends_with_the_same_file(tmp_path, rows):
     assert make(broken, rows, Engine(calls=0)) == []
 
 
-def test_the_file_holds_the_rows_and_their_samples(tmp_path, rows):
+def test_generate_writes_rows_with_responses(tmp_path, rows):
     engine = Engine()
     make(tmp_path / "s.parquet", rows, engine)
     table = pq.read_table(tmp_path / "s.parquet").to_pylist()
@@ -100,7 +100,7 @@ def test_the_file_holds_the_rows_and_their_samples(tmp_path, rows):
     assert len({tuple(row["responses"]) for row in table}) == 10
 
 
-def test_columns_that_some_rows_lack_are_filled_and_types_that_differ_refused(tmp_path, rows):
+def test_generate_fills_missing_columns_and_refuses_columns_of_two_types(tmp_path, rows):
     mixed = load_rows([{**row, **({"level": n / 2} if n > 7 else {})} for n, row in enumerate(rows)])
     make(tmp_path / "s.parquet", mixed, Engine())
     assert pq.read_table(tmp_path / "s.parquet")["level"].to_pylist() == [None] * 8 + [4.0, 4.5]
@@ -109,7 +109,7 @@ def test_columns_that_some_rows_lack_are_filled_and_types_that_differ_refused(tm
         make(tmp_path / "t.parquet", other, Engine())
 
 
-def test_other_settings_are_refused_by_name(tmp_path, rows):
+def test_open_samples_refuses_other_settings_by_name(tmp_path, rows):
     path = tmp_path / "s.parquet"
     with pytest.raises(Killed):
         make(path, rows, Engine(calls=1))
@@ -125,7 +125,7 @@ def test_other_settings_are_refused_by_name(tmp_path, rows):
         make(tmp_path / "t.parquet", load_rows(path), Engine())
 
 
-def test_another_file_and_another_process_are_left_alone(tmp_path, rows):
+def test_open_samples_refuses_a_foreign_file_and_a_file_in_use(tmp_path, rows):
     foreign = tmp_path / "foreign.parquet"
     foreign.write_text("not parquet")
     with pytest.raises(ConfigError, match=r"foreign.parquet was not made by `rl-plugins generate`"):
@@ -140,7 +140,7 @@ def test_another_file_and_another_process_are_left_alone(tmp_path, rows):
     assert "another process is making it" in other.stderr
 
 
-def test_fingerprint_sees_other_weights_and_not_another_place(tmp_path):
+def test_fingerprint_depends_on_weights_and_not_on_the_folder(tmp_path):
     for name in ("one", "same", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(bytes(10**6 - 1) + bytes([name == "other"]))

@@ -1,4 +1,4 @@
-"""Sampling and scoring hold a few rows at a time, however many there are."""
+"""Sampling and scoring hold a few rows in memory at a time, whatever the number of rows."""
 
 from __future__ import annotations
 
@@ -12,15 +12,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rl_plugins.data import parquet
 from rl_plugins.data.on_disk import Ragged
 from rl_plugins.data.parquet import UNSCORED_COLUMNS, load_rows
+from rl_plugins.evaluation import generation, results
 from rl_plugins.evaluation.generation import Job, generate, open_samples
 from rl_plugins.evaluation.results import evaluate, load_samples
 from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rollout.engine import Generations
 
-ROWS, ROW_BYTES, PART = 8192, 4096, 128
+# Rows are few and large, because the time of the test goes by rows. The library's pieces have fewer rows accordingly.
+FEWER = 8
+ROWS, ROW_BYTES, PART = 8192 // FEWER, 4096 * FEWER, 128 // FEWER
 MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((parquet, "_BATCH_ROWS"), (generation, "_CHUNK"), (results, "_CHUNK")):
+        monkeypatch.setattr(module, name, getattr(module, name) // FEWER)
 
 
 @pytest.fixture
@@ -43,7 +53,7 @@ def prompts(tmp_path: Path) -> Path:
 
 @contextmanager
 def at_most(mebibytes: float) -> Iterator[None]:
-    """Python's objects and Arrow's tables at their peaks; what is mapped from files is neither."""
+    """Limit the sum of the peaks of Python's objects and Arrow's tables; mapped files count as neither."""
     usual = pa.default_memory_pool()
     pool = pa.proxy_memory_pool(usual)
     pa.set_memory_pool(pool)
@@ -68,7 +78,7 @@ class Tokenizer:
         return ["1" * (ROW_BYTES // 2)] * len(responses)
 
 
-def test_sampling_and_scoring(prompts: Path, tmp_path: Path) -> None:
+def test_generate_and_evaluate_hold_few_rows_in_memory(prompts: Path, tmp_path: Path) -> None:
     rows, ids = load_rows(prompts, UNSCORED_COLUMNS), Ragged([[1]] * ROWS)
     job = Job("name", "transformers", "cpu", "float32", 1, 8, 0.0, 1.0, seed=7, prompts_per_part=PART)
     with at_most(24):
@@ -77,5 +87,5 @@ def test_sampling_and_scoring(prompts: Path, tmp_path: Path) -> None:
             assert len(list(generate(samples, rows, ids, job, Tokenizer(), sample))) == ROWS // PART
     scorer = InlineScorer({"_target_": "rl_plugins.rewards.scorers.exact_match"})
     with at_most(36):
-        results = evaluate(load_samples(samples.path), scorer.score, str, right_from=1.0, max_failure_rate=0.0)
-    assert len(results.prompts) == ROWS and results.summary["random"]["mean@1"].value == 0.0
+        found = evaluate(load_samples(samples.path), scorer.score, str, right_from=1.0, max_failure_rate=0.0)
+    assert len(found.prompts) == ROWS and found.summary["random"]["mean@1"].value == 0.0

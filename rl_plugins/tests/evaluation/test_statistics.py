@@ -1,4 +1,4 @@
-"""Estimators against brute force over all subsets, and intervals against what they promise."""
+"""Estimators against brute force over all subsets, and intervals against their coverage."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from rl_plugins.evaluation.answers import final_answer
 from rl_plugins.evaluation.measures import measure, sizes_up_to, summarize
 from rl_plugins.evaluation.statistics import best_at, bootstrap_mean, majority_at, pass_at
+from rl_plugins.tests.cases import case
 
 SCORES = [0.5, -1.0, 2.0, 0.5, 0.0, 1.0]
 ANSWERS = ["a", "b", "c", "a", "b", "b"]
@@ -25,14 +26,15 @@ def vote(indices: tuple[int, ...]) -> float:
     return fmean(fmean(SCORES[i] for i in indices if ANSWERS[i] == winner) for winner in winners)
 
 
-@pytest.mark.parametrize("k", range(1, 7))
-def test_best_and_majority_are_means_over_all_subsets(k):
-    subsets = list(combinations(range(6), k))
-    assert best_at(SCORES, k) == pytest.approx(fmean(max(SCORES[i] for i in subset) for subset in subsets))
-    assert majority_at(SCORES, ANSWERS, k) == pytest.approx(fmean(vote(subset) for subset in subsets))
+def test_best_at_and_majority_at_are_means_over_all_subsets():
+    for k in range(1, 7):
+        with case(f"{k=}"):
+            subsets = list(combinations(range(6), k))
+            assert best_at(SCORES, k) == pytest.approx(fmean(max(SCORES[i] for i in subset) for subset in subsets))
+            assert majority_at(SCORES, ANSWERS, k) == pytest.approx(fmean(vote(subset) for subset in subsets))
 
 
-def test_majority_of_many_samples_is_near_the_mean_over_all_subsets():
+def test_majority_at_of_many_samples_is_near_the_mean_over_all_subsets():
     scores, answers = SCORES * 4, ANSWERS * 4
     # Three of six samples say b, whose mean is 0; the more vote, the surer it wins.
     assert majority_at(scores, answers, 1) == pytest.approx(fmean(SCORES))
@@ -43,20 +45,19 @@ def test_majority_of_many_samples_is_near_the_mean_over_all_subsets():
     assert majority_at(scores, answers, 5) == pytest.approx(others, abs=0.08)
 
 
-@pytest.mark.parametrize(
-    ("n", "c", "k", "expected"), [(10, 0, 5, 0.0), (10, 10, 1, 1.0), (5, 2, 1, 0.4), (5, 2, 2, 0.7), (5, 2, 4, 1.0)]
-)
-def test_pass_at_known_values(n, c, k, expected):
-    assert pass_at(n, c, k) == pytest.approx(expected)
-    assert best_at([1.0] * c + [0.0] * (n - c), k) == pytest.approx(expected)
+def test_pass_at_and_best_at_of_known_values():
+    for n, c, k, expected in [(10, 0, 5, 0.0), (10, 10, 1, 1.0), (5, 2, 1, 0.4), (5, 2, 2, 0.7), (5, 2, 4, 1.0)]:
+        with case(f"{n=}, {c=}, {k=}"):
+            assert pass_at(n, c, k) == pytest.approx(expected)
+            assert best_at([1.0] * c + [0.0] * (n - c), k) == pytest.approx(expected)
 
 
-def test_pass_at_is_the_product_of_the_paper():
+def test_pass_at_equals_the_product_of_the_paper():
     # numpy's form in the paper, listing 1: 1 - prod(1 - k / arange(n - c + 1, n + 1)).
     assert pass_at(200, 13, 100) == pytest.approx(1 - np.prod(1 - 100 / np.arange(200 - 13 + 1, 201)))
 
 
-def test_interval_covers_the_mean_as_often_as_it_says():
+def test_bootstrap_mean_interval_covers_the_mean_in_95_percent_of_cases():
     random = np.random.default_rng(3)
     intervals = [bootstrap_mean(random.binomial(1, 0.3, size=100).tolist()) for _ in range(200)]
     covered = fmean(interval.low <= 0.3 <= interval.high for interval in intervals)
@@ -65,13 +66,13 @@ def test_interval_covers_the_mean_as_often_as_it_says():
     assert width == pytest.approx(2 * 1.96 * math.sqrt(0.3 * 0.7 / 100), rel=0.1)
 
 
-def test_interval_of_one_prompt_and_of_unknown_ones():
+def test_bootstrap_mean_of_one_prompt_and_with_unknown_values():
     one = bootstrap_mean([0.5, math.nan])
     assert (one.value, one.low, one.high, one.prompts) == (0.5, 0.5, 0.5, 1)
     assert bootstrap_mean([0.0, 1.0, 1.0]) == bootstrap_mean([0.0, 1.0, 1.0])
 
 
-def test_failed_samples_take_part_in_nothing():
+def test_measure_and_summarize_leave_out_failed_samples():
     measures = measure([1.0, None, 0.0, None], ["1", "2", "3", "4"], [1, 2, 4], right_from=1.0)
     assert measures["mean@4"] == 0.5 and measures["best@2"] == 1.0 and measures["pass@1"] == 0.5
     assert math.isnan(measures["best@4"]) and math.isnan(measures["maj@4"]) and math.isnan(measures["pass@4"])
@@ -82,7 +83,7 @@ def test_failed_samples_take_part_in_nothing():
     assert summary["y"] == {}
 
 
-def test_sizes():
+def test_sizes_up_to_doubles_and_ends_with_the_number_of_samples():
     assert [sizes_up_to(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
@@ -97,5 +98,5 @@ def test_sizes():
         ("", ""),
     ],
 )
-def test_final_answer(response, answer):
+def test_final_answer_of_boxes_marks_numbers_and_texts(response, answer):
     assert final_answer(response) == answer

@@ -23,7 +23,7 @@ GPU = DEVICES["h100"]
 CPU = replace(GPU, cores=2, fragments=1.5)
 
 
-def test_parameters_by_hand():
+def test_model_shape_parameters_by_hand():
     assert SHAPE.parameters == P
 
 
@@ -40,13 +40,13 @@ def test_parameters_by_hand():
         (0, "bf16-mixed", 12 * P / 2),
     ],
 )
-def test_states_between_passes(stage, precision, kept):
+def test_trainer_memory_of_states_while_engines_sample(stage, precision, kept):
     place = Placement(2, 1, zero_stage=stage, offload="stay")
     work = replace(WORK, precision=precision)
     assert total(trainer_memory(work, place, GPU)["sampling"]) == pytest.approx(kept)
 
 
-def test_trainers_that_share_their_devices_give_them_up_but_for_frozen_models():
+def test_trainer_memory_of_colocated_trainers_is_frozen_models_while_engines_sample():
     work = replace(WORK, frozen={"reference": SHAPE})
     place = Placement(2, 2, zero_stage=1)
     assert trainer_memory(work, place, GPU)["sampling"] == {"reference parameters": 2 * P}
@@ -54,14 +54,14 @@ def test_trainers_that_share_their_devices_give_them_up_but_for_frozen_models():
     assert total(trainer_memory(work, apart, GPU)["sampling"]) == pytest.approx(2 * P + 12 * P / 2 + 2 * P)
 
 
-def test_an_adapter_trains_itself_alone():
+def test_trainer_memory_of_an_adapter_has_states_of_the_adapter_only():
     adapter = 2 * 8 * (4 * 128 + 3 * 192)
     place = Placement(2, 1, zero_stage=1, offload="stay")
     states = trainer_memory(replace(WORK, lora_rank=8), place, GPU)["sampling"]
     assert total(states) == pytest.approx(2 * P + 2 * adapter + 12 * adapter / 2)
 
 
-def test_update_in_a_pass():
+def test_trainer_memory_of_an_update_by_hand():
     place = Placement(2, 1, zero_stage=2, offload="stay")
     parts = trainer_memory(WORK, place, GPU)["update"]
     # A micro-batch of a prompt and its two responses. Of a block and a token in bfloat16: two norms of 4 + 2 + 2 bytes,
@@ -76,14 +76,14 @@ def test_update_in_a_pass():
     assert again["activations"] == pytest.approx(96 * (2 * 64 * 2 + block + ends))
 
 
-def test_gradients_of_stage_1_are_whole_while_several_passes_add_them_up():
+def test_trainer_memory_of_stage_1_has_whole_gradients_with_several_micro_batches():
     place = Placement(2, 1, zero_stage=1, offload="stay")
     assert trainer_memory(WORK, place, GPU)["update"]["gradients"] == 2 * P + 2 * P / 2
     once = replace(WORK, micro_batch_tokens=10_000)
     assert trainer_memory(once, place, GPU)["update"]["gradients"] == 2 * P / 2
 
 
-def test_the_optimizer_of_a_large_model_needs_more_than_its_passes():
+def test_trainer_memory_of_a_large_model_peaks_in_the_optimizer_step():
     # It works with the gradients in float32.
     work = replace(WORK, micro_batch_tokens=1, prompts=1, samples=1, prompt_tokens=1, response_tokens=1, max_tokens=1)
     parts = trainer_memory(work, Placement(1, 1, zero_stage=2, offload="stay"), GPU)["update"]
@@ -92,7 +92,7 @@ def test_the_optimizer_of_a_large_model_needs_more_than_its_passes():
     assert "float32 gradients" not in on_host and on_host["masters"] == 0
 
 
-def test_an_engine_on_a_cpu_holds_what_it_has_written():
+def test_engine_memory_on_a_cpu_by_hand():
     place = Placement(2, 2, sleep="kv_cache")
     weights, token = 2 * P, 2 * 2 * 64 * 2
     memory = engine_memory(WORK, place, CPU)
@@ -109,7 +109,7 @@ def test_an_engine_on_a_cpu_holds_what_it_has_written():
     assert kv_cache_needed(longer, place, on_cpu=True) == pytest.approx(4 * (2 + 64 + 32) * token)
 
 
-def test_an_engine_on_an_accelerator_takes_its_share():
+def test_engine_memory_on_an_accelerator_is_the_engine_share():
     place = Placement(2, 1, 2, engine_share=0.5)
     memory = engine_memory(WORK, place, GPU)
     assert memory["sampling"] == {"weights": P, "KV cache": 0.5 * GPU.memory - P}
@@ -117,7 +117,7 @@ def test_an_engine_on_an_accelerator_takes_its_share():
     assert engine_memory(WORK, replace(place, colocated=False), GPU)["asleep"]["left"] == 0.5 * GPU.memory
 
 
-def test_what_a_process_on_a_cpu_frees_stays_with_it():
+def test_trainer_memory_on_a_cpu_includes_fragments_of_freed_memory():
     place = Placement(2, 1, zero_stage=1, offload="stay")
     update, sampling = (trainer_memory(WORK, place, CPU)[phase] for phase in ("update", "sampling"))
     held = update["gradients"] + update["gathered"] + update["activations"]

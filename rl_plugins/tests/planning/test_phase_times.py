@@ -1,4 +1,4 @@
-"""What the simulator is fed with agrees with what a plan says, and with what a run says."""
+"""Phase times of the simulator agree with a plan, and with measured times of a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PLACE = Placement(2, 2, zero_stage=2, offload="stay")
 EVEN = Batch(WORK.prompts, WORK.samples, WORK.prompt_tokens, lambda rng: int(WORK.response_tokens))
 
 
-def test_of_responses_of_one_length_the_simulator_says_what_the_plan_says():
+def test_planned_phase_times_simulate_to_the_planned_step_time():
     plan = step_time(WORK, PLACE, CPU, 8)
     out = simulate(planned(WORK, PLACE, CPU, 8), Layout(2, 2), Schedule(), EVEN, steps=2)
     assert out.step_s == pytest.approx(plan.step)
     assert out.trainer_idle == pytest.approx(plan.rollout / plan.step)
 
 
-def test_measured_phases_take_the_place_of_planned_ones():
+def test_corrected_phase_times_simulate_to_the_measured_step_time():
     plan = step_time(WORK, PLACE, CPU, 8)
     rollout, update, weights, rest = 2 * plan.rollout, 3 * plan.update, 5 * plan.update_weights, 7.0
     row = {

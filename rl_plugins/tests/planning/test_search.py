@@ -1,4 +1,4 @@
-"""The search over placements: what fits comes first, what is given is kept, what cannot be says why."""
+"""The search over placements: fitting ones come first, given options are kept, and a reason is given for the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORK = Workload(QWEN_7B)
 NODE = Cluster(DEVICES["h100"], 8)
 
 
-def test_what_fits_comes_first_by_its_time():
+def test_search_puts_fitting_placements_first_in_order_of_step_time():
     found = search(WORK, NODE)
     fitting = [one.time.step for one in found if one.fits]
     assert fitting and fitting == sorted(fitting)
@@ -34,7 +34,7 @@ def test_what_fits_comes_first_by_its_time():
         assert one.short == pytest.approx(max(0.0, fullest - 0.95 * NODE.device.memory)) or "KV cache" in one.reason
 
 
-def test_placements_use_the_devices_and_divide_prompts_and_heads():
+def test_placements_use_all_devices_and_divide_prompts_and_heads():
     for place in placements(WORK, NODE):
         assert place.devices == 8
         assert WORK.prompts % place.trainers == 0
@@ -42,13 +42,13 @@ def test_placements_use_the_devices_and_divide_prompts_and_heads():
         assert (place.trainers, place.engines) == (8, 1) if place.colocated else place.trainers < 8
 
 
-def test_an_engine_is_within_a_machine():
+def test_placements_keep_an_engine_within_a_machine():
     # Sixteen devices beside two trainers are four engines of four; three machines of six have room for three.
     sizes = {place.tensor_parallel for place in placements(WORK, Cluster(DEVICES["h100"], 6, 3))}
     assert sizes == {1, 2}
 
 
-def test_workers_have_as_many_prompts_in_every_update():
+def test_placements_give_workers_equal_prompts_in_every_update():
     work = replace(WORK, prompts=32, updates=16)
     assert {place.trainers for place in placements(work, NODE)} == {1, 2}
 
@@ -64,7 +64,7 @@ def test_workers_have_as_many_prompts_in_every_update():
         (Cluster(device_named("cpu"), 4), True),
     ],
 )
-def test_a_run_takes_the_options_of_every_placement(cluster: Cluster, fsdp: bool):
+def test_overrides_of_every_placement_pass_the_checks_of_a_run(cluster: Cluster, fsdp: bool):
     on_cpu = cluster.device.is_cpu
     machine = {"CPU": float(cluster.per_node)} if on_cpu else {"CPU": 64.0, "GPU": float(cluster.per_node)}
     recipe = compose_config("grpo", ["model.path=none", "batch.prompts_per_step=8", "batch.updates_per_step=2"])
@@ -78,7 +78,7 @@ def test_a_run_takes_the_options_of_every_placement(cluster: Cluster, fsdp: bool
         check_fit(roles_of(config, "cpu" if on_cpu else "cuda"), [machine] * cluster.nodes, "the cluster")
 
 
-def test_given_options_are_kept():
+def test_search_keeps_given_options():
     given = {"strategy.zero_stage": 2, "placement.num_workers": 4, "rollout.engines": "per_worker"}
     found = search(WORK, NODE, given=given)
     assert found
@@ -98,12 +98,12 @@ def test_given_options_are_kept():
         ("model.gradient_checkpointing", True),
     ],
 )
-def test_every_placement_has_what_is_given(option: str, value: object):
+def test_search_gives_every_placement_the_given_option(option: str, value: object):
     found = search(WORK, NODE, given={option: value})
     assert found and all(overrides(one.work, one.place, NODE)[option] == value for one in found)
 
 
-def test_a_placement_that_does_not_fit_says_which_phase_lacks_how_much_and_what_to_change():
+def test_search_and_advice_name_lacking_memory_and_the_option_to_change():
     small = Cluster(DEVICES["l4"], 1)
     found = search(WORK, small, given={"strategy.zero_stage": 1, "strategy.offload.policy": "while_sampling"})
     first = found[0]
@@ -114,20 +114,20 @@ def test_a_placement_that_does_not_fit_says_which_phase_lacks_how_much_and_what_
     assert advice(first) == "set strategy.offload.policy=cpu"
 
 
-def test_long_samples_need_room_in_the_kv_cache():
+def test_search_finds_no_room_for_the_kv_cache_of_too_long_samples():
     long = replace(WORK, max_tokens=8_000_000, micro_batch_tokens=1)
     given = {"model.gradient_checkpointing": False}
     assert all(not one.fits for one in search(long, NODE, given=given))
 
 
-def test_more_steps_ahead_and_fsdp_have_options_of_their_own():
+def test_overrides_set_max_staleness_and_fsdp():
     ahead = next(one for one in search(WORK, NODE) if one.place.ahead)
     assert overrides(ahead.work, ahead.place, NODE)["schedule.max_staleness"] == 1
     sharded = search(WORK, NODE, fsdp=True)[0]
     assert overrides(sharded.work, sharded.place, NODE)["strategy.name"] == "fsdp"
 
 
-def test_engines_on_a_cpu_share_the_machine_with_trainers():
+def test_search_on_a_cpu_counts_engines_and_trainers_on_the_same_machine():
     machine = Cluster(device_named("cpu"), 2)
     small = replace(WORK, policy=ModelShape(2, 64, 128, 4, 4, 16, 1000), engine_dtype="float32")
     found = search(small, machine)
@@ -136,6 +136,6 @@ def test_engines_on_a_cpu_share_the_machine_with_trainers():
     assert all(one.memory["machine"]["start"] > 2 * WORK.kv_cache_bytes for one in two)
 
 
-def test_an_unknown_device_names_the_nearest():
+def test_device_named_suggests_the_nearest_device():
     with pytest.raises(ConfigError, match="--device h10: nothing is known of it; did you mean h100"):
         device_named("h10")

@@ -1,7 +1,8 @@
-"""Shapes against models that transformers builds, and activations against what autograd keeps of them."""
+"""Shapes against models of transformers, and activations against the tensors that autograd keeps."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.models.lora import LoraConfig, add_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.planning.shape import shape_of
+from rl_plugins.tests.cases import case
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 160}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -42,13 +44,13 @@ HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     ],
     ids=lambda config: config.model_type,
 )
-def test_parameters_are_those_of_the_model(config):
+def test_shape_of_counts_the_parameters_of_the_model(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert shape_of(config.to_dict(), "it").parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_an_adapter_has_as_many_parameters_as_peft_gives_it():
+def test_adapter_counts_the_trained_parameters_of_peft():
     config = Qwen2Config(**SIZES, **HEADS)
     adapted = add_adapter(AutoModelForCausalLM.from_config(config), LoraConfig(rank=4))
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
@@ -56,7 +58,7 @@ def test_an_adapter_has_as_many_parameters_as_peft_gives_it():
 
 
 def kept_by_autograd(config, dtype, *, same_prompt):
-    """Bytes of what a packed pass keeps for its backward, parameters left out."""
+    """Bytes of the tensors that a packed pass keeps for the backward pass, without parameters."""
     model = AutoModelForCausalLM.from_config(config).to(dtype).train()
     use_packed_attention(model)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -83,10 +85,14 @@ def kept_by_autograd(config, dtype, *, same_prompt):
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("same_prompt", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", [Qwen2Config, LlamaConfig, Qwen3Config], ids=lambda family: family.model_type)
-def test_activations_are_what_autograd_keeps(family, dtype, same_prompt):
+def test_activation_bytes_are_the_bytes_that_autograd_keeps(family):
+    for dtype, same_prompt in product((torch.float32, torch.bfloat16), (False, True)):
+        with case(f"{dtype}, {same_prompt=}"):
+            check_activations(family, dtype, same_prompt=same_prompt)
+
+
+def check_activations(family, dtype, *, same_prompt):
     def config(layers):
         return family(**{**SIZES, "num_hidden_layers": layers}, **HEADS, head_dim=24)
 
@@ -96,7 +102,7 @@ def test_activations_are_what_autograd_keeps(family, dtype, same_prompt):
     assert found == pytest.approx((three - one) / 2 / tokens, rel=0.02)
 
 
-def test_what_is_not_understood_is_refused_by_name():
+def test_shape_of_refuses_missing_sizes_and_experts_by_name():
     with pytest.raises(ConfigError, match="it says no hidden_size and no vocab_size"):
         shape_of({"num_hidden_layers": 1, "intermediate_size": 1, "num_attention_heads": 1}, "it")
     with pytest.raises(ConfigError, match="num_experts=8: models with experts are not planned for"):

@@ -18,7 +18,7 @@ def in_turn(*lengths):
     return lambda rng: next(forever)
 
 
-def test_a_synchronous_step_is_the_sum_of_its_phases():
+def test_simulate_a_synchronous_step_is_the_sum_of_the_phases():
     times = PhaseTimes(0.02, 2e-4, 1e-5, 1e-4, train_fixed_s=1.0, update_weights_s=0.5)
     out = simulate(times, Layout(2, 2), Schedule(), Batch(8, 4, 10, in_turn(100)), steps=3)
     # Four groups of each engine: 16 responses of 100 tokens; a trainer has half of the tokens.
@@ -31,13 +31,13 @@ def test_a_synchronous_step_is_the_sum_of_its_phases():
     assert out.samples_per_s == pytest.approx(32 / out.step_s)
 
 
-def test_an_engine_decodes_faster_when_shorter_responses_are_through():
+def test_simulate_decodes_faster_after_shorter_responses_have_ended():
     times = PhaseTimes(0.0, 1.0, 0.0, 0.0)
     out = simulate(times, Layout(1, 1), Schedule(), Batch(2, 1, 0, in_turn(10, 20)), steps=2)
     assert out.step_s == pytest.approx(10 * 2 + 10 * 1)
 
 
-def test_responses_wait_for_a_slot():
+def test_simulate_responses_wait_for_a_slot():
     out = simulate(
         PhaseTimes(1.0, 0.0, 0.0, 0.0), Layout(1, 1, slots=2), Schedule(), Batch(3, 1, 0, in_turn(10)), steps=2
     )
@@ -45,7 +45,7 @@ def test_responses_wait_for_a_slot():
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_sampling_beside_training_of_equal_length_halves_the_step(staleness):
+def test_simulate_overlap_of_equal_sampling_and_training_halves_the_step(staleness):
     out = simulate(SLOW, APART, Schedule(staleness), Batch(4, 1, 0, in_turn(10)), steps=6)
     assert simulate(SLOW, APART, Schedule(), Batch(4, 1, 0, in_turn(10)), steps=6).step_s == pytest.approx(20)
     assert out.step_s == pytest.approx(10)
@@ -53,7 +53,7 @@ def test_sampling_beside_training_of_equal_length_halves_the_step(staleness):
     assert out.trainer_idle == pytest.approx(0, abs=1e-9)
 
 
-def test_tokens_carry_the_version_that_sampled_them():
+def test_simulate_staleness_counts_the_version_that_sampled_each_token():
     # Twenty tokens while two steps train: half of them are sampled by the version after the one they began with.
     times = PhaseTimes(1.0, 0.0, 0.0, 0.0, train_fixed_s=10.0)
     out = simulate(times, APART, Schedule(2), Batch(4, 1, 0, in_turn(20)), steps=6)
@@ -61,14 +61,14 @@ def test_tokens_carry_the_version_that_sampled_them():
     assert out.staleness == pytest.approx(1.5)
 
 
-def test_surplus_is_dropped_and_the_straggler_with_it():
+def test_simulate_drops_surplus_groups_and_stragglers():
     waiting = simulate(SLOW, APART, Schedule(), Batch(4, 1, 0, in_turn(10, 10, 10, 100)), steps=4)
     dropping = simulate(SLOW, APART, Schedule(0, 0.25), Batch(4, 1, 0, in_turn(10, 10, 10, 10, 100)), steps=4)
     assert waiting.step_s == pytest.approx(110)
     assert dropping.step_s == pytest.approx(20) and dropping.dropped == pytest.approx(0.2)
 
 
-def test_stragglers_are_carried_over_until_they_would_be_too_stale():
+def test_simulate_carries_stragglers_over_up_to_max_staleness():
     lengths = in_turn(*[10] * 7, 35)
     in_order = simulate(SLOW, APART, Schedule(4, 4), Batch(4, 1, 0, lengths), steps=16)
     carried = simulate(SLOW, APART, Schedule(4, 1), Batch(4, 1, 0, in_turn(*[10] * 7, 35)), steps=16)
@@ -78,15 +78,15 @@ def test_stragglers_are_carried_over_until_they_would_be_too_stale():
     assert bounded.staleness_max == 1 and bounded.step_s > carried.step_s
 
 
-def test_colocated_engines_stand_still_while_trainers_work():
-    # An engine whose time goes by the responses that it has, so that two batches at once gain nothing.
+def test_simulate_colocated_engines_wait_while_trainers_train():
+    # The engine's time is proportional to its responses, so that two batches at once gain nothing.
     times = PhaseTimes(0.0, 0.25, 0.0, 0.0, train_fixed_s=10.0)
     out = simulate(times, Layout(1, 1), Schedule(1), Batch(4, 1, 0, in_turn(10)), steps=4)
     assert out.step_s == pytest.approx(20)
     assert simulate(times, APART, Schedule(1), Batch(4, 1, 0, in_turn(10)), steps=4).step_s == pytest.approx(10)
 
 
-def test_the_same_seed_gives_the_same_run():
+def test_simulate_with_the_same_seed_gives_the_same_result():
     def outcome(seed):
         batch = Batch(8, 4, 10, log_normal(100, 1.0, 1000))
         return simulate(PhaseTimes(0.01, 1e-3, 0, 0, 1.0), Layout(2, 4, False), Schedule(2, 1), batch, seed=seed)
@@ -94,7 +94,7 @@ def test_the_same_seed_gives_the_same_run():
     assert outcome(0) == outcome(0) != outcome(1)
 
 
-def test_lengths():
+def test_log_normal_and_measured_draw_lengths_of_the_given_distribution():
     rng = random.Random(0)
     drawn = [log_normal(1000, 0.5, 10**6)(rng) for _ in range(20_000)]
     assert sum(drawn) / len(drawn) == pytest.approx(1000, rel=0.02)

@@ -26,7 +26,7 @@ DEVICE = Device(
 APART = Placement(1, 1, colocated=False, zero_stage=1, engine_share=0.9)
 
 
-def test_decoding_takes_the_longer_of_reading_and_multiplying():
+def test_rollout_seconds_take_the_longer_of_reading_and_multiplying():
     # Prompts, too short to share a block, and twenty tokens of four responses that see twenty others on average.
     prefill = 40 * (2 * N + 4 * 100 * 5) / 1e6
     multiplying = 4 * (2 * N + 4 * 100 * 20) / 1e6
@@ -38,7 +38,7 @@ def test_decoding_takes_the_longer_of_reading_and_multiplying():
     assert both == pytest.approx(prefill + 20 * (reading + multiplying + 0.5 + 4 * 0.25))
 
 
-def test_what_does_not_fit_at_once_is_sampled_in_waves():
+def test_rollout_seconds_of_samples_that_do_not_fit_at_once_are_those_of_waves():
     one = rollout_seconds(replace(WORK, samples=1), APART, DEVICE)
     two = rollout_seconds(replace(WORK, max_num_seqs=2), APART, DEVICE)
     prefill = 20 * (2 * N + 4 * 100 * 5) / 1e6
@@ -49,7 +49,7 @@ def test_what_does_not_fit_at_once_is_sampled_in_waves():
     assert rollout_seconds(WORK, replace(APART, engine_share=0.5), small) == pytest.approx(two)
 
 
-def test_samples_share_whole_blocks_of_their_prompt_but_the_one_with_its_last_token():
+def test_rollout_seconds_share_whole_blocks_of_the_prompt_except_the_last():
     def read(prompt_tokens: int, prefix_caching: bool = True) -> float:
         long = replace(WORK, prompt_tokens=float(prompt_tokens), prefix_caching=prefix_caching)
         context = prompt_tokens + 10
@@ -61,7 +61,7 @@ def test_samples_share_whole_blocks_of_their_prompt_but_the_one_with_its_last_to
     assert read(49, prefix_caching=False) == pytest.approx(4 * 49)
 
 
-def test_training_is_three_forward_passes_and_four_if_they_are_computed_again():
+def test_step_time_update_is_three_forward_passes_and_four_with_checkpointing():
     # Prompts once for both samples.
     forward = ((2 * 10 + 4 * 20) * 2 * N + (2 * 10 * 5 + 4 * 20 * 20) * 4 * 100) / 1e6
     optimizer = 32 * SHAPE.parameters / 1e6
@@ -70,7 +70,7 @@ def test_training_is_three_forward_passes_and_four_if_they_are_computed_again():
     assert again.update == pytest.approx(4 * forward + optimizer)
 
 
-def test_collectives_by_stage():
+def test_step_time_of_collectives_by_zero_stage():
     work = replace(WORK, micro_batch_tokens=30)
     sizes = {}
     for stage in (1, 2, 3):
@@ -82,7 +82,7 @@ def test_collectives_by_stage():
     assert sizes == {1: pytest.approx(3 * half), 2: pytest.approx(5 * half), 3: pytest.approx(4 * half)}
 
 
-def test_a_step_ahead_takes_the_longer_of_sampling_and_training():
+def test_step_time_one_step_ahead_is_the_longer_of_sampling_and_training():
     waiting = step_time(WORK, APART, DEVICE, 8)
     ahead = step_time(WORK, replace(APART, ahead=1), DEVICE, 8)
     between = waiting.update_weights + waiting.move
@@ -90,13 +90,13 @@ def test_a_step_ahead_takes_the_longer_of_sampling_and_training():
     assert ahead.step == pytest.approx(max(waiting.rollout, waiting.training) + between)
 
 
-def test_processes_on_a_cpu_share_its_cores():
+def test_rollout_seconds_of_engines_on_a_cpu_share_the_cores():
     cpu = replace(DEVICE, cores=1)
     two = rollout_seconds(WORK, replace(APART, engines=2), cpu)
     assert two == pytest.approx(2 * rollout_seconds(WORK, replace(APART, engines=2), replace(DEVICE, cores=2)))
 
 
-def test_a_trainer_is_faster_where_other_cores_do_nothing():
+def test_step_time_of_a_trainer_is_lower_beside_idle_cores():
     machine = replace(DEVICE, cores=4, alone=1.3)
     several = [step_time(WORK, replace(APART, trainers=count), machine, 4).update * count for count in (1, 2, 4)]
     whole = step_time(WORK, APART, replace(machine, alone=1.0), 4).update
