@@ -1,4 +1,4 @@
-"""Several runs one after the other on one Ray cluster, one group of workers and the vLLM engines of the first.
+"""Several runs one after the other on one Ray cluster, in one group of workers of each size and with the same engines.
 
 What a recipe does, without its start: for comparisons of many short runs. The runs do not restart after a failure.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
@@ -20,9 +20,12 @@ from rl_plugins.launch.preflight import preflight
 from rl_plugins.launch.values import generates
 from rl_plugins.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    from rl_plugins.rollout.engine import RolloutEngine
+
 
 def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
-    """Check every configuration, then train them; a file `done` in a run's folder says that it has ended.
+    """Check every configuration, then train them; a file `done` in a run's folder says that the run has ended.
 
     Args:
         configs: of models with the architecture of the first, with the same lengths of prompts and responses.
@@ -43,33 +46,49 @@ def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
     environment = {**worker_environment("cpu"), "DS_ACCELERATOR": "cpu"}
     os.environ.update(environment)
     start_ray(configs[0], environment)
-    rollout = vllm_rollout(configs[0], "cpu")
-    rollout.start()
-    TorchTrainer(
-        _train_all,
-        train_loop_config={"configs": [asdict(config) for config in configs], "rollout": rollout},
-        torch_config=TorchConfig(backend="gloo", timeout_s=300),
-        scaling_config=ScalingConfig(num_workers=configs[0].placement.num_workers, resources_per_worker={"CPU": 1}),
-        run_config=ray.train.RunConfig(name="in_turn", storage_path=str(storage)),
-    ).fit()
+    rollout = None
+    if sampling := [config for config in configs if with_vllm(config)]:
+        rollout = vllm_rollout(sampling[0], "cpu")
+        rollout.start()
+    for num_workers in dict.fromkeys(config.placement.num_workers for config in configs):
+        mine = [asdict(config) for config in configs if config.placement.num_workers == num_workers]
+        TorchTrainer(
+            _train_all,
+            train_loop_config={"configs": mine, "rollout": rollout},
+            torch_config=TorchConfig(backend="gloo", timeout_s=300),
+            scaling_config=ScalingConfig(num_workers=num_workers, resources_per_worker={"CPU": 1}),
+            run_config=ray.train.RunConfig(name=f"in_turn_{num_workers}", storage_path=str(storage)),
+        ).fit()
     ray.shutdown()
+
+
+def with_vllm(config: RecipeConfig) -> bool:
+    """Whether the run samples with the engines that all runs share."""
+    return generates(config) and config.rollout.engine == "vllm"
 
 
 def _train_all(arguments: dict[str, Any]) -> None:
     """What each worker runs."""
+    import ray.train
     import torch
     from ray.train.lightning import RayLightningEnvironment
 
     from rl_plugins.launch.build import fit
     from rl_plugins.launch.ray_train import ray_strategy
     from rl_plugins.rewards.pool import RewardPool
+    from rl_plugins.rollout.transformers_engine import TransformersRollout
 
     torch.set_num_threads(1)
+    rank = ray.train.get_context().get_world_rank()
     for values in arguments["configs"]:
         config = parse_config(values)
         folder = RunFolder(Path(config.run.output_dir) / config.run.name)
         samples = generates(config)
-        rollout = arguments["rollout"] if samples else None
+        rollout: RolloutEngine | None = None
+        if with_vllm(config):
+            rollout = arguments["rollout"]
+        elif samples:
+            rollout = TransformersRollout(config.model.path, check_updates=config.rollout.check_updates)
         strategy = ray_strategy(config, rollout)
         functions, deadline_s = config.reward.functions, config.reward.deadline_s
         pool = RewardPool(functions, num_workers=1, deadline_s=deadline_s) if samples else nullcontext()
@@ -79,4 +98,5 @@ def _train_all(arguments: dict[str, Any]) -> None:
                 in_ray=False, redraw_s=60, started=time.time(), accelerator="cpu", devices="auto",
                 plugins=[RayLightningEnvironment()],
             )  # fmt: skip
-        (folder.path / "done").touch()
+        if rank == 0:
+            (folder.path / "done").touch()

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from integration_tests.command_server import ForkedCommand, start_command
 from rl_plugins.data.prepare.addition import addition_rows
 from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.run_folder import metric_rows
+from rl_plugins.tests.patience import patient, wait_until
 
 if TYPE_CHECKING:
     from integration_tests.mlflow_server import Server
@@ -42,13 +42,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Recipe:
-    """A recipe in a process group of its own."""
+    """A recipe that runs in a process of its own."""
 
     folder: Path
-    process: subprocess.Popen[str]
+    process: ForkedCommand | subprocess.Popen[str]
     log: Path
     name: str
-    started: float = field(default_factory=time.monotonic)
 
     @property
     def run(self) -> Path:
@@ -57,37 +56,62 @@ class Recipe:
     def metrics(self) -> list[dict[str, float]]:
         return metric_rows(self.run / "metrics.jsonl")
 
+    def trained(self) -> list[dict[str, float]]:
+        """The rows of training steps."""
+        return [row for row in self.metrics() if "train/loss" in row]
+
     def wait(self, timeout_s: float = 420) -> int:
+        """Wait for the exit status."""
         try:
-            return self.process.wait(timeout_s)
+            return self.process.wait(patient(timeout_s))
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"{self.name} did not end in {timeout_s} s:\n{self.tail()}") from None
+            raise AssertionError(f"{self.name} did not end in {patient(timeout_s):g} s:\n{self.tail()}") from None
+
+    def wait_until(self, holds: Callable[[], object], awaited: str, timeout_s: float = 420) -> None:
+        """Wait for a condition that the recipe brings about; fails when the recipe ends without."""
+
+        def held() -> bool:
+            # Asked first: a recipe may bring the condition about and end.
+            ended = self.process.poll() is not None
+            if holds():
+                return True
+            assert not ended, f"{self.name} ended before {awaited}:\n{self.tail()}"
+            return False
+
+        wait_until(held, awaited, timeout_s, self.tail)
 
     def wait_for_step(self, step: int, timeout_s: float = 420) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not any(row["step"] >= step and "train/loss" in row for row in self.metrics()):
-            assert self.process.poll() is None, f"{self.name} ended before step {step}:\n{self.tail()}"
-            assert time.monotonic() < deadline, f"{self.name} did not reach step {step}:\n{self.tail()}"
-            time.sleep(0.05)
+        self.wait_until(lambda: any(row["step"] >= step for row in self.trained()), f"step {step}", timeout_s)
 
-    def processes(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+    def wait_for_words(self, words: str, timeout_s: float = 420) -> None:
+        self.wait_until(lambda: words in self.tail(1_000_000), f"the words {words!r}", timeout_s)
+
+    def processes(self, name: str = "") -> list[psutil.Process]:
+        """Descendants whose title contains `name`."""
+        found = []
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    if name in " ".join(process.cmdline()):
+                        found.append(process)
+        return found
 
     def kill_one(self, name: str) -> None:
         """kill -9 one process whose title contains `name`."""
-        found = [process for process in self.processes() if name in " ".join(process.cmdline())]
+        found = self.processes(name)
         assert found, f"no process {name!r} among {[p.cmdline()[:2] for p in self.processes()]}"
-        found[0].send_signal(signal.SIGKILL)
+        found[0].kill()
 
     def kill(self) -> None:
-        """kill -9 everything the recipe started."""
-        processes = [*self.processes(), psutil.Process(self.process.pid)]
+        """kill -9 everything that the recipe started."""
+        processes = self.processes()
+        self.process.kill()
         for process in processes:
-            if process.is_running():
-                process.send_signal(signal.SIGKILL)
-        psutil.wait_procs(processes, timeout=30)
-        self.process.wait(30)
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=patient(30))
+        self.process.wait(patient(30))
 
     def tail(self, characters: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-characters:]
@@ -95,16 +119,28 @@ class Recipe:
 
 @contextmanager
 def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Iterator[Callable[..., Recipe]]:
-    """Start `python -m rl_plugins.recipes.<recipe>` with overrides; what still runs at the end is killed.
+    """Start `python -m rl_plugins.recipes.<recipe>` with overrides; recipes that still run at the end are killed.
 
     Args:
         folder: of the runs.
         workplace: with data and model.
-        address: of a Ray cluster; by default each has a Ray of its own.
+        address: of a Ray cluster; by default each recipe has a Ray of its own.
     """
     recipes: list[Recipe] = []
 
-    def start(recipe: str, name: str, *overrides: str, typed: str = "") -> Recipe:
+    def start(
+        recipe: str, name: str, *overrides: str, typed: str = "", new_interpreter: bool = False, **variables: str
+    ) -> Recipe:
+        """Start a recipe.
+
+        Args:
+            recipe: its name.
+            name: of the run.
+            overrides: behind those of all recipes here.
+            typed: what comes from the keyboard.
+            new_interpreter: as a user does it, and not in a fork that has imported the libraries.
+            variables: of the environment.
+        """
         log = folder / f"{name}-{len(recipes)}.log"
         command = [
             sys.executable, "-m", f"rl_plugins.recipes.{recipe}",
@@ -114,21 +150,22 @@ def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Ite
         ]  # fmt: skip
         # What Ray sets in the process of a test that uses it is not for a user's command.
         of_ray = ("RAY_ADDRESS", "PYTHONBREAKPOINT")
-        environment = {key: value for key, value in os.environ.items() if key not in of_ray}
+        environment = {key: value for key, value in os.environ.items() if key not in of_ray} | variables
         environment |= {"RAY_ADDRESS": address} if address else {}
         keyboard = folder / "typed"
         keyboard.write_text(typed)
         with log.open("w") as output, keyboard.open() as keys:
-            process = subprocess.Popen(
-                command, cwd=folder, stdin=keys, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment
-            )
+            begin = subprocess.Popen[str] if new_interpreter else start_command
+            process = begin(command, cwd=folder, stdin=keys, stdout=output, stderr=output, env=environment)
         recipes.append(Recipe(folder, process, log, name))
         return recipes[-1]
 
-    yield start
-    for recipe in recipes:
-        if recipe.process.poll() is None:
-            recipe.kill()
+    try:
+        yield start
+    finally:
+        for recipe in recipes:
+            if recipe.process.poll() is None:
+                recipe.kill()
 
 
 @pytest.fixture
@@ -148,19 +185,24 @@ def running_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A tracking server that runs."""
+@pytest.fixture(scope="session")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     from integration_tests.mlflow_server import Server
 
     server = Server(tmp_path_factory.mktemp("mlflow"))
-    server.start()
     yield server
-    server.kill()
+    server.close()
+
+
+@pytest.fixture
+def server(mlflow_server: Server) -> Server:
+    """A tracking server that answers, whatever the test before has done to it."""
+    mlflow_server.start()
+    return mlflow_server
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port on which no process listens now; another process may take the port before the caller does."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

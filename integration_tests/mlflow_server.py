@@ -1,57 +1,69 @@
-"""A tracking server as a team runs it: `mlflow server`, which tests kill and start again."""
+"""A tracking server as a team runs it: `mlflow server`, which tests kill, start again, and cut off."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from integration_tests.conftest import Recipe, free_port
+import psutil
+
+from integration_tests.conftest import Recipe
+from integration_tests.relay import Relay
 from rl_plugins.callbacks.best_checkpoints import ranked_bests
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.patience import patient, wait_until
 
 
 class Server:
-    """`mlflow server` over an SQLite file."""
+    """`mlflow server` over an SQLite file. Clients reach it through a relay, at one address for all starts."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.port = folder, free_port()
-        self.uri, self.store = f"http://127.0.0.1:{self.port}", f"sqlite:///{folder}/server.db"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.folder, self._relay = folder, Relay()
+        self.uri, self.store = f"http://127.0.0.1:{self._relay.port}", f"sqlite:///{folder}/server.db"
+        self._log = folder / "server.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
 
-    def start(self, timeout_s: float = 120) -> None:
-        command = [
-            sys.executable, "-m", "mlflow", "server", "--backend-store-uri", self.store,
-            "--artifacts-destination", str(self.folder / "artifacts"),
-            "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",
-        ]  # fmt: skip
-        with (self.folder / "server.log").open("a") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-            )
-        deadline = time.monotonic() + timeout_s
-        while True:
-            assert self.process.poll() is None, (self.folder / "server.log").read_text()
-            assert time.monotonic() < deadline, "the server did not come up"
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                time.sleep(0.2)
+    def start(self) -> None:
+        """Start the server if it does not run, and let clients through."""
+        if self._process is None:
+            command = [
+                sys.executable, "-m", "mlflow", "server", "--backend-store-uri", self.store,
+                "--artifacts-destination", str(self.folder / "artifacts"),
+                # The system gives it a free port.
+                "--host", "127.0.0.1", "--port", "0", "--workers", "1",
+            ]  # fmt: skip
+            with self._log.open("a") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    cwd=self.folder,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+                )
+            wait_until(self._listens, "a tracking server that listens", 240, self._log.read_text)
+        self._relay.open(self._port)
+
+    def cut_off(self) -> None:
+        """Break the connections of clients and refuse new ones, until `start`. The server itself does not notice."""
+        self._relay.refuse()
 
     def kill(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(30)
+        """kill -9 the server."""
+        self._relay.refuse()
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(patient(30))
+            self._process = None
+
+    def close(self) -> None:
+        """Kill the server and give its address back."""
+        self.kill()
+        self._relay.close()
 
     def metrics(self, experiment: str) -> tuple[str, dict[str, dict[int, float]], int]:
         """Status, metrics and number of points of the one run, read from the file: the server need not be there."""
@@ -76,11 +88,19 @@ class Server:
         artifacts = self.folder / "artifacts" / found.experiment_id
         return sorted(path.name for path in artifacts.glob("*/artifacts/best_*"))
 
-    def wait_for_metrics(self, run: Recipe, timeout_s: float = 60) -> None:
-        deadline = time.monotonic() + timeout_s
-        while len(self.metrics(run.name)[1].get("train/loss", {})) < 2:
-            assert run.process.poll() is None and time.monotonic() < deadline, f"no metrics arrived:\n{run.tail()}"
-            time.sleep(0.1)
+    def wait_for_metrics(self, run: Recipe) -> None:
+        """Wait until the server has the loss of two steps of a run."""
+        run.wait_until(lambda: len(self.metrics(run.name)[1].get("train/loss", {})) >= 2, "metrics on the server")
+
+    def _listens(self) -> bool:
+        assert self._process is not None and self._process.poll() is None, self._log.read_text()
+        root = psutil.Process(self._process.pid)
+        for process in (root, *root.children(recursive=True)):
+            for connection in process.net_connections("tcp4"):
+                if connection.status == psutil.CONN_LISTEN:
+                    self._port = connection.laddr.port
+                    return True
+        return False
 
 
 def best_of(run: Path, metric: str) -> Path:

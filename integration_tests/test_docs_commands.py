@@ -22,6 +22,8 @@ from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.repository.documentation import ROOT, WRITTEN, blocks
 
+pytestmark = pytest.mark.extended
+
 TIMEOUT_S = 240
 RECIPES = "rl_plugins.recipes."
 ITS_OWN = "model.path=MODEL 'data.train_files=[train.parquet]'"

@@ -10,7 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from integration_tests.conftest import Recipe
+from integration_tests.in_turn import runs_in_turn
 from rl_plugins.run_folder import read_metrics
+
+pytestmark = pytest.mark.extended
 
 # The engine samples each response with a seed of its own, which does not depend on the rank that asks.
 COMMON = (
@@ -29,30 +32,37 @@ COMMON = (
     "tracking.enabled=false",
     "reward.functions.default={_target_: integration_tests.rewards.shortness}",
 )
-RUN_TIMEOUT_S = 400
 SAME = ("train/reward", "train/loss", "train/kl", "train/entropy", "train/gradient_norm", "train/clip_fraction")
 
 
-@pytest.mark.timeout(4 * RUN_TIMEOUT_S)
-def test_workers_stages_and_micro_batches_change_nothing(start_recipe: Callable[..., Recipe], workplace: Path) -> None:
-    runs = []
-    for name, *overrides in (
-        # The longest sample has 30 tokens: a micro-batch holds all samples, one, or a few of different lengths.
-        ("plain", "launcher=local", "batch.tokens_per_micro_batch=100000"),
-        ("one_zero2", "placement.num_workers=1", "strategy.zero_stage=2", "batch.tokens_per_micro_batch=100000"),
-        ("two_zero1", "placement.num_workers=2", "strategy.zero_stage=1", "batch.tokens_per_micro_batch=30"),
-        ("two_zero3", "placement.num_workers=2", "strategy.zero_stage=3", "batch.tokens_per_micro_batch=100"),
-    ):
-        runs.append(start_recipe("grpo", name, *COMMON, *overrides))
-        assert runs[-1].wait(RUN_TIMEOUT_S) == 0, runs[-1].tail()
+# The longest sample has 30 tokens: a micro-batch holds all samples, one, or a few of different lengths.
+ON_RAY = {
+    "one_zero2": ("placement.num_workers=1", "strategy.zero_stage=2", "batch.tokens_per_micro_batch=100000"),
+    "two_zero1": ("placement.num_workers=2", "strategy.zero_stage=1", "batch.tokens_per_micro_batch=30"),
+    "two_zero3": ("placement.num_workers=2", "strategy.zero_stage=3", "batch.tokens_per_micro_batch=100"),
+}
+
+
+def test_update_is_equal_for_workers_zero_stages_and_micro_batches(
+    start_recipe: Callable[..., Recipe], workplace: Path, tmp_path: Path
+) -> None:
+    plain = start_recipe("grpo", "plain", *COMMON, "launcher=local", "batch.tokens_per_micro_batch=100000")
+    given = (
+        f"run.output_dir={tmp_path}", f"model.path={workplace}/tiny", "data.max_prompt_tokens=26",
+        f"data.train_files=[{workplace}/data/train.parquet]", "placement.device=cpu",
+    )  # fmt: skip
+    recipes = [["grpo", f"run.name={name}", *given, *COMMON, *overrides] for name, overrides in ON_RAY.items()]
+    with runs_in_turn(recipes, tmp_path) as wait_for:
+        assert plain.wait() == 0, plain.tail()
+        runs = [wait_for(name) for name in ON_RAY]
     before = vector(workplace / "tiny")
-    expected, update = read_metrics(runs[0].run / "metrics.jsonl"), vector(runs[0].run / "policy") - before
-    for run in runs[1:]:
-        series = read_metrics(run.run / "metrics.jsonl")
+    expected, update = read_metrics(plain.run / "metrics.jsonl"), vector(plain.run / "policy") - before
+    for run in runs:
+        series = read_metrics(run / "metrics.jsonl")
         for name in SAME:
             assert series[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (run.name, name)
         # Adam's first steps are signs: where a gradient is next to nothing, rounding decides.
-        difference = vector(run.run / "policy") - before - update
+        difference = vector(run / "policy") - before - update
         assert difference.norm() < 1e-3 * update.norm(), run.name
         assert difference.abs().median() < 1e-4 * update.abs().median(), run.name
 

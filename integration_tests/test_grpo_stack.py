@@ -1,4 +1,4 @@
-"""One GRPO run over ZeRO-3 workers, vLLM and MLflow, seen from all sides: what it logs, keeps, says and exports."""
+"""One GRPO run over ZeRO-3 workers, vLLM and MLflow: its metrics, checkpoints, output, report and exported policy."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rl_plugins.data.prepare.addition import addition_rows
 from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.run_folder import read_metrics
+from rl_plugins.tests.patience import patient
 
 STEPS = 4
 # Prompts that begin alike for more than one block of the KV cache: the prefix cache has something to keep.
@@ -61,6 +62,7 @@ def recipe(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             "batch.samples_per_prompt=4", "batch.updates_per_step=2", "batch.tokens_per_micro_batch=2048",
             "optimizer.lr=2e-3", "algorithm.kl.coefficient=0.05", "algorithm.kl.estimator=k3",
             "tracking.experiment=stack", "reward.functions.default={_target_: integration_tests.rewards.shortness}",
+            new_interpreter=True,
         )  # fmt: skip
         assert recipe.wait() == 0, recipe.tail()
         yield recipe
@@ -71,7 +73,7 @@ def series(recipe: Recipe) -> dict[str, dict[int, float]]:
     return read_metrics(recipe.run / "metrics.jsonl")
 
 
-def test_every_step_has_every_metric(series: dict[str, dict[int, float]]) -> None:
+def test_every_metric_is_there_on_every_step(series: dict[str, dict[int, float]]) -> None:
     of_validation = {f"val/{kind}/{phase}" for kind in ("time", "memory") for phase in VALIDATION_PHASES}
     of_validation |= {f"val/{name}" for name in ENGINE_MEMORY}
     # The machine's own come after its first five seconds: on a fast one, after the run.
@@ -87,21 +89,23 @@ def test_every_step_has_every_metric(series: dict[str, dict[int, float]]) -> Non
     awake, asleep = (series[name] for name in ENGINE_MEMORY)
     # The whole KV cache of 1 GiB is never there: a few of its blocks are in use, and go.
     assert all(0.1 < asleep[step] < awake[step] < asleep[step] + 0.5 for step in awake)
-    for step in range(1, STEPS + 1):
-        parts = sum(values.get(step, 0) for name, values in series.items() if name.startswith("time/"))
-        whole = series["time/step"][step]
-        # Phases do not overlap, and little happens outside of them.
-        assert 0.7 < (parts - whole) / whole <= 1.0
+    phases = {name: values for name, values in series.items() if name.startswith("time/") and name != "time/step"}
+    in_phases = {step: sum(values.get(step, 0) for values in phases.values()) for step in range(1, STEPS + 1)}
+    for step, whole in series["time/step"].items():
+        # Phases do not overlap.
+        assert in_phases[step] <= whole
         assert series["samples_per_s"][step] == pytest.approx(32 / whole)
+    # Little happens outside of them. One step of a busy machine may be interrupted between two phases.
+    assert sum(in_phases.values()) > 0.7 * sum(series["time/step"].values())
 
 
-def test_engine_samples_from_the_trained_weights(series: dict[str, dict[int, float]]) -> None:
+def test_rollout_engine_samples_with_the_trained_weights(series: dict[str, dict[int, float]]) -> None:
     # The policy is far from its beginning: with old weights, or prefixes cached under them, the gap would show it.
     assert all(series["train/kl"][step] > 0.01 for step in range(2, STEPS + 1))
     assert max(series["train/rollout_gap_max"].values()) < 1e-4
 
 
-def test_weights_moved(recipe: Recipe, workplace: Path) -> None:
+def test_training_changes_every_weight(recipe: Recipe, workplace: Path) -> None:
     before = load_file(workplace / "tiny" / "model.safetensors")
     after = load_file(recipe.run / "policy" / "model.safetensors")
     assert before.keys() == after.keys()
@@ -109,7 +113,7 @@ def test_weights_moved(recipe: Recipe, workplace: Path) -> None:
     assert len(moved) == len(before)
 
 
-def test_only_the_last_checkpoint_is_kept_and_complete(recipe: Recipe) -> None:
+def test_keep_checkpoints_keeps_the_last_complete_checkpoint(recipe: Recipe) -> None:
     checkpoint = recipe.run / f"checkpoint_{STEPS:08d}"
     assert [path for path in recipe.run.iterdir() if "checkpoint_0" in path.name] == [checkpoint]
     assert not list(recipe.run.rglob("*partial*"))
@@ -128,7 +132,7 @@ def tracked(recipe: Recipe) -> tuple[MlflowClient, Run]:
     return client, run
 
 
-def test_mlflow_has_the_same_metrics_on_the_same_steps(
+def test_mlflow_metrics_equal_metrics_jsonl(
     tracked: tuple[MlflowClient, Run], series: dict[str, dict[int, float]]
 ) -> None:
     client, run = tracked
@@ -139,7 +143,7 @@ def test_mlflow_has_the_same_metrics_on_the_same_steps(
         assert {metric.step: metric.value for metric in history} == values, name
 
 
-def test_mlflow_has_the_configuration_and_the_samples(
+def test_mlflow_artifacts_hold_config_and_samples(
     tracked: tuple[MlflowClient, Run], recipe: Recipe, tmp_path: Path
 ) -> None:
     client, run = tracked
@@ -155,7 +159,7 @@ def test_mlflow_has_the_configuration_and_the_samples(
         assert all(re.fullmatch(r"\d+\+\d+=", row["prompt"]) for row in rows)
 
 
-def test_output_is_about_the_run(recipe: Recipe) -> None:
+def test_output_has_lines_of_the_run_only(recipe: Recipe) -> None:
     log = recipe.tail(1_000_000)
     assert "stack: 4 RL steps of 8 prompts x 4 samples = 32 samples, 16 on each of 2 workers" in log
     metrics = "reward \\S+, kl \\S+, val \\S+, loss \\S+, ppo_kl \\S+, trainer idle \\S+, engine idle \\S+"
@@ -167,7 +171,7 @@ def test_output_is_about_the_run(recipe: Recipe) -> None:
     assert not {b"\r", b"\x1b"} & {bytes([code]) for code in recipe.log.read_bytes()}
 
 
-def test_report_is_whole(recipe: Recipe, tracked: tuple[MlflowClient, Run], tmp_path: Path) -> None:
+def test_report_html_is_complete(recipe: Recipe, tracked: tuple[MlflowClient, Run], tmp_path: Path) -> None:
     page = recipe.run.joinpath("report.html").read_text()
     assert page.endswith("</html>\n") and page.count("<section>") == page.count("</section>") == 8
     for said in (
@@ -183,10 +187,10 @@ def test_report_is_whole(recipe: Recipe, tracked: tuple[MlflowClient, Run], tmp_
     assert sent.endswith("</html>\n") and "4 of 4" in sent
 
 
-def test_checkpoint_exports_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
+def test_export_of_a_checkpoint_equals_the_exported_policy(recipe: Recipe, tmp_path: Path) -> None:
     checkpoint = recipe.run / f"checkpoint_{STEPS:08d}"
     command = [sys.executable, "-m", "rl_plugins", "export", str(checkpoint), str(tmp_path / "exported")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(240))
     assert done.returncode == 0 and done.stderr == "", done.stderr
     files = sorted(path.name for path in (recipe.run / "policy").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "exported").iterdir())
@@ -194,7 +198,7 @@ def test_checkpoint_exports_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> 
         assert (tmp_path / "exported" / name).read_bytes() == (recipe.run / "policy" / name).read_bytes(), name
 
 
-def test_exported_policy_is_the_same_in_transformers_and_vllm(recipe: Recipe) -> None:
+def test_exported_policy_has_equal_log_probs_in_transformers_and_vllm(recipe: Recipe) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = recipe.run / "policy"
@@ -204,7 +208,7 @@ def test_exported_policy_is_the_same_in_transformers_and_vllm(recipe: Recipe) ->
     prompts = [tokenizer.encode(text) for text in ("17+25=42", "The sum of both is what?", "9+9=")]
     vllm = subprocess.run(
         [sys.executable, "-m", "integration_tests.prompt_log_probs", str(folder)],
-        input=json.dumps(prompts), capture_output=True, text=True, timeout=300,
+        input=json.dumps(prompts), capture_output=True, text=True, timeout=patient(300),
         env={**os.environ, **VLLMConfig(str(folder)).environment},
     )  # fmt: skip
     assert vllm.returncode == 0, vllm.stderr[-4000:]

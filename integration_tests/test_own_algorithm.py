@@ -1,4 +1,4 @@
-"""The example of an algorithm of one's own runs both ways: by `_target_` from a file, and by entry point."""
+"""The example of a user's own algorithm trains, named by `_target_` and by entry point."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from integration_tests.command_server import run_command
 from rl_plugins.run_folder import read_metrics
+from rl_plugins.tests.patience import patient
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_algorithm"
 
@@ -27,23 +29,26 @@ def train(workplace: Path, folder: Path, python_path: Path, *overrides: str) -> 
         "reward.functions.default={_target_: integration_tests.rewards.shortness}",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": f"{python_path}{os.pathsep}{os.environ['PYTHONPATH']}"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=folder)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    run_command(command, cwd=folder, env=environment, check=True)
     return read_metrics(folder / "own" / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("way", ["target", "entry_point"])
-def test_an_own_algorithm_trains(way: str, workplace: Path, tmp_path: Path) -> None:
-    if way == "target":
-        overrides = ["--config-dir", str(EXAMPLE / "conf"), "algorithm=median_penalty"]
-        series = train(workplace, tmp_path, EXAMPLE, *overrides)
-    else:
-        # A copy, because the build writes into its source.
-        source, site = shutil.copytree(EXAMPLE, tmp_path / "source"), tmp_path / "site"
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-        subprocess.run([*pip, "--target", str(site), str(source)], check=True, timeout=120)
-        options = ["algorithm.advantage=median_baseline", "algorithm.policy_loss=penalized_ratio"]
-        series = train(workplace, tmp_path, site, "algorithm=rloo", *options)
+def assert_trained(series: dict[str, dict[int, float]]) -> None:
     # The second of two updates has a ratio, and so a penalty.
     assert all(value > 0 for value in series["train/penalty"].values())
     assert all(map(math.isfinite, series["train/loss"].values())) and min(series["train/gradient_norm"].values()) > 0
+
+
+def test_own_algorithm_by_target_trains(workplace: Path, tmp_path: Path) -> None:
+    overrides = ["--config-dir", str(EXAMPLE / "conf"), "algorithm=median_penalty"]
+    assert_trained(train(workplace, tmp_path, EXAMPLE, *overrides))
+
+
+@pytest.mark.extended
+def test_own_algorithm_by_entry_point_trains(workplace: Path, tmp_path: Path) -> None:
+    # A copy, because the build writes into its source.
+    source, site = shutil.copytree(EXAMPLE, tmp_path / "source"), tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(source)], check=True, timeout=patient(240))
+    options = ["algorithm.advantage=median_baseline", "algorithm.policy_loss=penalized_ratio"]
+    assert_trained(train(workplace, tmp_path, site, "algorithm=rloo", *options))

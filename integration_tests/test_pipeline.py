@@ -17,6 +17,8 @@ from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.launch.export import export_checkpoint
 from rl_plugins.run_folder import read_metrics
 
+pytestmark = pytest.mark.extended
+
 STAGES = ("sft", "reward_model", "ppo")
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,10 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from integration_tests.command_server import run_command, start_command
+from integration_tests.conftest import Recipe
 from integration_tests.mlflow_server import Server
+from integration_tests.pace import Pace
 from rl_plugins.run_folder import read_metrics
 
 pytestmark = pytest.mark.extended
@@ -27,9 +26,9 @@ PIPELINE = (
 )
 
 
-def stage(folder: Path, name: str, workplace: Path) -> dict[str, Any]:
-    """Waits in its validations while there is a file of its name."""
-    held = {"_target_": "integration_tests.rewards.held", "gate": str(folder / f"{name}.gate")}
+def stage(pace: Pace, workplace: Path) -> dict[str, Any]:
+    """A stage that waits in its first validation."""
+    paced = {"_target_": "integration_tests.rewards.paced", "pace": str(pace.file)}
     return {
         "recipe": "sft",
         "options": {
@@ -43,45 +42,47 @@ def stage(folder: Path, name: str, workplace: Path) -> dict[str, Any]:
             },
             "batch": {"prompts_per_step": 8},
             "sampling": {"max_tokens": 6},
-            "reward": {"functions": {"default": held}, "deadline_s": 120},
+            "reward": {"functions": {"default": paced}, "deadline_s": 3600},
             "model": {"path": f"{workplace}/tiny"},
         },
     }
 
 
 @pytest.mark.parametrize("back", ["for the last stage", "after the end"])
-def test_an_outage_between_two_stages(server: Server, workplace: Path, tmp_path: Path, back: str) -> None:
+def test_pipeline_goes_on_when_the_server_is_away_between_two_stages(
+    server: Server, workplace: Path, tmp_path: Path, back: str
+) -> None:
+    # A validation has 64 rows.
+    paces = {name: Pace(tmp_path / f"{name}.pace", samples=64) for name in STAGES}
+    for pace in paces.values():
+        pace.allow(0)
     config = {
         "name": "pipeline", "output_dir": str(tmp_path), "model": f"{workplace}/tiny", "tracking_uri": server.uri,
         "experiment": back, "resume": False, "folder": f"{tmp_path}/pipeline", "data": {}, "common": {},
-        "stages": {name: stage(tmp_path, name, workplace) for name in STAGES},
+        "stages": {name: stage(pace, workplace) for name, pace in paces.items()},
     }  # fmt: skip
     (tmp_path / "given.yaml").write_text(yaml.safe_dump(config))
     log, folder = tmp_path / "log", tmp_path / "pipeline"
-    command = [sys.executable, "-c", PIPELINE, str(tmp_path / "given.yaml")]
     with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT, env=os.environ)
+        command = [sys.executable, "-c", PIPELINE, str(tmp_path / "given.yaml")]
+        process = start_command(command, cwd=tmp_path, stdout=output, stderr=output)
+    pipeline = Recipe(tmp_path, process, log, "pipeline")
     try:
-        # Once a stage is checked, with its reward, it takes seconds until it validates.
-        wait_for(lambda: (folder / "first" / "config.yaml").is_file(), process, log)
-        (tmp_path / "first.gate").touch()
-        wait_for(lambda: (folder / "first" / "mlflow_run_id").is_file(), process, log)
-        server.kill()
-        (tmp_path / "first.gate").unlink()
-        wait_for(lambda: (folder / "second" / "config.yaml").is_file(), process, log)
-        (tmp_path / "second.gate").touch()
+        paces["first"].wait(pipeline)
+        pipeline.wait_until((folder / "first" / "mlflow_run_id").is_file, "an MLflow run of the first stage")
+        server.cut_off()
+        paces["first"].allow_all()
+        paces["second"].wait(pipeline)
         if back == "for the last stage":
             server.start()
-        (tmp_path / "second.gate").unlink()
-        assert process.wait(180) == 0, log.read_text()
+        paces["second"].allow_all()
+        assert pipeline.wait() == 0, pipeline.tail()
     finally:
-        if process.poll() is None:
-            process.kill()
+        process.kill()
     if back == "after the end":
         assert f"rl-plugins sync {folder} sends what is missing" in log.read_text()
         server.start()
-        sync = subprocess.run([sys.executable, "-m", "rl_plugins", "sync", str(folder)], capture_output=True, text=True)
-        assert sync.returncode == 0, sync.stdout + sync.stderr
+        run_command([sys.executable, "-m", "rl_plugins", "sync", str(folder)], cwd=tmp_path, check=True)
     runs = runs_of(server, back)
     parent = runs.pop("pipeline")
     assert parent.info.run_id == (folder / "mlflow_run_id").read_text()
@@ -101,12 +102,3 @@ def runs_of(server: Server, experiment: str) -> dict[str, Run]:
     found = client.get_experiment_by_name(experiment)
     assert found is not None
     return {str(run.info.run_name): run for run in client.search_runs([found.experiment_id])}
-
-
-def wait_for(
-    condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, timeout_s: float = 120
-) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.plan_work import work_of
 from benchmarks.policies import save_policy, save_prompts
 from benchmarks.runs import run_grpo
@@ -11,6 +13,8 @@ from rl_plugins.planning.devices import device_named
 from rl_plugins.planning.memory import engine_memory, total, trainer_memory
 from rl_plugins.planning.placement import Placement
 from rl_plugins.processor import multiplies_bfloat16
+
+pytestmark = pytest.mark.extended
 
 WITHIN = 0.15
 OPTIONS = [

@@ -22,6 +22,8 @@ import pytest
 from integration_tests.conftest import free_port
 from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
 
+pytestmark = pytest.mark.extended
+
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 SUBMIT = [sys.executable, "-m", "rl_plugins", "submit"]
 # The project's own reward: a job finds it only if the project was sent.

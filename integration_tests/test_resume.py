@@ -11,7 +11,7 @@ import pytest
 
 from integration_tests.conftest import Recipe
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.extended
 
 COMMON = (
     "run.steps=12",

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
+from integration_tests.command_server import run_command
 from integration_tests.conftest import Recipe
 from integration_tests.mlflow_server import Server, best_of
 from rl_plugins.run_folder import read_metrics
+
+pytestmark = pytest.mark.extended
 
 COMMON = (
     "launcher=local", "rollout.engine=transformers", "run.steps=4", "run.eval_every=2", "run.checkpoint_every=2",
@@ -23,21 +25,12 @@ COMMON = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    (tmp_path / "server").mkdir()
-    server = Server(tmp_path / "server")
-    server.start()
-    yield server
-    server.kill()
-
-
-def test_a_run_is_recorded_whole_and_its_policy_is_where_the_next_begins(
+def test_server_records_a_run_and_the_next_run_starts_from_the_registered_champion(
     start_recipe: Callable[..., Recipe], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     first = start_recipe("grpo", "first", *COMMON)
-    assert first.wait(120) == 0, first.tail()
+    assert first.wait() == 0, first.tail()
     assert "adder version 1, the champion: the first one" in first.tail()
 
     client = MlflowClient(server.uri)
@@ -59,12 +52,12 @@ def test_a_run_is_recorded_whole_and_its_policy_is_where_the_next_begins(
     assert [path.name for path in files.glob("best_*")] == [best.name]
     assert json.loads((files / best.name / "metric.json").read_text()) == json.loads((best / "metric.json").read_text())
     export = [sys.executable, "-m", "rl_plugins", "export", str(files / best.name), str(tmp_path / "exported")]
-    subprocess.run(export, check=True, timeout=120)
+    run_command(export, cwd=tmp_path, check=True)
     assert (tmp_path / "exported" / "model.safetensors").is_file()
     assert len(client.search_traces(locations=[run.info.experiment_id], run_id=run.info.run_id)) == 8
 
     second = start_recipe("grpo", "second", *COMMON, "model.path=models:/adder@champion", "tracking.traces=0")
-    assert second.wait(120) == 0, second.tail()
+    assert second.wait() == 0, second.tail()
     assert f"models:/adder@champion is {second.folder}/outputs/.models/adder/1" in second.log.read_text()
     start = read_metrics(second.run / "metrics.jsonl")["val/reward"][0]
     assert start == pytest.approx(read_metrics(first.run / "metrics.jsonl")["val/reward"][4])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from integration_tests import two_steps
+from integration_tests.in_turn import runs_in_turn
 from rl_plugins.data.prepare.addition import addition_rows, preference_rows
 from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.launch.export import export_checkpoint
@@ -24,14 +23,16 @@ from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import read_metrics
 
-# The first test waits for all runs.
-pytestmark = pytest.mark.timeout(1500)
-
 ALGORITHMS = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.yaml"))
 NAMES = [
     *two_steps.STAGES, *(name for name in ALGORITHMS if name not in two_steps.STAGES), *two_steps.OVER_FSDP
 ]  # fmt: skip
-# What only some of them measure.
+# One run of every kind of stage, and of what changes the course of a step.
+CORE = {
+    "sft", "reward_modeling", "dpo", "online_dpo", "prime", "ppo", "grpo", "grpo_conversation", "grpo_lora",
+    "on_policy_distillation", f"grpo{two_steps.FSDP}",
+}  # fmt: skip
+# What only some runs measure.
 ALSO = {
     "grpo": {"time/check_weights", "memory/engine_awake", "memory/engine_asleep"},
     "grpo_mixture": {"curriculum/seen", "curriculum/reward", "curriculum/learnability"},
@@ -50,25 +51,35 @@ ALSO = {
 }
 
 
+def params(*names: str) -> list[Any]:
+    """Runs as parameters of a test."""
+    return [pytest.param(name, marks=() if name in CORE else pytest.mark.extended) for name in names]
+
+
 @pytest.fixture(scope="module")
-def folder(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wait_for(
+    request: pytest.FixtureRequest, workplace: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Path]]:
+    """Waits for a run. The runs of all selected tests are made in the order of these tests."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    names = dict.fromkeys(item.callspec.params["run"] for item in items)
     folder = tmp_path_factory.mktemp("recipes")
-    if not (workplace / "other").is_dir():
-        save_tiny_policy(workplace / "other", seed=1)
-        rows = addition_rows(below=100, num_train=64, num_test=1, seed=0)["train"]
-        write_splits({"train_pairs": preference_rows(rows, seed=0)}, workplace / "data")
-    log = folder / "log.txt"
-    with log.open("w") as output:
-        command = [sys.executable, two_steps.__file__, str(workplace), str(folder), *NAMES]
-        result = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=1400, env=os.environ)
-    assert result.returncode == 0, log.read_text()[-6000:]
-    return folder
+    save_tiny_policy(folder / "other", seed=1)
+    rows = addition_rows(below=100, num_train=64, num_test=1, seed=0)["train"]
+    write_splits({"train_pairs": preference_rows(rows, seed=0)}, folder)
+    with runs_in_turn([two_steps.recipe(name, workplace, folder) for name in names], folder) as wait:
+        yield wait
 
 
-@pytest.mark.parametrize("run", NAMES)
-def test_two_steps(run: str, folder: Path, workplace: Path) -> None:
-    assert (folder / run / "done").is_file()
-    series, name = read_metrics(folder / run / "metrics.jsonl"), run.removesuffix(two_steps.FSDP)
+@pytest.fixture
+def folder(wait_for: Callable[[str], Path], run: str) -> Path:
+    """The folder of the test's run, which has ended."""
+    return wait_for(run)
+
+
+@pytest.mark.parametrize("run", params(*NAMES))
+def test_two_steps_of(run: str, folder: Path, workplace: Path) -> None:
+    series, name = read_metrics(folder / "metrics.jsonl"), run.removesuffix(two_steps.FSDP)
     samples = name.removesuffix("_lora") in ALGORITHMS or name.startswith("grpo_zero")
     sampled = {"train/reward", "train/entropy", "train/rollout_gap_max"} if samples else set()
     for metric in {"train/loss", "train/gradient_norm", "train/lr"} | sampled | ALSO.get(name, set()):
@@ -77,7 +88,7 @@ def test_two_steps(run: str, folder: Path, workplace: Path) -> None:
         assert all(map(math.isfinite, series[metric].values())) or metric.endswith("explained_variance"), metric
     if sampled:
         assert max(series["train/rollout_gap_max"].values()) < 1e-3
-    exported = folder / run / ("reward_model" if name.startswith("reward_modeling") else "policy")
+    exported = folder / ("reward_model" if name.startswith("reward_modeling") else "policy")
     if (exported / "adapter_model.safetensors").is_file():
         weights = load_file(exported / "adapter_model.safetensors")
         # A score's bias is not learnt from pairs: it cancels.
@@ -88,35 +99,45 @@ def test_two_steps(run: str, folder: Path, workplace: Path) -> None:
     assert moved and any(moved)
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "online_dpo"])
-def test_conversations_have_several_turns(name: str, folder: Path) -> None:
-    series = read_metrics(folder / f"{name}_conversation" / "metrics.jsonl")
+@pytest.mark.parametrize("run", params("grpo_conversation", "ppo_conversation", "online_dpo_conversation"))
+def test_conversations_have_several_turns(run: str, folder: Path) -> None:
+    series = read_metrics(folder / "metrics.jsonl")
     assert all(1 < turns <= 3 for turns in series["train/turns"].values())
     assert set(series["train/observations_cut"].values()) == {0.0}
-    # Trainer and engine agree on what every turn was sampled with.
-    if name != "online_dpo":
+    # Trainer and engine agree on the log-probs of every turn.
+    if run != "online_dpo_conversation":
         assert max(series["train/rollout_gap_max"].values()) < 1e-3
 
 
-def test_adapters_are_exported_whole_or_alone(folder: Path, workplace: Path, tmp_path: Path) -> None:
-    """By the run itself as from its checkpoint, which holds the adapter without what it was added to."""
-    for name, exported, file in (
-        ("grpo_lora", "policy", "model.safetensors"),
-        ("reward_modeling_lora", "reward_model", "adapter_model.safetensors"),
-    ):
-        export_checkpoint(folder / name / "checkpoint_00000002", tmp_path / name)
-        by_run, by_checkpoint = (load_file(path / file) for path in (folder / name / exported, tmp_path / name))
-        assert by_run.keys() == by_checkpoint.keys()
-        assert all(torch.equal(weight, by_checkpoint[key]) for key, weight in by_run.items())
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "grpo_lora")
-    assert plain.state_dict().keys() == AutoModelForCausalLM.from_pretrained(workplace / "tiny").state_dict().keys()
-    # What the run wrote whole is asked for as an adapter.
-    export_checkpoint(folder / "grpo_lora" / "checkpoint_00000002", tmp_path / "adapter", lora="adapter")
-    adapted: Any = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(workplace / "tiny"), tmp_path / "adapter"
-    )
+@pytest.mark.parametrize("run", params("grpo_lora"))
+def test_export_checkpoint_merges_the_adapter_of_a_policy(
+    run: str, folder: Path, workplace: Path, tmp_path: Path
+) -> None:
+    """As the run itself; the checkpoint holds the adapter alone, and is exported as an adapter on request."""
+    export_checkpoint(folder / "checkpoint_00000002", tmp_path / "merged")
+    assert_equal_weights(folder / "policy", tmp_path / "merged", "model.safetensors")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(workplace / "tiny")
+    assert merged.keys() == base.state_dict().keys()
+    export_checkpoint(folder / "checkpoint_00000002", tmp_path / "adapter", lora="adapter")
+    adapted: Any = PeftModel.from_pretrained(base, tmp_path / "adapter")
     for name, weight in adapted.merge_and_unload().state_dict().items():
-        torch.testing.assert_close(weight, plain.state_dict()[name])
+        torch.testing.assert_close(weight, merged[name])
+
+
+@pytest.mark.parametrize("run", params("reward_modeling_lora"))
+def test_export_checkpoint_writes_the_adapter_of_a_reward_model(
+    run: str, folder: Path, workplace: Path, tmp_path: Path
+) -> None:
+    """As the run itself, whose option `run.export_lora=adapter` is in the checkpoint's configuration."""
+    export_checkpoint(folder / "checkpoint_00000002", tmp_path / "exported")
+    assert_equal_weights(folder / "reward_model", tmp_path / "exported", "adapter_model.safetensors")
     base = load_scalar_head(str(workplace / "tiny"), dtype=torch.float32)
-    reward_model = PeftModel.from_pretrained(base, tmp_path / "reward_modeling_lora")
+    reward_model = PeftModel.from_pretrained(base, tmp_path / "exported")
     assert reward_model(input_ids=torch.arange(6)[None]).logits.any()
+
+
+def assert_equal_weights(one: Path, other: Path, file: str) -> None:
+    by_run, by_checkpoint = load_file(one / file), load_file(other / file)
+    assert by_run.keys() == by_checkpoint.keys()
+    assert all(torch.equal(weight, by_checkpoint[key]) for key, weight in by_run.items())

@@ -1,26 +1,18 @@
-"""Two steps of every recipe, on one Ray cluster, one pair of workers and a vLLM engine for each of them.
-
-Run as a script by `test_two_steps.py`: `two_steps.py WORKPLACE FOLDER NAME...`. The runs follow each other in the same
-workers, so that all of them take little longer than one.
-"""
+"""Two steps of every recipe, for workers and engines that all runs share."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from benchmarks.shared_workers import train_in_turn
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
-from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import RecipeConfig, parse_config
 
-PAIRS = "data.train_files=[WORKPLACE/data/train_pairs.parquet]"
+PAIRS = "data.train_files=[FOLDER/train_pairs.parquet]"
 REWARD = "reward.functions.default={_target_: integration_tests.rewards.shortness}"
 # What a recipe cannot run without.
 EXTRAS = {
     "gdpo": ["reward.functions.default={_target_: integration_tests.rewards.short_and_even}"],
-    "on_policy_distillation": ["teacher.path=WORKPLACE/other"],
-    "forward_kl_distillation": ["teacher.path=WORKPLACE/other"],
+    "on_policy_distillation": ["teacher.path=FOLDER/other"],
+    "forward_kl_distillation": ["teacher.path=FOLDER/other"],
     "reinforce_plus_plus": ["algorithm.kl.coefficient=0.01", "algorithm.kl.placement=reward"],
 }
 
@@ -74,26 +66,20 @@ OVER_FSDP = {
 }
 
 
-def recipe(run: str, workplace: Path, folder: Path) -> RecipeConfig:
-    """The configuration of two steps of an algorithm or of another stage."""
+def recipe(run: str, workplace: Path, folder: Path) -> list[str]:
+    """Name and overrides of the recipe for two steps of an algorithm or of another stage."""
     name = run.removesuffix(FSDP)
     config, extras = STAGES.get(name, ("grpo", [f"algorithm={name}", *EXTRAS.get(name, [])]))
-    overrides = [
-        f"run.name={run}", f"run.output_dir={folder}", "run.steps=2", "run.eval_every=0", "run.eval_before=false",
-        "run.export=true", "tracking.enabled=false", f"model.path={workplace}/tiny",
+    return [
+        config, f"run.name={run}", f"run.output_dir={folder}", "run.steps=2", "run.eval_every=0",
+        "run.eval_before=false", "run.export=true", "tracking.enabled=false", f"model.path={workplace}/tiny",
         f"data.train_files=[{workplace}/data/train.parquet]", "data.max_prompt_tokens=28", "sampling.max_tokens=8",
         "batch.prompts_per_step=8", "batch.samples_per_prompt=4", "batch.updates_per_step=2", "optimizer.lr=1e-3",
         "placement.device=cpu", f"strategy.name={'fsdp' if run.endswith(FSDP) else 'zero'}",
-        # All of them share the engines, which are made before anyone has an adapter.
+        # All runs share the engines, which are made before any run has an adapter.
         "rollout.engines=per_worker", "rollout.check_updates=1", "rollout.lora=merged",
         # Rewards that differ from sample to sample, so that there are groups and pairs to learn from.
         *(() if config == "reward_modeling" else (REWARD,)),
-        *(extra.replace("WORKPLACE", str(workplace)) for extra in extras),
+        *(extra.replace("WORKPLACE", str(workplace)).replace("FOLDER", str(folder)) for extra in extras),
         *OVER_FSDP.get(run, []),
     ]  # fmt: skip
-    return parse_config(compose_config(config, overrides))
-
-
-if __name__ == "__main__":
-    folders = Path(sys.argv[1]), Path(sys.argv[2])
-    train_in_turn([recipe(name, *folders) for name in sys.argv[3:]], folders[1] / "ray")

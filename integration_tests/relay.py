@@ -1,0 +1,79 @@
+"""A TCP port that passes connections on to a server, and refuses them when a test says so."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from contextlib import suppress
+
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+class Relay:
+    """Has a port of its own from its beginning to its end; refuses connections until `open`."""
+
+    def __init__(self) -> None:
+        # A socket that never listens keeps the port while connections are refused.
+        self._holder = self._bound(0)
+        self.port: int = self._holder.getsockname()[1]
+        self._listener: socket.socket | None = None
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def open(self, port: int) -> None:
+        """Pass connections on to a port of this machine."""
+        self.refuse()
+        self._listener = self._bound(self.port)
+        self._listener.listen()
+        threading.Thread(target=self._accept, args=(self._listener, port), daemon=True).start()
+
+    def refuse(self) -> None:
+        """Break all connections, and refuse new ones."""
+        with self._lock:
+            listener, self._listener = self._listener, None
+            broken, self._connections = self._connections, set()
+        if listener is not None:
+            # Wakes the thread that accepts.
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        for connection in broken:
+            with suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def close(self) -> None:
+        """Give the port back."""
+        self.refuse()
+        self._holder.close()
+
+    def _bound(self, port: int) -> socket.socket:
+        bound = socket.socket()
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(("127.0.0.1", port))
+        return bound
+
+    def _accept(self, listener: socket.socket, port: int) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                try:
+                    server = socket.create_connection(("127.0.0.1", port))
+                except ConnectionRefusedError:
+                    client.close()
+                    continue
+                with self._lock:
+                    if self._listener is not listener:
+                        client.close()
+                        server.close()
+                        return
+                    self._connections |= {client, server}
+                for source, sink in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(2**16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
