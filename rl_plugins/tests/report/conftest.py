@@ -1,4 +1,4 @@
-"""The folder of a run, made by hand: everything a report can show, hostile texts and broken numbers included."""
+"""A handmade folder of a run with everything that a report shows, with hostile texts and NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed in the end can be copied."""
+"""The commands that a run prints at its end can be copied into a shell."""
 
 from __future__ import annotations
 

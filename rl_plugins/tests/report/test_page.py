@@ -1,4 +1,4 @@
-"""The report of a run is whole, safe and needs nothing else."""
+"""The report of a run is complete, safe, and one file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOID = {"meta", "br", "img", "link", "hr", "input"}
 
 @dataclass
 class Parsed(HTMLParser):
-    """What a browser would make of a page."""
+    """A page as a browser reads it."""
 
     texts: list[str] = field(default_factory=list)
     headings: list[str] = field(default_factory=list)

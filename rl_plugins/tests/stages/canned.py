@@ -10,11 +10,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -64,7 +66,7 @@ PROCESS_REWARDS = ProcessRewardConfig(optimizer=OptimizerConfig(lr=0.01, gradien
 
 
 class CannedRollout(SampledAtOnce):
-    """The engine's protocol with fixed responses; counts the weight updates."""
+    """A rollout engine with fixed responses; notes its calls."""
 
     keeps_weights = True
     check_updates = 0
@@ -131,7 +133,7 @@ class Recorder(torch.optim.SGD):
 
 
 class OwnPolicy(LightningModule):
-    """A team's module: a tiny float64 model and the recording optimizer."""
+    """A LightningModule with a tiny float64 model and the recording optimizer."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -242,7 +244,7 @@ class Prompts:
 
 
 class DrawingLoader(DataLoader[Any]):
-    """Serves the batches as they are; whoever draws gets the first again."""
+    """Serves the batches as they are; `draw` returns the first batch again."""
 
     def __init__(self, batches: list[Any]) -> None:
         super().__init__(batches, batch_size=None)  # type: ignore[arg-type]
@@ -266,16 +268,25 @@ def other_model() -> str:
 
 
 def quiet_trainer(strategy: Any, **options: Any) -> Trainer:
-    return Trainer(
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **options,
-    )
+    # Lightning would look for callbacks in the metadata of every installed package, for each trainer.
+    with patch.object(callback_connector, "_load_external_callbacks", return_value=[]):
+        return Trainer(
+            strategy=strategy,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            **options,
+        )
+
+
+def metrics_of(stage: Any) -> dict[str, float]:
+    """Metrics that a stage will track. Lightning's own logging of them takes as long as the rest of a small step."""
+    metrics: dict[str, float] = {}
+    stage.track = metrics.update
+    return metrics
 
 
 def gradients(
@@ -316,6 +327,7 @@ def gradients(
         max_steps=1,
         **options,
     )
+    metrics = metrics_of(stage)
     if world_size == 1:
         strategy = SingleDeviceRolloutStrategy(rollout=CannedRollout())
     else:
@@ -327,7 +339,7 @@ def gradients(
         trainer.fit(stage, loader([prompt_batch(PROMPTS[rank::world_size])]))
     finally:
         hook.remove()
-    return own.recorder.gradients + of_others, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return own.recorder.gradients + of_others, metrics
 
 
 RECIPES = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.yaml"))

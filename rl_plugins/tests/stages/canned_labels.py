@@ -98,30 +98,29 @@ def strategy_of(rank: int, world_size: int) -> Any:
     return SingleDeviceRolloutStrategy() if world_size == 1 else canned.AllReduceStrategy(rank, world_size)
 
 
-def metrics_of(trainer: Any) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
 def gradients(
     case: str, *, tokens_per_micro_batch: int = 10**6, packing: bool = True, rank: int = 0, world_size: int = 1
 ) -> tuple[list[Tensor], dict[str, float]]:
     """The gradient of one step, and its metrics."""
     own = OwnRewardModel()
     stage = stage_of(own, case, tokens_per_micro_batch=tokens_per_micro_batch, packing=packing)
+    metrics = canned.metrics_of(stage)
     trainer = canned.quiet_trainer(strategy_of(rank, world_size), precision="64-true")
     # Rows are dealt to ranks in turn.
     rows = batch_of(case).rows[rank::world_size]
     trainer.fit(stage, canned.loader([batch_of(case, rows)]))
     (gradient,) = own.recorder.gradients
-    return gradient, metrics_of(trainer)
+    return gradient, metrics
 
 
 def validation(case: str, shares: list[list[int]], rank: int = 0, **options: Any) -> dict[str, float]:
     """The metrics of validation, on this rank's share of the rows."""
     trainer = canned.quiet_trainer(strategy_of(rank, len(shares)), precision="64-true")
     loader = canned.loader([batch_of(case, shares[rank])])
-    trainer.validate(stage_of(OwnRewardModel(), case, **options), loader, verbose=False)
-    return metrics_of(trainer)
+    stage = stage_of(OwnRewardModel(), case, **options)
+    metrics = canned.metrics_of(stage)
+    trainer.validate(stage, loader, verbose=False)
+    return metrics
 
 
 UNEVEN = [[0, 1, 2], []]
@@ -152,8 +151,8 @@ def run(strategy: Any, path: str, folder: Path) -> dict[str, float]:
     batch = pair_batch(list(range(len(PAIRS))))
     stage = Exporting(path, optimizer=OptimizerConfig(lr=1e-3), tokens_per_micro_batch=100)
     trainer = canned.quiet_trainer(strategy, precision="32-true", accelerator="cpu", devices=1, val_check_interval=1)
+    metrics = canned.metrics_of(stage)
     trainer.fit(stage, canned.loader([batch] * 2), canned.loader([batch]))
-    metrics = metrics_of(trainer)
     return {name: metrics[name] for name in ("train/loss", "train/margin", "val/loss", "val/margin", "val/accuracy")}
 
 

@@ -1,4 +1,4 @@
-"""What the stage computes because a function or an option asks for it, and how the update uses it."""
+"""Inputs that the stage computes for an algorithm or an option, and their use in the update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_plugins.callbacks.reference_update import ReferenceUpdate
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import load_scalar_head
-from rl_plugins.models.tiny import build_model
+from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.rewards.failures import RewardFailureError
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.collecting import RewardModelConfig
@@ -27,6 +27,7 @@ from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.schedule import Schedule
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
 
 
@@ -88,7 +89,7 @@ def test_group_filter_replaces_uniform_groups_by_groups_of_the_next_prompts() ->
     assert asked == ["1+1", "12+30", "100+1", "1+1"]
     assert experience.groups.unique().numel() == 4
     assert stage.metrics[0]["train/generation_batches"] == 2
-    # What is said of the samples is said of all of them.
+    # Metrics of samples are those of all samples, filtered or not.
     assert stage.metrics[0]["train/uniform_groups"] == pytest.approx(3 / 11)
 
 
@@ -150,7 +151,7 @@ def test_reward_model_scores_are_added_to_the_scores_of_the_rules(tmp_path: Path
 
 
 class WithoutNumbers(Keeping):
-    """Its reward model gives no number of every fourth sample."""
+    """A stage whose reward model scores every fourth sample NaN."""
 
     def _reward_model_scores(self, experience: Experience) -> Tensor:
         scores_B = torch.arange(float(len(experience)))
@@ -165,7 +166,7 @@ def test_samples_without_a_finite_reward_model_score_are_masked_and_counted(tmp_
     (experience,) = stage.collected
     assert experience.valid.tolist() == ([False] + [True] * 3) * 3
     assert not experience.response_mask[::4].any() and filled(experience.scores).isfinite().all()
-    # One of them had failed before.
+    # The reward of one of the three samples had failed before.
     assert stage.metrics[0]["train/reward_not_finite"] == 2
     assert all(parameter.isfinite().all() for parameter in stage.policy.parameters())
     with pytest.raises(RewardFailureError, match=r"2 of 12 rewards failed.*the reward model: its score is nan"):
@@ -196,14 +197,14 @@ def test_rollout_correction_weighs_and_rejects_before_advantages() -> None:
     torch.testing.assert_close(weights_BT[mask_BT], gap_BT.exp().clamp(max=2.0)[mask_BT])
     assert {"train/rollout/ess", "train/rollout/chi2_token", "train/rollout/k3"} <= stage.metrics[0].keys()
     assert stage.metrics[0]["train/rollout/rejected"] == 0
-    # The canned sampler said -1 of every token, which is far from what the policy says: all is rejected.
+    # The rollout log-probs are -1 for each token, far from those of the policy: all samples are rejected.
     rejecting = train(Algorithm(correction="geo_rs"))
     assert rejecting.metrics[0]["train/rollout/rejected"] == 1 and not rejecting.collected[0].response_mask.any()
 
 
-@pytest.mark.parametrize("left_out", [{"top_p": 0.9}, {"top_k": 20}])
-def test_rollout_log_probs_are_refused_where_sampling_truncates_the_distribution(left_out: dict[str, Any]) -> None:
-    sampling = SamplingConfig(max_tokens=20, num_samples=3, **left_out)
+@for_each("truncation", [{"top_p": 0.9}, {"top_k": 20}])
+def test_rollout_log_probs_are_refused_where_sampling_truncates_the_distribution(truncation: dict[str, Any]) -> None:
+    sampling = SamplingConfig(max_tokens=20, num_samples=3, **truncation)
     for options in (
         {"algorithm": Algorithm(correction="token_tis")},
         {"algorithm": Algorithm(correction="bypass")},
@@ -231,7 +232,7 @@ def test_critic_has_a_separate_optimizer_and_the_policy_waits_for_critic_warmup(
     assert [row.get("train/lr") for row in stage.metrics] == [None, None, 0.05]
     assert ["train/loss" in row for row in stage.metrics] == [False, False, True]
     assert all(row["train/critic/gradient_norm"] > 0 for row in stage.metrics)
-    # A new critic says 0 of everything, so what is left unexplained is all of it.
+    # A new critic gives 0 everywhere, and explains nothing.
     assert not filled(stage.collected[0].values).any() and filled(stage.collected[1].values).any()
     assert stage.metrics[0]["train/critic/explained_variance"] == pytest.approx(0, abs=1e-6)
 
@@ -283,7 +284,7 @@ def test_choose_tokens_keeps_the_tokens_with_the_highest_entropy() -> None:
     assert entropy_BT[chosen_BT].min() >= entropy_BT[mask_BT & ~chosen_BT].max()
 
 
-@pytest.mark.parametrize(("keep", "expected"), [(0.0, 1.0), (0.75, 0.25)])
+@for_each(("keep", "expected"), [(0.0, 1.0), (0.75, 0.25)])
 def test_reference_update_moves_the_reference_towards_the_policy(keep: float, expected: float) -> None:
     algorithm = Algorithm(kl=KLConfig(0.1))
     still = train(algorithm, steps=2)
@@ -303,8 +304,6 @@ def test_reference_update_without_a_reference_or_with_bad_options_is_refused() -
 
 
 def test_reward_model_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    from rl_plugins.models.tiny import build_tokenizer
-
     folder = tmp_path / "other"
     build_model().save_pretrained(folder)
     tokenizer: Any = build_tokenizer()

@@ -1,4 +1,4 @@
-"""Conversations with an environment: whose tokens they are made of, when they end, and what a lost engine costs."""
+"""Conversations with an environment: tokens, masks, ends and scores, and turns lost with an engine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.schedule import Schedule
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.test_scheduled import Loader
-
-pytestmark = pytest.mark.unit
 
 tokenizer = canned.tokenizer
 SAMPLING = SamplingConfig(max_tokens=60, num_samples=2)
@@ -35,15 +34,15 @@ SAID: dict[str, list[str]] = {
     f"{FIRST}no{SURE}": ["well<|end|>"],
     f"{FIRST}no{SURE}well<|end|><|tool|>WELL<|assistant|>": ["yes<|end|>"],
 }
-"""Prompt -> responses; one without an end was cut off."""
+"""Prompt -> responses. A response without `<|end|>` was cut off."""
 
 
 class Scripted(canned.CannedRollout):
-    """Says what is written for a prompt.
+    """A rollout engine with a script.
 
     Args:
-        said: prompt to responses.
-        loses: requests, counted from 1, that go with a lost engine.
+        said: Prompt to responses.
+        loses: Requests, counted from 1, that an engine takes with it when it is lost.
     """
 
     def __init__(self, said: dict[str, list[str]] = SAID, loses: Sequence[int] = ()) -> None:
@@ -104,12 +103,12 @@ def test_collect_returns_sampled_and_environment_tokens_with_masks_and_versions(
     talk.submit([opening()], SAMPLING)
     generations = talk.collect([7], 0)[7]
     long, short = generations.responses()
-    whole = f"no{SURE}well<|end|><|tool|>WELL<|assistant|>yes<|end|>"
-    assert tokenizer.decode(long) == whole and tokenizer.decode(short) == "yes<|end|>"
-    mask, all_of_it = generations.response_masks() or []
+    text = f"no{SURE}well<|end|><|tool|>WELL<|assistant|>yes<|end|>"
+    assert tokenizer.decode(long) == text and tokenizer.decode(short) == "yes<|end|>"
+    mask, short_mask = generations.response_masks() or []
     assert tokenizer.decode(np.array(long)[np.array(mask) == 1]) == "no<|end|>well<|end|>yes<|end|>"
-    assert all_of_it == [1.0] * len(short)
-    # Log-probs and versions are those with which each token was sampled.
+    assert short_mask == [1.0] * len(short)
+    # Each token has the log-prob and the policy version of its turn; tokens of the environment have 0.
     log_probs, _ = generations.response_log_probs()
     assert sorted(set(zip(mask, log_probs, strict=True))) == [(0, 0), (1, -5), (1, -4), (1, -3)]
     versions, _ = generations.response_versions()
@@ -119,29 +118,30 @@ def test_collect_returns_sampled_and_environment_tokens_with_masks_and_versions(
     assert (first.score.value, first.turns, first.score.details) == (1.0, 3, {"said": 6.0})
     assert (second.score.value, second.turns) == (1.0, 1)
     assert first.transcript() == "no\n[user] sure?\n[assistant] well\n[tool] WELL\n[assistant] yes"
-    # The second turn has the room that is left, and no two turns the same seed.
+    # The second turn has the rest of the tokens. No two turns have the same seed.
     assert engine.asked[1][1] == 60 - len(tokenizer.encode(f"no{SURE}"))
     assert len({seed for _, _, seed in engine.asked}) == 3
 
 
 @pytest.mark.parametrize(
-    ("why", "said", "config", "turns", "reason"),
+    ("said", "config", "turns", "reason"),
     [
-        ("no turn is left", SAID, {"max_turns": 2}, 2, "stop"),
-        ("the response was cut off", {FIRST: ["no", "yes<|end|>"]}, {}, 1, "length"),
-        ("no room is left", SAID, {"sampling": SamplingConfig(max_tokens=10, num_samples=2)}, 1, "length"),
+        (SAID, {"max_turns": 2}, 2, "stop"),
+        ({FIRST: ["no", "yes<|end|>"]}, {}, 1, "length"),
+        (SAID, {"sampling": SamplingConfig(max_tokens=10, num_samples=2)}, 1, "length"),
     ],
+    ids=["no turn is left", "the response was cut off", "no room is left"],
 )
 def test_conversation_without_room_for_another_turn_asks_the_environment_for_a_score(
-    why: str, said: dict[str, list[str]], config: dict[str, Any], turns: int, reason: str
+    said: dict[str, list[str]], config: dict[str, Any], turns: int, reason: str
 ) -> None:
-    sampling = config.pop("sampling", SAMPLING)
-    talk = conversations(Scripted(said), **config)
+    sampling = config.get("sampling", SAMPLING)
+    talk = conversations(Scripted(said), **{key: value for key, value in config.items() if key != "sampling"})
     talk.submit([opening()], sampling)
     generations = talk.collect([7], 0)[7]
     first, _ = generations.endings
-    assert (first.turns, first.score.value, generations.finish_reasons[0]) == (turns, 0.0, reason), why
-    # Nothing stands behind the last response.
+    assert (first.turns, first.score.value, generations.finish_reasons[0]) == (turns, 0.0, reason)
+    # No token of the environment follows the last response.
     assert all(mask[-1] == 1 for mask in generations.response_masks() or [])
 
 
@@ -153,7 +153,7 @@ def test_observation_over_max_observation_tokens_is_cut_and_counted() -> None:
     assert (first.cut, second.cut) == (1, 0)
 
 
-@pytest.mark.parametrize("lost", [1, 2, 3])
+@for_each("lost", [1, 2, 3])
 def test_lost_engine_costs_only_the_turn_in_flight(lost: int) -> None:
     engine = Scripted(loses=[lost])
     talk = conversations(engine)
@@ -223,7 +223,7 @@ def test_policy_learns_from_the_sampled_tokens_of_a_conversation(staleness: int,
         policy,
         tokenizer=tokenizer,
         scorer=InlineScorer({"_target_": f"{__name__}.talkative"}),
-        # A policy that knows nothing ends few responses by itself.
+        # An untrained policy ends few responses by itself.
         sampling=SamplingConfig(max_tokens=30, num_samples=3, stop_token_ids=tuple(range(60, 200))),
         environment=EnvironmentConfig(max_turns=4),
         schedule=Schedule(staleness),
@@ -238,10 +238,10 @@ def test_policy_learns_from_the_sampled_tokens_of_a_conversation(staleness: int,
         metrics = stage.metrics[step]
         assert metrics["train/turns"] > 1 and metrics["train/reward"] > 0
         if not staleness:
-            # The trainer gives each token the log-prob with which it was sampled.
+            # The trainer gives each token the log-prob that the token was sampled with.
             assert metrics["train/rollout_gap_max"] < 1e-4
 
 
 def talkative(solution_str: str, turns_left: int) -> object:
-    """Goes on while the policy has an even number of things to say."""
+    """A reward that continues the conversation after a response of odd length."""
     return "and?" if turns_left and len(solution_str) % 2 else 1.0 + len(solution_str)

@@ -1,4 +1,4 @@
-"""A critic in processes of its own learns what one in the training workers learns from the same samples."""
+"""A critic in separate processes learns the same as a critic in the training workers from the same samples."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ OPTIMIZER = OptimizerConfig(lr=0.02, warmup_steps=1, gradient_clip=CLIP)
 
 
 @cache
-def in_the_workers() -> canned.Keeping:
-    """A critic that was trained beside a policy, on samples that are kept."""
+def trained_in_workers() -> canned.Keeping:
+    """A stage that has trained a critic beside a policy, with the samples of each step."""
     stage: canned.Keeping = canned.ppo(canned.Keeping, critic=CriticConfig(canned.other_model(), OPTIMIZER))
     strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
     trainer = canned.quiet_trainer(strategy, precision="64-true")
@@ -55,13 +55,13 @@ def training(**changes: Any) -> CriticTraining:
 
 
 def learn(learner: CriticLearner, steps: list[Experience], rank: int = 0, ranks: int = 1) -> list[Learnt]:
-    """What a process with every `ranks`-th row of the samples goes through."""
+    """The updates of a process that has every `ranks`-th row of the samples."""
     learnt = []
     for experience in steps:
         for number, mini_batch in enumerate(experience.chunk(UPDATES), 1):
             counts = GlobalCounts(*local_counts(mini_batch.response_mask).tolist())
             own = mini_batch[rank::ranks]
-            # Two workers have sent their rows, one of them none.
+            # Two workers have sent rows; the second sent none.
             learnt.append(learner.update([own, own[:0]], counts, last=number == UPDATES))
     return learnt
 
@@ -75,8 +75,8 @@ def gap(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     return max(float((weights[name] - others[name]).abs().max()) for name in weights)
 
 
-def test_critic_learner_gets_the_weights_of_the_critic_in_the_workers() -> None:
-    stage = in_the_workers()
+def test_critic_learner_gets_the_weights_of_the_critic_trained_in_workers() -> None:
+    stage = trained_in_workers()
     learner = CriticLearner(training())
     start = {name: weight.clone() for name, weight in learner.weights.items()}
     learnt = learn(learner, stage.trained_on)
@@ -87,11 +87,11 @@ def test_critic_learner_gets_the_weights_of_the_critic_in_the_workers() -> None:
     for step, row in enumerate(stage.metrics):
         newest = learnt[step * UPDATES + UPDATES - 1]
         assert newest.gradient_norm == pytest.approx(row["train/critic/gradient_norm"])
-    assert max(row["train/critic/gradient_norm"] for row in stage.metrics) > CLIP, "nothing was clipped"
+    assert max(row["train/critic/gradient_norm"] for row in stage.metrics) > CLIP, "no gradient was clipped"
 
 
 def rank_of_two(rank: int, path: str, steps: list[Experience]) -> tuple[dict[str, Tensor], list[float]]:
-    # Adapters come into being by random numbers; those of the first are everyone's.
+    # New adapters are random numbers; all processes take the adapter of the first.
     adapted = CriticLearner(training(path=path, config=CriticConfig(lora=LoraConfig(rank=2)), seed=rank))
     learner = CriticLearner(training(path=path))
     norms = [one.gradient_norm for one in learn(learner, steps, rank, 2)]
@@ -101,7 +101,7 @@ def rank_of_two(rank: int, path: str, steps: list[Experience]) -> tuple[dict[str
 
 
 def test_two_critic_learners_get_the_weights_of_one() -> None:
-    steps = in_the_workers().trained_on
+    steps = trained_in_workers().trained_on
     (first, norms), (second, _) = (result for result, _ in run_ranks(rank_of_two, canned.other_model(), steps))
     assert gap(first, second) == 0
     learner = CriticLearner(training())
@@ -111,12 +111,12 @@ def test_two_critic_learners_get_the_weights_of_one() -> None:
     assert gap({name: first[name] for name in learner.weights}, learner.weights) < 1e-12
 
 
-def test_critic_actor_learn_waits_for_all_ranks_and_updates_in_order() -> None:
-    steps = [step.clone() for step in in_the_workers().trained_on]
+def test_critic_actor_learn_waits_for_all_ranks_and_updates_in_order(tmp_path: Path) -> None:
+    steps = [step.clone() for step in trained_in_workers().trained_on]
     settings = training(computes_in=torch.float32)
-    # The same bits take the same number of threads.
+    # Equal bits need an equal number of threads.
     pool = PoolConfig("critic", "", "scalar", threads=torch.get_num_threads())
-    # One after the other: the actor loads in a thread, and transformers ties no weights in the process meanwhile.
+    # Not at the same time: while the actor loads in a thread, transformers ties no weights in this process.
     learner = CriticLearner(settings)
     actor = CriticActor(pool, settings, 0)
     counts = [GlobalCounts(*local_counts(step.response_mask).tolist()) for step in steps[:2]]
@@ -124,18 +124,24 @@ def test_critic_actor_learn_waits_for_all_ranks_and_updates_in_order() -> None:
         learner.update([step[:5], step[5:]], count, last=True) for step, count in zip(steps[:2], counts, strict=True)
     ]
 
+    async def updates_that_began_are_done() -> None:
+        # Tasks that have just been made hand in their rows.
+        await asyncio.sleep(0)
+        # The actor works in the order of its calls, so a save comes after every update that has begun.
+        await actor.save(tmp_path)
+
     async def ranks() -> list[Learnt]:
         # The second rank is two mini-batches ahead.
         early = [asyncio.create_task(actor.learn(n, 1, 2, steps[n][5:], counts[n], True)) for n in range(2)]
-        await asyncio.wait(early, timeout=0.3)
+        await updates_that_began_are_done()
         assert not any(task.done() for task in early)
         # Ray delivers calls in any order: the second mini-batch is complete first.
         second = asyncio.create_task(actor.learn(1, 0, 2, steps[1][:5], counts[1], True))
-        await asyncio.wait([second], timeout=0.3)
+        await updates_that_began_are_done()
         assert not second.done()
         late = [await actor.learn(0, 0, 2, steps[0][:5], counts[0], True), await second]
         assert [await task for task in early] == late
-        # What fails does so for all ranks.
+        # An update that fails, fails for all ranks.
         steps[0].returns = None
         both = [actor.learn(2, rank, 2, steps[0], counts[0], True) for rank in range(2)]
         failures = await asyncio.gather(*both, return_exceptions=True)
@@ -149,7 +155,7 @@ def test_critic_actor_learn_waits_for_all_ranks_and_updates_in_order() -> None:
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, dropout=0.2)])
 def test_critic_learner_load_continues_from_save(tmp_path: Path, lora: LoraConfig | None) -> None:
-    steps = in_the_workers().trained_on
+    steps = trained_in_workers().trained_on
     settings = training(config=CriticConfig(optimizer=OPTIMIZER, lora=lora))
     whole, saved, resumed = (CriticLearner(settings) for _ in range(3))
     learn(whole, steps)
@@ -174,7 +180,7 @@ def test_critic_learner_load_refuses_a_checkpoint_without_this_critic(tmp_path: 
 
 
 def test_critic_learner_in_bfloat16_applies_small_steps_to_float32_weights() -> None:
-    steps = in_the_workers().trained_on
+    steps = trained_in_workers().trained_on
     tiny = CriticConfig(optimizer=OptimizerConfig(lr=1e-6, gradient_clip=0.0))
     learner, exact = (CriticLearner(training(config=tiny, computes_in=d)) for d in (torch.bfloat16, torch.float32))
     start = {name: weight.clone() for name, weight in learner.weights.items()}

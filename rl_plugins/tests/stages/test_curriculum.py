@@ -1,4 +1,4 @@
-"""The stage tells a curriculum how its prompts were rewarded, the same for any number of ranks."""
+"""The stage gives the scores of prompts to the curriculum, the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS, PER_STEP, STEPS = 24, 4, 6
 
 
 class CannedSource:
-    """Row i is the prompt i mod 4, of which 2 always gets the same reward, and 1 has samples that fail."""
+    """Row i is the prompt i mod 4: the samples of prompt 2 score alike, and a sample of prompt 1 fails."""
 
     fingerprint = "canned"
     kept = np.arange(ROWS)
@@ -38,7 +38,7 @@ class CannedSource:
 
 
 class Keeping(PolicyOptimization):
-    """Keeps what it was served, and the metrics."""
+    """Keeps the rows of each step, and the metrics."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(canned.OwnPolicy(), **options)
@@ -115,8 +115,8 @@ def test_curriculum_gets_the_scores_of_filtered_groups() -> None:
 def test_curriculum_on_two_ranks_equals_the_curriculum_on_one_rank() -> None:
     served, metrics, state = train(0, 1)
     ranks = [result for result, _ in run_ranks(as_a_rank)]
-    for rank, (theirs, their_metrics, their_state) in enumerate(ranks):
-        assert theirs == [rows[rank::2] for rows in served]
-        assert their_metrics == metrics
+    for rank, (rank_served, rank_metrics, rank_state) in enumerate(ranks):
+        assert rank_served == [rows[rank::2] for rows in served]
+        assert rank_metrics == metrics
         for name, values in state["curriculum"].items():
-            assert torch.equal(their_state["curriculum"][name], values), name
+            assert torch.equal(rank_state["curriculum"][name], values), name

@@ -1,8 +1,7 @@
-"""Samples that change ranks arrive where they belong, in the order of the prompts, for any number of ranks."""
+"""Dealing samples to ranks: order, even shares and mini-batches, for any number of ranks."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,13 +9,14 @@ from hypothesis import strategies as st
 from rl_plugins.data.experience import Experience
 from rl_plugins.stages.dealing import Hand, Table, all_hands, deal, deal_groups, even_shares, even_turns
 from rl_plugins.tests.algorithms.simulated_ranks import sit_at_table
+from rl_plugins.tests.loops import for_each
 
 GROUP = 2
 PROMPTS = 6
 
 
 def experience_of(rank: int, world_size: int) -> Experience:
-    """This rank's share of six prompts, two samples each, told apart by their tokens."""
+    """The share of a rank of six prompts, with two samples each. The token of a sample is 10 * prompt + sample."""
     prompts = [prompt for prompt in range(PROMPTS) if prompt % world_size == rank]
     rows = [(prompt, sample) for prompt in prompts for sample in range(GROUP)]
     return Experience.from_samples(
@@ -30,24 +30,24 @@ def experience_of(rank: int, world_size: int) -> Experience:
 
 
 def tokens_of(experience: Experience) -> list[int]:
-    """Of each group."""
+    """Number of tokens of each group."""
     return [int(n) for n in experience.sequence_lengths.view(-1, GROUP).sum(dim=1)]
 
 
 def evened(experience: Experience, mini_batches: int, table: Table) -> Experience:
-    """What this rank has when all groups are dealt evenly."""
+    """The samples of this rank after all groups are dealt evenly."""
     groups = torch.arange(len(experience)).split(GROUP)
     keys = [(int(experience.groups[group[0]]),) for group in groups]
     hands = all_hands(keys, GROUP, tokens_of(experience), table)
     turns = even_turns(hands, mini_batches, table)
-    # Without their samples they are dealt in the same way.
+    # `deal_groups`, which has no samples, deals in the same way.
     names = [experience.columns["name"][group[0]] for group in groups]
     dealt = deal(experience, groups, turns, table)
     assert deal_groups(names, turns, table) == dealt.columns["name"][::GROUP]
     return dealt
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@for_each("world_size", [1, 2, 3])
 def test_deal_sends_chosen_hands_to_ranks_in_turn(world_size: int) -> None:
     wanted = [5, 0, 0, 3, 2, 4]
 
@@ -63,26 +63,26 @@ def test_deal_sends_chosen_hands_to_ranks_in_turn(world_size: int) -> None:
         assert dealt.response_lengths.tolist() == [1 + int(n[0]) % 3 for n in dealt.columns["name"]]
         return list(dealt.columns["name"])
 
-    everyone = sit_at_table(world_size, on_rank)
+    of_ranks = sit_at_table(world_size, on_rank)
     # The hands of all ranks, taken in turn, are the chosen ones in their order.
-    prompts = [[name.split("/")[0] for name in names[::GROUP]] for names in everyone]
+    prompts = [[name.split("/")[0] for name in names[::GROUP]] for names in of_ranks]
     in_turn = [prompts[place % world_size][place // world_size] for place in range(len(wanted))]
     assert in_turn == [str(prompt) for prompt in wanted]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@for_each("world_size", [2, 3])
 def test_even_turns_moves_groups_until_the_tokens_of_ranks_are_even(world_size: int) -> None:
     def on_rank(table: Table) -> Experience:
         return evened(experience_of(table.rank, world_size), 1, table)
 
-    everyone = sit_at_table(world_size, on_rank)
-    assert [len(mine) for mine in everyone] == [GROUP * PROMPTS // world_size] * world_size
-    names = [mine.columns["name"] for mine in everyone]
+    of_ranks = sit_at_table(world_size, on_rank)
+    assert [len(mine) for mine in of_ranks] == [GROUP * PROMPTS // world_size] * world_size
+    names = [mine.columns["name"] for mine in of_ranks]
     assert sorted(name for mine in names for name in mine) == [f"{p}/{s}" for p in range(PROMPTS) for s in range(GROUP)]
     for mine in names:
         assert all(first[:-1] == second[:-1] for first, second in zip(mine[::2], mine[1::2], strict=True))
         assert list(mine) == sorted(mine)
-    tokens = [int(mine.sequence_lengths.sum()) for mine in everyone]
+    tokens = [int(mine.sequence_lengths.sum()) for mine in of_ranks]
     assert max(tokens) - min(tokens) <= 2
 
 
@@ -108,7 +108,7 @@ def test_even_shares_of_repeated_hands_are_even() -> None:
 def test_even_turns_sends_nothing_between_ranks_that_are_nearly_even() -> None:
     def on_rank(table: Table) -> list[str]:
         def exchange(parcels: list[object]) -> list[object]:
-            raise AssertionError("nothing is sent")
+            raise AssertionError("a rank sent a group")
 
         hands = [Hand((n,), n % 2, n // 2, 1, tokens) for n, tokens in enumerate([50, 49, 50, 51])]
         names = [f"{table.rank}/{n}" for n in range(2)]
@@ -122,5 +122,5 @@ def test_even_turns_keeps_the_groups_of_each_mini_batch() -> None:
         mine = evened(experience_of(table.rank, 2), 3, table)
         return [set(part.groups.tolist()) for part in mine.chunk(3)]
 
-    one, other = sit_at_table(2, on_rank)
-    assert [mine | theirs for mine, theirs in zip(one, other, strict=True)] == [{0, 1}, {2, 3}, {4, 5}]
+    first, second = sit_at_table(2, on_rank)
+    assert [one | other for one, other in zip(first, second, strict=True)] == [{0, 1}, {2, 3}, {4, 5}]

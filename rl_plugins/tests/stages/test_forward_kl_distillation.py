@@ -1,4 +1,4 @@
-"""Distillation on the teacher's most likely tokens: the gradient of a step is that of the definition."""
+"""Distillation on the most likely tokens of the teacher: the gradient of a step equals the definition."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
 
 K = 5
@@ -25,7 +26,7 @@ def whole(model: Any, prompt: str, response: str) -> Tensor:
     return logits[len(prompt_ids) - 1 : -1].log_softmax(-1)
 
 
-@pytest.mark.parametrize("budget", [1, 40, 10**6])
+@for_each("budget", [1, 40, 10**6])
 def test_forward_kl_gradient_equals_the_definition_for_any_micro_batches(budget: int) -> None:
     policy = canned.OwnPolicy().model
     teacher = build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=5).double()

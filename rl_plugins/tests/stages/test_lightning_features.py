@@ -1,4 +1,4 @@
-"""What a team has around its Lightning trainer keeps working with a stage: callbacks, profilers, flags, loggers."""
+"""Callbacks, profilers, flags and loggers of a Lightning trainer work with a stage."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
 
 BATCH = canned.prompt_batch(canned.PROMPTS)
@@ -44,7 +45,7 @@ def stage(policy: Any = None, **options: Any) -> PolicyOptimization:
 
 
 def make_trainer(folder: Path, **options: Any) -> Trainer:
-    """A team's trainer: everything that is not named is Lightning's default, but for what prints."""
+    """A trainer with the defaults of Lightning, except for progress bar and summary."""
     defaults = {"max_epochs": 2, "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
     strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
     return Trainer(strategy=strategy, default_root_dir=folder, **(defaults | options))
@@ -105,10 +106,11 @@ def test_learning_rate_monitor_and_csv_logger_write_the_steps_of_the_stage(tmp_p
     assert [int(row["step"]) for row in rows if row["train/reward"]] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("callback", [StochasticWeightAveraging(0.1), EMAWeightAveraging()])
+@pytest.mark.parametrize("callback", [lambda: StochasticWeightAveraging(0.1), EMAWeightAveraging], ids=["SWA", "EMA"])
 def test_weight_averaging_callbacks_of_lightning_are_refused(tmp_path: Path, callback: Any) -> None:
-    trainer = make_trainer(tmp_path, callbacks=[callback], logger=False)
-    with pytest.raises(ConfigError, match=f"{type(callback).__name__} copies the whole module"):
+    averaging = callback()
+    trainer = make_trainer(tmp_path, callbacks=[averaging], logger=False)
+    with pytest.raises(ConfigError, match=f"{type(averaging).__name__} copies the whole module"):
         fit(trainer, stage())
 
 
@@ -128,11 +130,11 @@ def test_validate_before_and_after_fit_logs_on_the_clock_of_the_stage(tmp_path: 
     (after,) = trainer.validate(module, canned.loader([BATCH]), verbose=False)
     assert before["val/reward"] == pytest.approx(after["val/reward"])
     assert len(module.validation_samples) == len(canned.PROMPTS)
-    # Before, Lightning's check, after the epoch, and after training: once each, on the stage's clock.
+    # Before, in the sanity check of Lightning, after the epoch, and after training: once each, by the stage's clock.
     assert [int(row["step"]) for row in logged(tmp_path) if row["val/reward"]] == [0, 0, 3, 3]
 
 
-@pytest.mark.parametrize("runs", [True, 2])
+@for_each("runs", [True, 2])
 def test_fast_dev_run_takes_the_given_steps_and_writes_no_file(tmp_path: Path, runs: Any) -> None:
     module = stage()
     saved = ModelCheckpoint(tmp_path, every_n_train_steps=1)
@@ -172,6 +174,7 @@ def test_gradient_clip_val_of_the_trainer_bounds_the_gradient(tmp_path: Path) ->
         ({"plugins": [MixedPrecision("16-mixed", "cpu")]}, "bf16-mixed"),
         ({"precision": "16-true"}, "use bf16-true"),
     ],
+    ids=["clipping by value", "accumulated batches", "16-mixed", "16-true"],
 )
 def test_trainer_flags_that_a_stage_cannot_follow_are_refused(
     tmp_path: Path, flags: dict[str, Any], message: str

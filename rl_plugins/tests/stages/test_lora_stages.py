@@ -1,4 +1,4 @@
-"""Stages that train an adapter: the policy with it off is the reference, and everything else is as ever."""
+"""Stages that train an adapter: the policy with its adapter off is the reference."""
 
 from __future__ import annotations
 
@@ -81,7 +81,11 @@ def weights(stage: Any) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in stage.policy.named_parameters()}
 
 
-@pytest.mark.parametrize(("make", "batches"), [(policy_optimization, PROMPTS), (preference_optimization, PAIRS)])
+@pytest.mark.parametrize(
+    ("make", "batches"),
+    [(policy_optimization, PROMPTS), (preference_optimization, PAIRS)],
+    ids=["policy optimization", "preference optimization"],
+)
 def test_policy_with_the_adapter_off_equals_a_separate_reference(
     policy: str, copy: str, make: Any, batches: Any
 ) -> None:
@@ -100,7 +104,7 @@ def test_policy_with_the_adapter_off_equals_a_separate_reference(
 
 
 class OwnModule(LightningModule):
-    """A team's module whose model is peft's."""
+    """A LightningModule with a model of peft."""
 
     def __init__(self, path: str) -> None:
         super().__init__()

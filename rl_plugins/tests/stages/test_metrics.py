@@ -1,4 +1,4 @@
-"""Metrics over micro-batches and ranks are those of all valid tokens at once."""
+"""Metrics over micro-batches and ranks equal the metrics of all valid tokens at once."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_mean_over_ranks_averages_only_counted_samples() -> None:
         {"reward": 2.5, "length": 3.0, "empty": math.nan}, nan_ok=True
     )
     # Another rank with the reward 10 once: the mean of all samples, not of the ranks' means.
-    theirs = torch.tensor([10.0, 1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
-    metrics = mean_over_ranks(columns, lambda ours: ours + theirs)
+    other = torch.tensor([10.0, 1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+    metrics = mean_over_ranks(columns, lambda own: own + other)
     assert metrics["reward"] == 5.0
     assert metrics["length"] == 2.5
 

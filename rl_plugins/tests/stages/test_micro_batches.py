@@ -1,4 +1,4 @@
-"""Micro-batches: every sample once, equally many on every rank, and within the budget wherever a sample fits it."""
+"""Micro-batches: each sample once, an equal number on all ranks, and within the budget where a sample fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ lengths = st.tuples(st.integers(1, 40), st.integers(0, 60))
 
 
 def cut(ranks: list[list[tuple[int, int]]], budget: int, *, packing: bool, samples: int = 1) -> list[list[Tensor]]:
-    """The micro-batches of every rank, whose examples all have prompts of their own."""
+    """The micro-batches of each rank. No two examples share a prompt."""
     parts = []
     for prompts, responses in (torch.tensor(rank).T for rank in ranks):
         tokens, own = samples * (prompts + responses), torch.arange(len(prompts))
@@ -68,7 +68,7 @@ def test_balanced_parts_are_no_worse_than_a_sorted_cut(tokens: list[int], count:
     assert sizes == sorted(sizes, reverse=True)
     sorted_cut = [int(part.sum()) for part in torch.tensor(sorted(tokens)).tensor_split(count)]
     assert sizes[0] <= max(sorted_cut)
-    # What list scheduling promises: less than a mean part and one more example.
+    # The bound of list scheduling: less than a mean part and one more example.
     assert sizes[0] <= sum(tokens) / count + (1 - 1 / count) * max(tokens) + 1e-9
     assert all(part == sorted(part, reverse=True) for part in parts)
 
@@ -98,7 +98,7 @@ def test_cutter_without_packing_groups_samples_of_similar_length() -> None:
 def test_cutter_with_packing_mixes_long_and_short_samples() -> None:
     parts = cut([[(1, 50), (1, 2), (1, 49), (1, 1)]], 54, packing=True)[0]
     assert [part.tolist() for part in parts] == [[0, 3], [2, 1]]
-    # Few samples of which the longest come in a pair: sorted, they cut evenly.
+    # The two longest samples are equal: a cut of the sorted samples is even.
     assert balanced([3, 3, 2, 2, 2], 2) == [[2, 3, 4], [0, 1]]
 
 
@@ -108,7 +108,7 @@ groups = st.lists(
 
 
 def lengths_of(groups: list[tuple[int, list[int]]]) -> Lengths:
-    """Of samples, given the length of each prompt and those of its responses."""
+    """The lengths of samples. Each group is the length of a prompt and those of its responses."""
     prompts = torch.tensor([prompt for prompt, responses in groups for _ in responses])
     responses = torch.tensor([length for _, responses in groups for length in responses])
     sizes = torch.tensor([len(responses) for _, responses in groups])
@@ -145,7 +145,7 @@ def test_cutter_keeps_samples_of_a_prompt_together_within_the_budget() -> None:
     # Four responses, their prompt, and three eighths of it, rounded up.
     (parts,) = cut_each([lengths], 34, packing=True, together=True)
     assert [sorted(part.tolist()) for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    # By themselves, two samples would fit.
+    # Without sharing, two samples fit.
     assert len(cut_each([lengths], 34, packing=True)[0]) == 4
     (parts,) = cut_each([lengths], 23, packing=True, together=True)
     assert [run(lengths, part) for part in parts] == [20, 20, 20, 20]
@@ -153,7 +153,7 @@ def test_cutter_keeps_samples_of_a_prompt_together_within_the_budget() -> None:
     short = lengths_of([(4, [1, 1, 1, 1]), (2, [1, 1, 1, 1])])
     parts = cut_each([lengths, short], 23, packing=True, together=True)[1]
     assert sorted(sorted(i // 4 for i in part.tolist()) for part in parts) == [[0, 0], [0, 0], [1, 1], [1, 1]]
-    # Where whole bundles would leave much of the budget unused, they are cut: three micro-batches, not four.
+    # Whole bundles would leave much of the budget unused, so bundles are cut: three micro-batches, not four.
     uneven = lengths_of([(2, [9, 9, 9])] * 4)
     assert len(cut_each([uneven], 43, packing=True, together=True)[0]) == 3
 

@@ -1,4 +1,4 @@
-"""Which samples become pairs, what the update makes of them, and steps that teach nothing."""
+"""The choice of pairs from samples, the update on the pairs, and steps without pairs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.online_preference_optimization import OnlinePreferenceOptimization
 from rl_plugins.stages.preference_examples import best_against_worst
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned, canned_preferences
 from rl_plugins.tests.stages.test_preference_optimization import assert_same, plain_log_prob
 
@@ -46,7 +47,7 @@ def pairs_of(experience: Experience) -> list[tuple[int, int, float]]:
 def test_best_against_worst_pairs_the_best_with_the_worst_of_each_group() -> None:
     everything = [True] * 6
     assert pairs_of(scored([0.0, 2.0, 1.0, -1.0, -3.0, -2.0], everything)) == [(1, 0, 2.0), (3, 4, 2.0)]
-    # The first of equals.
+    # Of equal scores the first sample is taken.
     assert pairs_of(scored([1.0, 0.0, 1.0, 0.0, 0.0, 1.0], everything)) == [(0, 1, 1.0), (5, 3, 1.0)]
 
 
@@ -59,7 +60,7 @@ def test_best_against_worst_skips_invalid_and_empty_samples_and_uniform_groups()
     assert pairs_of(scored(scores[:3], [True] * 3, [[10], [], []])) == []
 
 
-@pytest.mark.parametrize("budget", [1, 70, 10**6])
+@for_each("budget", [1, 70, 10**6])
 def test_online_dpo_gradient_equals_the_definition_for_any_micro_batches(budget: int) -> None:
     options: dict[str, Any] = {"loss_options": {"beta": 0.7}, "tokens_per_micro_batch": budget}
     (gradient,), metrics = canned_preferences.online_gradients(canned.PROMPTS, **options)
@@ -95,7 +96,7 @@ def test_step_without_pairs_keeps_the_policy_and_advances_the_clock() -> None:
 
 
 def test_update_without_pairs_is_skipped() -> None:
-    # The prompts are dealt in their order: the second update has nothing but 4+4.
+    # Prompts are dealt in order: the second update has 4+4 alone, whose samples score alike.
     gradients, metrics = canned_preferences.online_gradients(["1+1", "4+4"], updates_per_step=2)
     assert len(gradients) == 1 and metrics["train/examples"] == 1 and metrics["step"] == 1
 

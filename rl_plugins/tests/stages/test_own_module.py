@@ -1,4 +1,4 @@
-"""A policy that is a team's own LightningModule: its model, its optimizer and its schedules are used."""
+"""A policy that is the user's LightningModule: its model, optimizer and schedules are used."""
 
 from __future__ import annotations
 

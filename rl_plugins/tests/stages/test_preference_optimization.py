@@ -1,4 +1,4 @@
-"""Preference optimization has the gradient of its definition, for any micro-batches and ranks; and it learns."""
+"""Preference optimization: the gradient equals its definition for any micro-batches and ranks, and a policy learns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BUDGETS = [1, 60, 120, 10**6]
 
 
 def plain_log_prob(model: Any, prompt: list[int], response: list[int]) -> Tensor:
-    """One sequence, nothing padded."""
+    """Log-prob of one response, without padding."""
     log_probs = model(torch.tensor([prompt + response])).logits[0, :-1].log_softmax(dim=-1)
     return sum(
         (log_probs[len(prompt) - 1 + t, token] for t, token in enumerate(response)),
@@ -63,7 +63,7 @@ def plain_kto(batch: Any, options: dict[str, Any], model: Any, reference: Any) -
         prompts, responses = batch.prompt_ids * 2, batch.chosen_ids + batch.rejected_ids
         labels = [True] * len(batch) + [False] * len(batch)
     else:
-        # Good ones first, each in the order of their rows.
+        # Desirable responses first, then the rest, in the order of rows.
         order = sorted(range(len(batch)), key=lambda i: (not batch.labels[i], batch.rows[i]))
         prompts, responses, labels = (
             [column[i] for i in order] for column in (batch.prompt_ids, batch.response_ids, batch.labels)
@@ -74,7 +74,7 @@ def plain_kto(batch: Any, options: dict[str, Any], model: Any, reference: Any) -
             for prompt, response in zip(prompts, [*responses[1:], responses[0]], strict=True)
         ]
     point = max(0.0, statistics.mean(gaps))
-    assert point > 0.1, "a reference point of 0 would say little"
+    assert point > 0.1, "a reference point of 0 is the bound of max"
     losses, rewards = [], []
     for prompt, response, good in zip(prompts, responses, labels, strict=True):
         ratio = plain_log_prob(model, prompt, response) - plain_log_prob(reference, prompt, response).detach()
@@ -132,7 +132,7 @@ def test_both_responses_of_a_preference_pair_share_a_micro_batch(
     def counted(self: PreferenceOptimization, name: str, samples: Any) -> Tensor:
         if torch.is_grad_enabled():
             mask = samples.trimmed().attention_mask
-            # Packed, the two run their prompt once.
+            # Packed, the responses of a pair run their prompt once.
             once = int(mask.sum() - samples.prompt_lengths.sum() // 2)
             sizes.append((len(mask), once if packing else mask.numel()))
             assert samples.groups[: len(samples) // 2].equal(samples.groups[len(samples) // 2 :])
@@ -141,7 +141,7 @@ def test_both_responses_of_a_preference_pair_share_a_micro_batch(
     monkeypatch.setattr(PreferenceOptimization, "_log_probs", counted)
     budget = 80 if packing else 120
     canned_preferences.gradients("dpo", tokens_per_micro_batch=budget, packing=packing)
-    # Without padding more of them fit.
+    # More pairs fit without padding.
     assert len(sizes) >= (2 if packing else 3) and all(rows % 2 == 0 and tokens <= budget for rows, tokens in sizes)
     assert sum(rows for rows, _ in sizes) == 2 * len(canned_preferences.PAIRS)
 
@@ -161,11 +161,13 @@ def test_reference_is_loaded_only_for_losses_that_need_a_reference() -> None:
 def test_custom_loss_gets_the_arguments_that_the_loss_names() -> None:
     seen = {}
 
-    def own_loss(*, chosen_log_probs_N: Tensor, margins_N: Tensor, scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def custom_loss(*, chosen_log_probs_N: Tensor, margins_N: Tensor, scale: float) -> tuple[Tensor, dict[str, Tensor]]:
         seen["margins"] = margins_N.tolist()
         return -scale * chosen_log_probs_N, {"margins": margins_N}
 
-    stage = canned_preferences.stage_of(canned.OwnPolicy(), loss=own_loss, loss_options={"scale": 2.0}, reference=None)
+    stage = canned_preferences.stage_of(
+        canned.OwnPolicy(), loss=custom_loss, loss_options={"scale": 2.0}, reference=None
+    )
     metrics = canned_preferences.fit(stage, [canned_preferences.batch_of(True, [1, 2])], 0, 1)
     assert sorted(seen["margins"]) == [0.25, 1.5] and metrics["train/margins"] == pytest.approx(0.875)
 

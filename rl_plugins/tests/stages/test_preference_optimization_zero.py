@@ -1,4 +1,4 @@
-"""Preference optimization with ZeRO-3 in two processes over gloo ends with the weights of one process."""
+"""Preference optimization with ZeRO-3 on two ranks gives the weights of one process."""
 
 from __future__ import annotations
 

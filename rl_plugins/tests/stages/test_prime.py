@@ -1,4 +1,4 @@
-"""PRIME's step: that of a PRIME written in one function, the same for any micro-batches, and what is refused."""
+"""A step of PRIME equals PRIME in one function, for any micro-batches; and wrong options are refused."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.prime import PRIME, ProcessRewardConfig
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.algorithms.reference import process_rewards as reference
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
 
 ALGORITHM = Algorithm(advantage="prime")
@@ -38,7 +39,7 @@ def other_model() -> Any:
 
 
 def plain_prime(config: ProcessRewardConfig) -> tuple[list[Tensor], list[Tensor], dict[str, float]]:
-    """Gradients of policy and process reward model, and the model's metrics; sample by sample, nothing padded."""
+    """Gradients of policy and process reward model, and the model's metrics; sample by sample, without padding."""
     samples = [
         (number, prompt, response, value)
         for number, (prompt, responses) in enumerate(canned.RESPONSES.items())
@@ -59,17 +60,17 @@ def plain_prime(config: ProcessRewardConfig) -> tuple[list[Tensor], list[Tensor]
         wanted = torch.from_numpy(outcomes[there])
         losses = -(wanted * returns.sigmoid().log() + (1 - wanted) * (1 - returns.sigmoid()).log())
     else:
-        everyones = np.zeros(len(samples))
-        everyones[there] = returns.detach().numpy()
+        all_returns = np.zeros(len(samples))
+        all_returns[there] = returns.detach().numpy()
         values = reference.outcome_preference(
-            returns_B=everyones,
+            returns_B=all_returns,
             outcomes_B=outcomes,
             groups_B=groups,
             valid_B=np.ones(len(samples), dtype=bool),
             best_of_n=config.best_of_n,
         )[there]
         # Before the first update all returns are 0, and -log sigmoid has the slope -1/2.
-        assert not everyones.any()
+        assert not all_returns.any()
         signs = torch.from_numpy(np.where(outcomes[there] > 0, 1.0, -1.0))
         weights = torch.from_numpy(values) / np.log(2)
         losses = weights * (np.log(2) - 0.5 * signs * returns)
@@ -131,6 +132,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float) 
         {"loss": "preference", "best_of_n": "outcome", "update": "after"},
         {"loss": "preference", "best_of_n": "return"},
     ],
+    ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()) or "defaults",
 )
 def test_prime_step_equals_the_definition(options: dict[str, Any]) -> None:
     config = replace(CONFIG, **options)
@@ -185,7 +187,7 @@ def test_process_reward_model_starts_from_the_policy_and_learns(tmp_path: Path) 
     trainer = fit(module, steps=1)
     first = trainer.callback_metrics
     assert first["train/process_reward_model/lr"] == pytest.approx(0.02)
-    # Its own bound, far below its norm; what is reported is the norm before clipping.
+    # The bound is far below the norm, and the norm that is logged is the one before clipping.
     assert first["train/process_reward_model/gradient_norm"] > 1e-3
     pairs = zip(module.process_reference.parameters(), build_model().parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -199,7 +201,7 @@ def test_process_reward_model_starts_from_the_policy_and_learns(tmp_path: Path) 
     assert trained["train/process_reward_model/accuracy"] > 0.8
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"granularity": "step"}, r"process_reward_model\.granularity='step': use one of token, whole"),

@@ -1,4 +1,4 @@
-"""A stage that samples ahead: which groups a step trains on, how old they are, and what becomes of the others."""
+"""A stage that samples ahead: the groups of each step, their age, and late, lost and filtered groups."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.schedule import Schedule
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
-
-pytestmark = pytest.mark.unit
 
 
 class Distant(canned.CannedRollout):
-    """An engine elsewhere: it notes what is asked of it, and what is slow comes only when it must.
+    """A rollout engine on another machine. It notes its requests.
 
     Args:
-        slow: prompts that finish only when they are required, or nothing else is there.
-        loses_at: calls of `collect` in which the engine is lost.
+        slow: Prompts that finish only when `collect` requires their group, or has no other group to return.
+        loses_at: Calls of `collect` in which the engine is lost.
     """
 
     sleeps = False
@@ -85,10 +84,10 @@ class Distant(canned.CannedRollout):
 
 
 class Remote(Distant):
-    """Keeps what is finished until it is fetched.
+    """Holds finished groups until `fetch`.
 
     Args:
-        loses_fetched: calls of `fetch` in which nothing is left.
+        loses_fetched: Calls of `fetch` that find no group.
     """
 
     def __init__(self, slow: Sequence[str] = (), loses_fetched: Sequence[int] = ()) -> None:
@@ -117,16 +116,16 @@ class Remote(Distant):
 
 
 class Keeping(canned.Keeping):
-    """Says what every step trained on."""
+    """Gives the prompts of each step, and the age of their tokens."""
 
     @property
     def prompts(self) -> list[list[str]]:
-        """Those of each step."""
+        """The prompts of each step."""
         return [[message[0]["content"] for message in one.columns["prompt"][::3]] for one in self.trained_on]
 
     @property
     def ages(self) -> list[list[int]]:
-        """How many policies old the tokens of each step were."""
+        """The ages of the tokens of each step, in policy versions."""
         return [
             sorted(set((step - one.policy_versions)[one.response_mask.bool()].tolist()))
             for step, one in enumerate(self.trained_on)
@@ -150,7 +149,7 @@ class Loader:
             yield self.draw()
 
     def draw(self) -> PromptBatch:
-        """The next two."""
+        """The next two prompts."""
         first = 2 * self.drawn % len(self.texts)
         self.drawn += 1
         return canned.prompt_batch([self.texts[first], self.texts[(first + 1) % len(self.texts)]])
@@ -180,19 +179,19 @@ def train(
     return stage
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@for_each("staleness", [0, 1, 2])
 def test_steps_train_on_prompts_in_order_with_tokens_as_old_as_max_staleness(staleness: int) -> None:
     engine = Distant()
     stage = train(engine, Schedule(staleness))
     assert stage.prompts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
     assert stage.ages == [[min(step, staleness)] for step in range(4)]
-    # Nothing is asked for that nobody will train on.
+    # No group is requested that no step will train on.
     assert engine.asked == TEXTS * 2
     if staleness:
         assert [metrics["rollout/staleness"] for metrics in stage.metrics] == [min(s, staleness) for s in range(4)]
 
 
-@pytest.mark.parametrize("schedule", [Schedule(), Schedule(1), Schedule(1, ahead=0.5), Schedule(0, ahead=0.5)])
+@for_each("schedule", [Schedule(), Schedule(1), Schedule(1, ahead=0.5), Schedule(0, ahead=0.5)])
 def test_training_is_the_same_where_the_engine_holds_finished_groups_until_fetch(schedule: Schedule) -> None:
     engine = Remote(slow=["12+30"])
     kept, direct = train(engine, schedule), train(Distant(slow=["12+30"]), schedule)
@@ -201,12 +200,12 @@ def test_training_is_the_same_where_the_engine_holds_finished_groups_until_fetch
     assert len(engine.kept) == 0
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@for_each("staleness", [0, 1])
 def test_groups_lost_before_fetch_are_sampled_again(staleness: int) -> None:
     engine = Remote(loses_fetched=[2])
     stage = train(engine, Schedule(staleness))
     assert stage.prompts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
-    # Two groups of each step that had samples there are asked for twice, and nothing of them is old.
+    # The groups of the steps that had samples there are requested twice, and their samples are new.
     assert stage.ages == [[0], [0], [0], [staleness]]
     assert len(engine.asked) == 8 + 2 * (1 + staleness)
     with pytest.raises(EngineLost, match="rollout engines were lost 5 times in one phase"):
@@ -227,13 +226,13 @@ def test_schedule_without_staleness_drops_late_groups() -> None:
     assert stage.ages == [[0], [0]]
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@for_each("staleness", [0, 1])
 def test_groups_of_a_lost_engine_are_sampled_again(staleness: int) -> None:
     engine = Distant(loses_at=[2])
     stage = train(engine, Schedule(staleness))
     assert stage.prompts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
     assert [metrics["rollout/engines_lost"] for metrics in stage.metrics] == [0, 1, 0, 0]
-    # The two groups that were being sampled are asked for twice.
+    # The two groups that were being sampled are requested twice.
     assert len(engine.asked) == 10
 
 
@@ -246,7 +245,7 @@ def test_group_filter_replaces_uniform_groups_by_groups_in_flight() -> None:
     texts = ["1+1", "4+4", "12+30", "100+1"]
     engine = Distant()
     stage = train(engine, Schedule(1), steps=2, texts=texts, algorithm=Algorithm(group_filter=GroupFilter()))
-    # 4+4 teaches nothing: the third group of those in flight takes its place.
+    # The samples of 4+4 score alike: the third group in flight takes its place.
     assert stage.prompts[0] == ["1+1", "12+30"]
     assert stage.metrics[0]["train/generation_batches"] == 2
     assert engine.asked[:5] == ["1+1", "4+4", "12+30", "100+1", "1+1"]
@@ -255,14 +254,14 @@ def test_group_filter_replaces_uniform_groups_by_groups_in_flight() -> None:
 def test_max_token_age_masks_tokens_of_older_policies() -> None:
     stage = train(Distant(slow=["12+30"]), Schedule(1, ahead=0.5, max_token_age=0), steps=3)
     assert stage.prompts == [["1+1", "100+1"], ["12+30", "1+1"], ["1+1", "12+30"]]
-    # The groups that began before are in the batch, and teach nothing.
+    # The groups that began before are in the batch, and all their tokens are masked.
     assert stage.ages == [[0], [0], [0]]
     shares = [metrics["train/rollout/too_old"] for metrics in stage.metrics]
     assert shares[0] == 0 and 0 < shares[1] < 1
 
 
 class CriticElsewhere(Keeping):
-    """While its critic warms up, no optimizer here takes a step."""
+    """A stage with its critic in another process: in the warm-up no optimizer of this process takes a step."""
 
     @override
     def _update_critic(self, mini_batch: Any, metrics: Any, *, last: bool) -> None: ...
@@ -282,7 +281,7 @@ def test_samples_do_not_age_while_the_critic_warms_up() -> None:
 
 
 class BesideAnother(SingleDeviceRolloutStrategy):
-    """Of two ranks the one that is looked at; the other has groups to begin in every step."""
+    """One of two ranks; the other rank has groups to begin in each step."""
 
     begins = False
 
@@ -329,13 +328,13 @@ def test_group_filter_oversampling_with_a_schedule_is_refused() -> None:
 
 def test_ratio_without_correction_is_relative_to_the_rollout_policy() -> None:
     fresh, stale = train(Distant(), Schedule(), steps=1), train(Distant(), Schedule(1), steps=1)
-    # The engine says that every token had the log-prob -1.
+    # The engine gives each token the log-prob -1.
     assert fresh.metrics[0]["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
     assert abs(stale.metrics[0]["train/ppo_kl"]) > 0.1
 
 
 class SamplesDirectly(Keeping):
-    """The synchronous mode, written down: one call of the engine for the prompts of the step."""
+    """The synchronous mode in one function: one call of the engine for the prompts of the step."""
 
     @override
     def take_groups(self, count: int, of_step: int, mini_batches: int) -> tuple[PromptBatch, Experience]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import copy
 import importlib.util
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,22 +47,21 @@ def own_random_numbers() -> Iterator[None]:
 
 
 @pytest.fixture
-def single_file(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The module of docs/references named by the parameter."""
+def single_file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of docs/references that the parameter names."""
     name = f"single_file_{request.param}"
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{request.param}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up.
-    sys.modules[name] = module
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
-    yield module
-    del sys.modules[name]
+    return module
 
 
 @dataclass
 class StageRun:
-    """What the stage has done."""
+    """The models of a stage after training, and the experience and metrics of each step."""
 
     policy: Any
     critic: Any
@@ -96,6 +97,7 @@ def run_stage(name: str, policy: Any, overrides: list[str], critic: str | None =
         passes_per_step=PASSES,
         max_steps=STEPS,
     )
+    canned.metrics_of(stage)
     strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
     trainer = canned.quiet_trainer(strategy, precision="64-true")
     trainer.fit(stage, canned.loader([canned.prompt_batch(canned.PROMPTS)] * STEPS))
@@ -107,7 +109,7 @@ def run_stage(name: str, policy: Any, overrides: list[str], critic: str | None =
 
 
 def samples_of(experience: Experience) -> dict[str, Tensor]:
-    """What the stage has sampled, as the single files take it."""
+    """The samples of the stage as arguments of `Samples` in the single files."""
     assert experience.scores is not None
     return {
         "tokens_BS": experience.input_ids,
@@ -118,7 +120,7 @@ def samples_of(experience: Experience) -> dict[str, Tensor]:
 
 
 def options(**others: Any) -> dict[str, Any]:
-    """Settings of the single files that say the same as those of `run_stage`."""
+    """Settings of the single files that are equal to those of `run_stage`."""
     return {
         "samples_per_prompt": SAMPLES,
         "temperature": canned.TEMPERATURE,
@@ -142,7 +144,7 @@ def assert_same(actual: Tensor, expected: Tensor, mask: Tensor | None = None) ->
 
 
 def assert_same_weights(actual: Any, expected: Any, before: Any) -> None:
-    """The weights agree, and so does what each has changed by."""
+    """Compare the weights, and the change of each weight."""
     for one, other, start in zip(actual.parameters(), expected.parameters(), before.parameters(), strict=True):
         assert_same(one.detach(), other.detach())
         assert_same(one.detach() - start.detach(), other.detach() - start.detach())
@@ -180,7 +182,7 @@ def test_policy_optimization_with_grpo_equals_the_single_file(single_file: Any, 
 
 @pytest.fixture
 def critic_folder(tmp_path: Path) -> str:
-    """A critic that expects something: from a head of zeros the values before the first step would all be 0."""
+    """A critic whose head is not 0: with a head of zeros all values before the first step would be 0."""
     critic = load_scalar_head(canned.other_model(), dtype=torch.float64)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -257,11 +259,34 @@ def test_group_advantages_keep_the_score_of_a_sample_without_a_group(single_file
     assert advantages_B.tolist() == pytest.approx(expected, rel=1e-12)
 
 
+class SmallNumbers(random.Random):
+    """Draws 0 or 1: sums of these are learned in fewer steps than sums of all digits."""
+
+    @override
+    def randrange(self, *_: Any) -> int:
+        return super().randrange(2)
+
+
+@pytest.mark.parametrize(
+    ("single_file", "prompts_per_step"), [("grpo", 16), ("ppo", 64)], indirect=["single_file"], ids=["grpo", "ppo"]
+)
+def test_single_file_main_learns_small_sums(
+    single_file: Any, prompts_per_step: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(single_file, "random", SimpleNamespace(Random=SmallNumbers))
+    scores = single_file.main(steps=20, settings=single_file.Settings(prompts_per_step=prompts_per_step))
+    assert len(scores) == 20
+    # The factor is at least 3 for each of the seeds 0 to 4.
+    assert sum(scores[-10:]) / 10 > 2 * sum(scores[:3]) / 3
+    assert "step   20" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("single_file", ["grpo", "ppo"], indirect=True)
-def test_single_file_main_learns_small_sums(single_file: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    scores = single_file.main(steps=30)
-    assert sum(scores[-10:]) > 2 * sum(scores[:10])
-    assert "step   30" in capsys.readouterr().out
+def test_score_gives_half_for_right_digits_and_half_for_the_whole_sum(single_file: Any) -> None:
+    end, encode = [single_file.END], single_file.encode
+    for response, expected in (("12", 1.0), ("1", 0.25), ("13", 0.25), ("2", 0.0), ("120", 0.5)):
+        assert single_file.score("7+5=", encode(response) + end) == expected, response
+    assert single_file.score("7+5=", encode("12")) == 1.0
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])

@@ -1,4 +1,4 @@
-"""Stages without sampling: whose optimizer is used, the clock, precision, and what is refused."""
+"""Stages: optimizer, clock, precision, reference, checkpoints, and options that are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLING = SamplingConfig(max_tokens=8, num_samples=3)
 
 
 class Log(DummyLogger):
-    """Keeps what was logged."""
+    """Keeps the logged metrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def test_plain_module_is_trained_by_the_optimizer_of_the_stage() -> None:
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
     assert optimizer.defaults["betas"] == (0.7, 0.8) and optimizer.defaults["weight_decay"] == 0.25
     assert not torch.equal(model.model.norm.weight, before)
-    # The rate of each step is the one its update used, on the stage's clock.
+    # The logged rate of a step is the rate of its update, by the stage's clock.
     assert [step for step, _ in log.rows] == [1, 2, 3]
     assert [row["train/lr"] for _, row in log.rows] == pytest.approx([0.125, 0.25, 0.375])
     assert all(row["train/gradient_norm"] > 0 and row["time/update_policy"] > 0 for _, row in log.rows)
@@ -77,7 +77,7 @@ def test_gradient_clip_of_the_stage_bounds_the_gradient() -> None:
         trainer = fit(stage, steps=1, precision="64-true")
         (gradient,) = own.recorder.gradients
         norms[bound] = float(torch.cat([g.flatten() for g in gradient]).norm())
-        # What is reported is the norm before clipping.
+        # The logged norm is the norm before clipping.
         assert float(trainer.callback_metrics["train/gradient_norm"]) == pytest.approx(norms[0.0], rel=1e-6)
     assert norms[0.0] > 1e-2
     assert norms[1e-3] == pytest.approx(1e-3, rel=1e-4)

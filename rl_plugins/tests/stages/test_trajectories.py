@@ -1,4 +1,4 @@
-"""The queue of groups: what is asked for, what a step must wait for, and what a checkpoint holds."""
+"""The queue of groups: groups to request, groups that a step must wait for, and the state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.stages.schedule import Schedule
 from rl_plugins.stages.trajectories import TrajectoryQueue, row_of, together
-
-pytestmark = pytest.mark.unit
+from rl_plugins.tests.loops import for_each
 
 
 def batch(*rows: int) -> PromptBatch:
@@ -35,7 +34,7 @@ def rows(queue: TrajectoryQueue, count: int, version: int) -> list[int]:
     return [group.prompt.rows[0] for group in queue.take(count, version)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("schedule", "in_flight"),
     [
         (Schedule(), 8),
@@ -49,9 +48,7 @@ def test_schedule_in_flight_counts_the_groups_of_all_steps_ahead(schedule: Sched
     assert schedule.in_flight(8) == in_flight
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"max_staleness": -1}, {"ahead": -0.1}, {"max_staleness": 2, "ahead": 3}, {"max_token_age": 1}]
-)
+@for_each("wrong", [{"max_staleness": -1}, {"ahead": -0.1}, {"max_staleness": 2, "ahead": 3}, {"max_token_age": 1}])
 def test_schedule_refuses_impossible_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"schedule\."):
         Schedule(**wrong)
@@ -64,7 +61,7 @@ def test_take_is_first_in_first_out_with_max_staleness_1() -> None:
     assert queue.due(0) == []
     assert rows(queue, 2, version=0) == [0, 1]
     assert queue.begin(4, version=1) == [4, 5]
-    # Those that began under version 0 cannot wait for version 2.
+    # Groups that began under version 0 cannot wait for version 2.
     assert queue.due(1) == [2, 3]
 
 
@@ -77,7 +74,7 @@ def test_unfinished_group_is_left_for_one_more_step() -> None:
     assert queue.due(1) == [1]
     assert queue.unfinished(queue.due(1)) == [1]
     queue.finish({3: answer(3), 4: answer(4), 1: answer(1)})
-    # What is due goes first, whatever else is finished.
+    # A group that is due comes before finished groups that are not due.
     assert rows(queue, 2, version=1) == [1, 11]
 
 
@@ -125,7 +122,7 @@ def test_begin_again_asks_for_all_groups_under_new_tickets() -> None:
     assert [queue[ticket].prompt.rows for ticket in range(6, 12)] == [[0], [1], [10], [11], [20], [21]]
 
 
-@pytest.mark.parametrize(("earlier", "world_size"), [(2, 1), (2, 3), (1, 2), (1, 4)])
+@for_each(("earlier", "world_size"), [(2, 1), (2, 3), (1, 2), (1, 4)])
 def test_load_on_another_number_of_ranks_deals_all_groups_once(earlier: int, world_size: int) -> None:
     held = [filled(Schedule(1), rank=rank, world_size=earlier) for rank in range(earlier)]
     shares = [queue.state() for queue in held]

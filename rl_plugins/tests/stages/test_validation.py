@@ -1,8 +1,8 @@
-"""Validation by generation: what is measured of one and of several samples to each prompt, over ranks too."""
+"""Validation by generation: the metrics of one and of several samples for each prompt, on one rank and on two."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -16,12 +16,10 @@ ENDS = ("", "_low", "_high")
 
 
 class SecondOfTwo(SingleDeviceRolloutStrategy):
-    """What the other rank has measured comes with what is gathered."""
-
-    others: ClassVar[dict[int, Any]] = {}
+    """The second of two ranks; the first has measured a prompt of another data source."""
 
     def gather(self, value: Any) -> list[Any]:
-        return [(self.others, {"elsewhere": (0.5, 1)}), value]
+        return [({-1: ("elsewhere", {"mean@1": 0.125})}, {"elsewhere": (0.5, 1)}), value]
 
 
 def validate(num_samples: int, strategy: type[SingleDeviceRolloutStrategy] = SingleDeviceRolloutStrategy) -> Any:
@@ -32,11 +30,12 @@ def validate(num_samples: int, strategy: type[SingleDeviceRolloutStrategy] = Sin
         sampling=SamplingConfig(max_tokens=20, num_samples=3),
         eval_sampling=SamplingConfig(max_tokens=20, num_samples=num_samples),
     )
+    metrics = canned.metrics_of(stage)
     trainer = canned.quiet_trainer(strategy(rollout=canned.CannedRollout()), precision="64-true")
     # Two batches, as a loader cuts a rank's share.
     batches = canned.loader([canned.prompt_batch(canned.PROMPTS[:3]), canned.prompt_batch(canned.PROMPTS[3:])])
     trainer.validate(stage, batches, verbose=False)
-    return stage, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return stage, metrics
 
 
 def scores(size: int) -> list[list[float | None]]:
@@ -60,7 +59,7 @@ def test_validation_with_several_samples_logs_best_and_majority() -> None:
     stage, metrics = validate(3)
     names = {f"val/canned/{name}_at_3{end}" for name in ("mean", "best", "maj") for end in ENDS}
     assert {name for name in metrics if "canned" in name} == names
-    # The failed sample of one prompt counts nowhere, and nothing is said of three where two are left.
+    # The failed sample of a prompt is left out of all metrics, and its prompt out of those of three samples.
     whole: list[Any] = [row for row in scores(3) if None not in row]
     assert len(whole) == 3
     counted = [response for row in canned.RESPONSES.values() for response in row if "!" not in response]
@@ -71,8 +70,6 @@ def test_validation_with_several_samples_logs_best_and_majority() -> None:
 
 
 def test_validation_counts_the_prompts_of_all_ranks() -> None:
-    # The other rank's prompt is of another source, and comes first.
-    SecondOfTwo.others = {-1: ("elsewhere", {"mean@1": 0.125})}
     _, metrics = validate(1, SecondOfTwo)
     assert metrics["val/elsewhere/mean_at_1"] == 0.125 and metrics["val/rewards/elsewhere"] == 0.5
     assert metrics["val/canned/mean_at_1"] == pytest.approx(mean(row[0] for row in scores(1)))

@@ -32,7 +32,7 @@ class Inspect(PolicyOptimization):
             self.check_checkpoint(name)
 
     def check_checkpoint(self, name: str) -> None:
-        """It holds what is trained, and brings it back bit for bit, with the optimizer's state."""
+        """The checkpoint holds the trained weights, and restores weights and optimizer state bit for bit."""
         strategy = self._strategy
         files = list((self.folder / "state" / name / "zero").glob("*model_states.pt"))
         (module,) = [torch.load(file, weights_only=False)["module"] for file in files]

@@ -14,7 +14,7 @@ from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.stages import canned, canned_preferences
 
-# Class, options, and what each step is made of: rows, or prompts of which one of two ranks has none to learn from.
+# Class, options, and the data of each step: rows, or prompts of which one of two ranks has no pair.
 CASES: dict[str, tuple[Any, dict[str, Any], list[list[Any]]]] = {
     "dpo": (PreferenceOptimization, {"loss_options": {"beta": 0.5}}, [[0, 1, 2, 3, 4, 5], [5, 2, 0, 1]]),
     "kto": (PreferenceOptimization, {"loss": "kto"}, [[0, 1, 2, 3]]),
@@ -23,7 +23,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[list[Any]]]] = {
 
 
 class OwnPolicy(canned.OwnPolicy):
-    """In float32, with an optimizer that does not make much of rounding errors."""
+    """A float32 policy with SGD, which does not amplify rounding errors as Adam does."""
 
     def __init__(self) -> None:
         super().__init__(canned_preferences.SEED)
