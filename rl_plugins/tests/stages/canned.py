@@ -360,12 +360,6 @@ def algorithm_of(case: str) -> tuple[Algorithm, int]:
     return instantiate(config.algorithm), 2
 
 
-def rank_results(rank: int, cases: dict[str, tuple[Algorithm, int]]) -> dict[str, Any]:
-    """`gradients` of every case, as one of two ranks."""
-    # Among several ranks, only the first would write the model.
-    other_model()
-    # Uneven micro-batches: the ranks' own budgets would give different numbers of them.
-    return {
-        name: gradients(algorithm, tokens_per_micro_batch=45, updates_per_step=updates, rank=rank, world_size=2)
-        for name, (algorithm, updates) in cases.items()
-    }
+def rank_gradients(rank: int, algorithm: Algorithm, updates: int) -> tuple[list[list[Tensor]], dict[str, float]]:
+    """`gradients` of one of two ranks. Each rank alone would cut its tokens into another number of micro-batches."""
+    return gradients(algorithm, tokens_per_micro_batch=45, updates_per_step=updates, rank=rank, world_size=2)

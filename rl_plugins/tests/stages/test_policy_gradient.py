@@ -137,18 +137,16 @@ def test_step_logs_rewards_lengths_failures_and_uniform_groups() -> None:
     assert metrics["train/ppo_kl"] == metrics["train/clip_fraction"] == metrics["train/truncated"] == 0
 
 
-def test_two_ranks_give_the_gradients_of_one_rank() -> None:
-    of_ranks = run_ranks(canned.rank_results, {case: canned.algorithm_of(case) for case in canned.CASES})
-    for case in canned.CASES:
-        algorithm, updates = canned.algorithm_of(case)
-        expected, metrics = whole_batch_gradients(case)
-        assert len(expected) == updates * (2 if algorithm.needs & {"values_BT", "process_rewards_BT"} else 1)
-        for results, _ in of_ranks:
-            actual, actual_metrics = results[case]
-            for one, other in zip(actual, expected, strict=True):
-                assert_same(one, other, 1e-6)
-            names = ["train/loss", "train/reward", "train/entropy", "train/uniform_groups"]
-            if "process_rewards_BT" in algorithm.needs:
-                names += [f"train/process_reward_model/{name}" for name in ("loss", "accuracy", "return")]
-            for metric in names:
-                assert actual_metrics[metric] == pytest.approx(metrics[metric], rel=1e-6), (case, metric)
+@pytest.mark.parametrize("case", canned.CASES)
+def test_two_ranks_give_the_gradients_of_one_rank(case: str) -> None:
+    algorithm, updates = canned.algorithm_of(case)
+    expected, expected_metrics = whole_batch_gradients(case)
+    assert len(expected) == updates * (2 if algorithm.needs & {"values_BT", "process_rewards_BT"} else 1)
+    names = ["train/loss", "train/reward", "train/entropy", "train/uniform_groups"]
+    if "process_rewards_BT" in algorithm.needs:
+        names += [f"train/process_reward_model/{name}" for name in ("loss", "accuracy", "return")]
+    for (actual, metrics), _ in run_ranks(canned.rank_gradients, algorithm, updates):
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other, 1e-6)
+        for name in names:
+            assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-6), name
