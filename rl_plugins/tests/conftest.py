@@ -27,6 +27,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         await_server()
     return (yield)
 
+
 # The same examples in every run, however fast the machine is.
 settings.register_profile("tests", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")

@@ -49,8 +49,9 @@ class RankState:
         np.random.set_state(numpy)
         torch.set_rng_state(default)
         torch.set_num_threads(1)
-        # Engines, which know their groups, go first.
+        # Engines, which know their groups, go first. What is left has been imported or is kept.
         gc.collect()
+        gc.freeze()
         vars(groups).update({key: _copied(value) for key, value in self._deepspeed.items()})
         for group in [group for group in distributed_c10d._world.pg_map if group not in self._groups]:
             torch.distributed.destroy_process_group(group)

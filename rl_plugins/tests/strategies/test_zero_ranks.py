@@ -1,7 +1,9 @@
-"""ZeRO over two ranks is the single device's training, and a checkpoint of one worker goes on with two, and back."""
+"""ZeRO over two ranks trains like a single device, and a checkpoint of one worker goes on with two, and back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +17,40 @@ from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.offload import check_file_op
 from rl_plugins.tests.ranks import run_ranks
-from rl_plugins.tests.strategies import zero_ranks
-from rl_plugins.tests.strategies.zero_ranks import SAVED, STAGES, STEPS
+from rl_plugins.tests.strategies import zero_runs
+from rl_plugins.tests.strategies.zero_runs import RUNS, SAVED, STAGES, STEPS
+
+Results = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
+    """Folder of all runs."""
+    folder = tmp_path_factory.mktemp("runs")
     save_tiny_policy(folder / "policy", hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=5)
-    run_ranks(zero_ranks.alone, folder, world_size=1)
-    run_ranks(zero_ranks.pair, folder)
-    run_ranks(zero_ranks.alone_again, folder, world_size=1)
     return folder
 
 
-def results(folder: Path, name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(folder / f"{name}.pt")
-    return loaded
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Callable[[str], Results]:
+    """Gives the results of a run, which is trained when a test first asks for it."""
+
+    @cache
+    def trained(name: str) -> Results:
+        run = RUNS[name]
+        if run.resume is not None:
+            trained(run.resume)
+        run_ranks(zero_runs.train, folder, name, world_size=run.world_size)
+        loaded: Results = torch.load(folder / f"{name}.pt")
+        return loaded
+
+    return trained
 
 
-def check_equal(folder: Path, name: str, steps: range, other: str = "single") -> None:
-    got, expected = results(folder, name), results(folder, other)
-    assert list(got["steps"]) == list(steps)
-    for step in steps:
-        assert got["steps"][step] == pytest.approx(expected["steps"][step], rel=2e-4, abs=1e-5), step
+def assert_equal(got: Results, expected: Results, first: int = 1, last: int = STEPS) -> None:
+    assert list(got["steps"]) == list(range(first, last + 1))
+    for step, metrics in got["steps"].items():
+        assert metrics == pytest.approx(expected["steps"][step], rel=2e-4, abs=1e-5), step
     assert set(got["weights"]) == {"policy", "critic", "reference"}
     for engine, weights in got["weights"].items():
         for key, weight in weights.items():
@@ -48,70 +60,73 @@ def check_equal(folder: Path, name: str, steps: range, other: str = "single") ->
             torch.testing.assert_close(weight, expected["weights"][engine][key], rtol=1e-3, atol=atol, msg=key)
 
 
-def test_the_single_device_learns_clips_and_warms_up(folder: Path) -> None:
-    """Or the comparisons would say nothing."""
-    steps = results(folder, "single")["steps"]
+def test_single_device_run_learns_clips_and_warms_up(results: Callable[[str], Results]) -> None:
+    """Without that, the comparisons would say nothing."""
+    steps = results("single")["steps"]
     assert list(steps) == list(range(1, STEPS + 1))
     assert all(values["gradient_norm"] > 0.5 and values["critic/gradient_norm"] > 0.3 for values in steps.values())
-    assert (
-        len({values["loss"] for values in steps.values()}) == len({values["lr"] for values in steps.values()}) == STEPS
-    )
+    assert len({values["loss"] for values in steps.values()}) == STEPS
+    assert len({values["lr"] for values in steps.values()}) == STEPS
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_train_as_the_single_device(folder: Path, stage: int) -> None:
-    check_equal(folder, f"two-{stage}", range(1, STEPS + 1))
+def test_two_ranks_train_like_a_single_device(results: Callable[[str], Results], stage: int) -> None:
+    assert_equal(results(f"two-{stage}"), results("single"))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_that_share_tokens_train_as_the_single_device(folder: Path, stage: int) -> None:
-    check_equal(folder, f"sequence-{stage}", range(1, STEPS + 1))
+def test_sequence_parallel_ranks_train_like_a_single_device(results: Callable[[str], Results], stage: int) -> None:
+    assert_equal(results(f"sequence-{stage}"), results("single"))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_worker_goes_on_where_two_stopped_under_another_stage(folder: Path, stage: int) -> None:
-    check_equal(folder, f"two-{stage}-one-{stage % 3 + 1}", range(SAVED + 1, STEPS + 1))
+def test_one_worker_resumes_a_checkpoint_of_two_under_another_stage(
+    results: Callable[[str], Results], stage: int
+) -> None:
+    assert_equal(results(f"two-{stage}-one-{stage % 3 + 1}"), results("single"), first=SAVED + 1)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_workers_go_on_where_one_stopped(folder: Path, stage: int) -> None:
-    check_equal(folder, f"one-{stage}-two-{stage}", range(SAVED + 1, STEPS + 1))
+def test_two_workers_resume_a_checkpoint_of_one(results: Callable[[str], Results], stage: int) -> None:
+    assert_equal(results(f"one-{stage}-two-{stage}"), results("single"), first=SAVED + 1)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("run", ["host", "moved"])
-def test_states_on_the_host_change_nothing(folder: Path, run: str, stage: int) -> None:
-    check_equal(folder, f"{run}-{stage}", range(1, STEPS + 1))
+def test_offload_to_the_host_does_not_change_training(results: Callable[[str], Results], run: str, stage: int) -> None:
+    assert_equal(results(f"{run}-{stage}"), results("single"))
 
 
 # DeepSpeed builds its op first.
 @pytest.mark.timeout(1200)
-def test_states_in_files_change_nothing(folder: Path) -> None:
+def test_offload_to_files_does_not_change_training(folder: Path, results: Callable[[str], Results]) -> None:
     try:
         check_file_op()
     except ConfigError as error:
         pytest.skip(str(error))
-    run_ranks(zero_ranks.files, folder, world_size=1, timeout_s=1000)
-    check_equal(folder, "files-3", range(1, STEPS + 1))
-    check_equal(folder, "wide-3", range(1, 2), "wide-single")
+    assert_equal(results("files-3"), results("single"))
+    save_tiny_policy(folder / "wide", hidden_size=256, intermediate_size=1100)
+    assert_equal(results("wide-3"), results("wide-single"), last=1)
     files = list((folder / "wide_files").rglob("*.swp"))
     assert {path.relative_to(folder / "wide_files").parts[0] for path in files} == {"policy", "critic", "reference"}
 
 
-def test_a_resumed_run_says_what_it_was_given_back(folder: Path) -> None:
+def test_resumed_run_records_the_restored_engines(folder: Path, results: Callable[[str], Results]) -> None:
+    results("two-3-one-1")
     what = "weights, optimizer, schedule, dealt anew from 2 workers under ZeRO-3 to 1 under ZeRO-1"
     assert RunFolder(folder / "two-3-one-1").resumes.read_text() == (
-        f"two-3-one-1: resumed from checkpoint_00000002: policy ({what}), critic ({what}), "
-        "reference (from its own file), random states begin anew (saved by 2 workers, now 1), data from batch 2\n"
+        f"two-3-one-1: resumed from checkpoint_00000001: policy ({what}), critic ({what}), "
+        "reference (from its own file), random states begin anew (saved by 2 workers, now 1), data from batch 1\n"
     )
     assert not RunFolder(folder / "two-3").resumes.exists()
 
 
-def test_bfloat16_weights_have_float32_masters(folder: Path) -> None:
+def test_bfloat16_weights_have_float32_masters(folder: Path, results: Callable[[str], Results]) -> None:
+    runs = {name: results(name) for name in ("bf16-2", "bf16-2-3")}
     start = load_file(folder / "policy" / "model.safetensors")
-    moved = {name: masters(folder, name) for name in ("bf16-2", "bf16-2-3")}
+    moved = {name: masters(folder, name) for name in runs}
     for name, ours in moved.items():
-        weights = results(folder, name)["weights"]["policy"]
+        weights = runs[name]["weights"]["policy"]
         assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
         for key, weight in weights.items():
             assert torch.equal(ours[key].bfloat16(), weight), (name, key)

@@ -1,0 +1,161 @@
+"""Runs of PPO under ZeRO by one worker and by two, some of which resume from a checkpoint of another run.
+
+A run has a name in `RUNS`. It is trained in `FOLDER/<name>`, and its metrics and weights are written to
+`FOLDER/<name>.pt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.data.sampler import StepLoader
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.stages.critic import CriticConfig
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.strategies.zero import ZeroStrategy
+from rl_plugins.tests.stages import canned
+from rl_plugins.tests.strategies.moving import WatchingRollout, moving
+
+STEPS, SAVED = 2, 1
+STAGES = (1, 2, 3)
+METRICS = ("loss", "gradient_norm", "critic/loss", "critic/gradient_norm", "kl", "reward", "lr")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run.
+
+    Args:
+        strategy: Makes the strategy, given the folder of all runs.
+        world_size: Number of workers.
+        resume: Name of the run from whose checkpoint this one goes on.
+        steps: Last step.
+        lr: Learning rate of the policy.
+        policy: Folder of the model that the run begins with.
+        precision: Of the trainer.
+    """
+
+    strategy: Callable[[Path], Any]
+    world_size: int = 1
+    resume: str | None = None
+    steps: int = STEPS
+    lr: float = 0.01
+    policy: str = "policy"
+    precision: Any = "32-true"
+
+
+class Record(Callback):
+    """Metrics after each step, and at the end the whole weights of all engines."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, dict[str, float]] = {}
+        self.weights: dict[str, dict[str, Tensor]] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *arguments: Any) -> None:
+        self.steps[pl_module.step] = {name: float(trainer.callback_metrics[f"train/{name}"]) for name in METRICS}
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        source: Any = trainer.strategy
+        for engine in pl_module.engine_modules():
+            self.weights[engine] = {name: tensor.clone() for name, tensor in source.weight_source(engine)}
+
+
+def train(_: int, folder: Path, name: str) -> None:
+    """One rank of the run `name`."""
+    run = RUNS[name]
+    record, own = Record(), folder / name
+    own.mkdir(exist_ok=True)
+    model = str(folder / run.policy)
+    stage = PolicyOptimization(
+        model,
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
+        algorithm=Algorithm(advantage="gae", kl=KLConfig(0.1)),
+        critic=CriticConfig(model, OptimizerConfig(lr=2 * run.lr, gradient_clip=0.3)),
+        optimizer=OptimizerConfig(lr=run.lr, gradient_clip=0.5, warmup_steps=1),
+        tokens_per_micro_batch=50,
+        updates_per_step=2,
+        max_steps=run.steps,
+    )
+    trainer = Trainer(
+        strategy=run.strategy(folder),
+        max_epochs=-1,
+        accelerator="cpu",
+        devices=1,
+        num_nodes=run.world_size,
+        precision=run.precision,
+        callbacks=[record, PolicyCheckpoint(own, every=SAVED, keep_last=9)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    loader = StepLoader(
+        canned.Prompts(), prompts_per_step=4, seed=3, rank=trainer.global_rank, world_size=trainer.world_size
+    )
+    start = None if run.resume is None else RunFolder(folder / run.resume).checkpoint(SAVED) / "state"
+    trainer.fit(stage, loader, ckpt_path=start, weights_only=False)
+    if trainer.is_global_zero:
+        torch.save({"steps": record.steps, "weights": record.weights}, folder / f"{name}.pt")
+
+
+def single(_: Path) -> SingleDeviceRolloutStrategy:
+    return SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+
+
+def zero(stage: int, **options: Any) -> Callable[[Path], ZeroStrategy]:
+    return lambda _: ZeroStrategy(stage=stage, timeout_s=100, rollout=canned.CannedRollout(), **options)
+
+
+def on_host(stage: int) -> Callable[[Path], ZeroStrategy]:
+    """Optimizer states are offloaded to the host, and under stage 3 the weights of the reference."""
+    reference = {"reference": "cpu"} if stage == 3 else {}
+    return zero(stage, offload={"policy": "cpu", "critic": "stay", **reference})
+
+
+def moved(stage: int) -> Callable[[Path], Any]:
+    """Trained engines move to the host while the rollout engine samples."""
+    return lambda _: moving(ZeroStrategy(stage=stage, timeout_s=100, rollout=WatchingRollout()))
+
+
+def in_files(name: str) -> Callable[[Path], ZeroStrategy]:
+    places = dict.fromkeys(("policy", "critic", "reference"), "nvme")
+    return lambda folder: ZeroStrategy(
+        stage=3, timeout_s=100, rollout=canned.CannedRollout(), offload=places, offload_folder=folder / name
+    )
+
+
+# Steps that are too small for bfloat16 weights.
+SMALL: dict[str, Any] = {"world_size": 2, "lr": 1e-5, "precision": "bf16-true"}
+
+RUNS: dict[str, Run] = {
+    "single": Run(single),
+    **{f"one-{stage}": Run(zero(stage), steps=SAVED) for stage in STAGES},
+    **{f"two-{stage}": Run(zero(stage), world_size=2) for stage in STAGES},
+    **{f"sequence-{stage}": Run(zero(stage, sequence_parallel=2), world_size=2) for stage in STAGES},
+    **{f"one-{stage}-two-{stage}": Run(zero(stage), world_size=2, resume=f"one-{stage}") for stage in STAGES},
+    # Another number of workers and another stage at once.
+    **{f"two-{stage}-one-{stage % 3 + 1}": Run(zero(stage % 3 + 1), resume=f"two-{stage}") for stage in STAGES},
+    **{f"host-{stage}": Run(on_host(stage)) for stage in STAGES},
+    **{f"moved-{stage}": Run(moved(stage)) for stage in STAGES},
+    "bf16-2": Run(zero(2), **SMALL),
+    "bf16-2-3": Run(zero(3), resume="bf16-2", **SMALL),
+    "files-3": Run(in_files("files")),
+    # DeepSpeed leaves weights of less than 1 MB where they are.
+    "wide-single": Run(single, policy="wide", steps=1),
+    "wide-3": Run(in_files("wide_files"), policy="wide", steps=1),
+}
