@@ -208,7 +208,7 @@ def test_recipe_main_ends_with_the_status_of_a_shell_after_ctrl_c(grpo, monkeypa
     assert "interrupted; run.resume=true goes on" in capsys.readouterr().err
 
 
-def test_run_recipe_removes_the_lock_of_a_killed_build_and_names_it(started, monkeypatch, tmp_path, capsys):
+def test_run_recipe_removes_and_names_the_lock_of_a_killed_build(started, monkeypatch, tmp_path, capsys):
     lock = tmp_path / "extensions" / "py311_cpu" / "some_op" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()

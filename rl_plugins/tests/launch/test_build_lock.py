@@ -33,7 +33,7 @@ def builder(lock: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_lock_of_a_killed_build_is_removed(tmp_path, lock, builder):
+def test_clear_stale_build_locks_removes_the_lock_of_a_killed_build(tmp_path, lock, builder):
     builder.kill()
     builder.wait()
     assert lock.exists()
@@ -41,12 +41,12 @@ def test_lock_of_a_killed_build_is_removed(tmp_path, lock, builder):
     assert not lock.exists()
 
 
-def test_lock_of_a_living_build_stays(tmp_path, lock, builder):
+def test_clear_stale_build_locks_leaves_the_lock_of_a_living_build(tmp_path, lock, builder):
     assert clear_stale_build_locks(tmp_path) == []
     assert lock.exists()
 
 
-def test_lock_of_a_hung_build_is_an_error_naming_file_and_process(tmp_path, lock, builder):
+def test_clear_stale_build_locks_names_file_and_process_of_a_hung_build(tmp_path, lock, builder):
     long_ago = time.time() - 7200
     os.utime(lock, (long_ago, long_ago))
     with pytest.raises(ConfigError, match=rf"{builder.pid}.*120 minutes.*{lock}"):
@@ -54,25 +54,25 @@ def test_lock_of_a_hung_build_is_an_error_naming_file_and_process(tmp_path, lock
     assert lock.exists()
 
 
-def test_lock_of_a_living_build_is_found_through_a_link(tmp_path, lock, builder):
+def test_clear_stale_build_locks_finds_the_owner_of_a_lock_through_a_link(tmp_path, lock, builder):
     link = tmp_path.with_name(f"{tmp_path.name}-link")
     link.symlink_to(tmp_path)
     assert clear_stale_build_locks(link) == []
     assert lock.exists()
 
 
-def test_other_files_stay(tmp_path, lock):
+def test_clear_stale_build_locks_leaves_other_files(tmp_path, lock):
     for name in ("build.ninja", "shm.o", "lock.o"):
         lock.with_name(name).touch()
     assert clear_stale_build_locks(tmp_path) == []
     assert len(list(lock.parent.iterdir())) == 3
 
 
-def test_nothing_built_yet(tmp_path):
+def test_clear_stale_build_locks_accepts_a_missing_folder(tmp_path):
     assert clear_stale_build_locks(tmp_path / "absent") == []
 
 
-def test_lock_that_cannot_be_removed_is_an_error_naming_it(tmp_path, lock, monkeypatch):
+def test_clear_stale_build_locks_names_a_lock_that_cannot_be_removed(tmp_path, lock, monkeypatch):
     lock.touch()
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
@@ -83,7 +83,7 @@ def test_lock_that_cannot_be_removed_is_an_error_naming_it(tmp_path, lock, monke
         clear_stale_build_locks(tmp_path)
 
 
-def test_lock_of_another_user_is_an_error_naming_it(tmp_path, lock, monkeypatch):
+def test_clear_stale_build_locks_names_the_lock_of_another_user(tmp_path, lock, monkeypatch):
     lock.touch()
     monkeypatch.setattr(os, "geteuid", lambda: lock.stat().st_uid + 1)
     with pytest.raises(ConfigError, match=f"{lock} belongs to another user"):

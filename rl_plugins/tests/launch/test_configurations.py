@@ -16,7 +16,7 @@ from rl_plugins.tests.launch.configurations import configured, message_of
         ("grpo", ["~algorithm.kl", "+algorithm.advantage_options.x=1", "++rollout.engines=per_worker"]),
     ],
 )
-def test_configured_is_what_parse_config_makes_of_the_composed_recipe(recipe, overrides):
+def test_configured_equals_parse_config_of_the_composed_recipe(recipe, overrides):
     overrides = ["model.path=model", *overrides]
     assert configured(recipe, *overrides) == parse_config(compose_config(recipe, overrides))
 

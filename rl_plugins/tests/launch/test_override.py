@@ -1,5 +1,3 @@
-"""Hydra reads back what is put together."""
-
 from __future__ import annotations
 
 import pytest
@@ -9,13 +7,13 @@ from hypothesis import strategies as st
 
 from rl_plugins.override import override
 
-# Of a folder's name, above all those that mean something to Hydra.
+# Characters of names of folders, above all those with a meaning in Hydra's grammar.
 NAMES = st.text(st.sampled_from(" \t\n\"'\\()[]{}#&~=,:$/.-+%@?|*!<>;`^ß語01_aeinult") | st.characters(codec="utf-8"))
 
 
 @settings(deadline=None)
 @given(text=NAMES, other=NAMES)
-def test_every_text_is_read_as_it_is(text, other):
+def test_hydra_reads_the_text_of_an_override_unchanged(text, other):
     read = OverridesParser.create().parse_override
     assert read(override("a.b", text)).value() == text
     assert read(override("a.b", [text, other])).value() == [text, other]
@@ -33,5 +31,5 @@ def test_every_text_is_read_as_it_is(text, other):
         ("1_000", 'a="1_000"'),
     ],
 )
-def test_only_what_needs_quotes_has_them(value, expected):
+def test_override_quotes_only_a_text_that_needs_quotes(value, expected):
     assert override("a", value) == expected

@@ -1,4 +1,4 @@
-"""What is wrong with a pipeline is said before its first stage, in its own words, and nothing is left behind."""
+"""A wrong option of a pipeline is named with its stage before the first stage, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ from rl_plugins.run_folder import RunFolder
 
 DATA = ["model=/no/model", "data.sft=[a]", "data.pairs=[b]", "data.prompts=[c]"]
 
+pytestmark = pytest.mark.usefixtures("_composed_once")
+
+
+def run(*overrides: str) -> None:
+    """Run the pipeline sft_rm_ppo."""
+    register_schema()
+    run_pipeline(compose_config("sft_rm_ppo", [*overrides]))
+
 
 @pytest.fixture
 def good(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -34,7 +42,7 @@ def good(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> list[RecipeConfig]:
-    """The configurations of the stages that were run, instead of what they do."""
+    """The configurations of the stages that were run; a stage makes only the folder of its model."""
     ran: list[RecipeConfig] = []
 
     def run_recipe(config: RecipeConfig, *_: object) -> None:
@@ -62,11 +70,11 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[RecipeConfig]:
         ),
         (DATA, r"stage sft: model\.path=/no/model: no such folder"),
     ],
+    ids=["no data of a stage", "no model", "common option", "option of a stage", "value of a stage", "no model folder"],
 )
-def test_wrong_options(overrides: list[str], message: str, tmp_path: Path) -> None:
-    register_schema()
+def test_run_pipeline_names_the_wrong_option(overrides: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        run_pipeline(compose_config("sft_rm_ppo", [*overrides, f"output_dir={tmp_path}"]))
+        run(*overrides, f"output_dir={tmp_path}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,8 +89,9 @@ def test_wrong_options(overrides: list[str], message: str, tmp_path: Path) -> No
             r"stage ppo: reward\.functions\.default\.path=.*gone\.py: there is no such file",
         ),
     ],
+    ids=["data file", "column", "reference", "reward"],
 )
-def test_files_of_later_stages_are_looked_at_first(
+def test_run_pipeline_checks_the_files_of_all_stages_before_the_first_stage(
     overrides: list[str],
     message: str,
     good: list[str],
@@ -92,38 +101,35 @@ def test_files_of_later_stages_are_looked_at_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(workplace)
-    register_schema()
     with pytest.raises(ConfigError, match=message):
-        run_pipeline(compose_config("sft_rm_ppo", [*good, *overrides]))
+        run(*good, *overrides)
     assert stages == [] and list(tmp_path.iterdir()) == []
 
 
-def test_one_that_did_not_come_to_its_first_stage_may_begin_again(
+def test_run_pipeline_begins_again_if_no_stage_has_begun(
     good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
         raise ConfigError("few rows")
 
     monkeypatch.setattr(pipeline, "run_recipe", fails)
-    register_schema()
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"stage sft: few rows"):
-            run_pipeline(compose_config("sft_rm_ppo", [*good, "++common.tracking.enabled=true"]))
-    assert [path.name for path in (tmp_path / "sft_rm_ppo").iterdir()] == ["pipeline.yaml"], "MLflow has no run of it"
+            run(*good, "++common.tracking.enabled=true")
+    assert [path.name for path in (tmp_path / "sft_rm_ppo").iterdir()] == ["pipeline.yaml"], "there is an MLflow run"
     (tmp_path / "sft_rm_ppo" / "sft").mkdir()
     with pytest.raises(ConfigError, match="exists: continue it with resume=true"):
-        run_pipeline(compose_config("sft_rm_ppo", good))
+        run(*good)
 
 
-def test_a_stage_that_ended_before_its_first_checkpoint_begins_again(
+def test_run_pipeline_resumes_with_the_stage_that_has_no_checkpoint(
     good: list[str], stages: list[RecipeConfig], workplace: Path, tmp_path: Path
 ) -> None:
     through, killed = (RunFolder(tmp_path / "sft_rm_ppo" / name) for name in ("sft", "reward_model"))
     shutil.copytree(workplace / "model", through.export)
     killed.path.mkdir()
     killed.config.touch()
-    register_schema()
-    run_pipeline(compose_config("sft_rm_ppo", [*good, "resume=true"]))
+    run(*good, "resume=true")
     assert {config.run.name: config.run.resume for config in stages} == {"reward_model": True, "ppo": False}
 
 
@@ -133,8 +139,9 @@ def test_a_stage_that_ended_before_its_first_checkpoint_begins_again(
         (RunStopped("sft: stopped after step 3: SIGTERM"), 75, "SIGTERM; the same command with resume=true goes on"),
         (KeyboardInterrupt(), 130, "interrupted; resume=true goes on from the newest checkpoint"),
     ],
+    ids=["stopped", "ctrl-c"],
 )
-def test_what_ends_names_the_pipeline_s_option(
+def test_pipeline_main_names_the_option_that_resumes_the_pipeline(
     end: BaseException,
     status: int,
     message: str,
@@ -160,8 +167,9 @@ def test_what_ends_names_the_pipeline_s_option(
         (["--cfg", "diff"], ["model: tiny  # recipe: ???"]),
         (["--help"], ["model: tiny", "reward: correct_and_format, exact_match, file, gsm8k, math_verify"]),
     ],
+    ids=["cfg job", "cfg diff", "help"],
 )
-def test_options_are_shown_as_those_of_recipes(
+def test_pipeline_main_shows_the_options(
     flags: list[str],
     lines: list[str],
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""What a run asks of Ray, what is refused because nobody has it, and how it is said."""
+"""What a run asks of Ray, and the messages about what no machine has."""
 
 from __future__ import annotations
 
@@ -7,49 +7,52 @@ from typing import Any
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import RecipeConfig, engine_threads, parse_config
+from rl_plugins.launch.config import RecipeConfig, engine_threads
 from rl_plugins.launch.placement import Role, check_fit, needed, roles_of, table, weight_transport
+from rl_plugins.tests.launch.configurations import configured
 
 
-def configured(*overrides: str) -> RecipeConfig:
-    return parse_config(compose_config("grpo", ["model.path=none", *overrides]))
+def grpo(*overrides: str) -> RecipeConfig:
+    return configured("grpo", "model.path=none", *overrides)
 
 
-def asked(device: str, *overrides: str) -> dict[str, tuple[Any, ...]]:
-    roles = roles_of(configured(*overrides), device)
+def grpo_roles(device: str, *overrides: str) -> dict[str, tuple[Any, ...]]:
+    """Count, CPUs, GPUs and strategy of the roles of a run, by their names."""
+    roles = roles_of(grpo(*overrides), device)
     return {role.name: (role.count, role.cpus, role.gpus, role.strategy) for role in roles}
 
 
-def test_colocated_engines_take_what_the_workers_leave():
-    assert asked("cpu") == {"training workers": (2, 1, 0, "PACK"), "rollout engines": (1, 0, 0, None)}
-    assert asked("cuda") == {"training workers": (2, 1, 0.7, "PACK"), "rollout engines": (1, 0, 0.3, None)}
-    assert asked("cuda", "rollout.engine=transformers") == {"training workers": (2, 1, 0.7, "PACK")}
+def test_roles_of_colocated_engines_share_the_devices_of_the_workers():
+    assert grpo_roles("cpu") == {"training workers": (2, 1, 0, "PACK"), "rollout engines": (1, 0, 0, None)}
+    assert grpo_roles("cuda") == {"training workers": (2, 1, 0.7, "PACK"), "rollout engines": (1, 0, 0.3, None)}
+    assert grpo_roles("cuda", "rollout.engine=transformers") == {"training workers": (2, 1, 0.7, "PACK")}
 
 
-def test_split_engines_have_devices_of_their_own():
+def test_roles_of_split_engines_have_their_own_devices():
     split = ("placement.rollout=split", "rollout.engines=2", "rollout.tensor_parallel_size=4")
-    assert asked("cuda", *split)["rollout engines"] == (2, 1, 4, "PACK")
-    assert asked("cpu", *split, "placement.engine_cpus=0.5")["rollout engines"] == (2, 2, 0, "PACK")
+    assert grpo_roles("cuda", *split)["rollout engines"] == (2, 1, 4, "PACK")
+    assert grpo_roles("cpu", *split, "placement.engine_cpus=0.5")["rollout engines"] == (2, 2, 0, "PACK")
 
 
-def test_pools_are_roles():
-    pools = asked("cuda", "placement.teacher.actors=3", "placement.reward_model.actors=2", "placement.teacher.gpus=0.5")
+def test_roles_of_has_a_role_for_each_pool():
+    pools = grpo_roles(
+        "cuda", "placement.teacher.actors=3", "placement.reward_model.actors=2", "placement.teacher.gpus=0.5"
+    )
     assert pools["teacher"] == (3, 1, 0.5, "PACK") and pools["reward_model"] == (2, 1, 1, "PACK")
-    assert asked("cuda", "placement.critic.actors=2")["critic"] == (2, 1, 1, "PACK")
+    assert grpo_roles("cuda", "placement.critic.actors=2")["critic"] == (2, 1, 1, "PACK")
 
 
-def test_processes_that_learn_together_have_a_gpu_each():
+def test_roles_of_a_critic_with_several_actors_need_a_gpu_each():
     with pytest.raises(ConfigError, match=r"placement\.critic\.gpus=0\.5: .*use placement\.critic\.gpus=1"):
-        asked("cuda", "placement.critic.actors=2", "placement.critic.gpus=0.5")
-    assert asked("cuda", "placement.critic.actors=1", "placement.critic.gpus=0.5")["critic"] == (1, 1, 0.5, "PACK")
-    assert asked("cpu", "placement.critic.actors=2", "placement.critic.gpus=0.5")["critic"] == (2, 1, 0, "PACK")
+        grpo_roles("cuda", "placement.critic.actors=2", "placement.critic.gpus=0.5")
+    assert grpo_roles("cuda", "placement.critic.actors=1", "placement.critic.gpus=0.5")["critic"] == (1, 1, 0.5, "PACK")
+    assert grpo_roles("cpu", "placement.critic.actors=2", "placement.critic.gpus=0.5")["critic"] == (2, 1, 0, "PACK")
 
 
 @pytest.mark.parametrize("overrides", [["rollout.engines=2"], ["rollout.tensor_parallel_size=2"]])
-def test_colocated_on_gpus_there_is_one_engine_on_one(overrides: list[str]):
+def test_roles_of_colocated_engines_on_gpus_are_one_engine_on_one_gpu(overrides: list[str]):
     with pytest.raises(ConfigError, match=r"one on one GPU: add placement\.rollout=split"):
-        asked("cuda", *overrides)
+        grpo_roles("cuda", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +68,10 @@ def test_colocated_on_gpus_there_is_one_engine_on_one(overrides: list[str]):
         (["placement.rollout=split", "placement.engine_cpus=3"], 1, 3),
     ],
 )
-def test_engines_on_cpu_have_their_cores_or_those_of_the_workers_that_wait(
+def test_engine_threads_are_the_cores_of_the_engines_or_of_the_waiting_workers(
     overrides: list[str], machines: int, threads: int
 ):
-    assert engine_threads(configured(*overrides), machines) == threads
+    assert engine_threads(grpo(*overrides), machines) == threads
 
 
 WORKERS = Role("training workers", 4, 1.0, 0.0, "PACK", "placement.num_workers=4")
@@ -76,7 +79,7 @@ TEACHER = Role("teacher", 2, 3.0, 1.0, "PACK", "placement.teacher.actors=2")
 ENGINES = Role("rollout engines", 1, 0.0, 0.0, None, "rollout.engines=1")
 
 
-def test_what_fits_is_let_through():
+def test_check_fit_accepts_roles_that_fit():
     assert needed([WORKERS, TEACHER]) == {"CPU": 10, "GPU": 2}
     check_fit([WORKERS, TEACHER, ENGINES], [{"CPU": 4.0, "memory": 1.0}, {"CPU": 6.0, "GPU": 2.0}], "the cluster")
 
@@ -92,8 +95,8 @@ def test_what_fits_is_let_through():
         (["placement.num_workers=1", "placement.teacher.actors=2", "placement.teacher.gpus=0.6"], 3),
     ],
 )
-def test_shares_of_more_than_half_a_gpu_lie_on_as_many(overrides: list[str], gpus: int):
-    assert needed(roles_of(configured("teacher.path=none", *overrides), "cuda"))["GPU"] == gpus
+def test_needed_counts_a_whole_gpu_for_a_share_above_half(overrides: list[str], gpus: int):
+    assert needed(roles_of(grpo("teacher.path=none", *overrides), "cuda"))["GPU"] == gpus
 
 
 @pytest.mark.parametrize(
@@ -127,13 +130,13 @@ def test_shares_of_more_than_half_a_gpu_lie_on_as_many(overrides: list[str], gpu
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_fit_is_refused_with_what_to_lower(roles: list[Role], nodes: list[Any], said: list[str]):
+def test_check_fit_names_the_option_to_lower(roles: list[Role], nodes: list[Any], said: list[str]):
     with pytest.raises(ConfigError) as refused:
         check_fit(roles, nodes, "the cluster")
     assert all(words in str(refused.value) for words in said), refused.value
 
 
-def test_the_table_shows_needed_and_there_is():
+def test_table_shows_the_needed_and_the_available():
     assert table([WORKERS, TEACHER, ENGINES], [{"CPU": 4.0}, {"CPU": 6.0, "GPU": 2.0}]) == [
         "placement        count  CPUs  GPUs  machines",
         "training workers     4     1     0  PACK",
@@ -144,7 +147,7 @@ def test_the_table_shows_needed_and_there_is():
     ]
 
 
-def test_weights_go_where_the_machines_allow():
+def test_weight_transport_goes_by_device_and_hosts():
     assert weight_transport("auto", "cpu", split=True, hosts=1) == "shared_memory"
     assert weight_transport("auto", "cpu", split=False, hosts=2) == "gloo"
     assert weight_transport("auto", "cuda", split=True, hosts=2) == "nccl"

@@ -1,5 +1,3 @@
-"""What a run was started from."""
-
 from __future__ import annotations
 
 import json
@@ -7,14 +5,13 @@ import subprocess
 
 import pytest
 
-from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import parse_config
 from rl_plugins.launch.provenance import code_tags, write_provenance
 from rl_plugins.launch.tracking import facts_of
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.launch.configurations import configured
 
 
-def test_versions_and_the_state_of_the_code_are_files(tmp_path, monkeypatch):
+def test_write_provenance_writes_the_versions_and_the_state_of_git(tmp_path, monkeypatch):
     git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com"]
     (tmp_path / "train.py").write_text("old\n")
     for command in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "start"]):
@@ -31,7 +28,7 @@ def test_versions_and_the_state_of_the_code_are_files(tmp_path, monkeypatch):
     assert code_tags(folder)["mlflow.source.git.commit"] == state["commit"]
 
 
-def test_outside_of_git_there_are_the_versions(tmp_path, monkeypatch):
+def test_write_provenance_outside_of_git_writes_the_versions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = RunFolder(tmp_path)
     write_provenance(folder)
@@ -46,7 +43,7 @@ def test_outside_of_git_there_are_the_versions(tmp_path, monkeypatch):
         ("preference_optimization", [], (None, "dpo", 2)),
     ],
 )
-def test_runs_are_compared_by_what_they_do(recipe, options, expected, tmp_path):
-    config = parse_config(compose_config(recipe, ["model.path=model", "placement.num_workers=2", *options]))
+def test_facts_of_a_run_name_algorithm_loss_and_workers(recipe, options, expected, tmp_path):
+    config = configured(recipe, "model.path=model", "placement.num_workers=2", *options)
     params = facts_of(config, RunFolder(tmp_path)).params
     assert tuple(params.get(name) for name in ("advantage", "loss", "workers")) == expected

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import parse_config
 from rl_plugins.launch.run_report import reported, write_changes
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.launch.configurations import compose_config_once, configured
 
 
 @pytest.fixture
@@ -17,7 +16,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no <engine>"), KeyboardInterrupt()])
-def test_a_run_that_fails_or_is_stopped_has_a_report_which_says_so(folder: RunFolder, error: BaseException) -> None:
+def test_reported_says_in_the_report_how_a_run_ended(folder: RunFolder, error: BaseException) -> None:
     with pytest.raises(type(error)), reported(folder):
         raise error
     assert f"Ended by an error: {type(error).__name__}" in folder.report.read_text()
@@ -26,17 +25,16 @@ def test_a_run_that_fails_or_is_stopped_has_a_report_which_says_so(folder: RunFo
     assert "Ended by an error" not in folder.report.read_text()
 
 
-def test_without_metrics_there_is_no_report_and_the_error_is_the_run_s(folder: RunFolder) -> None:
+def test_reported_writes_no_report_without_metrics_and_raises_the_error_of_the_run(folder: RunFolder) -> None:
     folder.metrics.unlink()
     with pytest.raises(RuntimeError, match="no engine"), reported(folder):
         raise RuntimeError("no engine")
     assert not folder.report.exists()
 
 
-def test_what_differs_from_the_recipe_is_noted(folder: RunFolder) -> None:
+def test_write_changes_notes_the_options_that_differ_from_the_recipe(folder: RunFolder) -> None:
     overrides = ["model.path=tiny", "data.train_files=[a.parquet]", "reward=exact_match", "optimizer.lr=0.5"]
-    config = parse_config(compose_config("grpo", overrides))
-    write_changes(folder, "grpo", compose_config("grpo", []), config)
+    write_changes(folder, "grpo", compose_config_once("grpo", ()), configured("grpo", *overrides))
     changes = folder.changes.read_text().splitlines()
     assert changes[0] == "# recipe: grpo"
     assert "optimizer.lr: 0.5  # recipe: 1.0e-06" in changes and "model.path: tiny  # recipe: ???" in changes

@@ -1,5 +1,3 @@
-"""What this machine computes much slower than it might is said before a run."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,9 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import parse_config
 from rl_plugins.launch.resources import slow_here
+from rl_plugins.tests.launch.configurations import configured
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +17,8 @@ def _processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def said(*overrides: str) -> str | None:
-    """Of the GRPO recipe."""
-    return slow_here(parse_config(compose_config("grpo", ["model.path=model", "placement.device=cpu", *overrides])))
+    """What `slow_here` says of the GRPO recipe."""
+    return slow_here(configured("grpo", "model.path=model", "placement.device=cpu", *overrides))
 
 
 @pytest.mark.parametrize(
@@ -36,17 +33,19 @@ def said(*overrides: str) -> str | None:
         ),
     ],
 )
-def test_bfloat16_without_instructions_for_it(overrides: list[str], faster: str) -> None:
+def test_slow_here_names_the_faster_options_on_a_cpu_without_bfloat16(overrides: list[str], faster: str) -> None:
     words = said(*overrides)
     assert words is not None and faster in words
 
 
-def test_nothing_is_said_where_nothing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_here_says_nothing_for_float32_a_gpu_a_cluster_or_a_cpu_with_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert said() is None
     assert said("model.precision=bf16-true", "placement.device=cuda") is None
-    with monkeypatch.context() as there:
-        # What another cluster's processors can do is not known here.
-        there.setenv("RAY_ADDRESS", "auto")
+    with monkeypatch.context() as cluster:
+        # The processors of a cluster are not known here.
+        cluster.setenv("RAY_ADDRESS", "auto")
         assert said("model.precision=bf16-true") is None
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert said("model.precision=bf16-true") is None

@@ -1,8 +1,9 @@
-"""What `rl-plugins sync` sends of a run whose store was away when it ended, and what it does to the run's folder."""
+"""`rl-plugins sync` of a run whose store was away when the run ended: what is sent, and what the run's folder holds."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -18,18 +19,28 @@ from rl_plugins.launch import tracking
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.sync import sync
 from rl_plugins.run_folder import RunFolder, append_metrics
+from rl_plugins.tests.patience import patient
 
 PROMPT = "17+25="
+DEADLINE_S = patient(60)
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of an MLflow store, to be copied: MLflow takes a second to make one."""
+    file = tmp_path_factory.mktemp("store") / "empty.db"
+    MlflowClient(f"sqlite:///{file}").search_experiments()
+    return file
+
+
+@pytest.fixture(scope="module")
+def store(empty_store: Path) -> str:
+    return f"sqlite:///{shutil.copy(empty_store, empty_store.with_name('mlflow.db'))}"
 
 
 @pytest.fixture
 def folder(store: str, tmp_path: Path) -> RunFolder:
-    """A run that is through, and was never sent."""
+    """The folder of a run that has ended and was never sent."""
     folder = RunFolder(tmp_path / "run")
     for path in (folder.checkpoint(1), folder.checkpoint(2), folder.samples, folder.export):
         path.mkdir(parents=True)
@@ -48,7 +59,7 @@ def folder(store: str, tmp_path: Path) -> RunFolder:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The examples of policies that were registered, without what takes MLflow's flavour long."""
+    """The examples of the policies that were registered; MLflow's transformers flavour, which is slow, is left out."""
     examples: list[str] = []
 
     def register_policy(run: TrackedRun, policy: Path, name: str, evaluation: object, example: str) -> str:
@@ -62,11 +73,11 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return examples
 
 
-def test_all_that_a_run_sends_arrives_and_no_model_twice(
+def test_sync_sends_all_of_a_run_and_registers_the_policy_once(
     store: str, folder: RunFolder, registered: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
-        assert sync(folder.path, None, 60)
+        assert sync(folder.path, None, DEADLINE_S)
         assert f"{store} has all of {folder.path}, 2 steps" in capsys.readouterr().out
     client, run_id = MlflowClient(store), folder.tracking_run.read_text()
     sent = {file.path for name in (None, "checkpoints", "samples") for file in client.list_artifacts(run_id, name)}
@@ -78,27 +89,27 @@ def test_all_that_a_run_sends_arrives_and_no_model_twice(
     assert registered == [PROMPT]
 
 
-def test_a_policy_that_could_not_be_registered_is_not_said_to_be_there(
+def test_sync_is_not_complete_if_the_policy_could_not_be_registered(
     folder: RunFolder, registered: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = OmegaConf.load(folder.config)
     config.data.val_files = ["/gone/test.parquet"]
     folder.config.write_text(OmegaConf.to_yaml(config))
-    assert not sync(folder.path, None, 60)
+    assert not sync(folder.path, None, DEADLINE_S)
     assert "has all of" not in capsys.readouterr().out and registered == []
 
 
-def test_steps_that_a_roll_back_repeats_are_all_there_in_another_session(folder: RunFolder) -> None:
+def test_sync_is_complete_again_after_steps_that_a_roll_back_repeats(folder: RunFolder) -> None:
     append_metrics(folder.metrics, {"guard/rollbacks": 1.0}, 1)
     append_metrics(folder.metrics, {"train/loss": 0.25}, 2)
-    assert sync(folder.path, None, 60)
-    assert sync(folder.path, None, 60)
+    assert sync(folder.path, None, DEADLINE_S)
+    assert sync(folder.path, None, DEADLINE_S)
 
 
-def test_to_another_store_it_goes_as_a_new_run(store: str, folder: RunFolder, tmp_path: Path) -> None:
-    assert sync(folder.path, None, 60)
-    first, other = folder.tracking_run.read_text(), f"sqlite:///{tmp_path}/other.db"
-    assert sync(folder.path, other, 60)
+def test_sync_to_another_store_makes_a_new_run(empty_store: Path, folder: RunFolder, tmp_path: Path) -> None:
+    assert sync(folder.path, None, DEADLINE_S)
+    first, other = folder.tracking_run.read_text(), f"sqlite:///{shutil.copy(empty_store, tmp_path / 'other.db')}"
+    assert sync(folder.path, other, DEADLINE_S)
     assert folder.tracking_run.read_text() != first
     assert OmegaConf.load(folder.config).tracking.uri == other
     assert MlflowClient(other).get_run(folder.tracking_run.read_text()).data.metrics["train/loss"] == 0.5
@@ -106,9 +117,10 @@ def test_to_another_store_it_goes_as_a_new_run(store: str, folder: RunFolder, tm
 
 @pytest.fixture
 def no_mlflow() -> Iterator[str]:
-    """The address of a server that is none of MLflow's."""
+    """The address of a server that is no MLflow server."""
     server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    thread = threading.Thread(target=server.serve_forever)
+    # How often the server looks whether it is to end.
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -116,15 +128,17 @@ def no_mlflow() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_wrong_address_leaves_the_run_where_it_was(folder: RunFolder, no_mlflow: str) -> None:
+def test_sync_to_a_wrong_address_changes_nothing_in_the_folder(
+    folder: RunFolder, no_mlflow: str, refused_address: str
+) -> None:
     folder.tracking_run.write_text("the run")
     config = folder.config.read_text()
     for uri, message in {
-        "http://127.0.0.1:1": "no server answers there",
+        f"http://{refused_address}": "no server answers there",
         "sqlite:////gone/a.db": "the folder /gone does not exist",
         "elsewhere://a": "--uri elsewhere://a: no MLflow store answers there",
         no_mlflow: f"--uri {no_mlflow}: no MLflow store answers there",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            sync(folder.path, uri, 60)
+            sync(folder.path, uri, DEADLINE_S)
     assert folder.config.read_text() == config and folder.tracking_run.read_text() == "the run"

@@ -11,20 +11,20 @@ from rl_plugins.run_folder import RunFolder
 
 
 class FromWorker(Exception):
-    """What Ray Train makes of a worker's exception."""
+    """An exception of a worker as Ray Train wraps exceptions."""
 
     def __init__(self, error: Exception) -> None:
         self._base_exc = error
 
 
-def test_a_config_error_of_any_worker_stops_the_run(tmp_path):
+def test_after_exception_stops_the_run_for_a_config_error_of_any_worker(tmp_path):
     errors = {0: FromWorker(RuntimeError("connection lost")), 1: FromWorker(ConfigError("row 3 is bad"))}
     with pytest.raises(ControllerError) as caught:
         WorkerFailures(RunFolder(tmp_path), 2).after_exception(None, errors)
     assert str(caught.value.controller_failure) == "row 3 is bad"
 
 
-def test_other_errors_are_said_and_written_down_while_there_are_restarts(tmp_path, capsys):
+def test_after_exception_writes_other_errors_down_while_restarts_are_left(tmp_path, capsys):
     folder = RunFolder(tmp_path / "run")
     (folder.path / "checkpoint_00000003").mkdir(parents=True)
     failures = WorkerFailures(folder, 1)
@@ -38,19 +38,19 @@ def test_other_errors_are_said_and_written_down_while_there_are_restarts(tmp_pat
     assert capsys.readouterr().out == "" and folder.times_failed() == 1
 
 
-def test_the_user_gets_the_config_error_itself():
+def test_config_errors_unwrapped_raises_the_config_error():
     with pytest.raises(ConfigError, match=r"^row 3 is bad$"), config_errors_unwrapped():
         raise ControllerError(ConfigError("row 3 is bad"))
 
 
 @pytest.mark.parametrize("error", [ControllerError(OSError("disk")), WorkerGroupError("failed", {0: OSError("disk")})])
-def test_other_errors_of_ray_train_stay_as_they_are(error):
+def test_config_errors_unwrapped_leaves_other_errors_of_ray_train(error):
     with pytest.raises(type(error)) as caught, config_errors_unwrapped():
         raise error
     assert caught.value is error
 
 
-def test_a_worker_says_nothing_about_a_config_error(monkeypatch):
+def test_without_traceback_silences_the_log_of_ray_train_for_a_config_error(monkeypatch):
     logger = logging.getLogger("ray.train")
     monkeypatch.setattr(logger, "level", logging.ERROR)
 

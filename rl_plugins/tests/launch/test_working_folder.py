@@ -1,4 +1,4 @@
-"""What a Ray job is sent: the project's files, never what is heavy."""
+"""The files of a project that a Ray job is sent, without heavy ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sent(folder: Path, **patterns: list[str]) -> set[str]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A repository with a package, a link within it, and everything that must stay."""
+    """A repository with a package, a link to the package, and files that must not be sent."""
     folder = tmp_path / "project"
     write(folder, "train.py", "package/data/rows.py", "package/model.py", "package/vectors.parquet")
     (folder / "linked").symlink_to("package")
@@ -50,31 +50,33 @@ def project(tmp_path: Path) -> Path:
 LINKED = {"linked/data/rows.py", "linked/model.py"}
 
 
-def test_a_repository_sends_what_git_tracks_and_what_is_new(project: Path) -> None:
+def test_files_to_send_of_a_repository_are_tracked_or_new(project: Path) -> None:
     assert sent(project) == {".gitignore", "train.py", "new.py", "package/data/rows.py", "package/model.py"} | LINKED
 
 
-def test_a_tracked_file_that_is_deleted_is_not_missed(project: Path) -> None:
+def test_files_to_send_leaves_out_a_tracked_file_that_is_deleted(project: Path) -> None:
     (project / "train.py").unlink()
     assert "train.py" not in sent(project)
 
 
-def test_without_git_everything_light_is_sent(project: Path, tmp_path: Path) -> None:
+def test_files_to_send_without_a_repository_are_all_light_files(project: Path, tmp_path: Path) -> None:
     (project / ".git").rename(tmp_path / "gone")
     light = {".gitignore", "train.py", "new.py", "package/data/rows.py", "package/model.py", "secret/key", "run.log"}
     assert sent(project) == light | LINKED
 
 
-def test_without_the_program_git_everything_light_is_sent(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_to_send_without_the_program_git_are_all_light_files(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "")
     assert {"train.py", "secret/key"} <= sent(project)
 
 
 @pytest.mark.parametrize("below", ["", "package"])
-def test_a_repository_that_git_refuses_does_not_send_what_is_ignored(
+def test_files_to_send_fails_if_git_refuses_the_repository(
     project: Path, below: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Nobody's exceptions for folders of other users.
+    # No settings of this machine that allow folders of other users.
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
@@ -83,26 +85,26 @@ def test_a_repository_that_git_refuses_does_not_send_what_is_ignored(
     assert "\n" not in str(error.value)
 
 
-def test_a_broken_repository_does_not_send_what_is_ignored(project: Path) -> None:
+def test_files_to_send_fails_for_a_broken_repository(project: Path) -> None:
     (project / ".git" / "HEAD").unlink()
     with pytest.raises(ConfigError, match=r"git cannot list the files of .*not a git repository"):
         files_to_send(project)
 
 
-def test_a_folder_that_its_repository_ignores_is_not_sent_unless_by_name(project: Path) -> None:
+def test_files_to_send_of_an_ignored_folder_needs_include(project: Path) -> None:
     with pytest.raises(ConfigError, match=r"git lists no file of .*secret: .*--include PATTERN.*git init"):
         files_to_send(project / "secret")
     assert sent(project / "secret", include=["k*"]) == {"key"}
 
 
-def test_patterns_leave_out_and_bring_back(project: Path) -> None:
+def test_files_to_send_follows_exclude_and_include(project: Path) -> None:
     names = sent(project, exclude=["package/data", "new.py"], include=["package/*.parquet", "secret/key"])
-    # A link brings what its folder brings.
+    # The files of a linked folder are sent twice.
     shared = {f"{folder}/{name}" for folder in ("package", "linked") for name in ("model.py", "vectors.parquet")}
     assert names == {".gitignore", "train.py", "secret/key"} | shared
 
 
-def test_a_link_out_of_the_project_is_named(project: Path, tmp_path: Path) -> None:
+def test_files_to_send_names_a_link_out_of_the_project(project: Path, tmp_path: Path) -> None:
     write(tmp_path, "big/rows.txt")
     (project / "rows").symlink_to(tmp_path / "big")
     with pytest.raises(ConfigError, match=r"rows leads out of the project.*--exclude 'rows'"):
@@ -110,7 +112,7 @@ def test_a_link_out_of_the_project_is_named(project: Path, tmp_path: Path) -> No
     assert "rows" not in sent(project, exclude=["rows"])
 
 
-def test_a_project_above_the_limit_says_what_is_large(project: Path, tmp_path: Path) -> None:
+def test_zip_files_names_the_largest_files_of_a_project_above_the_limit(project: Path, tmp_path: Path) -> None:
     write(project, "corpus/a.txt", "corpus/b.txt", size=2**20)
     with pytest.raises(ConfigError, match=r"2\.0 MiB.*above --limit 1") as error:
         zip_files(files_to_send(project), project, tmp_path / "project.zip", limit_mib=1)
@@ -119,14 +121,14 @@ def test_a_project_above_the_limit_says_what_is_large(project: Path, tmp_path: P
     assert "--exclude" in str(error.value) and not (tmp_path / "project.zip").exists()
 
 
-def test_the_same_files_make_the_same_package(project: Path, tmp_path: Path) -> None:
+def test_zip_files_makes_equal_packages_of_equal_files(project: Path, tmp_path: Path) -> None:
     for name in ("first.zip", "second.zip"):
         zip_files(files_to_send(project), project, tmp_path / name, limit_mib=1)
         (project / "train.py").touch()
     assert (tmp_path / "first.zip").read_bytes() == (tmp_path / "second.zip").read_bytes()
 
 
-def test_the_package_says_which_state_of_the_code_it_is(project: Path, tmp_path: Path) -> None:
+def test_zip_files_puts_the_state_of_git_into_the_package(project: Path, tmp_path: Path) -> None:
     (project / "train.py").write_text("changed\n")
     zip_files(files_to_send(project), project, tmp_path / "project.zip", limit_mib=1)
     with zipfile.ZipFile(tmp_path / "project.zip") as package:
