@@ -91,10 +91,10 @@ class CannedRollout(SampledAtOnce):
         self.calls.append(f"update_weights {version}")
 
     def check_weights(self, source: WeightSource) -> None:
-        raise AssertionError("nobody checks")
+        raise AssertionError("a check was not expected")
 
     def prompt_log_probs(self, prompt: list[int]) -> list[float]:
-        raise AssertionError("nobody checks")
+        raise AssertionError("a check was not expected")
 
     def sleep(self) -> MemoryChange | None:
         self.calls.append("sleep")
@@ -104,7 +104,7 @@ class CannedRollout(SampledAtOnce):
         self.calls.append(f"wake_up {','.join(tags or [])}")
 
     def abort(self) -> None:
-        raise AssertionError("nobody aborts")
+        raise AssertionError("an abort was not expected")
 
     def close(self) -> None:
         self.calls.append("close")
@@ -261,7 +261,7 @@ def loader(batches: list[Any]) -> Any:
 
 @cache
 def other_model() -> str:
-    """Folder of a model that is not the policy: reference, teacher, or what the critic starts from."""
+    """Folder of a model that is not the policy: reference, teacher, or start of the critic."""
     folder = Path(tempfile.mkdtemp(prefix="canned-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return str(save_tiny_policy(folder, hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=5))
@@ -283,7 +283,7 @@ def quiet_trainer(strategy: Any, **options: Any) -> Trainer:
 
 
 def metrics_of(stage: Any) -> dict[str, float]:
-    """Metrics that a stage will track. Lightning's own logging of them takes as long as the rest of a small step."""
+    """Metrics that a stage will track; not through Lightning's log, which takes as long as the rest of a small step."""
     metrics: dict[str, float] = {}
     stage.track = metrics.update
     return metrics

@@ -128,8 +128,6 @@ UNEVEN = [[0, 1, 2], []]
 
 def rank_results(rank: int) -> dict[str, Any]:
     """`gradients` and `validation` of every case, as one of two ranks."""
-    # In a process group transformers writes on rank 0 alone; each rank has a folder of its own.
-    canned.other_model()
     return {
         case: (
             # Uneven micro-batches: the ranks' own budgets would give different numbers of them.

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "kto": ("kto", {"beta": 0.3, "undesirable_weight": 0.7}, False),
 }
 ON_TWO_RANKS = ("rpo by length", "orpo", "kto on pairs", "kto")
-# Of a policy that is above 0 from the reference on mismatched pairs, so that KTO's reference point is not its bound.
+# With this policy the KL of mismatched pairs is above 0, so KTO's reference point is not at its bound.
 SEED = 15
 EVERYTHING = list(range(len(PAIRS)))
 
@@ -118,7 +118,7 @@ def online_gradients(
     own = canned.OwnPolicy(SEED)
     stage = stage_of(own, OnlinePreferenceOptimization, **options)
     metrics = fit(stage, [canned.prompt_batch(prompts[rank::world_size])], rank, world_size)
-    # The clock counts steps that teach nothing, too.
+    # The clock counts steps without a pair, too.
     return own.recorder.gradients, {**metrics, "step": stage.step}
 
 
@@ -135,8 +135,6 @@ ONLINE: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 def rank_results(rank: int) -> dict[str, Any]:
     """The gradients of every case, as one of two ranks."""
-    # In a process group transformers writes on rank 0 alone; each rank has a folder of its own.
-    canned.other_model()
     # Uneven micro-batches: the ranks' own budgets would give different numbers of them.
     options: dict[str, Any] = {"tokens_per_micro_batch": 45, "rank": rank, "world_size": 2}
     results: dict[str, Any] = {case: gradients(case, **options) for case in ON_TWO_RANKS}

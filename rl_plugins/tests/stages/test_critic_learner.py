@@ -153,7 +153,7 @@ def test_critic_actor_learn_waits_for_all_ranks_and_updates_in_order(tmp_path: P
     assert gap(actor._learner.result().weights, learner.weights) == 0
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, dropout=0.2)])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, dropout=0.2)], ids=["all weights", "adapter"])
 def test_critic_learner_load_continues_from_save(tmp_path: Path, lora: LoraConfig | None) -> None:
     steps = trained_in_workers().trained_on
     settings = training(config=CriticConfig(optimizer=OPTIMIZER, lora=lora))

@@ -80,11 +80,6 @@ def train(rank: int, world_size: int, algorithm: Algorithm | None = None, share:
     return stage.served, stage.metrics, loader.state_dict()
 
 
-def as_a_rank(rank: int) -> tuple[Any, Any, Any]:
-    canned.other_model()
-    return train(rank, 2)
-
-
 def test_curriculum_gets_mean_and_variance_of_the_valid_scores_of_each_prompt() -> None:
     served, metrics, state = train(0, 1)
     seen = sorted({row for rows in served for row in rows})
@@ -114,7 +109,7 @@ def test_curriculum_gets_the_scores_of_filtered_groups() -> None:
 
 def test_curriculum_on_two_ranks_equals_the_curriculum_on_one_rank() -> None:
     served, metrics, state = train(0, 1)
-    ranks = [result for result, _ in run_ranks(as_a_rank)]
+    ranks = [result for result, _ in run_ranks(train, 2)]
     for rank, (rank_served, rank_metrics, rank_state) in enumerate(ranks):
         assert rank_served == [rows[rank::2] for rows in served]
         assert rank_metrics == metrics

@@ -86,7 +86,7 @@ def train(_: int, stage: int, policy: str, folder: Path) -> None:
     module = stage_of(policy, Inspect)
     assert isinstance(module, Inspect)
     module.folder = folder
-    # Of the new adapters.
+    # The new adapters are random numbers.
     torch.manual_seed(3)
     strategy = ZeroStrategy(stage=stage, rollout=canned.CannedRollout(), timeout_s=60)
     trainer = canned.quiet_trainer(strategy, accelerator="cpu", devices=1, precision="32-true")
