@@ -7,16 +7,24 @@ from copy import deepcopy
 from functools import cache
 from typing import Any
 
+import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch import command_line, pipeline
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.config import RecipeConfig, parse_config
 from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
 
 compose_config_once = cache(lambda recipe, overrides: compose_config(recipe, list(overrides)))
 """`compose_config` with a tuple of overrides; the caller must not change the result."""
+
+
+def compose_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands and pipelines compose each recipe once for all tests: Hydra takes long, the result is only read."""
+    for module in (command_line, pipeline):
+        monkeypatch.setattr(module, "compose_config", lambda name, overrides: compose_config_once(name, (*overrides,)))
 
 
 def configured(recipe: str, *overrides: str) -> RecipeConfig:

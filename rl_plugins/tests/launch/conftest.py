@@ -16,8 +16,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from rl_plugins.launch import command_line, pipeline
-from rl_plugins.tests.launch.configurations import compose_config_once
+from rl_plugins.tests.launch.configurations import compose_once
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}<|end|>"
 USERS_ONLY = (
@@ -108,6 +107,4 @@ def refused_address() -> Iterator[str]:
 
 @pytest.fixture
 def _composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the commands compose each recipe once for all tests; Hydra takes long, and the result is only read."""
-    for module in (command_line, pipeline):
-        monkeypatch.setattr(module, "compose_config", lambda name, overrides: compose_config_once(name, (*overrides,)))
+    compose_once(monkeypatch)

@@ -1,4 +1,4 @@
-"""The quickstart, but for its training."""
+"""The quickstart without the training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_plugins.run_folder import RunFolder
 
 @pytest.fixture
 def started(monkeypatch):
-    """The configurations that would have run."""
+    """The configurations that `run_recipe` was given; nothing is trained."""
     configs = []
 
     def run_recipe(config, _):
@@ -31,7 +31,7 @@ def started(monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["plain", "größe (copy)", 'it\'s #1 & [2], ~{3}="4"'])
-def test_it_starts_in_every_folder(folder, tmp_path, started, monkeypatch):
+def test_quickstart_starts_in_a_folder_of_any_name(folder, tmp_path, started, monkeypatch):
     here = tmp_path / folder
     here.mkdir()
     monkeypatch.chdir(here)

@@ -16,6 +16,7 @@ from rl_plugins.launch.pipeline import register_schema, stage_configs
 from rl_plugins.launch.trials import check_algorithm
 from rl_plugins.launch.values import check_values, generates
 from rl_plugins.rewards.routing import Router
+from rl_plugins.tests.launch.configurations import compose_once, configured
 
 PIPELINES = ["sft_rm_ppo"]
 RECIPES = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml") if path.stem not in PIPELINES)
@@ -23,14 +24,20 @@ FILES = sorted(CONFIG_FOLDER.rglob("*.yaml"), key=str)
 LONGEST = 60
 
 
-def test_the_recipes_are_there():
+@pytest.fixture(autouse=True)
+def _composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compose_once(monkeypatch)
+    register_schema()
+
+
+def test_each_module_of_a_recipe_has_a_file_of_options():
     assert {"grpo", "sft", "quickstart_grpo", "quickstart_sft", "gsm8k_grpo"} <= set(RECIPES)
     modules = {path.stem for path in CONFIG_FOLDER.parent.glob("*.py")} - {"__init__", "quickstart"}
     assert modules <= {*RECIPES, *PIPELINES}
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_can_run(name):
+def test_recipe_passes_the_checks(name):
     config = parse_config(compose_config(name, ["model.path=some/model"]))
     check_values(config)
     check_batch(config)
@@ -41,8 +48,7 @@ def test_a_recipe_can_run(name):
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_pipeline_can_run(name):
-    register_schema()
+def test_stage_configs_of_a_pipeline_pass_the_checks(name):
     files = [f"data.{split}=[{split}.parquet]" for split in ("sft", "pairs", "prompts")]
     configs = stage_configs(compose_config(name, ["model=some/model", "++common.sampling.max_tokens=9", *files]))
     assert list(configs) == ["sft", "reward_model", "ppo"]
@@ -50,7 +56,7 @@ def test_a_pipeline_can_run(name):
         check_values(config)
         check_batch(config)
         assert (config.run.name, config.sampling.max_tokens) == (stage, 9)
-    # Each starts from what those before it make.
+    # Each stage starts from the models of the stages before.
     folder = Path(configs["sft"].run.output_dir)
     assert configs["sft"].model.path == "some/model" and folder.name == "sft_rm_ppo"
     assert Path(configs["ppo"].model.path).absolute() == folder / "sft" / "policy"
@@ -66,8 +72,7 @@ def test_a_pipeline_can_run(name):
         ("++stages.sft.options.run.steps=many", "stage sft: .*steps"),
     ],
 )
-def test_a_pipeline_names_the_stage_at_fault(override, message):
-    register_schema()
+def test_stage_configs_name_the_stage_with_a_wrong_option(override, message):
     files = [f"data.{split}=[{split}.parquet]" for split in ("sft", "pairs", "prompts")]
     with pytest.raises(ConfigError, match=message):
         stage_configs(compose_config("sft_rm_ppo", ["model=some/model", *files, override]))
@@ -78,27 +83,26 @@ def choices(group: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", choices("algorithm"))
-def test_an_algorithm_can_run(name):
-    check_algorithm(parse_config(compose_config("grpo", ["model.path=m", f"algorithm={name}"])))
+def test_check_algorithm_accepts_the_algorithm(name):
+    check_algorithm(configured("grpo", "model.path=m", f"algorithm={name}"))
 
 
 @pytest.mark.parametrize("name", [name for name in choices("reward") if name != "file"])
-def test_a_reward_loads(name):
-    assert Router(parse_config(compose_config("grpo", ["model.path=m", f"reward={name}"])).reward.functions).scorers
+def test_router_loads_the_reward(name):
+    assert Router(configured("grpo", "model.path=m", f"reward={name}").reward.functions).scorers
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONFIG_FOLDER)))
-def test_a_file_is_short_and_explained(path):
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= LONGEST
-    assert lines[0].startswith("# ")
-    if "defaults:" in lines:
-        first = lines.index("defaults:") + 1
-        entries = [line for line in lines[first:] if re.match(r"  - ", line)]
-        assert entries
-        assert [line for line in entries if " # " not in line] == []
+def test_files_of_options_explain_themselves_and_their_defaults():
+    for path in FILES:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert lines[0].startswith("# "), path
+        if "defaults:" in lines:
+            first = lines.index("defaults:") + 1
+            entries = [line for line in lines[first:] if re.match(r"  - ", line)]
+            assert entries, path
+            assert [line for line in entries if " # " not in line] == [], path
 
 
-def test_no_recipe_is_long() -> None:
-    files = [*CONFIG_FOLDER.rglob("*.yaml"), *CONFIG_FOLDER.parent.glob("*.py")]
-    assert {file.name: lines for file in files if (lines := len(file.read_text().splitlines())) > 60} == {}
+def test_files_of_recipes_are_short() -> None:
+    files = [*FILES, *CONFIG_FOLDER.parent.glob("*.py")]
+    assert {file.name: lines for file in files if (lines := len(file.read_text().splitlines())) > LONGEST} == {}
