@@ -1,4 +1,4 @@
-"""The best checkpoints stay, whatever the retention of the newest ones does, and whenever the process dies."""
+"""The best checkpoints are kept beside the newest ones, also when the process dies at any moment."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from rl_plugins.callbacks import checkpoint as checkpoint_module
 from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
@@ -34,10 +35,20 @@ def steps_of(paths: list[Path]) -> list[int]:
     return [int(path.name[-8:]) for path in paths]
 
 
+@pytest.fixture(scope="module")
+def final_weights(tmp_path_factory: pytest.TempPathFactory) -> list[Tensor]:
+    """Weights after all steps without an interruption."""
+    whole = build_stage(STEPS)
+    train(whole, [PolicyCheckpoint(tmp_path_factory.mktemp("whole"), every=99)])
+    return weights(whole)
+
+
 @pytest.mark.parametrize(
     ("mode", "keep", "best"), [("max", 2, [2, 5]), ("min", 2, [1, 3]), ("max", 9, [1, 2, 3, 4, 5])]
 )
-def test_the_best_by_a_training_metric_stay(tmp_path: Path, mode: str, keep: int, best: list[int]) -> None:
+def test_best_checkpoints_keep_the_best_steps_by_a_training_metric(
+    tmp_path: Path, final_weights: list[Tensor], mode: str, keep: int, best: list[int]
+) -> None:
     folder = RunFolder(tmp_path)
     keeper = BestCheckpoints(tmp_path, metric="train/reward", mode=mode, keep=keep)
     train(rewarded(), [PolicyCheckpoint(tmp_path, every=1, keep_last=1), keeper])
@@ -46,19 +57,17 @@ def test_the_best_by_a_training_metric_stay(tmp_path: Path, mode: str, keep: int
     # A run goes on from one of the best as from any checkpoint.
     resumed = build_stage(STEPS, seed=9)
     train(resumed, [PolicyCheckpoint(tmp_path / "other", every=99)], resume=folder.best(best[0]))
-    again = build_stage(STEPS)
-    train(again, [PolicyCheckpoint(tmp_path / "third", every=99)])
-    assert all(torch.equal(*pair) for pair in zip(weights(resumed), weights(again), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(weights(resumed), final_weights, strict=True))
 
 
-def test_a_step_that_is_saved_takes_no_room_twice(tmp_path: Path) -> None:
+def test_best_checkpoints_share_files_with_a_checkpoint_of_the_same_step(tmp_path: Path) -> None:
     keeper = BestCheckpoints(tmp_path, metric="train/reward")
     train(rewarded(2), [PolicyCheckpoint(tmp_path, every=1, keep_last=9), keeper])
     folder = RunFolder(tmp_path)
     assert os.path.samefile(folder.best(2) / "state", folder.checkpoint(2) / "state")
 
 
-def test_after_a_validation_between_two_checkpoints(tmp_path: Path) -> None:
+def test_best_checkpoints_save_after_a_validation_between_checkpoints(tmp_path: Path) -> None:
     module = build_stage(4)
     trainer = Trainer(
         strategy=SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()), logger=False, max_epochs=-1,
@@ -71,17 +80,17 @@ def test_after_a_validation_between_two_checkpoints(tmp_path: Path) -> None:
     assert steps_of(folder.checkpoints()) == [3, 4] and steps_of(folder.bests()) == [2, 4]
 
 
-def test_an_unknown_metric_is_named(tmp_path: Path) -> None:
+def test_best_checkpoints_refuse_an_unknown_metric_by_name(tmp_path: Path) -> None:
     keeper = BestCheckpoints(tmp_path, metric="train/rewrad")
     with pytest.raises(ConfigError, match=r"run\.best_metric=train/rewrad: there is no such metric; .* train/reward,"):
         train(build_stage(2), [PolicyCheckpoint(tmp_path, every=1), keeper])
 
 
 @pytest.mark.parametrize("moment", ["save_checkpoint", "replace", "rmtree"])
-def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(
+def test_policy_checkpoint_killed_at_any_moment_leaves_a_loadable_checkpoint(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process ends while it writes, renames or removes; the next one goes on and cleans up."""
+    """A process that ends while it writes, renames or removes a checkpoint; the next process resumes and cleans up."""
 
     class Killed(BaseException):
         pass

@@ -1,4 +1,4 @@
-"""The best checkpoints in an SQLite store: which are there, never more of them, and what interruptions leave."""
+"""The best checkpoints in an SQLite store: which and how many there are, also after interruptions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from rl_plugins.callbacks import mlflow_sender as module
 from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
 from rl_plugins.callbacks.best_upload import BestUpload, hold
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
@@ -20,13 +19,10 @@ from rl_plugins.callbacks.mlflow import MLflowTracking
 from rl_plugins.callbacks.mlflow_run import TrackedRun
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.callbacks.training import alter, build_stage, train
+from rl_plugins.tests.patience import patient
 
+pytestmark = pytest.mark.usefixtures("quick_sender")
 REWARDS = [0.1, 0.5, 0.3, 0.7, 0.9, 0.2]
-
-
-@pytest.fixture(autouse=True)
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_RETRY_S", 0.02)
 
 
 @pytest.fixture
@@ -56,7 +52,7 @@ def callbacks(folder: RunFolder, *, keep: int, count: int) -> list[Any]:
     ]
 
 
-def test_a_run_has_its_best_and_never_more(
+def test_best_upload_keeps_the_best_checkpoints_in_the_store_and_never_more(
     store: str, folder: RunFolder, tracking: Callable[..., MLflowTracking], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log_artifacts, most = MlflowClient.log_artifacts, []
@@ -72,14 +68,14 @@ def test_a_run_has_its_best_and_never_more(
     client, run_id = MlflowClient(store), folder.tracking_run.read_text()
     names = {file.path for file in client.list_artifacts(run_id)}
     assert names == {"best_00000004", "best_00000005"} and max(most) == 2
-    # What is in the store is what is in the folder.
+    # The store has the files of the folder.
     for name in names:
         local = Path(client.download_artifacts(run_id, name))
         files = [path.relative_to(local) for path in local.rglob("*") if path.is_file()]
         assert len(files) > 2 and all((local / f).read_bytes() == (folder.path / name / f).read_bytes() for f in files)
 
 
-def test_what_an_outage_cuts_off_is_begun_again(
+def test_hold_sends_a_checkpoint_again_after_an_outage(
     folder: RunFolder, run: TrackedRun, save: Callable[..., Path], tracking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log_artifacts, left = MlflowClient.log_artifacts, iter(range(2))
@@ -97,8 +93,8 @@ def test_what_an_outage_cuts_off_is_begun_again(
     sent = threading.Event()
     logger.submit(lambda found: hold(found, best))
     logger.submit(lambda _: sent.set())
-    assert sent.wait(60)
-    logger.finalize("success", 60)
+    assert sent.wait(patient(60)), "the call after the upload was not made"
+    logger.finalize("success", patient(60))
     assert logger.all_sent() and logger.sender.failures == 2
     assert stored(run) == {"best_00000003": "3", "best_00000007": "7"}
     assert not run.client.list_artifacts(run.run_id, "best_00000003/half")
@@ -107,13 +103,13 @@ def test_what_an_outage_cuts_off_is_begun_again(
     hold(run, best)
 
 
-def test_another_checkpoint_of_the_same_step_takes_its_place(run: TrackedRun, save: Callable[..., Path]) -> None:
+def test_hold_replaces_a_checkpoint_of_the_same_step(run: TrackedRun, save: Callable[..., Path]) -> None:
     hold(run, [save(3, "first")])
     hold(run, [save(3, "of the resumed run")])
     assert stored(run) == {"best_00000003": "of the resumed run"}
 
 
-def test_one_that_was_removed_by_hand_is_sent_again(run: TrackedRun, save: Callable[..., Path]) -> None:
+def test_hold_sends_a_checkpoint_removed_from_the_store_again(run: TrackedRun, save: Callable[..., Path]) -> None:
     best = save(3, "three")
     hold(run, [best])
     shutil.rmtree(Path(run.client.download_artifacts(run.run_id, "best_00000003")))
@@ -121,7 +117,7 @@ def test_one_that_was_removed_by_hand_is_sent_again(run: TrackedRun, save: Calla
     assert stored(run) == {"best_00000003": "three"}
 
 
-def test_one_that_goes_while_it_is_sent_leaves_no_trace(
+def test_hold_removes_the_upload_of_a_checkpoint_that_vanished(
     run: TrackedRun, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log_artifacts, old, new = MlflowClient.log_artifacts, save(3, "old"), save(7, "new")
@@ -141,7 +137,7 @@ def test_one_that_goes_while_it_is_sent_leaves_no_trace(
     }
 
 
-def test_a_store_that_refuses_holds_back_nothing_else(
+def test_hold_of_a_refused_checkpoint_does_not_block_later_calls(
     folder: RunFolder, run: TrackedRun, save: Callable[..., Path], tracking: Any, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -158,6 +154,6 @@ def test_a_store_that_refuses_holds_back_nothing_else(
     logger = tracking()
     logger.submit(lambda found: hold(found, [best]))
     logger.submit(lambda found: found.client.set_tag(found.run_id, "after", "it"))
-    logger.finalize("success", 60)
+    logger.finalize("success", patient(60))
     assert run.client.get_run(run.run_id).data.tags["after"] == "it" and logger.sender.failures == 0
     assert any("could not be recorded: 413" in record.getMessage() for record in caplog.records)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rl_plugins.callbacks.curves import draw_curves
 
 
-def test_what_there_is_is_drawn(tmp_path):
+def test_draw_curves_draws_known_metrics_only(tmp_path):
     path = tmp_path / "curves.png"
     assert not draw_curves({"train/unknown": {1: 0.0}}, path) and not path.exists()
     rewards = {"val/reward": {0: 0.0, 5: 1.0}, "train/reward": {1: 0.5}}

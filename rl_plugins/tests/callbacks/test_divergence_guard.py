@@ -1,4 +1,4 @@
-"""What counts as diverged, and what is done about it, on one device and on several ranks."""
+"""The guard finds a divergence and stops, warns or rolls back, on one device and on several ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 6
 
 
 def spoil(trainer: Any, stage: Any) -> None:
-    """What one bad update does."""
+    """Make all weights NaN, as one bad update does."""
     with torch.no_grad():
         for parameter in stage.policy.parameters():
             parameter.data.fill_(math.nan)
@@ -32,7 +32,7 @@ BAD = {"train/gradient_norm": math.nan}
 
 
 def bad_at(*steps: int) -> Any:
-    """A stage whose gradient is no number at these steps."""
+    """A stage whose gradient norm is NaN at these steps."""
     stage = build_stage(STEPS)
     alter(stage, dict.fromkeys(steps, BAD))
     return stage
@@ -59,19 +59,19 @@ def once(act: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         (Bounds(ppo_kl=-1.0), "train/ppo_kl", "guard.ppo_kl=-1"),
     ],
 )
-def test_a_stop_names_metric_value_bound_step_and_the_way_out(bounds: Bounds, metric: str, option: str) -> None:
+def test_guard_stop_names_step_metric_value_bound_and_the_way_out(bounds: Bounds, metric: str, option: str) -> None:
     with pytest.raises(ConfigError, match=rf"diverges at step 1: {metric} is \S+ \({option}\)\. Lower .*optimizer\.lr"):
         train(build_stage(STEPS), [DivergenceGuard(bounds)])
 
 
-def test_nothing_is_found_within_the_bounds() -> None:
+def test_guard_finds_nothing_within_the_bounds() -> None:
     bounds = Bounds(1.0, 1.0, 1e-3, 99.0, 99.0, 1e6, reward_drop=1.0, reward_window=2)
     stage = build_stage(STEPS)
     train(stage, [DivergenceGuard(bounds)])
     assert stage.step == STEPS
 
 
-def test_numbers_that_are_none_stop_the_run_before_they_are_saved(tmp_path: Path) -> None:
+def test_guard_stops_on_nan_before_a_checkpoint_is_saved(tmp_path: Path) -> None:
     guard = DivergenceGuard(Bounds(), folder=tmp_path)
     callbacks = [guard, PolicyCheckpoint(tmp_path, every=2)]
     newest = RunFolder(tmp_path).checkpoint(2)
@@ -80,7 +80,7 @@ def test_numbers_that_are_none_stop_the_run_before_they_are_saved(tmp_path: Path
     assert RunFolder(tmp_path).checkpoints() == [newest]
 
 
-def test_a_warning_is_given_once_for_steps_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
+def test_guard_warns_once_for_consecutive_steps(caplog: pytest.LogCaptureFixture) -> None:
     stage = build_stage(STEPS)
     alter(stage, {step: {"train/entropy": 50.0} for step in (2, 3, 5)})
     train(stage, [DivergenceGuard(Bounds(entropy_max=40.0), action="warn")])
@@ -89,8 +89,7 @@ def test_a_warning_is_given_once_for_steps_in_a_row(caplog: pytest.LogCaptureFix
     assert said == [f"step {step}: train/entropy is 50 (guard.entropy_max=40)" for step in (2, 5)]
 
 
-def test_a_roll_back_gives_weights_and_optimizer_back_and_leaves_the_data_behind(tmp_path: Path) -> None:
-
+def test_guard_roll_back_restores_weights_and_optimizer_and_skips_the_data(tmp_path: Path) -> None:
     guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path)
     checkpoint = PolicyCheckpoint(tmp_path, every=2, keep_last=9)
     seen: list[list[int]] = []
@@ -124,27 +123,27 @@ def test_a_roll_back_gives_weights_and_optimizer_back_and_leaves_the_data_behind
     assert [row["guard/rollbacks"] for _, row in log.rows if "guard/rollbacks" in row] == [1.0]
 
 
-def test_a_last_step_that_diverges_is_taken_again(tmp_path: Path) -> None:
+def test_guard_rolls_back_a_diverging_last_step(tmp_path: Path) -> None:
     guard, stage = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path), bad_at(STEPS)
     train(stage, [guard, PolicyCheckpoint(tmp_path, every=2)])
     assert guard.rollbacks == 1 and stage.step == STEPS
     assert RunFolder(tmp_path).latest_checkpoint() == RunFolder(tmp_path).checkpoint(STEPS)
 
 
-def test_roll_backs_are_bounded(tmp_path: Path) -> None:
+def test_guard_stops_after_max_rollbacks(tmp_path: Path) -> None:
     guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path, max_rollbacks=2)
     stage = bad_at(3, 4, 5)
     with pytest.raises(ConfigError, match=r"step 5: .* It was rolled back 2 times"):
         train(stage, [guard, PolicyCheckpoint(tmp_path, every=2)])
 
 
-def test_without_a_checkpoint_there_is_nothing_to_roll_back_to(tmp_path: Path) -> None:
+def test_guard_stops_without_a_checkpoint_to_roll_back_to(tmp_path: Path) -> None:
     guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path)
     with pytest.raises(ConfigError, match=r"step 1: .*no checkpoint yet to roll back to"):
         train(bad_at(1), [guard, PolicyCheckpoint(tmp_path, every=2)])
 
 
-def test_the_average_of_the_reward_may_not_fall_far_below_its_best() -> None:
+def test_best_average_measures_the_drop_below_the_best_reward() -> None:
     average = BestAverage(window=3)
     # Young, the average forgives everything.
     assert [average.drop_after(value) for value in (1.0, 0.0)] == [0.0, 0.0]
@@ -173,6 +172,6 @@ def roll_back_on_ranks(rank: int, folder: Path, name: str) -> tuple[int, int, bo
 
 
 @pytest.mark.parametrize("name", ["zero-2", "zero-3", "fsdp"])
-def test_ranks_roll_back_together(tmp_path: Path, name: str) -> None:
+def test_guard_rolls_all_ranks_back_together(tmp_path: Path, name: str) -> None:
     results = [result for result, _ in run_ranks(roll_back_on_ranks, tmp_path, name)]
     assert results == [(STEPS, 1, True)] * 2

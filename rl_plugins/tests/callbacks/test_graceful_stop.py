@@ -1,4 +1,4 @@
-"""A run that is asked to stop ends after its step with a checkpoint, and goes on from there as if nothing had been."""
+"""A run that is asked to stop ends after the step with a checkpoint, and a resumed run has the same bits."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rl_plugins.callbacks.graceful_stop import GracefulStop
 from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.callbacks.training import AfterStep, build_stage, train, weights
+from rl_plugins.tests.patience import wait_until
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
 
@@ -27,7 +28,7 @@ def callbacks(folder: Path, *others: Any, **options: Any) -> list[Any]:
     return [*others, PolicyCheckpoint(folder, every=100), GracefulStop(folder, **options)]
 
 
-def test_sigterm_saves_the_step_and_the_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_graceful_stop_on_sigterm_saves_and_the_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     whole = build_stage(STEPS)
     train(whole, callbacks(tmp_path / "whole"))
 
@@ -50,7 +51,7 @@ def test_sigterm_saves_the_step_and_the_run_goes_on_with_the_same_bits(tmp_path:
         assert torch.equal(one, other)
 
 
-def test_a_run_that_has_taken_its_last_step_takes_no_further_one(tmp_path: Path) -> None:
+def test_resume_of_a_finished_run_takes_no_further_step(tmp_path: Path) -> None:
     whole, again = build_stage(2), build_stage(2, seed=9)
     train(whole, [PolicyCheckpoint(tmp_path, every=1)])
     train(again, [PolicyCheckpoint(tmp_path, every=1)], resume=RunFolder(tmp_path).checkpoint(2))
@@ -63,7 +64,7 @@ def terminate_twice(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_second_sigterm_means_what_it_meant_before(tmp_path: Path) -> None:
+def test_graceful_stop_passes_a_second_sigterm_to_the_previous_handler(tmp_path: Path) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
@@ -77,7 +78,7 @@ def test_a_second_sigterm_means_what_it_meant_before(tmp_path: Path) -> None:
     assert heard == [signal.SIGTERM] and stage.step == 1
 
 
-def test_the_time_limit_counts_from_the_start_of_the_run(tmp_path: Path) -> None:
+def test_graceful_stop_counts_the_time_limit_from_the_start_of_the_run(tmp_path: Path) -> None:
     stage = build_stage(STEPS)
     train(stage, callbacks(tmp_path, time_limit_s=50.0, started=time.time() - 60))
     assert stage.step == 1
@@ -87,7 +88,7 @@ def test_the_time_limit_counts_from_the_start_of_the_run(tmp_path: Path) -> None
     assert stage.step == STEPS
 
 
-def test_no_validation_after_the_request_and_none_forgotten_without(tmp_path: Path) -> None:
+def test_graceful_stop_skips_the_validation_after_a_stop_request(tmp_path: Path) -> None:
     def ask(trainer: Any, stage: Any) -> None:
         RunFolder(tmp_path).stop.touch()
 
@@ -108,7 +109,9 @@ def test_no_validation_after_the_request_and_none_forgotten_without(tmp_path: Pa
     assert "asked by" in RunFolder(tmp_path).stopped.read_text()
 
 
-def test_a_notice_of_ray_train_saves_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graceful_stop_saves_once_for_a_notice_of_ray_train_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notice = SimpleNamespace(preempted_node_ids=["node"])
     answers = iter([None, notice, notice, None, notice])
     monkeypatch.setattr("ray.train.get_preemption_info", lambda: next(answers), raising=False)
@@ -117,7 +120,7 @@ def test_a_notice_of_ray_train_saves_once_and_training_goes_on(tmp_path: Path, m
     assert [path.name[-1] for path in RunFolder(tmp_path).checkpoints()] == ["2", "5"]
 
 
-def test_without_a_policy_checkpoint_there_is_nothing_to_save_with(tmp_path: Path) -> None:
+def test_graceful_stop_refuses_a_trainer_without_policy_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="saves by PolicyCheckpoint, and the trainer has none"):
         train(build_stage(STEPS), [GracefulStop(tmp_path)])
 
@@ -126,18 +129,11 @@ def stop_on_one_rank(rank: int, folder: Path) -> int:
     others = [] if rank == 0 else [AfterStep([2], lambda *_: os.kill(os.getpid(), signal.SIGTERM))]
     if rank == 0:
         # The request of the other rank is there when this one looks.
-        others = [AfterStep([2], lambda *_: wait_for(RunFolder(folder).stop))]
+        others = [AfterStep([2], lambda *_: wait_until(RunFolder(folder).stop.exists, "the request of the other rank"))]
     stage = build_stage(STEPS)
     train(stage, callbacks(folder, *others), strategy=canned.AllReduceStrategy(rank, 2, rollout=canned.CannedRollout()))
     return stage.step
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_ranks_end_after_the_same_step(tmp_path: Path) -> None:
+def test_graceful_stop_ends_all_ranks_after_the_same_step(tmp_path: Path) -> None:
     assert [step for step, _ in run_ranks(stop_on_one_rank, tmp_path)] == [2, 2]

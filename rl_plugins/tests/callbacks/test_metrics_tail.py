@@ -1,4 +1,4 @@
-"""What a tracking store lacks of a run's metrics."""
+"""`MetricsTail`: the points of the metrics file that a tracking store lacks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rl_plugins.callbacks.metrics_file import JsonLinesLogger
 from rl_plugins.callbacks.metrics_tail import BATCH, MetricsTail
 from rl_plugins.run_folder import metric_rows
 from rl_plugins.tests.callbacks.training import alter, build_stage, train
+from rl_plugins.tests.cases import case
 
 
 def take(tail: MetricsTail) -> list[tuple[str, int, float]]:
@@ -32,7 +33,7 @@ def tail(tmp_path: Path) -> MetricsTail:
     return MetricsTail(tmp_path / "metrics.jsonl")
 
 
-def test_each_point_comes_once_and_in_order(log, tail):
+def test_batches_give_each_point_once_and_in_order(log, tail):
     assert take(tail) == [] and not tail.unsent()
     log.log_metrics({"a": 1.0, "b": 2.0}, 1)
     assert tail.unsent()
@@ -42,7 +43,7 @@ def test_each_point_comes_once_and_in_order(log, tail):
     assert take(tail) == [("a", 2, 3.0)]
 
 
-def test_points_that_did_not_arrive_come_again(log, tail):
+def test_batches_give_the_points_of_a_failed_call_again(log, tail):
     log.log_metrics({"a": 1.0}, 1)
     with pytest.raises(OSError, match="away"):
         for _ in tail.batches():
@@ -50,7 +51,7 @@ def test_points_that_did_not_arrive_come_again(log, tail):
     assert take(tail) == [("a", 1, 1.0)]
 
 
-def test_another_process_sends_what_the_store_lacks_and_no_repeated_step(log, tail):
+def test_start_over_skips_the_steps_that_the_store_has(log, tail):
     for step in (1, 2, 3, 2, 3, 4):
         log.log_metrics({"a": float(step)}, step)
     log.log_metrics({"b": 1.0}, 2)
@@ -71,22 +72,30 @@ def log_rolled_back(log: JsonLinesLogger) -> list[tuple[str, int, float]]:
     return [*points[:5], ("guard/rollbacks", 2, 1.0), *points[5:]]
 
 
-def test_steps_after_a_roll_back_are_sent_as_well(log, tail):
+def test_batches_include_steps_repeated_after_a_roll_back(log, tail):
     assert take(tail) == [] and log_rolled_back(log) == take(tail)
     log.log_metrics({"guard/rollbacks": 1.0}, 2)
     log.log_metrics({"a": 300.0}, 3)
     assert take(tail) == [("guard/rollbacks", 2, 1.0), ("a", 3, 300.0)]
 
 
-@pytest.mark.parametrize("taken", range(10))
-def test_another_process_goes_on_after_a_roll_back(log, tail, taken):
+def test_start_over_after_a_roll_back_sends_every_missing_point(tmp_path):
+    for taken in range(10):
+        file = tmp_path / str(taken) / "metrics.jsonl"
+        file.parent.mkdir()
+        with case(f"the store has {taken} points"):
+            check_start_over(JsonLinesLogger(file), MetricsTail(file), taken)
+
+
+def check_start_over(log: JsonLinesLogger, tail: MetricsTail, taken: int) -> None:
+    """Log points with a roll-back among them, of which the store has the first ones."""
     points = log_rolled_back(log)
     tail.start_over(
         {name: max(step for other, step, _ in points[:taken] if other == name) for name, *_ in points[:taken]}
     )
     missing, sent = points[taken:], take(tail)
     assert [point for point in sent if point in missing] == missing
-    # Only of what a roll-back made anew is not known how much there is, until its last step is passed.
+    # Points that a roll-back repeats may be sent twice, because the store does not tell how many of them there are.
     assert all(point in points[6:taken] for point in sent if point not in missing)
     tail.start_over({"a": 5, "guard/rollbacks": 2})
     log.log_metrics({"a": 60.0}, 6)
@@ -95,7 +104,7 @@ def test_another_process_goes_on_after_a_roll_back(log, tail, taken):
     assert not tail.unsent()
 
 
-def test_a_roll_back_inside_of_what_did_not_arrive(log, tail, monkeypatch):
+def test_batches_after_a_failed_call_with_a_roll_back_among_the_points(log, tail, monkeypatch):
     monkeypatch.setattr(metrics_tail, "BATCH", 4)
     points = log_rolled_back(log)
     came: list[metrics_tail.Point] = []
@@ -107,7 +116,7 @@ def test_a_roll_back_inside_of_what_did_not_arrive(log, tail, monkeypatch):
     assert len(came) == 4 and take(tail) == points[4:]
 
 
-def test_a_store_has_both_values_of_a_step_once(log, tail, run):
+def test_store_has_both_values_of_a_repeated_step_once(log, tail, run):
     log_rolled_back(log)
     for _ in range(2):
         for batch in tail.batches():
@@ -117,7 +126,7 @@ def test_a_store_has_both_values_of_a_step_once(log, tail, run):
     assert sorted(history)[:6] == [(1, 1), (2, 2), (3, 3), (3, 30), (4, 4), (4, 40)] and len(history) == 8
 
 
-def test_a_guard_marks_its_roll_back(log, tail, tmp_path):
+def test_divergence_guard_marks_a_roll_back_in_the_metrics_file(log, tail, tmp_path):
     stage = build_stage(4)
     alter(stage, {3: {"train/gradient_norm": math.nan}})
     guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path)
@@ -127,7 +136,7 @@ def test_a_guard_marks_its_roll_back(log, tail, tmp_path):
     assert len(points) == sum(len(row) - 2 for row in metric_rows(tmp_path / "metrics.jsonl"))
 
 
-def test_a_line_that_is_being_written_waits_for_its_end(log, tail, tmp_path):
+def test_batches_leave_a_line_alone_until_the_end_of_the_line(log, tail, tmp_path):
     line = json.dumps({"step": 1, "time": 5.25, "a": 1.0})
     (tmp_path / "metrics.jsonl").write_text(line)
     assert take(tail) == []
@@ -137,7 +146,7 @@ def test_a_line_that_is_being_written_waits_for_its_end(log, tail, tmp_path):
 
 
 @pytest.mark.parametrize("whole", [0, 1])
-def test_a_line_that_was_never_written_to_its_end_makes_room_for_the_next(log, tail, tmp_path, whole):
+def test_log_metrics_replaces_a_last_line_without_an_end(log, tail, tmp_path, whole):
     file = tmp_path / "metrics.jsonl"
     for step in range(whole):
         log.log_metrics({"a": 0.0}, step)
@@ -149,14 +158,14 @@ def test_a_line_that_was_never_written_to_its_end_makes_room_for_the_next(log, t
     assert [row["step"] for row in metric_rows(file)] == [*range(whole), 8]
 
 
-def test_a_long_file_comes_in_batches_that_the_store_takes(log, tail):
+def test_batches_of_a_long_file_are_within_the_limit_of_the_store(log, tail):
     for step in range(30):
         log.log_metrics({f"m{number}": float(step) for number in range(100)}, step)
     batches = list(tail.batches())
     assert sum(map(len, batches)) == 3000 and max(map(len, batches)) <= BATCH
 
 
-def test_what_is_missing_at_the_end_of_a_long_file_is_seen(log, tail):
+def test_unsent_sees_missing_points_at_the_end_of_a_long_file(log, tail):
     for step in range(100):
         log.log_metrics({f"m{number}": float(step) for number in range(100)}, step)
     for last, missing in ((99, False), (98, True)):
@@ -164,6 +173,6 @@ def test_what_is_missing_at_the_end_of_a_long_file_is_seen(log, tail):
         assert tail.unsent() == missing
 
 
-def test_names_are_those_that_mlflow_takes(log, tail):
+def test_batches_replace_characters_in_names_that_mlflow_refuses(log, tail):
     log.log_metrics({"val/mean@8": 1.0}, 1)
     assert take(tail) == [("val/mean_8", 1, 1.0)]

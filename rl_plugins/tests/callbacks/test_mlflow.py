@@ -1,10 +1,9 @@
-"""Runs in an SQLite store: what arrives, and what an outage does."""
+"""Runs in an SQLite store: the store has all facts and points, also after an outage."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,6 +21,9 @@ from rl_plugins.callbacks.mlflow import MLflowTracking
 from rl_plugins.callbacks.mlflow_run import Facts, TrackedRun
 from rl_plugins.callbacks.traces import log_trace
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.patience import wait_until
+
+pytestmark = pytest.mark.usefixtures("quick_sender")
 
 
 class Trained:
@@ -46,12 +48,7 @@ def history(store: str, folder: RunFolder) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in points]
 
 
-@pytest.fixture(autouse=True)
-def quick_retries(monkeypatch):
-    monkeypatch.setattr(module, "_RETRY_S", 0.02)
-
-
-def test_a_run_says_what_it_is_made_of(store, folder, tracking, tmp_path):
+def test_tracking_records_params_tags_files_and_data_of_a_run(store, folder, tracking, tmp_path):
     (tmp_path / "data").mkdir()
     data = tmp_path / "data" / "train.parquet"
     pq.write_table(pa.table({"prompt": ["a", "b"]}), data)
@@ -77,11 +74,11 @@ def test_a_run_says_what_it_is_made_of(store, folder, tracking, tmp_path):
     assert [file.path for file in MlflowClient(store).list_artifacts(run.info.run_id)] == ["config.yaml"]
 
 
-def test_a_resumed_run_goes_on_without_a_gap_or_a_repeated_point(store, folder, tracking):
+def test_tracking_of_a_resumed_run_has_no_gap_and_no_repeated_point(store, folder, tracking):
     first = Trained(folder, tracking(Facts(params={"lr": 0.1})))
     first.steps(1, 3)
     first.tracking.finalize("failed")
-    # What the killed process had written and not sent, and steps that are done again with other values.
+    # The killed process has written these steps, and not sent them; later steps are repeated with other values.
     for step in (4, 5):
         JsonLinesLogger(folder.metrics).log_metrics({"loss": float(step)}, step)
     second = Trained(folder, tracking(Facts(params={"lr": 0.2})))
@@ -92,7 +89,7 @@ def test_a_resumed_run_goes_on_without_a_gap_or_a_repeated_point(store, folder, 
     assert run_of(store, folder).info.status == "FINISHED" and run_of(store, folder).data.params == {"lr": "0.1"}
 
 
-def test_a_call_that_arrived_and_seemed_to_fail_leaves_no_second_point(store, folder, tracking, monkeypatch):
+def test_sender_sends_no_point_twice_after_a_call_that_seemed_to_fail(store, folder, tracking, monkeypatch):
     log_points = TrackedRun.log_points
 
     def slow(run, points):
@@ -103,12 +100,13 @@ def test_a_call_that_arrived_and_seemed_to_fail_leaves_no_second_point(store, fo
     monkeypatch.setattr(TrackedRun, "log_points", slow)
     trained = Trained(folder, tracking())
     trained.steps(1, 5)
-    wait_for(lambda: trained.tracking.sender.failures == 1 and not trained.tracking.sender._tail.unsent())
+    sender = trained.tracking.sender
+    wait_until(lambda: sender.failures == 1 and not sender._tail.unsent(), "all points after one failure")
     trained.tracking.finalize("success")
     assert history(store, folder) == [(step, step) for step in range(1, 6)]
 
 
-def test_an_outage_to_the_end_is_said_and_sent_later(store, folder, tracking, monkeypatch, caplog):
+def test_sender_reports_an_outage_and_a_later_logger_sends_the_metrics(store, folder, tracking, monkeypatch, caplog):
     def away(*_):
         raise MlflowException("no connection")
 
@@ -127,7 +125,7 @@ def test_an_outage_to_the_end_is_said_and_sent_later(store, folder, tracking, mo
     assert later.all_sent() and history(store, folder) == [(step, step) for step in range(1, 5)]
 
 
-def test_a_call_that_is_refused_holds_back_no_other(store, folder, tracking, caplog):
+def test_sender_goes_on_after_a_refused_call(store, folder, tracking, caplog):
     trained = Trained(folder, tracking())
     trained.tracking.submit(lambda run: run.client.log_param(run.run_id, "a", 1))
     trained.tracking.submit(lambda run: run.client.log_param(run.run_id, "a", 2))
@@ -138,31 +136,31 @@ def test_a_call_that_is_refused_holds_back_no_other(store, folder, tracking, cap
     assert sum("could not be recorded" in record.getMessage() for record in caplog.records) == 2
 
 
-def test_a_deleted_experiment_is_named_and_waited_for(store, folder, experiment, tracking, caplog):
+def test_sender_names_a_deleted_experiment_and_waits_for_the_restore(store, folder, experiment, tracking, caplog):
     client = MlflowClient(store)
     experiment_id = client.create_experiment(experiment)
     client.delete_experiment(experiment_id)
     trained = Trained(folder, tracking())
     trained.steps(1, 2)
-    wait_for(lambda: trained.tracking.sender.failures > 1)
-    (said,) = (record.getMessage() for record in caplog.records)
+    wait_until(lambda: trained.tracking.sender.failures > 1, "a second try")
+    (said,) = (record.getMessage() for record in caplog.records if record.name == module.__name__)
     assert "does not take the run" in said and f"{experiment!r} is deleted: restore it" in said
     assert f"--experiment-id {experiment_id}" in said and "tracking.experiment" in said
     client.restore_experiment(experiment_id)
     # At the end nothing is tried again.
-    wait_for(folder.tracking_run.is_file)
+    wait_until(folder.tracking_run.is_file, "the run in the restored experiment")
     trained.tracking.finalize("success")
     assert trained.tracking.all_sent() and history(store, folder) == [(1, 1), (2, 2)]
 
 
-def test_a_run_that_the_store_does_not_know_or_has_deleted_is_named_with_its_file(store, folder, tracking, caplog):
+def test_open_run_refuses_a_deleted_or_unknown_run_and_names_the_file(store, folder, tracking, caplog):
     def refused() -> str:
         caplog.clear()
         logger = tracking()
         logger.log_metrics({})
         logger.finalize("success")
         assert not logger.all_sent()
-        return caplog.records[0].getMessage()
+        return next(record.getMessage() for record in caplog.records if record.name == module.__name__)
 
     trained = Trained(folder, tracking())
     trained.steps(1, 2)
@@ -179,7 +177,7 @@ def test_a_run_that_the_store_does_not_know_or_has_deleted_is_named_with_its_fil
     assert later.all_sent() and history(store, folder) == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_a_table_that_is_made_again_is_replaced(store, folder, tracking, tmp_path):
+def test_log_table_replaces_a_table_of_the_same_name(store, folder, tracking, tmp_path):
     logger = tracking()
     for answer in ("first", "second"):
         logger.log_table({"prompt": ["a"], "response": [answer]}, "samples/step_1.json")
@@ -190,7 +188,7 @@ def test_a_table_that_is_made_again_is_replaced(store, folder, tracking, tmp_pat
     assert "samples/step_1.json" in run_of(store, folder).data.tags["mlflow.loggedArtifacts"]
 
 
-def test_of_many_tables_the_newest_are_shown(run, monkeypatch):
+def test_log_table_shows_the_newest_tables(run, monkeypatch):
     monkeypatch.setattr(mlflow_run, "_SHOWN_TABLES", 2)
     for step in (1, 2, 3, 2):
         run.log_table({"prompt": ["a"]}, f"samples/step_{step}.json")
@@ -199,7 +197,7 @@ def test_of_many_tables_the_newest_are_shown(run, monkeypatch):
     assert len(run.client.list_artifacts(run.run_id, "samples")) == 3
 
 
-def test_a_checkpoint_is_known_by_its_content(store, folder, run, tmp_path):
+def test_record_checkpoint_records_a_digest_of_the_content(store, folder, run, tmp_path):
     checkpoint = folder.checkpoint(20)
     (checkpoint / "state").mkdir(parents=True)
     (checkpoint / "state" / "large").write_bytes(b"a" * 5 * 2**20)
@@ -218,7 +216,7 @@ def test_a_checkpoint_is_known_by_its_content(store, folder, run, tmp_path):
     assert json.loads(Path(path).read_text())["files"]["state/clock"]["bytes"] == 1
 
 
-def test_a_rollout_is_a_trace_of_its_run(run):
+def test_log_trace_records_a_rollout_in_the_run(run):
     log_trace(run, 3, {"prompt": "1+1=", "response": "2", "score": 1.0, "ground_truth": "2", "failure": None})
     (trace,) = run.client.search_traces(locations=[run.experiment_id], run_id=run.run_id)
     assert trace.info.tags["step"] == "3"
@@ -227,17 +225,8 @@ def test_a_rollout_is_a_trace_of_its_run(run):
     assert span.get_attribute("score") == 1.0
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    import time
-
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("named", [None, "http://elsewhere:5000"])
-def test_the_store_of_a_run_is_not_that_of_the_next_one(named, store, folder, tracking, monkeypatch):
+def test_tracking_leaves_mlflow_tracking_uri_unchanged(named, store, folder, tracking, monkeypatch):
     if named is None:
         monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     else:

@@ -1,4 +1,4 @@
-"""The average is what one computes by hand, training does not feel it, and checkpoints go on with it."""
+"""The average is the one computed by hand, has no effect on training, and is part of checkpoints."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(folder: Path, stage: Any, **options: Any) -> tuple[Any, dict[str, Tensor
 
 
 def check_exported(folder: Path, average: dict[str, Tensor], out: Path) -> None:
-    """What is exported of a run's last checkpoint is the average, and not what was trained."""
+    """Check that the export of a run's last checkpoint is the average, and not the trained weights."""
     model = save_tiny_policy(out / "model", hidden_size=32, intermediate_size=48)
     checkpoint = RunFolder(folder).checkpoint(STEPS)
     export_checkpoint(checkpoint, out / "average", str(model))
@@ -66,7 +66,7 @@ def check_exported(folder: Path, average: dict[str, Tensor], out: Path) -> None:
     assert not all(torch.equal(tensor, exported[name]) for name, tensor in trained.items())
 
 
-def test_an_average_by_hand_and_training_does_not_feel_it(tmp_path: Path) -> None:
+def test_policy_average_by_hand_and_without_effect_on_training(tmp_path: Path) -> None:
     stage, alone = build_stage(STEPS), build_stage(STEPS)
     _, average, expected = run(tmp_path, stage)
     train(alone, [])
@@ -78,7 +78,7 @@ def test_an_average_by_hand_and_training_does_not_feel_it(tmp_path: Path) -> Non
     check_exported(tmp_path, average, tmp_path / "exported")
 
 
-def test_a_resumed_average_has_the_same_bits(tmp_path: Path) -> None:
+def test_policy_average_resumes_with_the_same_bits(tmp_path: Path) -> None:
     _, whole, _ = run(tmp_path / "whole", build_stage(STEPS))
     stage, average = build_stage(STEPS, seed=9), PolicyAverage(keep=KEEP)
     checkpoint = RunFolder(tmp_path / "whole").checkpoint(2)
@@ -90,7 +90,7 @@ def test_a_resumed_average_has_the_same_bits(tmp_path: Path) -> None:
     assert "random states, average" in (tmp_path / "resumed" / "resumes.txt").read_text()
 
 
-def test_validation_sees_the_average(tmp_path: Path) -> None:
+def test_validation_samples_with_the_policy_average(tmp_path: Path) -> None:
     class Watching(canned.CannedRollout):
         def update_weights(self, source: Any, version: int) -> None:
             self.last = {name: tensor.clone() for name, tensor in source}
@@ -111,7 +111,7 @@ def test_validation_sees_the_average(tmp_path: Path) -> None:
     assert not all(torch.equal(tensor, own[name]) for name, tensor in rollout.last.items())
 
 
-def test_small_steps_are_not_lost_in_bfloat16(tmp_path: Path) -> None:
+def test_policy_average_of_a_bfloat16_policy_is_float32(tmp_path: Path) -> None:
     average = PolicyAverage(keep=0.999)
     stage = build_stage(STEPS, policy=str(save_tiny_policy(tmp_path)))
     train(stage, [average], precision="bf16-true")
@@ -120,7 +120,7 @@ def test_small_steps_are_not_lost_in_bfloat16(tmp_path: Path) -> None:
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in state.values())
 
 
-def test_of_an_adapter_only_what_is_trained(tmp_path: Path) -> None:
+def test_policy_average_of_an_adapter_holds_trained_weights_only(tmp_path: Path) -> None:
     average = PolicyAverage(keep=KEEP)
     stage = build_stage(2, policy=str(save_tiny_policy(tmp_path)), lora=LoraConfig(rank=2))
     train(stage, [average])
@@ -128,7 +128,7 @@ def test_of_an_adapter_only_what_is_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0.0, 1.0])
-def test_a_share_that_averages_nothing_is_refused(keep: float) -> None:
+def test_policy_average_refuses_a_keep_of_0_or_1(keep: float) -> None:
     with pytest.raises(ConfigError, match=r"average\.keep="):
         PolicyAverage(keep=keep)
 
@@ -144,7 +144,7 @@ def average_on_ranks(rank: int, folder: Path) -> dict[str, tuple[dict[str, Tenso
     return results
 
 
-def test_ranks_average_their_shards(tmp_path: Path) -> None:
+def test_policy_average_of_shards_on_two_ranks(tmp_path: Path) -> None:
     for results, _ in run_ranks(average_on_ranks, tmp_path):
         for average, expected in results.values():
             for name, tensor in average.items():
@@ -153,14 +153,14 @@ def test_ranks_average_their_shards(tmp_path: Path) -> None:
         check_exported(tmp_path / name, average, tmp_path / "exported" / name)
 
 
-def test_an_average_of_blocks_that_were_cut_is_refused(tmp_path: Path) -> None:
+def test_read_average_refuses_tensor_parallel_blocks(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"PolicyAverage": {"down": torch.zeros(4, 3)}}, tmp_path / f"callbacks_{rank}.pt")
     with pytest.raises(ConfigError, match=r"strategy\.tensor_parallel.*let it end, its policy/ folder"):
         read_average(tmp_path, {"down": torch.Size([4, 6])})
 
 
-def test_a_roll_back_by_several_steps_averages_no_step_twice() -> None:
+def test_policy_average_counts_no_step_twice_after_a_roll_back() -> None:
     stage, average, seen = build_stage(STEPS), PolicyAverage(keep=KEEP), list[int]()
 
     def go_back(trainer: Any, module: Any) -> None:

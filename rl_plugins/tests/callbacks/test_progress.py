@@ -1,10 +1,10 @@
-"""Progress in a file: a line every so often, and no other character."""
+"""Progress of a run: lines in a file, a bar in a terminal."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +12,11 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from rl_plugins.callbacks import progress_view
+from rl_plugins.callbacks import progress, progress_view
 from rl_plugins.callbacks.progress import StepProgress
 from rl_plugins.callbacks.progress_view import Bar, Lines, State, redraw_interval_s
 from rl_plugins.stages.stage import Stage
+from rl_plugins.tests.patience import wait_until
 
 
 class Clock(Stage):
@@ -34,14 +35,17 @@ def trainer_of(**metrics: float) -> Any:
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the clock of the progress; no time goes by between two calls."""
+
     def set_time(seconds: float) -> None:
-        monkeypatch.setattr(progress_view.time, "monotonic", lambda: seconds)
+        for module in (progress, progress_view):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: seconds))
 
     set_time(0.0)
     return set_time
 
 
-def test_a_file_gets_a_line_every_ten_seconds_while_steps_end(
+def test_lines_are_ten_seconds_apart_while_steps_end(
     at: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = Lines(100, "grpo")
@@ -54,7 +58,9 @@ def test_a_file_gets_a_line_every_ten_seconds_while_steps_end(
     )
 
 
-def test_a_long_step_is_told_once_a_minute(at: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_long_step_are_a_minute_apart(
+    at: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = Lines(100, "grpo")
     for second in range(1, 200):
         at(second)
@@ -62,7 +68,7 @@ def test_a_long_step_is_told_once_a_minute(at: Callable[[float], None], capsys: 
     assert capsys.readouterr().out == "grpo: step 3 of 100, in rollout\n" * 4
 
 
-def test_the_last_step_is_told_once(at: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_close_writes_the_last_step_once(at: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
     lines = Lines(2, "sft")
     lines.show(State(1, "", None, None))
     lines.close(State(2, "loss 0.1", 0.5, None))
@@ -70,7 +76,7 @@ def test_the_last_step_is_told_once(at: Callable[[float], None], capsys: pytest.
     assert capsys.readouterr().out == "sft: step 2 of 2, loss 0.1, 0.5 s/step\n"
 
 
-def test_the_end_tells_what_its_step_has_learned_since(
+def test_lines_close_writes_newer_metrics_of_the_last_step(
     at: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = Lines(2, "grpo")
@@ -81,45 +87,54 @@ def test_the_end_tells_what_its_step_has_learned_since(
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("lost")])
-def test_a_run_ends_with_its_last_step_and_leaves_no_thread(
-    error: Exception | None, capsys: pytest.CaptureFixture[str]
+def test_step_progress_writes_the_last_step_and_ends_the_thread(
+    error: Exception | None, at: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress, trainer, stage = (
+    callback, trainer, stage = (
         StepProgress(3, label="grpo", in_ray=False, every_s=0),
         trainer_of(train_reward=0.5),
         Clock(),
     )
-    progress.on_train_start(trainer, stage)
+    at(100.0)
+    callback.on_train_start(trainer, stage)
     for stage.step in (1, 2, 3):
-        progress.on_train_batch_end(trainer, stage, None, None, 0)
+        callback.on_train_batch_end(trainer, stage, None, None, 0)
+    thread = callback._thread
+    assert thread is not None and thread.is_alive()
     if error is None:
-        progress.on_train_end(trainer, stage)
+        callback.on_train_end(trainer, stage)
     else:
-        progress.on_exception(trainer, stage, error)
-    progress.teardown(trainer, stage, "fit")
+        callback.on_exception(trainer, stage, error)
+    assert not thread.is_alive()
+    callback.teardown(trainer, stage, "fit")
     out = capsys.readouterr().out
     assert out.startswith("grpo: step 3 of 3, reward 0.5, ") and out.count("\n") == 1
 
 
-def test_a_phase_is_shown_while_it_lasts(capsys: pytest.CaptureFixture[str]) -> None:
-    progress, trainer, stage = StepProgress(3, label="grpo", in_ray=False, every_s=0.01), trainer_of(), Clock()
-    progress.on_train_start(trainer, stage)
-    deadline = time.monotonic() + 20
-    shown = ""
-    while "grpo rollout" not in shown and time.monotonic() < deadline:
-        time.sleep(0.02)
-        shown += capsys.readouterr().err
+def test_step_progress_shows_the_phase_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    callback, trainer, stage = StepProgress(3, label="grpo", in_ray=False, every_s=0.01), trainer_of(), Clock()
+    callback.on_train_start(trainer, stage)
+    shown: list[str] = []
+
+    def rollout_is_shown() -> bool:
+        shown.append(capsys.readouterr().err)
+        return "grpo rollout" in "".join(shown)
+
+    wait_until(rollout_is_shown, "the phase rollout", state=lambda: "".join(shown))
     trainer.strategy.phases.current = "update_policy"
-    progress.on_train_end(trainer, stage)
-    assert "grpo rollout" in shown and "grpo update_policy" in capsys.readouterr().err
+    callback.on_train_end(trainer, stage)
+    assert "grpo update_policy" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [80, 200])
-def test_a_bar_has_the_time_left_and_the_metrics_that_fit(
+def test_bar_shows_the_time_left_and_the_metrics_that_fit(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (columns, 24))
+    # Hardly any time goes by between two looks at the clock.
+    ticks = count()
+    monkeypatch.setattr("tqdm.std.time", lambda: 1e-6 * next(ticks))
     bar = Bar(150, "grpo", 0, in_ray=False)
     metrics = "reward 0.123, kl 0.0123, val 0.625, loss 0.00123, ppo_kl 0.000123, trainer idle 0.223"
     bar.close(State(100, metrics, 1.0, "update_policy"))
@@ -129,7 +144,7 @@ def test_a_bar_has_the_time_left_and_the_metrics_that_fit(
     assert ("trainer idle" in last) == (columns == 200)
 
 
-def test_nothing_is_drawn_anew_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redraw_interval_is_0_in_a_file_and_half_a_second_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: False))
     assert redraw_interval_s() == 0
     monkeypatch.setitem(sys.modules, "ipykernel", sys)

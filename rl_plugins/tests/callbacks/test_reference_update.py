@@ -1,4 +1,4 @@
-"""A reference that follows the policy goes back with it, and moves on from there."""
+"""A reference that follows the policy is rolled back with the policy, and moves on from there."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def roll_back(folder: Path, strategy: Any, **options: Any) -> None:
     assert not all(torch.equal(references[4][name], weight) for name, weight in start.items())
 
 
-def test_a_roll_back_takes_the_reference_along(tmp_path: Path) -> None:
+def test_reference_update_is_undone_by_a_roll_back(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy")
     roll_back(tmp_path / "single", SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()))
 
@@ -64,12 +64,12 @@ def roll_back_on_ranks(rank: int, folder: Path) -> None:
         roll_back(folder / name, sharded(name), **options)
 
 
-def test_a_roll_back_takes_shards_and_their_averages_in_float32_along(tmp_path: Path) -> None:
+def test_reference_update_of_shards_is_undone_by_a_roll_back_on_ranks(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy")
     run_ranks(roll_back_on_ranks, tmp_path)
 
 
-def test_small_moves_of_a_reference_in_bfloat16_add_up_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blend_weights_adds_up_small_moves_of_a_bfloat16_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     models = {name: torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16) for name in ("policy", "reference")}
     torch.nn.init.constant_(models["policy"].weight, 2.0)
     torch.nn.init.constant_(models["reference"].weight, 1.0)

@@ -27,7 +27,7 @@ GOOD = Evaluation("val/reward", 0.5, "data")
         (replace(GOOD, value=None), None, False, "the run has no val/reward"),
     ],
 )
-def test_only_a_better_policy_takes_the_place(evaluation, champion, wins, reason):
+def test_judge_prefers_only_a_better_policy(evaluation, champion, wins, reason):
     outcome, said = judge(evaluation, champion)
     assert outcome is wins and reason in said
 
@@ -42,7 +42,7 @@ def policies(tmp_path_factory):
     return folder
 
 
-def test_the_champion_is_loaded_by_its_name(store, experiment, policies, tmp_path):
+def test_register_policy_and_fetch_of_the_champion(store, experiment, policies, tmp_path):
     import mlflow
 
     said = []
@@ -51,7 +51,7 @@ def test_the_champion_is_loaded_by_its_name(store, experiment, policies, tmp_pat
         folder.path.mkdir()
         run = open_run(store, experiment, folder, Facts())
         evaluation = replace(GOOD, value=value)
-        for _ in range(2):  # a second try finds what the first one made
+        for _ in range(2):  # a second call finds the version of the first call
             said.append(register_policy(run, policies / name, experiment, evaluation, "17+25="))
     starts = [f"{experiment} version {version}, {what} champion" for version, what in ((1, "the"), (2, "the"))]
     assert said[0].startswith(starts[0]) and said[2].startswith(starts[1])
@@ -82,7 +82,7 @@ def test_the_champion_is_loaded_by_its_name(store, experiment, policies, tmp_pat
     shutil.rmtree(tmp_path / "cache")
 
 
-def test_a_folder_among_a_runs_artifacts_is_a_model_too(store, run, policies, tmp_path):
+def test_fetch_of_a_folder_among_the_artifacts_of_a_run(store, run, policies, tmp_path):
     run.client.log_artifacts(run.run_id, str(policies / "first"), "models/first")
     run.client.log_text(run.run_id, "no model", "notes/read.me")
     folder = fetch("policy", f"runs:/{run.run_id}/models/first", store, tmp_path / "cache")
@@ -105,7 +105,7 @@ def register(store, experiment, policies, tmp_path):
     return register
 
 
-def test_the_same_name_and_version_elsewhere_is_another_model(register, store, experiment, policies, tmp_path):
+def test_fetch_distinguishes_equal_names_and_versions_of_two_stores(register, store, experiment, policies, tmp_path):
     from mlflow import MlflowClient
 
     named = register("first")
@@ -121,7 +121,7 @@ def test_the_same_name_and_version_elsewhere_is_another_model(register, store, e
         assert (folder / "model.safetensors").read_bytes() == weights.read_bytes()
 
 
-def test_two_runs_may_fetch_at_once(register, store, tmp_path, monkeypatch):
+def test_fetch_by_two_runs_at_once(register, store, tmp_path, monkeypatch):
     import mlflow
 
     named, found = register("first"), []
@@ -148,6 +148,6 @@ def test_two_runs_may_fetch_at_once(register, store, tmp_path, monkeypatch):
         ("models:/nobody/7", "nobody"),
     ],
 )
-def test_a_model_that_is_not_there_is_named(store, run, named, message, tmp_path):
+def test_fetch_refuses_a_missing_model_by_name(store, run, named, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         fetch("model.path", named, store, tmp_path)

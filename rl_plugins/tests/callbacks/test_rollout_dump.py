@@ -1,4 +1,4 @@
-"""A run on dumped samples is the run that sampled them, without an engine; also among another number of ranks."""
+"""A replay of dumped samples repeats the run without an engine, also on another number of ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def no_engine() -> SingleDeviceRolloutStrategy:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=list(ALGORITHMS))
-def test_a_replay_is_the_run_bit_for_bit(tmp_path: Path, algorithm: Algorithm) -> None:
+def test_rollout_replay_repeats_the_run_bit_for_bit(tmp_path: Path, algorithm: Algorithm) -> None:
     run = build_stage(STEPS, algorithm=algorithm, updates_per_step=2)
     _, log = train(run, [RolloutDump(tmp_path, keep_last=9)])
     replay = build_stage(STEPS, algorithm=algorithm, updates_per_step=2)
@@ -51,7 +51,7 @@ def test_a_replay_is_the_run_bit_for_bit(tmp_path: Path, algorithm: Algorithm) -
             assert row[name] == other[name], (step, name)
 
 
-def test_one_step_from_its_checkpoint_and_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_rollout_replay_of_one_step_and_retention_of_rollout_dump(tmp_path: Path) -> None:
     run, folder = build_stage(STEPS), RunFolder(tmp_path)
     train(run, [RolloutDump(folder.rollouts, keep_last=2), PolicyCheckpoint(tmp_path, every=1, keep_last=9)])
     assert [path.name for path in sorted(folder.rollouts.iterdir())] == ["step_00000003", "step_00000004"]
@@ -63,17 +63,17 @@ def test_one_step_from_its_checkpoint_and_only_the_newest_are_kept(tmp_path: Pat
         train(build_stage(STEPS), [RolloutReplay(folder.rollouts)], strategy=no_engine())
 
 
-def test_a_file_holds_texts_scores_and_versions(tmp_path: Path) -> None:
+def test_rollout_dump_file_holds_texts_scores_and_versions(tmp_path: Path) -> None:
     train(build_stage(1), [RolloutDump(tmp_path, keep_last=1)])
     experience = Experience.load(tmp_path / "step_00000001" / "draw_0_rank_0_of_1.pt")
     assert set(experience.columns["response"]) <= {text for texts in canned.RESPONSES.values() for text in texts}
     assert {score.failure for score in experience.columns["scored"]} <= {None, "raised"}
     assert not experience.policy_versions.any()
-    # As they came: nothing is computed yet.
+    # The dump is taken before anything is computed.
     assert experience.advantages is None and experience.old_log_probs is None
 
 
-def test_another_stage_is_refused(tmp_path: Path) -> None:
+def test_rollout_dump_refuses_a_stage_without_experience(tmp_path: Path) -> None:
     stage = build_stage(1)
     sft = SFT(stage._source[0], tokenizer=canned.tokenizer, scorer=canned.CannedScorer(), eval_sampling=stage.sampling)
     with pytest.raises(ConfigError, match="SFT collects no experience"):
@@ -87,7 +87,7 @@ def dump_on_ranks(rank: int, folder: Path) -> list[Any]:
     return weights(stage)
 
 
-def test_one_rank_replays_what_two_have_sampled(tmp_path: Path) -> None:
+def test_rollout_replay_on_one_rank_of_a_dump_of_two_ranks(tmp_path: Path) -> None:
     dumped, _ = run_ranks(dump_on_ranks, tmp_path)[0]
     replay = build_stage(STEPS)
     train(replay, [RolloutReplay(tmp_path)], strategy=no_engine())

@@ -1,30 +1,34 @@
-"""How busy the machines are."""
+"""`SystemMetrics`: load of every node with each step."""
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
 from rl_plugins.callbacks import system_metrics
 from rl_plugins.callbacks.system_metrics import Sampler, SystemMetrics
+from rl_plugins.tests.patience import patient, wait_until
 
 
-def test_samples_are_taken_once():
+def test_sampler_take_gives_each_sample_once():
     sampler = Sampler("system/node_0/", every_s=0.01)
     sampler.start()
-    deadline = time.monotonic() + 30
-    while not (values := sampler.take()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    values: dict[str, float] = {}
+
+    def taken() -> bool:
+        values.update(sampler.take())
+        return bool(values)
+
+    wait_until(taken, "a sample")
     sampler.ended.set()
-    sampler.join(5)
+    sampler.join(patient(60))
+    assert not sampler.is_alive(), "the sampler does not end"
     sampler.take()
     assert sampler.take() == {}
     assert 0 < values["system/node_0/system_memory_usage_percentage"] < 100
 
 
-def test_every_node_is_sampled_once_and_rank_0_logs_them_all(monkeypatch):
+def test_system_metrics_sample_each_node_once_and_rank_0_logs_all_nodes(monkeypatch):
     hosts = ["a", "a", "b", "b"]
     logged: list[tuple[dict[str, float], int]] = []
     logger = SimpleNamespace(log_metrics=lambda values, step: logged.append((values, step)))

@@ -9,11 +9,12 @@ from rl_plugins.callbacks.throughput import PEAK_TFLOPS, Throughput, flops_per_t
 from rl_plugins.models.lora import LoraConfig, add_adapter
 from rl_plugins.models.tiny import build_model
 from rl_plugins.tests.callbacks.training import build_stage, train
+from rl_plugins.tests.cases import case
 from rl_plugins.tests.stages import canned
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_what_is_trained_and_sampled(packing: bool) -> None:
+def test_throughput_counts_trained_and_sampled_tokens_and_flops(packing: bool) -> None:
     budget = 1000 if packing else 20
     stage = build_stage(4, packing=packing, updates_per_step=2, passes_per_step=2, tokens_per_micro_batch=budget)
     _, log = train(stage, [Throughput(peak_tflops=2.0)])
@@ -47,14 +48,14 @@ def test_what_is_trained_and_sampled(packing: bool) -> None:
     assert not stage.policy._forward_pre_hooks
 
 
-def test_without_a_known_peak_there_is_no_mfu() -> None:
+def test_throughput_without_a_known_peak_logs_no_mfu() -> None:
     _, log = train(build_stage(1), [Throughput()])
     names = {name for _, row in log.rows for name in row if name.startswith("throughput/")}
     assert names == {"throughput/trained_tokens_per_s", "throughput/sampled_tokens_per_s"}
     assert known_peak(torch.device("cpu")) is None
 
 
-def test_arithmetic_of_a_model() -> None:
+def test_flops_per_token_by_hand() -> None:
     tied = build_model(hidden_size=32, intermediate_size=48)
     config = tied.config
     assert config.tie_word_embeddings
@@ -69,12 +70,14 @@ def test_arithmetic_of_a_model() -> None:
     assert flops_per_token(torch.nn.Linear(3, 2)) == (6 * 8, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [("NVIDIA H200", 989.0), ("NVIDIA H100 NVL", 835.0), ("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA L40S", 362.0),
-     ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA L4", 121.0), ("Quadro K2000", None)],
-)  # fmt: skip
-def test_peaks_by_name(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_peak_by_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {
+        "NVIDIA H200": 989.0, "NVIDIA H100 NVL": 835.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA L40S": 362.0,
+        "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA L4": 121.0, "Quadro K2000": None,
+    }  # fmt: skip
+    name = ""
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
-    assert known_peak(torch.device("cuda")) == peak
+    for name, peak in peaks.items():
+        with case(name):
+            assert known_peak(torch.device("cuda")) == peak
     assert all(value > 100 for value in PEAK_TFLOPS.values())

@@ -19,12 +19,13 @@ from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy
+from rl_plugins.tests.patience import patient
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.test_stage import Log
 
 
 class AfterStep(Callback):
-    """Calls `act(trainer, stage)` after the steps that are named."""
+    """Calls `act(trainer, stage)` after certain steps."""
 
     def __init__(self, steps: Sequence[int], act: Callable[[Trainer, Any], object]) -> None:
         self.steps, self.act = steps, act
@@ -36,7 +37,7 @@ class AfterStep(Callback):
 
 
 def alter(stage: Any, values: Mapping[int, Mapping[str, float]]) -> None:
-    """Have the stage say other values of its metrics, at the first time that it is through with a step."""
+    """Replace metrics of a stage, for each step the first time that the step ends."""
     track, left = stage.track, dict(values)
 
     def altered(metrics: Mapping[str, float]) -> None:
@@ -69,7 +70,7 @@ def train(
     loggers: Sequence[Any] = (),
     **flags: Any,
 ) -> tuple[Trainer, Log]:
-    """Train; the trainer and what was logged."""
+    """Train; return the trainer and the log."""
     log = Log()
     trainer = Trainer(
         strategy=strategy or SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()),
@@ -89,7 +90,7 @@ def train(
 
 def sharded(name: str) -> Any:
     """The strategy `zero-2`, `zero-3` or `fsdp`."""
-    options: dict[str, Any] = {"timeout_s": 100, "rollout": canned.CannedRollout()}
+    options: dict[str, Any] = {"timeout_s": patient(100), "rollout": canned.CannedRollout()}
     return FSDPStrategy(**options) if name == "fsdp" else ZeroStrategy(stage=int(name[-1]), **options)
 
 
