@@ -1,4 +1,4 @@
-"""Reward functions that behave and misbehave, for the tests of the reward room."""
+"""Reward functions that work and that fail, for the tests of rewards."""
 
 from __future__ import annotations
 
@@ -37,14 +37,57 @@ def batch_size(solution_strs: list[str]) -> list[int]:
     return [len(solution_strs)] * len(solution_strs)
 
 
-async def waits(solution_str: str) -> float:
-    await asyncio.sleep(0.2)
+async def length_async(solution_str: str) -> float:
+    await asyncio.sleep(0)
     return float(len(solution_str))
 
 
-async def batch_waits(solution_strs: list[str]) -> np.ndarray:
-    await asyncio.sleep(0.0)
+async def batch_lengths_async(solution_strs: list[str]) -> np.ndarray:
+    await asyncio.sleep(0)
     return np.array([len(solution) for solution in solution_strs], dtype=np.float32)
+
+
+class Meeting:
+    """Scores a response by its length; no call returns before as many calls run at once as there are parties.
+
+    After the meeting, longer responses are scored earlier.
+    """
+
+    def __init__(self, parties: int) -> None:
+        self.parties, self.barrier = parties, asyncio.Barrier(parties)
+
+    async def __call__(self, solution_str: str) -> float:
+        await self.barrier.wait()
+        for _ in range(self.parties - len(solution_str)):
+            await asyncio.sleep(0)
+        return float(len(solution_str))
+
+
+def pass_time() -> None:
+    """Let the clock of the running event loop jump: every deadline of a coroutine that is set now has passed."""
+    loop: Any = asyncio.get_running_loop()
+    before = loop.time
+    loop.time = lambda: before() + 1e6
+
+
+async def give_turns() -> None:
+    """Let all other coroutines of the event loop go on, for more turns than any sample needs."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def length_past_every_deadline(solution_str: str) -> float:
+    """Scores a response by its length, after every deadline that a coroutine may have."""
+    pass_time()
+    await give_turns()
+    return float(len(solution_str))
+
+
+def hang_after_the_alarm() -> None:
+    """Never return; the signal of the soft deadline comes at once, whatever the deadline is."""
+    signal.raise_signal(signal.SIGALRM)
+    while True:
+        time.sleep(60)
 
 
 class Remembering:
@@ -72,7 +115,7 @@ def hang_deaf() -> None:
 
 
 def obey(solution_str: str) -> Any:
-    """Do what the response says; anything else is scored by its length."""
+    """Do the deed that the response names; score any other response by its length."""
     deeds: dict[str, Any] = {
         "raise": lambda: 1 / 0,
         "exit": lambda: sys.exit(3),
@@ -88,6 +131,7 @@ def obey(solution_str: str) -> Any:
         "numpy bool": lambda: np.bool_(True),
         "0-d": lambda: {"score": np.array(2.0), "hits": np.int64(3)},
         "loop": lambda: [None for _ in iter(int, 1)],
+        "expire": hang_after_the_alarm,
         "swallow": swallow_and_hang,
         "deaf": hang_deaf,
         "die": lambda: os._exit(1),
@@ -100,16 +144,23 @@ def obey(solution_str: str) -> Any:
 
 
 async def obey_async(solution_str: str) -> Any:
+    """As `obey`; `expire` blocks the event loop, `await expire` and `stubborn` wait in it."""
     if solution_str == "await":
         await asyncio.sleep(600)
     if solution_str == "own timeout":
         raise TimeoutError("the server did not answer")
-    if solution_str == "stubborn":
+    if solution_str in ("await expire", "stubborn"):
+        await give_turns()
+        pass_time()
         try:
             await asyncio.sleep(600)
         except asyncio.CancelledError:
+            if solution_str == "await expire":
+                raise
+            # The deadline of the loop, which ends what does not let itself be cancelled.
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
             await asyncio.sleep(600)
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     return obey(solution_str)
 
 
@@ -125,17 +176,17 @@ def obey_batch(solution_strs: list[str]) -> Any:
 
 
 def haggle(solution_str: str, messages: list[dict[str, str]], turns_left: int) -> object:
-    """Answers until it hears `yes`, or nothing is left to be said."""
+    """Answers until the response is `yes` or no turn is left."""
     if solution_str == "yes" or not turns_left:
         return {"score": float(solution_str == "yes"), "said": len(messages)}
     return "sure?" if solution_str == "no" else {"role": "tool", "content": solution_str.upper()}
 
 
 def insists(solution_str: str) -> str:
-    """Never gives a score."""
+    """Always answers, and never gives a score."""
     return "again"
 
 
 def mumbles(solution_str: str) -> object:
-    """Answers with what is no text."""
+    """Answers with a number in place of text."""
     return {"role": "tool", "content": 4}

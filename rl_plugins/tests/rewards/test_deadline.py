@@ -1,4 +1,4 @@
-"""The timer interrupts, leaves other timers alone, and stays out of a debugger's way."""
+"""run_with_deadline interrupts a function, keeps an outer timer, and sets no timer under a debugger."""
 
 from __future__ import annotations
 
@@ -6,77 +6,102 @@ import signal
 import sys
 import threading
 import time
-from types import FrameType
+from collections.abc import Iterator
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rl_plugins.rewards import deadline
 from rl_plugins.rewards.deadline import SoftDeadline, debugging, run_with_deadline
+from rl_plugins.tests.patience import patient
+
+# Of functions that return at once.
+DEADLINE_S = patient(60)
 
 
-def test_the_result_is_returned_and_the_timer_is_off() -> None:
-    handler = signal.getsignal(signal.SIGALRM)
-    outer = signal.getitimer(signal.ITIMER_REAL)[0]
-    assert run_with_deadline(lambda: 3, 0.05) == 3
-    time.sleep(0.1)
-    assert signal.getsignal(signal.SIGALRM) is handler
+def trace(frame: FrameType, event: str, argument: Any) -> None:
+    return None
+
+
+@pytest.fixture
+def _tracer() -> Iterator[None]:
+    previous = sys.gettrace()
+    yield
+    sys.settrace(previous)
+
+
+def alarm_handler() -> Any:
+    return signal.getsignal(signal.SIGALRM)
+
+
+def test_run_with_deadline_returns_the_result_and_turns_the_timer_off() -> None:
+    handler, outer = alarm_handler(), signal.getitimer(signal.ITIMER_REAL)[0]
+
+    def function() -> int:
+        assert alarm_handler() is not handler
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= DEADLINE_S
+        return 3
+
+    assert run_with_deadline(function, DEADLINE_S) == 3
+    assert alarm_handler() is handler
     assert bool(signal.getitimer(signal.ITIMER_REAL)[0]) == bool(outer)
 
 
-def test_sleep_is_interrupted() -> None:
-    started = time.monotonic()
+def compute_for_ever() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    "never_returns",
+    [lambda: time.sleep(600), lambda: threading.Event().wait(), compute_for_ever],
+    ids=["sleep", "wait", "compute"],
+)
+def test_run_with_deadline_raises_after_the_deadline(never_returns: Any) -> None:
     with pytest.raises(SoftDeadline):
-        run_with_deadline(lambda: time.sleep(10), 0.1)
-    assert time.monotonic() - started < 5
+        run_with_deadline(never_returns, 0.02)
 
 
-def test_an_outer_timer_keeps_its_time() -> None:
-    before = signal.setitimer(signal.ITIMER_REAL, 50.0)
-    started = time.monotonic()
+def test_run_with_deadline_takes_the_seconds_of_the_function_from_an_outer_timer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = iter([100.0, 2100.0])
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    before = signal.setitimer(signal.ITIMER_REAL, 5000.0)
     try:
-        run_with_deadline(lambda: time.sleep(0.2), 1.0)
+        run_with_deadline(lambda: None, DEADLINE_S)
         left = signal.getitimer(signal.ITIMER_REAL)[0]
     finally:
         signal.setitimer(signal.ITIMER_REAL, *before)
-    assert 45.0 < left <= 50.0 - 0.2 + 0.01
-    assert time.monotonic() - started < 5
+    # 5000 s less the 2000 s of the function, and what the test itself took.
+    assert 2500.0 < left <= 3000.0
 
 
-def test_no_timer_in_another_thread_or_without_deadline() -> None:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(run_with_deadline(lambda: 1, 0.01)))
+def test_run_with_deadline_sets_no_timer_in_another_thread_or_without_deadline() -> None:
+    handler, handlers = alarm_handler(), []
+    thread = threading.Thread(target=lambda: handlers.append(run_with_deadline(alarm_handler, DEADLINE_S)))
     thread.start()
     thread.join()
-    assert results == [1]
-    assert run_with_deadline(lambda: time.sleep(0.01), None) is None
+    handlers.append(run_with_deadline(alarm_handler, None))
+    assert handlers == [handler, handler]
 
 
-def test_a_debugger_stops_the_clock() -> None:
-    def trace(frame: FrameType, event: str, argument: Any) -> None:
-        return None
-
+@pytest.mark.usefixtures("_tracer")
+def test_run_with_deadline_does_not_interrupt_a_debugger() -> None:
     def step_into_debugger() -> str:
         sys.settrace(trace)  # what breakpoint() does
-        time.sleep(0.2)
+        signal.raise_signal(signal.SIGALRM)
         return "stepped"
 
-    previous = sys.gettrace()
-    try:
-        assert run_with_deadline(step_into_debugger, 0.1) == "stepped"
-        assert debugging()
-        assert run_with_deadline(lambda: time.sleep(0.1), 0.01) is None
-    finally:
-        sys.settrace(previous)
+    handler = alarm_handler()
+    assert run_with_deadline(step_into_debugger, DEADLINE_S) == "stepped"
+    assert debugging()
+    assert run_with_deadline(alarm_handler, DEADLINE_S) is handler
 
 
-def test_a_coverage_tracer_is_no_debugger() -> None:
-    def trace(frame: FrameType, event: str, argument: Any) -> None:
-        return None
-
-    trace.__module__ = "coverage.pytracer"
-    previous = sys.gettrace()
-    try:
-        sys.settrace(trace)
-        assert not debugging()
-    finally:
-        sys.settrace(previous)
+@pytest.mark.usefixtures("_tracer")
+def test_debugging_is_false_under_a_coverage_tracer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "__module__", "coverage.pytracer")
+    sys.settrace(trace)
+    assert not debugging()

@@ -1,3 +1,5 @@
+"""default_scorer turns a bare reward into an InlineScorer."""
+
 from __future__ import annotations
 
 import pytest
@@ -32,13 +34,13 @@ class Right:
         ({"_target_": "rl_plugins.rewards.scorers.exact_match"}, 1.0),
     ],
 )
-def test_a_bare_reward_scores_in_this_process_without_ray(reward, value):
+def test_default_scorer_of_a_bare_reward_is_an_inline_scorer(reward, value):
     scorer = default_scorer(reward)
     assert isinstance(scorer, InlineScorer)
     assert [score.value for score in scorer.score([REQUEST])] == [value]
 
 
-def test_a_function_with_unknown_arguments_is_named():
+def test_default_scorer_names_a_function_with_unknown_arguments():
     def strange(answer):
         return 0.0
 

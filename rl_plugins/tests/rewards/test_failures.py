@@ -12,22 +12,22 @@ SLOW = Score(value=None, failure="timeout", message="too slow")
 BAD = Score(value=None, failure="raised", message="ValueError: no")
 
 
-def test_every_kind_is_counted_even_if_absent() -> None:
+def test_failure_counts_has_every_kind() -> None:
     assert failure_counts([GOOD, SLOW, BAD, BAD]) == {"raised": 2, "timeout": 1, "not_finite": 0, "died": 0}
 
 
-def test_the_limit_itself_is_allowed() -> None:
+def test_check_failure_rate_allows_the_limit() -> None:
     check_failure_rate([GOOD, BAD], 0.5)
     check_failure_rate([GOOD], 0.0)
     check_failure_rate([], 0.0)
 
 
-def test_above_the_limit_the_commonest_reason_is_told() -> None:
+def test_check_failure_rate_names_the_commonest_reason_above_the_limit() -> None:
     with pytest.raises(RewardFailureError, match=r"3 of 4 .*=0\.5 .*raised \(2 times\).*ValueError: no"):
         check_failure_rate([SLOW, BAD, GOOD, BAD], 0.5)
 
 
-def test_what_is_not_scored_yet_has_not_failed() -> None:
+def test_check_failure_rate_counts_only_scored_samples() -> None:
     check_failure_rate([BAD, None, None, None], 0.25)
     with pytest.raises(RewardFailureError, match="2 of 4"):
         check_failure_rate([BAD, BAD, None, None], 0.25)

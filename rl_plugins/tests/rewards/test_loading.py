@@ -1,4 +1,4 @@
-"""A reward is found by `_target_` or by file; whatever is missing is named, with what exists nearby."""
+"""load_reward finds a reward by `_target_` or by file, and suggests a similar name if there is none."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def reward_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_function_by_target_keeps_its_options() -> None:
+def test_load_reward_returns_a_function_and_the_options() -> None:
     name, function, options = load_reward({"_target_": "math.isclose", "rel_tol": 0.1})
     assert (name, function(1, 1), options) == ("math.isclose", True, {"rel_tol": 0.1})
 
 
-def test_function_from_a_file(reward_file: Path) -> None:
+def test_load_reward_returns_a_function_of_a_file(reward_file: Path) -> None:
     _, function, options = load_reward({"path": str(reward_file), "name": "compute_score", "weight": 2})
     assert (function("x"), options) == (1.0, {"weight": 2})
 
 
-def test_class_from_a_file_is_built_once_with_the_options(reward_file: Path) -> None:
+def test_load_reward_builds_a_class_of_a_file_with_the_options(reward_file: Path) -> None:
     judge: Any
     _, judge, options = load_reward({"path": str(reward_file), "name": "Judge", "url": "there"})
     assert (judge.url, judge("x"), options) == ("there", 0.5, {})
 
 
-def test_omegaconf_containers_become_plain() -> None:
+def test_plain_converts_omegaconf_containers() -> None:
     config = OmegaConf.create({"a": [1, {"b": "${c}"}], "c": 2})
     result = plain(config)
     assert result == {"a": [1, {"b": 2}], "c": 2}
@@ -70,47 +70,45 @@ def test_omegaconf_containers_become_plain() -> None:
         ),
     ],
 )
-def test_a_wrong_name_is_a_clear_error(config: dict[str, object], message: str) -> None:
+def test_load_reward_refuses_a_wrong_configuration(config: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_reward(config)
 
 
-def test_a_missing_file_names_its_neighbour(reward_file: Path) -> None:
+def test_load_reward_suggests_a_file_of_a_similar_name(reward_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not exist; did you mean .*my_rewards\.py"):
         load_reward({"path": str(reward_file.with_name("my_reward.py")), "name": "compute_score"})
 
 
-def test_a_missing_name_in_a_file_names_the_nearest(reward_file: Path) -> None:
+def test_load_reward_suggests_a_similar_name_in_the_file(reward_file: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'compute_score'"):
         load_reward({"path": str(reward_file), "name": "compute_scores"})
 
 
-def test_a_name_like_nothing_lists_what_exists(reward_file: Path) -> None:
+def test_load_reward_lists_the_names_of_the_file(reward_file: Path) -> None:
     with pytest.raises(ConfigError, match="there is: Judge, Mute, compute_score"):
         load_reward({"path": str(reward_file), "name": "zzz"})
 
 
-def test_a_class_without_call(reward_file: Path) -> None:
+def test_load_reward_refuses_a_class_without_call(reward_file: Path) -> None:
     with pytest.raises(ConfigError, match="no method __call__"):
         load_reward({"path": str(reward_file), "name": "Mute"})
 
 
-def test_a_file_that_is_not_python(tmp_path: Path) -> None:
+def test_load_reward_refuses_a_file_that_is_not_python(tmp_path: Path) -> None:
     (tmp_path / "rewards.txt").write_text("x")
     with pytest.raises(ConfigError, match=r"must end in \.py"):
         load_reward({"path": str(tmp_path / "rewards.txt"), "name": "f"})
 
 
-def test_a_missing_dependency_of_the_module_is_told_from_the_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_reward_names_a_missing_dependency_of_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needy_rewards.py").write_text("import a_package_nobody_has\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="importing needy_rewards failed: No module named 'a_package_nobody_has'"):
         load_reward({"_target_": "needy_rewards.f"})
 
 
-def test_an_error_in_the_users_module_keeps_its_type(tmp_path: Path) -> None:
+def test_load_reward_raises_the_error_of_the_module(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):
         load_reward({"path": str(tmp_path / "broken.py"), "name": "f"})

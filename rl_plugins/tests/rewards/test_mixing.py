@@ -1,17 +1,20 @@
-"""Weighted sums of plain, batched and asynchronous rewards; a failing part fails its sample and no other."""
+"""WeightedSum of plain, batched and async rewards; a failing part fails one sample only."""
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards import InlineScorer, Score, ScoringRequest
+from rl_plugins.rewards import InlineScorer, Score, ScoringRequest, mixing
 from rl_plugins.rewards.calling import Scorer
+from rl_plugins.tests.patience import patient
 
 HERE = "rl_plugins.tests.rewards.sample_rewards"
+# Of calls that return, and of calls that let their deadline pass by themselves.
+DEADLINE_S = patient(60)
 
 
 def request(solution: str) -> ScoringRequest:
@@ -23,19 +26,19 @@ def mixed(weights: dict[str, Any] | None = None, **parts: str) -> dict[str, Any]
     return {"_target_": "rl_plugins.rewards.mixing.WeightedSum", "rewards": rewards, "weights": weights}
 
 
-def score(config: dict[str, Any], *solutions: str, deadline_s: float | None = 5.0) -> list[Score]:
+def score(config: dict[str, Any], *solutions: str, deadline_s: float | None = DEADLINE_S) -> list[Score]:
     scorer = InlineScorer(config, deadline_s=deadline_s, max_failure_rate=1.0)
     return scorer.score([request(solution) for solution in solutions])
 
 
-def test_the_sum_and_its_parts() -> None:
+def test_weighted_sum_returns_the_sum_and_the_parts() -> None:
     config = mixed({"rule": 2.0, "size": -0.5}, rule="is_right", size="length")
     first, second = score(config, "yes", "no")
     assert first == Score(2.0 - 1.5, {"rule": 1.0, "size": 3.0})
     assert second == Score(-1.0, {"rule": 0.0, "size": 2.0})
 
 
-def test_parts_without_a_weight_count_once_and_details_of_parts_are_kept() -> None:
+def test_weighted_sum_has_weight_1_by_default_and_keeps_the_details_of_parts() -> None:
     (result,) = score(mixed(rule="is_right", all="everything"), "yes")
     assert result == Score(8.0, {"rule": 1.0, "all": 7.0, "all.known": 7.0})
 
@@ -45,12 +48,12 @@ def test_parts_without_a_weight_count_once_and_details_of_parts_are_kept() -> No
     [
         (["is_right", "length"], False, False),
         (["is_right", "batch_lengths"], True, False),
-        (["is_right", "waits"], False, True),
-        (["batch_lengths", "waits"], True, True),
-        (["batch_waits", "length"], True, True),
+        (["is_right", "length_async"], False, True),
+        (["batch_lengths", "length_async"], True, True),
+        (["batch_lengths_async", "length"], True, True),
     ],
 )
-def test_each_part_is_called_in_its_own_way(parts: list[str], batched: bool, is_async: bool) -> None:
+def test_weighted_sum_calls_plain_batched_and_async_parts(parts: list[str], batched: bool, is_async: bool) -> None:
     config = mixed(None, **dict(zip("ab", parts, strict=True)))
     scorer = Scorer(config)
     assert (scorer.batched, scorer.is_async) == (batched, is_async)
@@ -61,40 +64,52 @@ def test_each_part_is_called_in_its_own_way(parts: list[str], batched: bool, is_
         assert result.value == sum(value or 0.0 for value in expected)
 
 
-def test_a_batched_part_sees_the_whole_batch_and_coroutines_run_concurrently() -> None:
-    started = time.monotonic()
-    results = score(mixed(count="batch_size", wait="waits"), *("x" * n for n in range(20)))
-    assert [result.details["count"] for result in results] == [20.0] * 20
-    assert time.monotonic() - started < 2.0  # one after the other would take 4 s
+def test_weighted_sum_passes_the_whole_batch_to_a_part_and_runs_coroutines_concurrently() -> None:
+    config = mixed(count="batch_size", meet="Meeting")
+    config["rewards"]["meet"]["parties"] = 20
+    results = score(config, *("x" * n for n in range(20)))
+    assert [result.details for result in results] == [{"count": 20.0, "meet": float(n)} for n in range(20)]
 
 
 @pytest.mark.parametrize(
-    ("deed", "failure"), [("raise", "raised"), ("nan", "not_finite"), ("text", "raised"), ("loop", "timeout")]
+    ("deed", "failure"), [("raise", "raised"), ("nan", "not_finite"), ("text", "raised"), ("expire", "timeout")]
 )
-@pytest.mark.parametrize("other", ["length", "batch_lengths", "waits"])
-def test_a_failing_part_fails_its_sample_and_no_other(deed: str, failure: str, other: str) -> None:
-    results = score(mixed(other=other, bad="obey"), "a", deed, "ccc", deadline_s=0.4)
+@pytest.mark.parametrize("other", ["length", "batch_lengths", "length_async"])
+def test_weighted_sum_fails_only_the_sample_of_a_failing_part(deed: str, failure: str, other: str) -> None:
+    results = score(mixed(other=other, bad="obey"), "a", deed, "ccc")
     assert [result.failure for result in results] == [None, failure, None]
     assert [result.value for result in results] == [2.0, None, 6.0]
     assert results[1].message.startswith("bad: ")
 
 
-def test_a_hanging_batch_is_taken_apart() -> None:
-    results = score(mixed(batch="obey_batch", size="length"), "a", "loop", "ccc", deadline_s=0.3)
+def test_weighted_sum_scores_the_samples_of_a_hanging_batch_one_by_one() -> None:
+    results = score(mixed(batch="obey_batch", size="length"), "a", "expire", "ccc")
     assert [result.failure for result in results] == [None, "timeout", None]
 
 
-def test_slow_samples_are_not_blamed_for_their_number() -> None:
-    results = score(mixed(slow="obey", batch="batch_lengths"), *["slow"] * 4, deadline_s=0.7)
+@pytest.mark.parametrize("parts", [("slow", "batch"), ("batch", "slow")], ids=" before ".join)
+def test_weighted_sum_does_not_time_out_samples_that_are_slow_only_together(
+    parts: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(mixing, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def slow(solution_str: str) -> float:
+        clock[0] += 3000.0
+        return 1.0
+
+    config = mixed(**dict.fromkeys(parts, "batch_lengths"))
+    config["rewards"]["slow"] = {"_target_": slow}
+    results = score(config, *["slow"] * 4, deadline_s=7000.0)
     assert [result.value for result in results] == [5.0] * 4
 
 
-def test_a_sum_beyond_all_numbers_is_no_score() -> None:
+def test_weighted_sum_fails_a_sum_that_is_not_finite() -> None:
     (result,) = score(mixed({"a": 1e308, "b": 1e308}, a="length", b="length"), "x" * 9)
     assert result.failure == "not_finite" and result.value is None
 
 
-def test_sums_can_be_parts_of_sums() -> None:
+def test_weighted_sum_accepts_a_weighted_sum_as_a_part() -> None:
     outer = mixed({"inner": 10.0}, inner="length")
     outer["rewards"]["inner"] = mixed(size="batch_lengths")
     assert score(outer, "ab") == [Score(20.0, {"inner": 2.0, "inner.size": 2.0})]
@@ -111,12 +126,12 @@ def test_sums_can_be_parts_of_sums() -> None:
         ({**mixed(rule="length"), "rewards": {"rule": 3}}, "the reward 'rule' is 3, not a mapping"),
     ],
 )
-def test_wrong_configurations_are_refused(config: dict[str, Any], message: str) -> None:
+def test_weighted_sum_refuses_a_wrong_configuration(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Scorer(config)
 
 
-def test_a_part_that_answers_is_refused() -> None:
+def test_weighted_sum_fails_a_part_that_replies() -> None:
     scorer = InlineScorer(mixed(rule="is_right", talk="insists"), max_failure_rate=1.0)
     (result,) = scorer.answer([ScoringRequest("s", "yes", "yes", {"index": 7}, turns_left=3)])
     assert result.failure == "raised" and "talk: a part of a sum cannot answer" in result.message

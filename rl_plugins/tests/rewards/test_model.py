@@ -1,4 +1,4 @@
-"""A reward model as a reward: what it reads, batches of any size, and what is refused."""
+"""ModelReward: the text that a reward model scores, batches of any size, and wrong options."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plain_score(path: str, text: str) -> float:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
-def test_it_scores_the_end_of_the_conversation_for_any_batch_size(path: str, batch_size: int) -> None:
+def test_model_reward_scores_the_end_of_the_conversation(path: str, batch_size: int) -> None:
     scorer = InlineScorer({"_target_": TARGET, "path": path, "batch_size": batch_size})
     requests = [request(response, "1" * (1 + row)) for row, response in enumerate(RESPONSES)]
     scores = scorer.score(requests)
@@ -56,7 +56,7 @@ def test_it_scores_the_end_of_the_conversation_for_any_batch_size(path: str, bat
     assert len({score.value for score in scores}) == len(scores)
 
 
-def test_samples_of_similar_length_go_together(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_reward_batches_samples_of_similar_length(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reward = ModelReward(path, batch_size=2)
     widths = []
     padded = reward._padded
@@ -71,7 +71,7 @@ def test_samples_of_similar_length_go_together(path: str, monkeypatch: pytest.Mo
     assert [max(lengths) - min(lengths) for lengths in widths] == [1, 1]
 
 
-def test_the_callers_threads_and_gradients_are_left_alone(path: str) -> None:
+def test_model_reward_keeps_the_threads_and_the_gradient_mode_of_the_caller(path: str) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -82,7 +82,7 @@ def test_the_callers_threads_and_gradients_are_left_alone(path: str) -> None:
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-def test_a_sample_without_a_prompt_fails(path: str) -> None:
+def test_model_reward_fails_a_sample_without_a_prompt(path: str) -> None:
     scorer = InlineScorer({"_target_": TARGET, "path": path}, max_failure_rate=1.0)
     (score,) = scorer.score([ScoringRequest("s", "42", None, {})])
     assert score.failure == "raised" and "reads the prompt's messages" in score.message
@@ -97,7 +97,7 @@ def test_a_sample_without_a_prompt_fails(path: str) -> None:
         ({"path": "./nowhere"}, "ModelReward: path=./nowhere: no such folder"),
     ],
 )
-def test_wrong_options_are_refused(
+def test_model_reward_refuses_wrong_options(
     path: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -105,13 +105,13 @@ def test_wrong_options_are_refused(
         InlineScorer({"_target_": TARGET, "path": path, **options})
 
 
-def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:
+def test_model_reward_refuses_a_policy(tmp_path: Path) -> None:
     policy = str(save_tiny_policy(tmp_path))
     with pytest.raises(ConfigError, match="has no scalar head"):
         InlineScorer({"_target_": TARGET, "path": policy})
 
 
-def test_the_module_is_imported_without_torch() -> None:
+def test_model_reward_module_is_imported_without_torch() -> None:
     code = "import sys, rl_plugins.rewards.model, rl_plugins.rewards.mixing; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -46,7 +46,7 @@ def test_final_answer_with_the_marker_required() -> None:
     assert final_answer("#### 72", "72", require_marker=True) == 1.0
 
 
-def test_final_answer_needs_a_number_to_compare_with() -> None:
+def test_final_answer_refuses_a_ground_truth_without_a_number() -> None:
     with pytest.raises(ValueError, match="holds no number"):
         final_answer("72", "seventy-two")
 
@@ -77,7 +77,7 @@ def test_math_verify_refuses_an_empty_ground_truth(math_verify: MathVerify) -> N
         math_verify("\\boxed{4}", "")
 
 
-def test_math_verify_raises_what_its_package_would_swallow(
+def test_math_verify_raises_errors_that_the_package_hides(
     math_verify: MathVerify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: Any) -> bool:
@@ -88,7 +88,7 @@ def test_math_verify_raises_what_its_package_would_swallow(
         math_verify("\\boxed{x+1}", "x+2")
 
 
-def test_math_verify_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_verify_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real_import = builtins.__import__
 
     def without(name: str, *arguments: Any, **options: Any) -> Any:
