@@ -81,6 +81,7 @@ print("SCORE", scorer.score([ScoringRequest("s", "abc", None, dict())])[0].value
     )
     assert "('value', 'abc')" in result.stdout, result.stderr
     assert "SCORE 3.0" in result.stdout, result.stderr
+    assert "SoftDeadline" not in result.stdout
 
 
 @pytest.mark.parametrize("option", [{"num_workers": 0}, {"deadline_s": 0}, {"chunk_size": 0}])
