@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from omegaconf import OmegaConf
 
 from rl_plugins.commands.plan import words_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.batch import check_batch
-from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import parse_config
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.values import check_values
 from rl_plugins.planning.devices import DEVICES, GIB, device_named
 from rl_plugins.planning.search import Cluster, advice, overrides, placements, search
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.workload import Workload
+from rl_plugins.tests.launch.configurations import configured
 
 QWEN_7B = ModelShape(28, 3584, 18944, 28, 4, 128, 152064, attention_bias=28 * 128 + 8 * 128, norms=2 * 3584)
 WORK = Workload(QWEN_7B)
@@ -67,12 +65,11 @@ def test_placements_give_workers_equal_prompts_in_every_update():
 def test_overrides_of_every_placement_pass_the_checks_of_a_run(cluster: Cluster, fsdp: bool):
     on_cpu = cluster.device.is_cpu
     machine = {"CPU": float(cluster.per_node)} if on_cpu else {"CPU": 64.0, "GPU": float(cluster.per_node)}
-    recipe = compose_config("grpo", ["model.path=none", "batch.prompts_per_step=8", "batch.updates_per_step=2"])
+    run = ("model.path=none", "batch.prompts_per_step=8", "batch.updates_per_step=2")
     found = list(placements(replace(WORK, prompts=8, updates=2), cluster, fsdp=fsdp))
     assert found
     for place in found:
-        words = words_of(overrides(WORK, place, cluster))
-        config = parse_config(OmegaConf.merge(recipe, OmegaConf.from_dotlist(words)))
+        config = configured("grpo", *run, *words_of(overrides(WORK, place, cluster)))
         check_values(config)
         check_batch(config)
         check_fit(roles_of(config, "cpu" if on_cpu else "cuda"), [machine] * cluster.nodes, "the cluster")
