@@ -1,6 +1,8 @@
 """What all unit tests share."""
 
+import socket
 from collections.abc import Generator, Iterator
+from sqlite3 import Connection
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,3 +39,24 @@ settings.load_profile("tests")
 def _exact_norms() -> Iterator[None]:
     with exact_norms():
         yield
+
+
+@pytest.fixture
+def refused_address() -> Iterator[str]:
+    """An address of this machine where nothing listens, and where no other process can listen meanwhile."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{silent.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def sqlite_without_sync() -> Iterator[None]:
+    """Files of SQLite are not forced to the disk: MLflow does that a hundred times to make a store."""
+    from sqlalchemy import Engine, event
+
+    def set_up(connection: Connection, _: object) -> None:
+        connection.execute("PRAGMA synchronous=OFF")
+
+    event.listen(Engine, "connect", set_up)
+    yield
+    event.remove(Engine, "connect", set_up)

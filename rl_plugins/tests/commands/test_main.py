@@ -1,20 +1,18 @@
-"""The console script: every command is there, helps quickly, and reports what a user has to mend."""
+"""The console script: all commands, their help, and messages about wrong arguments."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
 from rl_plugins.commands.main import COMMANDS, main
+from rl_plugins.tests.patience import patient
 from rl_plugins.tests.repository.test_import_weight import HEAVY
 
-ANSWERS_WITHIN_S = 3.0
 
-
-def test_the_list_of_commands(capsys):
+def test_main_lists_the_commands(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"  {name} " in shown and summary in shown for name, summary in COMMANDS.items())
@@ -42,7 +40,7 @@ def test_the_list_of_commands(capsys):
         (["evaluate", "x.parquet", "--reward", "none.yaml"], "--reward none.yaml: there is no such file"),
     ],
 )
-def test_one_line_says_what_to_mend(arguments, message, capsys, tmp_path, monkeypatch):
+def test_main_says_in_one_line_how_to_mend_wrong_arguments(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     error = capsys.readouterr().err
@@ -51,7 +49,7 @@ def test_one_line_says_what_to_mend(arguments, message, capsys, tmp_path, monkey
 
 
 def loaded_by(root, *commands):
-    """The heavy libraries that these command lines load in one process, what they print, and the seconds."""
+    """The heavy libraries that command lines load in one process, and the text that the process prints."""
     code = (
         "import sys\nfrom rl_plugins.commands.main import main\n"
         f"for command in {commands!r}:\n"
@@ -59,24 +57,21 @@ def loaded_by(root, *commands):
         "    except SystemExit:\n        pass\n"
         "print('LOADED', *sys.modules)"
     )
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
-    seconds = time.perf_counter() - start
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=patient(60))
     shown, _, loaded = done.stdout.partition("LOADED")
     assert done.returncode == 0, done.stderr
-    return set(loaded.split()) & HEAVY, shown, seconds
+    return set(loaded.split()) & HEAVY, shown
 
 
-def test_help_loads_nothing_heavy(root):
-    loaded, shown, seconds = loaded_by(root, *(f"{name} --help" for name in COMMANDS))
+def test_help_of_a_command_loads_no_heavy_library(root):
+    loaded, shown = loaded_by(root, *(f"{name} --help" for name in COMMANDS))
     assert loaded == set()
-    assert seconds < ANSWERS_WITHIN_S
-    # The docstring of each is its help, with examples.
+    # The help of a command is the docstring of the module, with examples.
     assert all(shown.count(f"\n  rl-plugins {name}") >= 2 for name in COMMANDS)
 
 
-def test_wrong_arguments_and_the_doctor_load_nothing_heavy(root):
-    loaded, shown, seconds = loaded_by(
+def test_wrong_arguments_and_doctor_load_no_heavy_library(root):
+    loaded, shown = loaded_by(
         root,
         "generate m --data no.parquet --output x.parquet",
         "evaluate no.parquet --reward exact_match",
@@ -84,4 +79,4 @@ def test_wrong_arguments_and_the_doctor_load_nothing_heavy(root):
         "doctor",
     )
     assert loaded == set()
-    assert "what will work" in shown and seconds < 2 * ANSWERS_WITHIN_S
+    assert "what will work" in shown

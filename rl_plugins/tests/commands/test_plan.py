@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
+from rl_plugins.algorithms.advantages import ADVANTAGES
 from rl_plugins.commands.main import main
 from rl_plugins.commands.plan import WITH_VALUES, given_values, read_shape, workload_of
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import parse_config
 from rl_plugins.launch.placement import check_fit, roles_of
+from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tests.repository.test_import_weight import HEAVY
 
 QWEN_7B = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
     "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
 }  # fmt: skip
-ANSWERS_WITHIN_S = 3.0
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def model(tmp_path):
     return path
 
 
-def test_it_prints_the_placements_and_the_options_of_the_best(model, capsys):
+def test_plan_prints_the_placements_and_the_options_of_the_best(model, capsys):
     words = ["plan", "grpo", f"model.path={model}", "--device", "h100", "model.precision=bf16-true"]
     assert main([*words, "strategy.zero_stage=3", "--devices", "8"]) == 0
     shown = capsys.readouterr().out
@@ -43,7 +43,7 @@ def test_it_prints_the_placements_and_the_options_of_the_best(model, capsys):
     assert seconds == sorted(seconds)
     options = lines[-1].split()
     assert {"strategy.zero_stage=3", "placement.rollout=split"} <= set(options)
-    config = parse_config(compose_config("grpo", [f"model.path={model}", *options]))
+    config = configured("grpo", f"model.path={model}", *options)
     check_fit(roles_of(config, "cuda"), [{"CPU": 64.0, "GPU": 8.0}], "the machine")
 
 
@@ -56,32 +56,29 @@ def test_it_prints_the_placements_and_the_options_of_the_best(model, capsys):
         ("batch.updates_per_step=16", "placement.num_workers=2"),
         # Workers with whole GPUs leave none to an engine beside them.
         ("placement.gpus_per_worker=1", "placement.rollout=split"),
-        # A policy that is older than the one that learns is compared with what sampled.
+        # A policy that samples ahead of training needs log-probs of the whole distribution: top_p=1.
         ("sampling.top_p=0.9", "schedule.max_staleness=0"),
     ],
 )
-def test_what_is_given_is_kept_however_it_is_written(word, kept, model, capsys):
+def test_plan_keeps_an_option_of_the_command_line_in_any_spelling(word, kept, model, capsys):
     words = ["plan", "grpo", f"model.path={model}", "--device", "h200", "model.precision=bf16-true", "--devices", "8"]
     assert main([*words, word]) == 0
     assert kept in capsys.readouterr().out.splitlines()[-1].split()
 
 
-def test_the_impossible_is_refused_in_time_and_without_heavy_libraries(model, root):
+def test_plan_refuses_the_impossible_and_loads_no_heavy_library(model, root):
     words = ["plan", "grpo", f"model.path={model}", "--device", "l4", "--devices", "2"]
     code = (
         "import sys\nfrom rl_plugins.commands.main import main\n"
         f"status = main({words!r})\nprint('LOADED', *sys.modules)\nsys.exit(status)"
     )
-    start = time.monotonic()
     outcome = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    seconds = time.monotonic() - start
     assert outcome.returncode == 2
     error = outcome.stderr
     assert re.search(
         r"error: none of \d+ placements fits; the nearest, .* lacks [\d.]+ GiB on each .*: (set|lower|train) ", error
     )
     assert set(outcome.stdout.split("LOADED")[1].split()) & HEAVY == set()
-    assert seconds < ANSWERS_WITHIN_S
 
 
 @pytest.mark.parametrize(
@@ -104,7 +101,7 @@ def test_the_impossible_is_refused_in_time_and_without_heavy_libraries(model, ro
         (["grpo", "model.path=M", "--device", "cpu", "--calibration", "no.json"], "--calibration no.json: "),
     ],
 )
-def test_one_line_says_what_to_mend(words, message, model, capsys):
+def test_plan_says_in_one_line_how_to_mend_the_options(words, message, model, capsys):
     devices = [] if "--devices" in words or "--nodes" in words else ["--devices", "8"]
     device = [] if "--device" in words else ["--device", "h100"]
     assert main(["plan", *(word.replace("=M", f"={model}") for word in words), *device, *devices]) == 2
@@ -112,12 +109,12 @@ def test_one_line_says_what_to_mend(words, message, model, capsys):
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
-def test_null_leaves_an_option_open():
+def test_given_values_leaves_out_an_option_that_is_null():
     words = ["rollout.sleep=null", "++rollout.engines=per_worker"]
     assert given_values(compose_config("grpo", words), words) == {"rollout.engines": "per_worker"}
 
 
-def test_a_file_that_is_no_shape_is_named(tmp_path):
+def test_read_shape_names_a_file_that_is_not_json(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("{")
     with pytest.raises(ValueError, match=r"model.path=.*x.json is not JSON"):
@@ -125,10 +122,10 @@ def test_a_file_that_is_no_shape_is_named(tmp_path):
 
 
 def work(recipe, model, *options):
-    return workload_of(parse_config(compose_config(recipe, [f"model.path={model}", *options])))
+    return workload_of(configured(recipe, f"model.path={model}", *options))
 
 
-def test_an_algorithm_brings_its_models(model):
+def test_workload_of_has_the_models_of_the_algorithm(model):
     plain = work("grpo", model)
     assert plain.critic is None and plain.frozen == {}
     assert work("ppo", model).critic == plain.policy
@@ -139,10 +136,6 @@ def test_an_algorithm_brings_its_models(model):
     assert set(work("prime", model).frozen) == {"reference"} and work("prime", model).critic == plain.policy
 
 
-def test_advantages_with_values_are_those_whose_functions_ask_for_them():
-    import inspect
-
-    from rl_plugins.algorithms.advantages import ADVANTAGES
-
+def test_with_values_names_the_advantages_whose_functions_take_values():
     asking = {name for name, function in ADVANTAGES.items() if "values_BT" in inspect.signature(function).parameters}
     assert asking == WITH_VALUES

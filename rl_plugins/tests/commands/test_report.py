@@ -7,7 +7,7 @@ import pytest
 from rl_plugins.commands.main import main
 
 
-def test_the_report_of_any_run_is_written_where_it_is_asked_for(
+def test_report_writes_the_page_into_the_folder_or_to_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
@@ -17,7 +17,7 @@ def test_the_report_of_any_run_is_written_where_it_is_asked_for(
     assert capsys.readouterr().out.splitlines()[1] == f"the report is in {tmp_path / 'other.html'}"
 
 
-def test_a_folder_of_runs_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_folder_of_runs_names_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "grpo").mkdir()
     (tmp_path / "grpo" / "metrics.jsonl").touch()
     assert main(["report", str(tmp_path)]) == 2

@@ -1,4 +1,4 @@
-"""`rl-plugins show` on the folder of a run, also of one that is being written."""
+"""`rl-plugins show` on the folder of a run, also while the run writes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def run(tmp_path):
     return folder
 
 
-def test_curves_phases_samples_and_places(run, capsys):
+def test_show_prints_curves_phases_samples_and_folders(run, capsys):
     assert main(["show", str(run), "--samples", "2"]) == 0
     shown = capsys.readouterr().out
     assert "train/reward" in shown and "val/sums/best_at_8" in shown and "▁▁▂▂▂▃" in shown
-    # Neither one's own metrics nor the ends of intervals are main ones.
+    # A user's metrics and the ends of intervals are not main metrics.
     assert "own" not in shown and "_low" not in shown
     phases = shown[shown.index("seconds of a step") :]
     assert phases.index("  rollout ") < phases.index("  reward ") and "75%" in phases
@@ -40,7 +40,7 @@ def test_curves_phases_samples_and_places(run, capsys):
     assert f"last checkpoint  {run / 'checkpoint_00000020'}" in shown and "exported model" not in shown
 
 
-def test_other_metrics(run, capsys):
+def test_show_prints_the_metrics_of_the_option(run, capsys):
     assert main(["show", str(run), "--metrics", "ow?", "--samples", "0"]) == 0
     shown = capsys.readouterr().out
     assert "own" in shown and "train/reward" not in shown and "samples in" not in shown
@@ -48,18 +48,18 @@ def test_other_metrics(run, capsys):
     assert "has no metric nothing*; it has train/reward" in capsys.readouterr().err
 
 
-def test_a_folder_of_runs_names_them(run, capsys):
+def test_show_of_a_folder_of_runs_names_the_runs(run, capsys):
     assert main(["show", str(run.parent)]) == 2
     assert "there are runs in it: grpo" in capsys.readouterr().err
 
 
-def test_a_line_that_is_being_written_does_not_count(run):
+def test_read_metrics_leaves_out_an_unfinished_line(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 40, "train/rew')
     assert max(read_metrics(run / "metrics.jsonl")["train/reward"]) == 39
 
 
-def test_sparkline():
+def test_sparkline_averages_neighbours():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert sparkline([1.0, 1.0]) == "▁▁" and len(sparkline(list(range(1000)), 20)) == 20
     # A peak is averaged with its neighbours, not dropped.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +93,6 @@ def workplace(tmp_path_factory) -> Path:
     (folder / "outputs" / "through" / "policy").mkdir(parents=True)
     (folder / "outputs" / "old" / "metrics.jsonl").write_text("")
     return folder
-
-
-@pytest.fixture
-def refused_address() -> Iterator[str]:
-    """An address of this machine where nothing listens, and no other process can listen meanwhile."""
-    with socket.socket() as unheard:
-        unheard.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{unheard.getsockname()[1]}"
 
 
 @pytest.fixture

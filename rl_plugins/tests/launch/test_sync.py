@@ -26,7 +26,7 @@ DEADLINE_S = patient(60)
 
 
 @pytest.fixture(scope="module")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def empty_store(tmp_path_factory: pytest.TempPathFactory, sqlite_without_sync: None) -> Path:
     """The file of an MLflow store, to be copied: MLflow takes a second to make one."""
     file = tmp_path_factory.mktemp("store") / "empty.db"
     MlflowClient(f"sqlite:///{file}").search_experiments()
