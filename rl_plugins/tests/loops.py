@@ -1,28 +1,15 @@
-"""One property, many cases: a loop inside one test, whose failure names the case."""
+"""One property, many cases: a decorator that loops inside one test. A failure names the case."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any
 
+from rl_plugins.tests.cases import case
+
 Test = Callable[..., None]
-
-
-class Case:
-    """Adds the name of a case to whatever is raised inside the `with` block."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is not None:
-            error.add_note(f"case: {self._name}")
 
 
 def for_each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Test], Test]:
@@ -48,9 +35,9 @@ def for_each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Te
         def all_cases(*arguments: Any, **keywords: Any) -> None:
             others = without_case.bind(*arguments, **keywords).arguments
             for row in rows:
-                case = dict(zip(keys, row, strict=True))
-                with Case(", ".join(f"{key}={value!r}" for key, value in case.items())):
-                    test(**others, **case)
+                values = dict(zip(keys, row, strict=True))
+                with case(", ".join(f"{key}={value!r}" for key, value in values.items())):
+                    test(**others, **values)
 
         all_cases.__signature__ = without_case  # type: ignore[attr-defined]
         return all_cases

@@ -62,7 +62,7 @@ def run_on_ranks(num_ranks: int, function: Callable[[int, Collective, Collective
     return run_with_all_gather(num_ranks, on_rank)
 
 
-def sit_at_table(num_ranks: int, function: Callable[[Table], Any]) -> list[Any]:
+def run_with_table(num_ranks: int, function: Callable[[Table], Any]) -> list[Any]:
     """`function(table)` of every rank."""
 
     def on_rank(rank: int, all_gather: Callable[[Any], list[Any]]) -> Any:

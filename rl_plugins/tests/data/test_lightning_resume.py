@@ -13,7 +13,7 @@ from rl_plugins.data.curriculum import CurriculumConfig, GroupResult
 from rl_plugins.data.prompts import PromptBatch, PromptDataModule
 from rl_plugins.data.sampler import StepLoader
 from rl_plugins.errors import ConfigError
-from rl_plugins.tests.loops import Case
+from rl_plugins.tests.cases import case
 
 ROWS, PER_STEP, EPOCHS = 13, 4, 4
 STEPS = ROWS // PER_STEP
@@ -137,7 +137,7 @@ def check_resume(tmp_path, make_data, checkpoints, module=Recorder, **options):
     whole = fit(tmp_path, make_data(), module(), saved, **options)
     assert whole.seen == fit(tmp_path, make_data(), module(), **options).seen, "saving changes the order"
     for hook, step in checkpoints:
-        with Case(f"saved at the end of {hook} after {step} batches"):
+        with case(f"saved at the end of {hook} after {step} batches"):
             resumed = fit(tmp_path, make_data(), module(), ckpt_path=saved.path(hook, step), **options)
             assert resumed.seen == whole.seen[step:]
             assert resumed.epochs == whole.epochs[step:]
@@ -164,7 +164,7 @@ def test_resume_from_a_checkpoint_continues_with_the_next_batch(tmp_path, data, 
 def test_resume_after_an_exception_serves_the_failed_batch_again(tmp_path, data, limit):
     whole = fit(tmp_path, data(), Recorder(), **LIMITS[limit])
     for step in range(1, 7):
-        with Case(f"batch {step} fails"):
+        with case(f"batch {step} fails"):
             check_resume_after_an_exception(tmp_path, data, whole, step, **LIMITS[limit])
 
 

@@ -29,7 +29,7 @@ def test_for_each_names_the_case_that_fails() -> None:
 
     with pytest.raises(AssertionError) as raised:
         check()
-    assert raised.value.__notes__ == ["case: scale='batch'", "case: seed=1"]
+    assert raised.value.__notes__ == ["in the case: scale='batch'", "in the case: seed=1"]
 
 
 def test_for_each_refuses_an_empty_loop() -> None:

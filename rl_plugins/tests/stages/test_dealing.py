@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.stages.dealing import Hand, Table, all_hands, deal, deal_groups, even_shares, even_turns
-from rl_plugins.tests.algorithms.simulated_ranks import sit_at_table
+from rl_plugins.tests.algorithms.simulated_ranks import run_with_table
 from rl_plugins.tests.loops import for_each
 
 GROUP = 2
@@ -63,7 +63,7 @@ def test_deal_sends_chosen_hands_to_ranks_in_turn(world_size: int) -> None:
         assert dealt.response_lengths.tolist() == [1 + int(n[0]) % 3 for n in dealt.columns["name"]]
         return list(dealt.columns["name"])
 
-    of_ranks = sit_at_table(world_size, on_rank)
+    of_ranks = run_with_table(world_size, on_rank)
     # The hands of all ranks, taken in turn, are the chosen ones in their order.
     prompts = [[name.split("/")[0] for name in names[::GROUP]] for names in of_ranks]
     in_turn = [prompts[place % world_size][place // world_size] for place in range(len(wanted))]
@@ -75,7 +75,7 @@ def test_even_turns_moves_groups_until_the_tokens_of_ranks_are_even(world_size: 
     def on_rank(table: Table) -> Experience:
         return evened(experience_of(table.rank, world_size), 1, table)
 
-    of_ranks = sit_at_table(world_size, on_rank)
+    of_ranks = run_with_table(world_size, on_rank)
     assert [len(mine) for mine in of_ranks] == [GROUP * PROMPTS // world_size] * world_size
     names = [mine.columns["name"] for mine in of_ranks]
     assert sorted(name for mine in names for name in mine) == [f"{p}/{s}" for p in range(PROMPTS) for s in range(GROUP)]
@@ -114,7 +114,7 @@ def test_even_turns_sends_nothing_between_ranks_that_are_nearly_even() -> None:
         names = [f"{table.rank}/{n}" for n in range(2)]
         return deal_groups(names, even_turns(hands, 1, table), Table(table.rank, 2, table.gather, exchange))
 
-    assert sit_at_table(2, on_rank) == [["0/0", "0/1"], ["1/0", "1/1"]]
+    assert run_with_table(2, on_rank) == [["0/0", "0/1"], ["1/0", "1/1"]]
 
 
 def test_even_turns_keeps_the_groups_of_each_mini_batch() -> None:
@@ -122,5 +122,5 @@ def test_even_turns_keeps_the_groups_of_each_mini_batch() -> None:
         mine = evened(experience_of(table.rank, 2), 3, table)
         return [set(part.groups.tolist()) for part in mine.chunk(3)]
 
-    first, second = sit_at_table(2, on_rank)
+    first, second = run_with_table(2, on_rank)
     assert [one | other for one, other in zip(first, second, strict=True)] == [{0, 1}, {2, 3}, {4, 5}]
