@@ -1,6 +1,7 @@
 """What a function may leave changed in the process that runs it, set back for the next function.
 
-What a function patches, such as attributes of modules, it gives back itself.
+What a function patches, such as attributes of modules, it gives back itself. Process groups that it has made stay:
+tensors that are sharded over the same ranks in a later function are given operations that know the old groups.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from deepspeed.utils import groups
-from torch.distributed import distributed_c10d
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -28,8 +28,7 @@ class RankState:
         self._folder = os.getcwd()
         self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         self._random: tuple[Any, Any, Any] = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self._groups = set(distributed_c10d._world.pg_map)
-        self._deepspeed = {key: _copied(value) for key, value in vars(groups).items() if not callable(value)}
+        self._linear = torch.nn.functional.linear
         # Of what has been imported nothing will be garbage, and to look at it would copy the pages of the fork.
         gc.freeze()
 
@@ -49,13 +48,9 @@ class RankState:
         np.random.set_state(numpy)
         torch.set_rng_state(default)
         torch.set_num_threads(1)
-        # Engines, which know their groups, go first. What is left has been imported or is kept.
+        # What stage 3 of ZeRO leaves: a function of torch that it has replaced, and modules whose passes it has seen.
+        torch.nn.functional.linear = self._linear
+        FWD_MODULE_STACK.clear()
+        # Engines of this function end. What is left has been imported or is kept.
         gc.collect()
         gc.freeze()
-        vars(groups).update({key: _copied(value) for key, value in self._deepspeed.items()})
-        for group in [group for group in distributed_c10d._world.pg_map if group not in self._groups]:
-            torch.distributed.destroy_process_group(group)
-
-
-def _copied(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import re
 import resource
 import signal
 import sys
@@ -139,7 +140,7 @@ class _Ranks:
         late = [rank for rank in range(len(self._logs)) if rank not in results and rank not in failed]
         for rank in late:
             self._dump_stacks(rank)
-        printed = [log.read_text(errors="replace") for log in self._logs]
+        printed = [_without_list_of_modules(log.read_text(errors="replace")) for log in self._logs]
         if failed or late:
             first = (failed + late)[0]
             what = "failed" if failed else f"did not end within {patient(timeout_s):g} s"
@@ -187,6 +188,11 @@ class _Ranks:
             process.kill()
             process.join()
         self._folder.cleanup()
+
+
+def _without_list_of_modules(text: str) -> str:
+    """Leave out what faulthandler writes after the stacks: the names of two hundred modules."""
+    return re.sub(r"^Extension modules: .*\n", "", text, flags=re.MULTILINE)
 
 
 def _serve(rank: int, world_size: int, with_group: bool, connection: Connection, log: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed import distributed_c10d
 
 from rl_plugins.tests.ranks import run_ranks
 
@@ -45,7 +44,6 @@ def state(rank: int) -> dict[str, Any]:
         "variable": os.environ.get("RANKS_TEST"),
         "random": (random.random(), float(np.random.rand()), float(torch.rand(()))),
         "threads": torch.get_num_threads(),
-        "groups": len(distributed_c10d._world.pg_map),
     }
 
 
@@ -56,7 +54,6 @@ def change_state(rank: int, folder: Path) -> None:
     random.seed(7)
     np.random.seed(7)
     torch.set_num_threads(2)
-    torch.distributed.new_group([0, 1])
 
 
 def test_run_ranks_restores_the_state_of_the_processes(tmp_path: Path) -> None:

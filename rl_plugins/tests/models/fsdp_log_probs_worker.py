@@ -7,6 +7,7 @@ ranks, are those of all samples.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_plugins.models import log_probs as module
 from rl_plugins.strategies.fsdp import Meshes, shard
-from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
+from rl_plugins.tests.models.samples import VOCABULARY, batch_of, forward_arguments, random_samples, tiny
 from rl_plugins.tests.models.zero_log_probs_worker import LENGTHS, plain_gradients
 
 
@@ -44,9 +45,10 @@ def check(rank: int, mesh: DeviceMesh, model: Any, *, head_is_last: bool = True,
 
 def check_rank(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    module.CHUNK_ELEMENTS = 3 * 97
-    for tied, options in ((True, {"entropy_gradient": True}), (False, {}), (True, {"packed": True})):
-        check(rank, mesh, tiny("Qwen2", tie_word_embeddings=tied).float(), **options)
-    # A model whose logits are capped after the head.
-    capped = tiny("Gemma2", query_pre_attn_scalar=8, final_logit_softcapping=2.0).float()
-    check(rank, mesh, capped, head_is_last=False)
+    # Several chunks at the head.
+    with mock.patch.object(module, "CHUNK_ELEMENTS", 3 * VOCABULARY):
+        for tied, options in ((True, {"entropy_gradient": True}), (False, {}), (True, {"packed": True})):
+            check(rank, mesh, tiny("Qwen2", tie_word_embeddings=tied).float(), **options)
+        # A model whose logits are capped after the head.
+        capped = tiny("Gemma2", query_pre_attn_scalar=8, final_logit_softcapping=2.0).float()
+        check(rank, mesh, capped, head_is_last=False)

@@ -6,7 +6,9 @@ Each rank has samples of its own; the sharded gradients, averaged over the ranks
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from rl_plugins.models import log_probs as module
 from rl_plugins.models.packed_attention import has_packed_attention, use_packed_attention
-from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
+from rl_plugins.tests.models.samples import VOCABULARY, batch_of, forward_arguments, random_samples, tiny
 
 LENGTHS = [[(5, 4), (2, 6), (7, 1)], [(3, 2), (1, 0), (9, 7)]]
 ZERO = {
@@ -40,42 +42,45 @@ def plain_gradients(model: nn.Module, entropy_weight: float) -> dict[str, Tensor
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def check(rank: int, model: nn.Module, *, head_is_last: bool = True, **options: Any) -> None:
-    entropy_weight = 0.3 if options.get("entropy_gradient") else 0.0
-    expected = plain_gradients(model, entropy_weight)
-    if options.get("packed"):
+def check(rank: int, model: nn.Module, *, packed: bool = False, head_is_last: bool = True) -> None:
+    """Passes with several chunks at the head and with one, with a gradient of the entropy and without."""
+    expected = {weight: plain_gradients(model, weight) for weight in (0.0, 0.3)}
+    if packed:
         use_packed_attention(model)
         assert has_packed_attention(model)
     engine = deepspeed.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=copy.deepcopy(ZERO)
     )[0]
     batch = batch_of(random_samples(*LENGTHS[rank], seed=rank))
-    for _ in range(2):
-        with torch.no_grad():
-            before = module.response_log_probs(engine, **forward_arguments(batch), temperature=0.7, **options)
-        result = module.response_log_probs(engine, **forward_arguments(batch), temperature=0.7, **options)
-        mask = batch.response_mask.bool()
-        assert torch.equal(before.log_probs_BT[mask], result.log_probs_BT[mask])
-        head = engine.module.get_output_embeddings()
-        assert "forward" not in head.__dict__
-        assert module.last_linear_head(engine, {}) is (head if head_is_last else None)
-        loss = result.log_probs_BT[mask].sum() + entropy_weight * result.entropy_BT[mask].sum()
-        engine.backward(loss)
+    mask = batch.response_mask.bool()
+    for rows, entropy_weight in itertools.product((3, 10**6), expected):
+        options: dict[str, Any] = {"temperature": 0.7, "packed": packed, "entropy_gradient": entropy_weight > 0}
+        with mock.patch.object(module, "CHUNK_ELEMENTS", rows * VOCABULARY):
+            with torch.no_grad():
+                before = module.response_log_probs(engine, **forward_arguments(batch), **options)
+            result = module.response_log_probs(engine, **forward_arguments(batch), **options)
+            assert torch.equal(before.log_probs_BT[mask], result.log_probs_BT[mask])
+            head = engine.module.get_output_embeddings()
+            assert "forward" not in head.__dict__
+            assert module.last_linear_head(engine, {}) is (head if head_is_last else None)
+            loss = result.log_probs_BT[mask].sum() + entropy_weight * result.entropy_BT[mask].sum()
+            engine.backward(loss)
         got = {name: safe_get_full_grad(parameter) for name, parameter in engine.module.named_parameters()}
-        assert got.keys() == expected.keys()
+        assert got.keys() == expected[entropy_weight].keys()
         for name, gradient in got.items():
-            assert torch.allclose(gradient, expected[name], rtol=2e-4, atol=2e-4), name
+            wanted = expected[entropy_weight][name]
+            assert torch.allclose(gradient, wanted, rtol=2e-4, atol=2e-4), (name, rows, entropy_weight)
         engine.zero_grad()
         engine.optimizer.zero_grad()
     engine.destroy()
 
 
-def check_rank(rank: int) -> None:
+def check_rank(rank: int, tied: bool, packed: bool) -> None:
     deepspeed.init_distributed("gloo", verbose=False)
-    for rows in (3, 10**6):
-        module.CHUNK_ELEMENTS = rows * 97
-        for tied in (True, False):
-            for options in ({}, {"entropy_gradient": True}, {"packed": True}):
-                check(rank, tiny("Qwen2", tie_word_embeddings=tied).float(), **options)
-    # A model whose logits are capped after the head.
+    check(rank, tiny("Qwen2", tie_word_embeddings=tied).float(), packed=packed)
+
+
+def check_capped_logits(rank: int) -> None:
+    """A model whose logits are capped after the head."""
+    deepspeed.init_distributed("gloo", verbose=False)
     check(rank, tiny("Gemma2", query_pre_attn_scalar=8, final_logit_softcapping=2.0).float(), head_is_last=False)

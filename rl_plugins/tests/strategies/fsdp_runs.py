@@ -1,0 +1,306 @@
+"""Runs of PPO under FSDP2 on CPU, by the ranks of a layout: what `test_fsdp.py` compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.errors import ConfigError
+from rl_plugins.models import log_probs
+from rl_plugins.models.lora import LoraConfig
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.critic import CriticConfig
+from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.fsdp import FSDPStrategy
+from rl_plugins.strategies.fsdp_checkpoint import read_weights
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.stages import canned
+from rl_plugins.tests.strategies.moving import WatchingRollout, moving
+
+# Rows that two ranks cannot share evenly.
+SIZES = {"hidden_size": 32, "intermediate_size": 49, "initializer_range": 0.2}
+# Blocks that two ranks can share.
+EVEN_SIZES = SIZES | {"intermediate_size": 50}
+STEPS = 2
+
+Weights = dict[str, Tensor]
+Course = list[tuple[Weights, Weights, tuple[float, float]]]
+"""Of each step, the weights of policy and critic after it, and the norms of their last gradients."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks train, and what they share.
+
+    Args:
+        world_size: Number of ranks.
+        strategy: Options of `FSDPStrategy`; None for a single device without it.
+        copies: How many times each prompt is in a batch, so that every rank has some.
+        updates: Updates in a step.
+    """
+
+    world_size: int
+    strategy: dict[str, Any] | None = field(default_factory=dict)
+    copies: int = 1
+    updates: int = 2
+
+    def on_single_device(self) -> Layout:
+        """The same batches and updates without `FSDPStrategy`."""
+        return replace(self, world_size=1, strategy=None)
+
+    def batches(self, rank: int, steps: int) -> list[Any]:
+        """The prompts of a rank in each step."""
+        return [canned.prompt_batch((canned.PROMPTS * self.copies)[rank :: self.world_size])] * steps
+
+    def with_options(self, **options: Any) -> Layout:
+        """The same ranks with further options of `FSDPStrategy`."""
+        return replace(self, strategy={**(self.strategy or {}), **options})
+
+    def make_strategy(self, **options: Any) -> Any:
+        rollout = canned.CannedRollout()
+        if self.strategy is None:
+            return SingleDeviceRolloutStrategy(rollout=rollout)
+        return FSDPStrategy(timeout_s=60, **{"rollout": rollout, **self.strategy, **options})
+
+
+ALONE = Layout(1)
+TWO = Layout(2)
+# Two groups of two ranks: those of a group share the blocks of their models.
+GROUPS = Layout(4, {"tensor_parallel": 2}, copies=2, updates=1)
+ONE_GROUP = Layout(2, {"tensor_parallel": 2})
+SEQUENCE = Layout(2, {"sequence_parallel": 2})
+
+
+class Damped(OptimizerConfig):
+    """AdamW that makes no large step of a gradient that is only rounding."""
+
+    def adamw(self, parameters: Any) -> dict[str, Any]:
+        configured = super().adamw(parameters)
+        configured["optimizer"].param_groups[0]["eps"] = 1e-3
+        return configured
+
+
+class Recorded(PolicyOptimization):
+    """Keeps its course; may go on from a checkpoint `start`, and leaves one of its first step in `leave`."""
+
+    folder: Path
+    start: Path | None = None
+    leave: Path | None = None
+
+    def on_train_start(self) -> None:
+        self.course: Course = []
+        if self.start is not None:
+            self.step = self.trainer.strategy.load_checkpoint(self.start)["stage"]["step"]
+
+    def end_step(self, metrics: Any) -> None:
+        super().end_step(metrics)
+        strategy: Any = self.trainer.strategy
+        norms = strategy.gradient_norm("policy"), strategy.gradient_norm("critic")
+        self.course.append((weights_of(strategy, "policy"), weights_of(strategy, "critic"), norms))
+        if self.leave is not None and len(self.course) == 1:
+            self.trainer.save_checkpoint(self.leave)
+
+
+def weights_of(strategy: Any, name: str) -> Weights:
+    return {key: tensor.float().clone() for key, tensor in strategy.weight_source(name)}
+
+
+def trained(
+    layout: Layout,
+    rank: int,
+    folder: Path,
+    *,
+    steps: int = STEPS,
+    stage: type[Recorded] = Recorded,
+    strategy: Any = None,
+    start: Path | None = None,
+    leave: Path | None = None,
+    lr: float = 0.01,
+    critic_lora: LoraConfig | None = None,
+    precision: Any = None,
+    **options: Any,
+) -> Recorded:
+    """A stage that a rank has trained in several micro-batches and clipped updates; `options` are the stage's."""
+    settings = {"lr": lr, "gradient_clip": 0.05}
+    module = stage(
+        str(folder / "policy"),
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
+        algorithm=Algorithm(advantage="gae", kl=KLConfig(0.1)),
+        optimizer=Damped(**settings),
+        critic=CriticConfig(None, Damped(**settings), lora=critic_lora),
+        tokens_per_micro_batch=45,
+        updates_per_step=layout.updates,
+        **options,
+    )
+    module.folder, module.start, module.leave = folder, start, leave
+    nodes: dict[str, Any] = {} if layout.strategy is None else {"num_nodes": layout.world_size, "devices": 1}
+    trainer = canned.quiet_trainer(strategy or layout.make_strategy(), accelerator="cpu", precision=precision, **nodes)
+    # Several chunks at the head.
+    with mock.patch.object(log_probs, "CHUNK_ELEMENTS", 3 * len(canned.tokenizer)):
+        trainer.fit(module, canned.loader(layout.batches(rank, steps)))
+    return module
+
+
+class Inspected(Recorded):
+    """Checks its engines in place of training."""
+
+    check: str
+
+    def on_train_start(self) -> None:
+        getattr(self, self.check)(self.trainer.strategy)
+        self.trainer.should_stop = True
+
+    def check_sharding(self, strategy: FSDPStrategy) -> None:
+        """All engines are sharded, block by block; frozen ones are only run."""
+        for model in (self.policy, self.critic, self.reference):
+            layers = model.model.layers
+            assert all(isinstance(module, FSDPModule) for module in (model, *layers))
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert not self.reference.training
+        assert not any(parameter.requires_grad for parameter in self.reference.parameters())
+
+    def check_weight_source(self, strategy: FSDPStrategy) -> None:
+        """The shards of all ranks tile every tensor."""
+        source = strategy.weight_source()
+        metadata, whole = source.metadata(), weights_of(strategy, "policy")
+        assert [meta.name for meta in metadata] == list(whole)
+        all_shards: list[Any] = [None] * self.trainer.world_size
+        torch.distributed.all_gather_object(all_shards, list(source.shards()))
+        for index, meta in enumerate(metadata):
+            tiled = torch.full((meta.numel,), torch.nan)
+            for name, start, part in (shards[index] for shards in all_shards):
+                assert name == meta.name and part.dtype == meta.dtype
+                assert tiled[start : start + len(part)].isnan().all()
+                tiled[start : start + len(part)] = part
+            assert torch.equal(tiled.view(meta.shape), whole[meta.name])
+        # Some tensor has rows that the ranks do not share evenly.
+        assert any(meta.shape[0] % self.trainer.world_size for meta in metadata)
+
+    def check_blend_weights(self, strategy: FSDPStrategy) -> None:
+        """The reference moves towards the policy, and comes back with a checkpoint."""
+        for _, part in strategy.shards("policy"):
+            part.mul_(1.1)
+        before, policy = weights_of(strategy, "reference"), weights_of(strategy, "policy")
+        self.trainer.save_checkpoint(self.folder / "before")
+        strategy.blend_weights("policy", "reference", keep=0.25)
+        moved = weights_of(strategy, "reference")
+        for name, weight in moved.items():
+            torch.testing.assert_close(weight, 0.25 * before[name] + 0.75 * policy[name])
+        assert not torch.equal(moved["model.norm.weight"], before["model.norm.weight"])
+        self.trainer.save_checkpoint(self.folder / "moved")
+        strategy.blend_weights("policy", "reference", keep=0.0)
+        tokens = torch.arange(6)[None]
+        logits = {name: strategy.engine(name)(input_ids=tokens).logits for name in ("policy", "reference")}
+        assert torch.equal(logits["policy"], logits["reference"])
+        strategy.load_checkpoint(self.folder / "moved")
+        restored = weights_of(strategy, "reference")
+        assert all(torch.equal(restored[name], weight) for name, weight in moved.items())
+        with pytest.raises(ConfigError, match="does not hold engine 'reference', which has moved"):
+            strategy.load_checkpoint(self.folder / "before")
+
+    def check_load_checkpoint(self, strategy: FSDPStrategy) -> None:
+        """Folders that are no checkpoint, or no whole one, are refused."""
+        saved = self.folder / "saved"
+        self.trainer.save_checkpoint(saved)
+        with pytest.raises(ConfigError, match=r"is not a checkpoint of this project: it has no lightning\.ckpt"):
+            strategy.load_checkpoint(self.folder)
+        part = next((saved / "critic").glob("__0_*"))
+        strategy.barrier()
+        if strategy.is_global_zero:
+            part.rename(self.folder / "elsewhere")
+        strategy.barrier()
+        with pytest.raises(ConfigError, match=f"critic is not whole: {part.name} is missing"):
+            strategy.load_checkpoint(saved)
+        strategy.barrier()
+        if strategy.is_global_zero:
+            (saved / "critic" / ".metadata").unlink()
+        strategy.barrier()
+        with pytest.raises(ConfigError, match="critic holds no shards of engine 'critic'"):
+            strategy.load_checkpoint(saved)
+
+
+def course(rank: int, layout: Layout, folder: Path, options: dict[str, Any]) -> Course:
+    """The course of a rank, see `trained`."""
+    module = trained(layout, rank, folder, **options)
+    rollout: Any = module.trainer.strategy.rollout  # type: ignore[attr-defined]
+    # Each step samples with the weights of the last one.
+    assert [call for call in rollout.calls if call.startswith("update_weights")] == [
+        f"update_weights {module.step - len(module.course) + step}" for step in range(len(module.course))
+    ]
+    return module.course
+
+
+def inspect(rank: int, layout: Layout, folder: Path, check: str) -> None:
+    """Run a check of `Inspected` on a rank."""
+    trained(layout, rank, folder, stage=type("Inspected", (Inspected,), {"check": check}))
+
+
+def course_with_moved_memory(rank: int, layout: Layout, folder: Path, options: dict[str, Any]) -> Course:
+    """As `course`; trained engines move to the host while the rollout engine samples."""
+    strategy = moving(layout.make_strategy(rollout=WatchingRollout()))
+    return trained(layout, rank, folder, strategy=strategy, **options).course
+
+
+def course_with_adapters(rank: int, layout: Layout, folder: Path, options: dict[str, Any]) -> Course:
+    """The course of a rank that trains adapters of policy and critic; the reference is the policy without adapter."""
+    # Ranks whose random numbers differ have one adapter all the same: rank 0's.
+    torch.manual_seed(rank)
+    module = trained(layout, rank, folder, **ADAPTERS, **options)
+    assert "reference" not in module.engine_modules()
+    return module.course
+
+
+ADAPTERS: dict[str, Any] = {"lora": LoraConfig(rank=3), "critic_lora": LoraConfig(rank=2)}
+
+
+def check_dtypes_of_adapters(rank: int, layout: Layout, folder: Path) -> None:
+    module = trained(layout, rank, folder, steps=1, precision="bf16-mixed", **ADAPTERS)
+    trained_dtypes = {p.dtype for p in module.policy.parameters() if p.requires_grad}
+    frozen_dtypes = {p.dtype for p in module.policy.parameters() if not p.requires_grad}
+    assert trained_dtypes == {torch.float32} and frozen_dtypes == {torch.bfloat16}
+
+
+# Steps that are too small for bfloat16 weights.
+SMALL: dict[str, Any] = {"steps": 1, "lr": 1e-6}
+
+
+def bf16_mixed_course(rank: int, layout: Layout, folder: Path) -> Course:
+    """Small steps arrive in the float32 shards of mixed precision; the rollout engine is sent bfloat16."""
+    module = trained(layout, rank, folder, precision="bf16-mixed", leave=folder / "mixed", **SMALL)
+    assert {p.dtype for p in [*module.policy.parameters(), *module.critic.parameters()]} == {torch.float32}
+    assert {p.dtype for p in module.reference.parameters()} == {torch.bfloat16}
+    strategy: Any = module.trainer.strategy
+    assert {meta.dtype for meta in strategy.weight_source().metadata()} == {torch.bfloat16}
+    saved = read_weights(folder / "mixed" / "policy")
+    fine = [(weight != weight.bfloat16().float()).float().mean() for weight in saved.values()]
+    assert max(fine) > 0.9
+    return module.course
+
+
+def bf16_true_course(rank: int, layout: Layout, folder: Path) -> Course:
+    module = trained(layout, rank, folder, precision="bf16-true", **SMALL)
+    assert {p.dtype for p in module.policy.parameters()} == {torch.bfloat16}
+    return module.course
+
+
+def assert_same_course(got: Course, expected: Course, *, exactly: bool = False) -> None:
+    rtol, atol = (0.0, 0.0) if exactly else (1e-4, 1e-6)
+    assert len(got) == len(expected)
+    for (policy, critic, norms), (expected_policy, expected_critic, expected_norms) in zip(got, expected, strict=True):
+        assert norms == pytest.approx(expected_norms, rel=1e-4)
+        for weights, wanted in ((policy, expected_policy), (critic, expected_critic)):
+            assert weights.keys() == wanted.keys()
+            for name, weight in wanted.items():
+                torch.testing.assert_close(weights[name], weight, rtol=rtol, atol=atol)
