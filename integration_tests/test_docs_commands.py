@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -17,14 +18,15 @@ from pathlib import Path
 
 import pytest
 
+from integration_tests.command_server import run_command
 from rl_plugins.data.prepare.addition import addition_rows, preference_rows
 from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.tests.patience import patient
 from rl_plugins.tests.repository.documentation import ROOT, WRITTEN, blocks
 
 pytestmark = pytest.mark.extended
 
-TIMEOUT_S = 240
 RECIPES = "rl_plugins.recipes."
 ITS_OWN = "model.path=MODEL 'data.train_files=[train.parquet]'"
 """What stands for the options of a reader's own."""
@@ -58,6 +60,21 @@ STAGES = [
 ]  # fmt: skip
 
 
+# What pages begin with: typed once, for all of them.
+TYPED_BEFORE = ("rl-plugins prepare gsm8k --input raw/gsm8k --output data/gsm8k",)
+# Sampling by vLLM takes seconds to start: once by each command.
+WITH_VLLM = (
+    "rl-plugins generate outputs/run/policy --data data/gsm8k/test.parquet --output samples.parquet",
+    "rl-plugins evaluate MODEL outputs/run/policy --data data/gsm8k/test.parquet --output evaluation --samples 8 "
+    "--reward gsm8k --max-tokens 512",
+)
+PROGRAMS = {
+    "python": [sys.executable],
+    "rl-plugins": [sys.executable, str(Path(sys.executable).with_name("rl-plugins"))],
+}
+OF_A_SHELL = {"|", "||", "&&", ";", "&", ">", ">>", "<"}
+
+
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files and models with the names that the pages use."""
@@ -81,11 +98,14 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / file).write_text(blocks(WRITTEN[page], "python")[0])
     for name in ("docs", "examples"):
         (folder / name).symlink_to(ROOT / name)
-    _type(folder, "rl-plugins prepare gsm8k --input raw/gsm8k --output data/gsm8k")
-    lora = "model.lora.rank=2 run.name=run run.steps=50 run.checkpoint_every=50"
+    for line in TYPED_BEFORE:
+        _type(folder, line)
+    lora = "model.lora.rank=2 run.name=run run.checkpoint_every=50"
+    least = {"run.steps": 50, "run.eval_every": 50, "batch.prompts_per_step": 1, "sampling.max_tokens": 4}
+    options = " ".join(f"{name}={value}" for name, value in least.items())
     train = "python -m rl_plugins.recipes.grpo model.path=MODEL 'data.train_files=[train.parquet]'"
     reward = "reward=file reward.functions.default.path=my_reward.py"
-    _type(folder, f"{train} 'data.val_files=[test.parquet]' {reward} {lora}", keep=("run.steps",))
+    _type(folder, f"{train} 'data.val_files=[test.parquet]' {reward} {lora} {options}", keep=tuple(least))
     return folder
 
 
@@ -106,8 +126,8 @@ def lines(page: str) -> Iterator[str]:
 
 
 def _type(folder: Path, line: str, keep: tuple[str, ...] = ()) -> None:
-    """Run a line of a shell in the folder."""
-    words = shlex.split(line.replace(" ... ", f" {ITS_OWN} "), comments=True)
+    """Run a line of a shell in the folder; a command of this project in a fork of the command server."""
+    words = shlex.split(line.replace(" ... ", f" {ITS_OWN} ").replace("/shared", f"{folder}/shared"), comments=True)
     recipe = next((word.removeprefix(RECIPES) for word in words if word.startswith(RECIPES)), None)
     if recipe == "sft_rm_ppo":
         words += STAGES
@@ -116,20 +136,24 @@ def _type(folder: Path, line: str, keep: tuple[str, ...] = ()) -> None:
         if (folder / "outputs" / recipe).exists() and not any(word.startswith("run.name=") for word in words):
             # A page has the same recipe twice; a reader is told to give the second a name.
             words.append(f"run.name={recipe}{len(list(folder.glob('outputs/*')))}")
-    command = shlex.join(words).replace("/shared", f"{folder}/shared")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {"PATH": path}
-    done = subprocess.run(
-        command, shell=True, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    elif words[:2] in (["rl-plugins", "generate"], ["rl-plugins", "evaluate"]):
+        words += ["--max-tokens", "16", *(() if " ".join(line.split()) in WITH_VLLM else ("--engine", "transformers"))]
+    variables = [word for word in words if re.match("[A-Z_]+=", word)]
+    program, *arguments = words[len(variables) :]
+    assert not OF_A_SHELL & set(arguments), f"{line}: needs a shell"
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    environment |= dict(variable.split("=", 1) for variable in variables)
+    if program in PROGRAMS:
+        run_command([*PROGRAMS[program], *arguments], cwd=folder, env=environment, check=True)
+    else:
+        subprocess.run([program, *arguments], cwd=folder, env=environment, check=True, timeout=patient(60))
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_can_be_typed(page: str, readers: Path, tmp_path: Path) -> None:
+def test_commands_of_page_run(page: str, readers: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(readers, tmp_path / "reader", symlinks=True)
     typed = [line for line in lines(page) if not any(" ".join(line.split()).startswith(start) for start in LEFT_OUT)]
     assert typed, f"{page} has nothing to type"
     for line in typed:
-        _type(folder, line)
+        if " ".join(line.split()) not in TYPED_BEFORE:
+            _type(folder, line)
