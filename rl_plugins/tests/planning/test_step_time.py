@@ -38,7 +38,7 @@ def test_rollout_seconds_take_the_longer_of_reading_and_multiplying():
     assert both == pytest.approx(prefill + 20 * (reading + multiplying + 0.5 + 4 * 0.25))
 
 
-def test_rollout_seconds_of_samples_that_do_not_fit_at_once_are_those_of_waves():
+def test_rollout_seconds_of_samples_that_do_not_fit_at_once_add_up_in_waves():
     one = rollout_seconds(replace(WORK, samples=1), APART, DEVICE)
     two = rollout_seconds(replace(WORK, max_num_seqs=2), APART, DEVICE)
     prefill = 20 * (2 * N + 4 * 100 * 5) / 1e6

@@ -36,7 +36,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_limits, "slowdown", lambda: 1.0)
 
 
-def test_test_over_the_limit_of_its_tier_fails(pytester: pytest.Pytester) -> None:
+def test_test_over_the_limit_of_the_tier_fails(pytester: pytest.Pytester) -> None:
     counts, output = outcomes(pytester)
     assert counts == {"passed": 2, "errors": 1}
     assert "test_seconds.py::test_slow took" in output and "its limit is 0.01 s" in output
