@@ -49,7 +49,7 @@ def refused_address() -> Iterator[str]:
         yield f"127.0.0.1:{silent.getsockname()[1]}"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sqlite_without_sync() -> Iterator[None]:
     """Files of SQLite are not forced to the disk: MLflow does that a hundred times to make a store."""
     from sqlalchemy import Engine, event

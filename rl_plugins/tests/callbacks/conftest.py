@@ -9,16 +9,21 @@ import pytest
 
 from rl_plugins.callbacks import mlflow_sender
 from rl_plugins.callbacks.mlflow import MLflowTracking
+from rl_plugins.callbacks.mlflow_import import import_mlflow
 from rl_plugins.callbacks.mlflow_run import Facts, TrackedRun, open_run
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tests.mlflow_store import make_store
 from rl_plugins.tests.patience import patient
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """URI of an SQLite store."""
-    return make_store(tmp_path_factory.mktemp("store") / "mlflow.db")
+def store(tmp_path_factory: pytest.TempPathFactory, sqlite_without_sync: None) -> str:
+    """URI of an SQLite store that has all tables."""
+    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+    import_mlflow()
+    from mlflow import MlflowClient
+
+    MlflowClient(uri).search_experiments()
+    return uri
 
 
 @pytest.fixture
