@@ -16,6 +16,14 @@ import psutil
 import pytest
 
 from integration_tests.command_server import ForkedCommand, start_command
+from integration_tests.resident import (  # noqa: F401
+    adapter_engine,
+    bfloat16_engine,
+    float32_engine,
+    pytest_collection_modifyitems,
+    pytest_runtest_teardown,
+    running_ray,
+)
 from rl_plugins.data.prepare.addition import addition_rows
 from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.run_folder import metric_rows
@@ -173,16 +181,6 @@ def start_recipe(workplace: Path, tmp_path: Path) -> Iterator[Callable[..., Reci
     """Recipes in a folder of the test's own."""
     with recipes_in(tmp_path, workplace) as start:
         yield start
-
-
-@pytest.fixture(scope="module")
-def running_ray() -> Iterator[None]:
-    """A Ray of this machine, with two CPUs to give."""
-    import ray
-
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -59,3 +60,8 @@ def _allowed(file: Path) -> float:
         return int(file.read_text())
     except FileNotFoundError:
         return math.inf
+
+
+def visible_gpus(solution_str: str) -> float:
+    """The number of the GPU that this process was given; -1 without one."""
+    return float(os.environ.get("CUDA_VISIBLE_DEVICES") or -1)

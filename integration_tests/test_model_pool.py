@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import signal
+import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import psutil
@@ -26,9 +26,9 @@ from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.collecting import RewardModelConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.patience import patient
 from rl_plugins.tests.stages import canned
 
-pytestmark = pytest.mark.usefixtures("running_ray")
 ACTORS = 2
 
 
@@ -48,21 +48,26 @@ def reward_model(teacher: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def teachers(teacher: str) -> Iterator[ModelPool]:
-    config = PoolConfig("teacher", teacher, "causal_lm", dtype="float64", actors=ACTORS, call_timeout_s=60.0)
-    actors = start_pool(config, [{"num_cpus": 0}] * ACTORS)
-    yield ModelPool(config)
+def pools(running_ray: Any, teacher: str, reward_model: str) -> Iterator[dict[str, PoolConfig]]:
+    """The pools that run, by the role of their model; all of their processes start at the same time."""
+    configs = [
+        PoolConfig("teacher", teacher, "causal_lm", dtype="float64", actors=ACTORS),
+        PoolConfig("reward_model", reward_model, "scalar", dtype="float64", actors=ACTORS),
+    ]
+    actors = [actor for config in configs for actor in start_pool(config, [{"num_cpus": 0}] * ACTORS)]
+    yield {config.role: config for config in configs}
     for actor in actors:
         ray.kill(actor)
 
 
-@pytest.fixture(scope="module")
-def reward_models(reward_model: str) -> Iterator[ModelPool]:
-    config = PoolConfig("reward_model", reward_model, "scalar", dtype="float64", actors=ACTORS)
-    actors = start_pool(config, [{"num_cpus": 0}] * ACTORS)
-    yield ModelPool(config, rank=1)
-    for actor in actors:
-        ray.kill(actor)
+@pytest.fixture
+def teachers(pools: dict[str, PoolConfig]) -> ModelPool:
+    return ModelPool(pools["teacher"])
+
+
+@pytest.fixture
+def reward_models(pools: dict[str, PoolConfig]) -> ModelPool:
+    return ModelPool(pools["reward_model"], rank=1)
 
 
 def micro_batch(*lengths: tuple[int, int]) -> dict[str, Any]:
@@ -89,7 +94,9 @@ BATCHES = [micro_batch((5, 9), (3, 1), (7, 0), (2, 12), (9, 4)), micro_batch((4,
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_log_probs_are_those_of_the_model(teachers: ModelPool, teacher: str, batch: dict[str, Any], packed: bool):
+def test_response_log_probs_of_a_pool_equal_the_models_own(
+    teachers: ModelPool, teacher: str, batch: dict[str, Any], packed: bool
+):
     model = load_causal_lm(teacher, dtype=torch.float64).eval()
     asked = {**batch, "packed": packed, "temperature": 0.7, "sum_pi_squared": True, "top_k": 3}
     with torch.no_grad():
@@ -103,7 +110,9 @@ def test_log_probs_are_those_of_the_model(teachers: ModelPool, teacher: str, bat
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_scores_are_those_of_the_model(reward_models: ModelPool, reward_model: str, batch: dict[str, Any]):
+def test_response_scores_of_a_pool_equal_the_models_own(
+    reward_models: ModelPool, reward_model: str, batch: dict[str, Any]
+):
     model = load_scalar_head(reward_model, dtype=torch.float64).eval()
     with torch.no_grad():
         expected, found = (response_scores(one, **batch, packed=True) for one in (model, reward_models))
@@ -112,32 +121,31 @@ def test_scores_are_those_of_the_model(reward_models: ModelPool, reward_model: s
 
 
 def process_of(pool: ModelPool, actor: int) -> psutil.Process:
-    process: Any = ray.get(ray.get_actor(pool.config.label(actor)).ready.remote())
+    process: Any = ray.get(ray.get_actor(pool.config.label(actor)).ready.remote(), timeout=patient(120))
     return psutil.Process(int(process.split("@")[0]))
 
 
-def test_the_work_of_an_actor_that_dies_is_repeated_and_counted(teachers: ModelPool):
+def test_response_log_probs_are_repeated_and_counted_when_an_actor_dies(teachers: ModelPool):
     before = response_log_probs(teachers, **BATCHES[0], packed=True).log_probs_BT
     already = teachers.metrics()["pool/teacher_restarts"]
-    process_of(teachers, 1).send_signal(signal.SIGKILL)
+    process_of(teachers, 1).kill()
     after = response_log_probs(teachers, **BATCHES[0], packed=True).log_probs_BT
     torch.testing.assert_close(after, before, rtol=0, atol=1e-12)
     assert teachers.metrics() == {"pool/teacher_restarts": already + 1}
 
 
-def test_a_deadline_names_who_waits_for_what(teacher: str):
-    config = PoolConfig("teacher", teacher, "causal_lm", call_timeout_s=1.0)
-    (actor,) = start_pool(config, [{"num_cpus": 0}])
-    pool = ModelPool(config, rank=3)
-    response_log_probs(pool, **BATCHES[1], packed=True)
+def test_deadline_exceeded_names_the_rank_and_the_actor_that_hangs(teachers: ModelPool):
+    # The process is stopped before the call, so that the other actor, too, may take longer than the deadline.
+    pool = ModelPool(replace(teachers.config, call_timeout_s=1.0), rank=3)
+    pool._connect()
     stopped = process_of(pool, 0)
     stopped.suspend()
+    late = re.escape(repr(pool.config.label(0)))
     try:
-        with pytest.raises(DeadlineExceeded, match=rf"rank 3 waited 1 s for '{config.label(0)}' of the pool teacher"):
-            response_log_probs(pool, **BATCHES[1], packed=True)
+        with pytest.raises(DeadlineExceeded, match=rf"rank 3 waited 1 s for {late}.* of the pool teacher"):
+            response_log_probs(pool, **BATCHES[0], packed=True)
     finally:
         stopped.resume()
-        ray.kill(actor)
 
 
 def gradients(teacher: str, reward_model: str, *pools: ModelPool) -> tuple[list[torch.Tensor], dict[str, float]]:
@@ -163,7 +171,7 @@ def gradients(teacher: str, reward_model: str, *pools: ModelPool) -> tuple[list[
     return step, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def test_a_step_learns_the_same_from_pools(
+def test_policy_optimization_learns_the_same_from_pools(
     teachers: ModelPool, reward_models: ModelPool, teacher: str, reward_model: str
 ):
     expected, metrics = gradients(teacher, reward_model)

@@ -1,0 +1,221 @@
+"""Live vLLM engines of which processes end or hang: weight updates and samples say so, and the engines come back.
+
+Two engines with gloo, as if they were on other machines, then one engine of two processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from torch import Tensor
+
+from integration_tests.resident import change, inside, load_policy, log_probs_of
+from rl_plugins.rollout.engine import EngineLost, GroupRequest, SamplingConfig
+from rl_plugins.rollout.vllm.client import VLLMRollout
+from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.rollout.weight_check import PROBE
+from rl_plugins.rollout.weights import ModuleWeightSource
+from rl_plugins.tests.patience import patient, wait_until
+
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("running_ray")]
+
+STALL_S = patient(10)
+SHORT = SamplingConfig(num_samples=2, max_tokens=3)
+
+
+class Source(ModuleWeightSource):
+    """A policy's weights; when half of them are on their way, something happens, if there is something to happen."""
+
+    happens: Callable[[], None] | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        weights = list(super().__iter__())
+        for number, weight in enumerate(weights):
+            if number == len(weights) // 2 and self.happens:
+                self.happens()
+            yield weight
+
+
+@pytest.fixture
+def policy(workplace: Path) -> Any:
+    return load_policy(workplace)
+
+
+@pytest.fixture(scope="module")
+def engines(running_ray: Any, workplace: Path) -> Iterator[VLLMRollout]:
+    """Two engines, whose processes tests may end; Ray starts others in their places."""
+    config = VLLMConfig(str(workplace / "tiny"), max_model_len=64, transport="gloo", bucket_mb=1)
+    rollout = VLLMRollout(config, num_engines=2)
+    rollout.start()
+    yield rollout
+    rollout.stop()
+
+
+@pytest.fixture
+def connect(engines: VLLMRollout) -> Iterator[Callable[..., VLLMRollout]]:
+    """Makes clients of both engines, or of the first, for which all of them are up and nothing is left of before."""
+    clients: list[VLLMRollout] = []
+
+    def connect(num_engines: int = 2, stall_timeout_s: float = patient(60)) -> VLLMRollout:
+        config = replace(engines.config, stall_timeout_s=stall_timeout_s)
+        clients.append(VLLMRollout(config, name=engines.name, num_engines=num_engines))
+        clients[-1].connect(0, 1)
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
+def assert_engines_have(policy: Any, rollout: VLLMRollout, *engines: int) -> None:
+    assert rollout._fleet.living == list(engines)
+    for engine in engines:
+        ask = rollout._fleet.begin(engine, "prompt_log_probs", PROBE, timeout_s=patient(60), phase="test")
+        assert ask() == pytest.approx(log_probs_of(policy, PROBE), abs=1e-4)
+
+
+def process_of(rollout: VLLMRollout, engine: int) -> psutil.Process:
+    return psutil.Process(int(inside(rollout, lambda _: os.getpid(), engine)))
+
+
+def kill_and_wait_until_ray_has_started_another(rollout: VLLMRollout, engine: int) -> None:
+    before = process_of(rollout, engine)
+    before.kill()
+
+    def another() -> bool:
+        try:
+            return process_of(rollout, engine) != before
+        except ray.exceptions.RayActorError:
+            return False
+
+    wait_until(another, "another process of the engine", 120)
+
+
+def update_until_both_have(policy: Any, rollout: VLLMRollout) -> None:
+    """Each update gives those that are up again the weights."""
+
+    def updated() -> bool:
+        # Updates that nobody needs would take the time of the engine that starts.
+        ray.wait(list(rollout._fleet.returning.values()), timeout=2)
+        rollout.update_weights(ModuleWeightSource(policy), 3)
+        return rollout.num_living == 2
+
+    wait_until(updated, "the lost engine to come back", 120)
+    assert_engines_have(policy, rollout, 0, 1)
+
+
+def test_update_weights_over_gloo_gives_both_engines_the_weights(
+    connect: Callable[..., VLLMRollout], policy: Any
+) -> None:
+    rollout, source = connect(), ModuleWeightSource(policy)
+    for version in (1, 2):
+        change(policy, seed=version)
+        rollout.update_weights(source, version)
+        assert_engines_have(policy, rollout, 0, 1)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    ("what", "stall_timeout_s"),
+    # Nothing but its deadline ends the wait for a process that hangs; the end of a process is noticed without one.
+    [(signal.SIGKILL, patient(200)), (signal.SIGSTOP, STALL_S)],
+    ids=["dies", "hangs"],
+)
+def test_engine_lost_in_a_weight_update_is_replaced_while_the_other_samples(
+    connect: Callable[..., VLLMRollout], policy: Any, what: signal.Signals, stall_timeout_s: float, lost: int
+) -> None:
+    rollout, source = connect(stall_timeout_s=stall_timeout_s), Source(policy)
+    process = process_of(rollout, lost)
+    rollout.update_weights(source, 1)
+    change(policy, seed=2)
+    source.happens = lambda: process.send_signal(what)
+    try:
+        with pytest.raises(EngineLost):
+            rollout.update_weights(source, 2)
+        assert rollout.replace_lost() == 1
+        rollout.update_weights(ModuleWeightSource(policy), 2)
+        assert_engines_have(policy, rollout, 1 - lost)
+        sampled = rollout.generate([[5, 6], [7, 8]], SamplingConfig(max_tokens=4), [1, 2])
+        assert set(sampled.policy_versions) == {2}
+
+        change(policy, seed=3)
+        update_until_both_have(policy, rollout)
+        assert not process.is_running()
+    finally:
+        if process.is_running():
+            process.kill()
+
+
+def test_engine_that_ray_has_restarted_is_lost_in_generate_and_in_update_weights(
+    connect: Callable[..., VLLMRollout], policy: Any
+) -> None:
+    rollout = connect()
+    rollout.update_weights(ModuleWeightSource(policy), 1)
+    kill_and_wait_until_ray_has_started_another(rollout, 0)
+    # It has the weights that engines start with, and must not sample from them.
+    with pytest.raises(EngineLost):
+        rollout.generate([[5, 6], [7, 8]], SamplingConfig(max_tokens=4), [1, 2])
+    assert rollout.replace_lost() == 1
+    update_until_both_have(policy, rollout)
+
+    kill_and_wait_until_ray_has_started_another(rollout, 0)
+    with pytest.raises(EngineLost):
+        rollout.update_weights(ModuleWeightSource(policy), 3)
+    assert rollout.replace_lost() == 1
+    update_until_both_have(policy, rollout)
+
+
+def test_fetch_returns_none_for_groups_of_a_lost_engine_and_submit_samples_again(
+    connect: Callable[..., VLLMRollout], policy: Any
+) -> None:
+    rollout, request = connect(num_engines=1), GroupRequest(50, [55, 6, 7], seed=50)
+    rollout.update_weights(ModuleWeightSource(policy), 1)
+    rollout.submit([request], SHORT)
+    held = list(rollout.collect([50], 1).values())
+    before = process_of(rollout, 0)
+    before.kill()
+    before.wait(patient(60))
+    assert rollout.fetch(held) == [None]
+    assert rollout.replace_lost() == 1
+    # It is on its way back, and nobody asks it.
+    assert rollout.fetch(held) == [None]
+    rollout.update_weights(ModuleWeightSource(policy), 9)
+    # The new process has never had them.
+    assert rollout.fetch(held) == [None]
+    rollout.submit([request], SHORT)
+    (again,) = rollout.fetch(list(rollout.collect([50], 1).values()))
+    assert again is not None and again.lengths.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+def test_update_weights_reaches_and_needs_both_processes_of_a_tensor_parallel_engine(
+    workplace: Path, policy: Any, transport: Any
+) -> None:
+    config = VLLMConfig(
+        str(workplace / "tiny"), max_model_len=64, tensor_parallel_size=2, transport=transport, bucket_mb=1
+    )
+    rollout = VLLMRollout(config)
+    rollout.connect(0, 1)
+    try:
+        for version in (1, 2):
+            change(policy, seed=version)
+            rollout.update_weights(ModuleWeightSource(policy), version)
+            assert_engines_have(policy, rollout, 0)
+        processes = process_of(rollout, 0).children(recursive=True)
+        (second,) = [process for process in processes if "Worker_TP1" in " ".join(process.cmdline())]
+        second.kill()
+        with pytest.raises(EngineLost):
+            rollout.update_weights(ModuleWeightSource(policy), 3)
+        assert rollout.replace_lost() == 1
+        rollout.update_weights(ModuleWeightSource(policy), 3)
+        assert_engines_have(policy, rollout, 0)
+    finally:
+        rollout.stop()
