@@ -24,6 +24,8 @@ from rl_plugins.tests.patience import patient
 
 LORA_RANK = 5
 """A rank that vLLM has no room of its own for."""
+WAITING = "test_reward_pool.py"
+"""The tests that wait most: engines that start beside them take nobody's time."""
 
 
 def engine_configs(model: str) -> dict[str, VLLMConfig]:
@@ -74,7 +76,11 @@ def _uses(item: pytest.Item, *fixtures: str) -> bool:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that use Ray come first, and among them those that use no engine: they run while the engines start."""
-    items.sort(key=lambda item: (not _uses(item, "running_ray"), _uses(item, *engine_configs(""))))
+
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        return not _uses(item, "running_ray"), _uses(item, *engine_configs("")), item.path.name != WAITING
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -59,6 +59,21 @@ def engines(running_ray: Any, workplace: Path) -> Iterator[VLLMRollout]:
     rollout.stop()
 
 
+@pytest.fixture(scope="module")
+def tensor_parallel_engines(running_ray: Any, workplace: Path) -> Iterator[dict[str, VLLMRollout]]:
+    """An engine of two processes for each transport; tests may end its processes."""
+    config = VLLMConfig(str(workplace / "tiny"), max_model_len=64, tensor_parallel_size=2, bucket_mb=1)
+    rollouts = {
+        "gloo": VLLMRollout(replace(config, transport="gloo")),
+        "shared_memory": VLLMRollout(replace(config, transport="shared_memory")),
+    }
+    for rollout in rollouts.values():
+        rollout.start()
+    yield rollouts
+    for rollout in rollouts.values():
+        rollout.stop()
+
+
 @pytest.fixture
 def connect(engines: VLLMRollout) -> Iterator[Callable[..., VLLMRollout]]:
     """Makes clients of both engines, or of the first, for which all of them are up and nothing is left of before."""
@@ -122,6 +137,8 @@ def test_update_weights_over_gloo_gives_both_engines_the_weights(
         assert_engines_have(policy, rollout, 0, 1)
 
 
+# Engines of several processes start while these tests wait for deadlines.
+@pytest.mark.usefixtures("tensor_parallel_engines")
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize(
     ("what", "stall_timeout_s"),
@@ -197,25 +214,19 @@ def test_fetch_returns_none_for_groups_of_a_lost_engine_and_submit_samples_again
 
 @pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
 def test_update_weights_reaches_and_needs_both_processes_of_a_tensor_parallel_engine(
-    workplace: Path, policy: Any, transport: Any
+    tensor_parallel_engines: dict[str, VLLMRollout], policy: Any, transport: str
 ) -> None:
-    config = VLLMConfig(
-        str(workplace / "tiny"), max_model_len=64, tensor_parallel_size=2, transport=transport, bucket_mb=1
-    )
-    rollout = VLLMRollout(config)
+    rollout = tensor_parallel_engines[transport]
     rollout.connect(0, 1)
-    try:
-        for version in (1, 2):
-            change(policy, seed=version)
-            rollout.update_weights(ModuleWeightSource(policy), version)
-            assert_engines_have(policy, rollout, 0)
-        processes = process_of(rollout, 0).children(recursive=True)
-        (second,) = [process for process in processes if "Worker_TP1" in " ".join(process.cmdline())]
-        second.kill()
-        with pytest.raises(EngineLost):
-            rollout.update_weights(ModuleWeightSource(policy), 3)
-        assert rollout.replace_lost() == 1
-        rollout.update_weights(ModuleWeightSource(policy), 3)
+    for version in (1, 2):
+        change(policy, seed=version)
+        rollout.update_weights(ModuleWeightSource(policy), version)
         assert_engines_have(policy, rollout, 0)
-    finally:
-        rollout.stop()
+    processes = process_of(rollout, 0).children(recursive=True)
+    (second,) = [process for process in processes if "Worker_TP1" in " ".join(process.cmdline())]
+    second.kill()
+    with pytest.raises(EngineLost):
+        rollout.update_weights(ModuleWeightSource(policy), 3)
+    assert rollout.replace_lost() == 1
+    rollout.update_weights(ModuleWeightSource(policy), 3)
+    assert_engines_have(policy, rollout, 0)
