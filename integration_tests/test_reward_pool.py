@@ -94,7 +94,7 @@ def test_two_workers_score_at_the_same_time(tmp_path: Path) -> None:
 
 def test_coroutines_run_at_the_same_time_and_a_blocking_one_fails_alone() -> None:
     with pool(f"{HERE}.obey_async", **SHORT) as workers:
-        scores = workers.score(requests("a", "loop", "await", "bb", "die", "ccc"))
+        scores = workers.score(requests("a", "expire", "await", "bb", "die", "ccc"))
     assert outcomes(scores) == [1.0, "timeout", "timeout", 2.0, "died", 3.0]
 
 
@@ -109,9 +109,9 @@ def test_batch_that_kills_its_worker_is_scored_one_by_one() -> None:
 
 
 def test_score_raises_at_the_first_failure_above_max_failure_rate_and_the_pool_survives() -> None:
-    with pool(f"{HERE}.obey", max_failure_rate=0.05, deadline_s=SHORT["deadline_s"]) as workers:
+    with pool(f"{HERE}.obey", max_failure_rate=0.05, chunk_size=1) as workers:
         with pytest.raises(RewardFailureError, match=r"^3 of 40 rewards failed.*timeout.*no result within \S+ s"):
-            workers.score(requests(*["loop"] * 40))
+            workers.score(requests(*["expire"] * 40))
         assert outcomes(workers.score(requests("a", "bb"))) == [1.0, 2.0]
 
 
