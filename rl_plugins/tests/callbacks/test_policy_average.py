@@ -133,24 +133,20 @@ def test_policy_average_refuses_a_keep_of_0_or_1(keep: float) -> None:
         PolicyAverage(keep=keep)
 
 
-def average_on_ranks(rank: int, folder: Path) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    results = {}
-    for name in ("zero-2", "zero-3", "fsdp"):
-        options = {"strategy": sharded(name), "accelerator": "cpu", "devices": 1, "num_nodes": 2}
-        trainer, average, expected = run(folder / name, build_stage(STEPS), **options)
-        after = {key: tensor.clone() for key, tensor in trainer.strategy.weight_source()}
-        assert any(not torch.equal(tensor, average[key]) for key, tensor in after.items())
-        results[name] = (average, expected)
-    return results
+def average_on_ranks(rank: int, folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    options = {"strategy": sharded(name), "accelerator": "cpu", "devices": 1, "num_nodes": 2}
+    trainer, average, expected = run(folder / name, build_stage(STEPS), **options)
+    after = {key: tensor.clone() for key, tensor in trainer.strategy.weight_source()}
+    assert any(not torch.equal(tensor, average[key]) for key, tensor in after.items())
+    return average, expected
 
 
-def test_policy_average_of_shards_on_two_ranks(tmp_path: Path) -> None:
-    for results, _ in run_ranks(average_on_ranks, tmp_path):
-        for average, expected in results.values():
-            for name, tensor in average.items():
-                torch.testing.assert_close(tensor, expected[name])
-    for name, (average, _) in results.items():
-        check_exported(tmp_path / name, average, tmp_path / "exported" / name)
+@pytest.mark.parametrize("name", ["zero-2", "zero-3", "fsdp"])
+def test_policy_average_of_shards_on_two_ranks(tmp_path: Path, name: str) -> None:
+    for (average, expected), _ in run_ranks(average_on_ranks, tmp_path, name):
+        for key, tensor in average.items():
+            torch.testing.assert_close(tensor, expected[key])
+    check_exported(tmp_path / name, average, tmp_path / "exported" / name)
 
 
 def test_read_average_refuses_tensor_parallel_blocks(tmp_path: Path) -> None:
