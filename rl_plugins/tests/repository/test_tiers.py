@@ -1,0 +1,26 @@
+"""The table of tiers in CONTRIBUTING.md names every module of the integration tests with the tiers of its tests."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROW = re.compile(r"^\| `(test_\w+)` \| ([a-z, ]+) \| (.+) \|$", re.MULTILINE)
+
+
+def tiers(file: Path) -> str:
+    """The tiers of the tests in a module: those that its marks give."""
+    text = file.read_text(encoding="utf-8")
+    if re.search(r"^pytestmark = .*mark\.extended", text, re.MULTILINE):
+        return "extended"
+    tests = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name[:5] == "test_"]
+    marked = ["pytest.mark.extended" in map(ast.unparse, test.decorator_list) for test in tests]
+    return "extended" if all(marked) else "core, extended" if "mark.extended" in text else "core"
+
+
+def test_contributing_names_the_tiers_of_every_integration_module(root: Path) -> None:
+    rows = ROW.findall((root / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    written = {module: tier for module, tier, _ in rows}
+    assert len(written) == len(rows), "a module is named twice"
+    assert written == {file.stem: tiers(file) for file in (root / "integration_tests").glob("test_*.py")}
