@@ -98,7 +98,7 @@ def test_weighted_sum_does_not_time_out_samples_that_are_slow_only_together(
         clock[0] += 3000.0
         return 1.0
 
-    config = mixed(**dict.fromkeys(parts, "batch_lengths"))
+    config = mixed(None, **dict.fromkeys(parts, "batch_lengths"))
     config["rewards"]["slow"] = {"_target_": slow}
     results = score(config, *["slow"] * 4, deadline_s=7000.0)
     assert [result.value for result in results] == [5.0] * 4

@@ -184,6 +184,16 @@ def test_send_walks_the_source_to_the_end_before_find_lost() -> None:
         make_sender(source, engine, find_lost=find_lost).send(1)
 
 
+def test_send_raises_the_error_of_a_process_that_leaves_and_not_the_broken_connections() -> None:
+    class Left(BaseException):
+        pass
+
+    leaves = ThreadEngine(make_model(3), make_model(4), fails_at="0.weight", error=Left())
+    sender = make_sender(ModuleWeightSource(make_model(0)), ThreadEngine(make_model(1), make_model(2)), leaves)
+    with pytest.raises(Left):
+        sender.send(1)
+
+
 def test_send_raises_deadline_exceeded_if_an_engine_never_connects() -> None:
     sender = make_sender(ModuleWeightSource(make_model(0)), AbsentEngine(make_model(1), make_model(2)))
     # Only the wait for what never comes is short.
