@@ -23,7 +23,7 @@ def for_each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Te
         cases: The values: one for each case, or tuples of as many as there are names.
     """
     keys = (names,) if isinstance(names, str) else names
-    rows = [(case,) if isinstance(names, str) else tuple(case) for case in cases]
+    rows = [(values,) if isinstance(names, str) else tuple(values) for values in cases]
     assert rows, f"there is no case of {', '.join(keys)}"
 
     def decorate(test: Test) -> Test:
