@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import re
 from argparse import ArgumentParser
-from functools import cache
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -45,9 +44,8 @@ def sources() -> list[Path]:
     return [path for top in tops for path in (ROOT / top).rglob("*.py") if "tests" not in path.parts]
 
 
-@cache
 def syntax_tree(path: Path) -> ast.Module:
-    """The syntax tree of a file, parsed once for all tests of the process."""
+    """The syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 

@@ -48,7 +48,8 @@ def imported_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in names if name.split(".")[0] == "rl_plugins")
 
 
-def crossings(root: Path) -> Iterator[tuple[str, str | None, str | None]]:
+@pytest.fixture(scope="module")
+def crossings(root: Path) -> list[tuple[str, str | None, str | None]]:
     """Place, own room and imported room of every import that leaves its room."""
     folders = [root / room if room in TOP_LEVEL_ROOMS else root / "rl_plugins" / room for room in FLOORS]
     # `python -m rl_plugins` is a door from outside, above all floors.
@@ -56,12 +57,14 @@ def crossings(root: Path) -> Iterator[tuple[str, str | None, str | None]]:
         *(file for file in (root / "rl_plugins").glob("*.py") if file.name != "__main__.py"),
         *(file for folder in folders for file in folder.rglob("*.py")),
     ]
+    found = []
     for file in sorted(files):
         first, *rest = file.relative_to(root).parts
         own = first if first in TOP_LEVEL_ROOMS else room_of(f"{first}.{rest[0]}")
         for line, module in imported_modules(syntax_tree(file)):
             if room_of(module) != own:
-                yield f"{file.relative_to(root)}:{line}", own, room_of(module)
+                found.append((f"{file.relative_to(root)}:{line}", own, room_of(module)))
+    return found
 
 
 def test_floors_name_every_room(root):
@@ -69,18 +72,18 @@ def test_floors_name_every_room(root):
     assert folders - {"tests"} == set(FLOORS)
 
 
-def test_imports_never_go_up(root):
+def test_imports_never_go_up(crossings):
     upward = [
         f"{place}: {own} imports {other}"
-        for place, own, other in crossings(root)
+        for place, own, other in crossings
         if FLOORS.get(other or "", 0) > FLOORS.get(own or "", 0)
     ]
     assert upward == []
 
 
-def test_rooms_import_no_room_in_a_circle(root):
+def test_rooms_import_no_room_in_a_circle(crossings):
     graph: dict[str, set[str]] = {room: set() for room in FLOORS}
-    for _, own, other in crossings(root):
+    for _, own, other in crossings:
         if own and other:
             graph[own].add(other)
     try:

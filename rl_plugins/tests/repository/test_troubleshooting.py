@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import NamedTuple
 
 import pytest
 
@@ -12,9 +13,23 @@ from rl_plugins.tests.repository.documentation import WRITTEN, sources, syntax_t
 PAGE = WRITTEN["docs/troubleshooting.md"]
 
 
+class Texts(NamedTuple):
+    """Texts of the code: all, and the ones that `DeadlineExceeded` is raised with."""
+
+    known: set[str]
+    of_deadlines: list[str]
+
+
 @pytest.fixture(scope="module")
-def nodes() -> list[ast.AST]:
-    return [node for path in sources() for node in ast.walk(syntax_tree(path))]
+def texts() -> Texts:
+    found = Texts(set(), [])
+    for path in sources():
+        for node in ast.walk(syntax_tree(path)):
+            if isinstance(node, ast.expr) and (text := text_of(node)):
+                found.known.add(text)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "DeadlineExceeded" and node.args:
+                found.of_deadlines.extend(filter(None, [text_of(node.args[0])]))
+    return found
 
 
 def quoted() -> list[str]:
@@ -22,18 +37,11 @@ def quoted() -> list[str]:
     return [quote.strip("` ") for quote in re.findall(r"^(`+.+`+)\n:   ", PAGE, re.MULTILINE)]
 
 
-def test_messages_quoted_in_troubleshooting_stand_in_the_code(nodes):
-    known = {text for node in nodes if isinstance(node, ast.expr) and (text := text_of(node))}
+def test_messages_quoted_in_troubleshooting_stand_in_the_code(texts):
     assert len(quoted()) > 25
-    assert [quote for quote in quoted() if not any(quote in text for text in known)] == []
+    assert [quote for quote in quoted() if not any(quote in text for text in texts.known)] == []
 
 
-def test_troubleshooting_has_an_entry_for_every_deadline_exceeded(nodes):
-    raised = [
-        text
-        for node in nodes
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "DeadlineExceeded" and node.args
-        if (text := text_of(node.args[0]))
-    ]
-    assert len(raised) > 3
-    assert [text for text in raised if text not in quoted()] == []
+def test_troubleshooting_has_an_entry_for_every_deadline_exceeded(texts):
+    assert len(texts.of_deadlines) > 3
+    assert [text for text in texts.of_deadlines if text not in quoted()] == []
