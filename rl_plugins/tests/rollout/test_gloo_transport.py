@@ -203,7 +203,7 @@ def test_send_raises_deadline_exceeded_if_an_engine_never_connects() -> None:
 
 
 @pytest.mark.parametrize("bad_place", [0, 1, 2])
-def test_send_raises_the_error_of_an_engine_that_cannot_load_and_updates_the_others(bad_place: int) -> None:
+def test_send_raises_the_error_of_an_engine_that_cannot_load_and_updates_the_other_engines(bad_place: int) -> None:
     def make_large_model() -> nn.Module:
         return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(12)))
 
