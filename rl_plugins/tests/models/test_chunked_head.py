@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rl_plugins.models.chunked_head import chunked_head_columns
 from rl_plugins.models.token_distributions import Columns, distribution_columns
 from rl_plugins.tests.algorithms.reference import token_distributions as reference
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.memory import LargestNewTensor
 
 LENGTH, WIDTH, VOCABULARY = 7, 5, 11
@@ -45,10 +46,10 @@ def chunked(head: Head, columns: Columns, *, bias: bool, rows: int) -> Tensor:
     return chunked_head_columns(head.hidden, head.weight, offset, head.tokens, columns, rows=rows)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("length", [0, 1, LENGTH])
-def test_both_ways_agree_with_the_definitions(length: int, bias: bool, temperature: float) -> None:
+@for_each("temperature", [1.0, 0.6, 1.7])
+@for_each("bias", [False, True])
+@for_each("length", [0, 1, LENGTH])
+def test_columns_of_whole_and_chunked_heads_equal_the_definitions(length: int, bias: bool, temperature: float) -> None:
     head = random_head(length)
     offset = head.bias.detach().numpy() if bias else np.zeros(VOCABULARY)
     expected = reference.columns(
@@ -63,10 +64,10 @@ def test_both_ways_agree_with_the_definitions(length: int, bias: bool, temperatu
         np.testing.assert_allclose(result.detach().numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("entropy_gradient", "sum_pi_squared"), list(itertools.product([False, True], repeat=2)))
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 7])
-def test_gradients_are_those_of_the_whole_logits(
+@for_each(("entropy_gradient", "sum_pi_squared"), itertools.product([False, True], repeat=2))
+@for_each("bias", [False, True])
+@for_each("rows", [1, 3, 7])
+def test_chunked_head_columns_have_the_gradients_of_whole_logits(
     rows: int, bias: bool, entropy_gradient: bool, sum_pi_squared: bool
 ) -> None:
     head, columns = random_head(), Columns(0.6, sum_pi_squared, entropy_gradient)
@@ -80,7 +81,7 @@ def test_gradients_are_those_of_the_whole_logits(
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_gradients_are_finite_differences_of_the_definitions(entropy_gradient: bool) -> None:
+def test_chunked_head_gradients_equal_finite_differences(entropy_gradient: bool) -> None:
     head = random_head()
     columns = Columns(0.6, entropy_gradient=entropy_gradient)
     weights = torch.randn(LENGTH, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -108,8 +109,8 @@ def test_gradients_are_finite_differences_of_the_definitions(entropy_gradient: b
             assert gradient[index].item() == pytest.approx((above - below) / (2 * step), rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("wanted", [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ("weight", "bias")])
-def test_only_the_gradients_that_are_wanted(wanted: tuple[str, ...]) -> None:
+@for_each("wanted", [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ("weight", "bias")])
+def test_chunked_head_computes_only_required_gradients(wanted: tuple[str, ...]) -> None:
     head, columns = random_head(), Columns()
     full = torch.autograd.grad(whole(head, columns, bias=True)[:, 0].sum(), [getattr(head, name) for name in wanted])
     frozen = Head(*(tensor.detach() for tensor in head))
@@ -120,7 +121,7 @@ def test_only_the_gradients_that_are_wanted(wanted: tuple[str, ...]) -> None:
     assert all(getattr(frozen, name).grad is None for name in ("hidden", "weight", "bias") if name not in wanted)
 
 
-def test_bfloat16_gives_float32_results_and_gradients_summed_in_float32() -> None:
+def test_chunked_head_sums_bfloat16_gradients_in_float32() -> None:
     """Many chunks that each add a little: a bfloat16 sum would stop growing."""
     length = 2000
     generator = torch.Generator().manual_seed(6)
@@ -138,7 +139,7 @@ def test_bfloat16_gives_float32_results_and_gradients_summed_in_float32() -> Non
     torch.testing.assert_close(gradient.double(), expected, rtol=2e-2, atol=1e-2 * float(expected.abs().max()))
 
 
-def test_autocast_rounds_as_it_rounds_a_linear_layer() -> None:
+def test_chunked_head_under_autocast_rounds_like_a_linear_layer() -> None:
     head, columns = random_head(dtype=torch.float32), Columns(0.6, entropy_gradient=True)
     inputs = [head.hidden, head.weight, head.bias]
     with torch.autocast("cpu", torch.bfloat16):
@@ -151,9 +152,9 @@ def test_autocast_rounds_as_it_rounds_a_linear_layer() -> None:
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("columns", [Columns(), Columns(0.7, sum_pi_squared=True, entropy_gradient=True)])
-def test_no_tensor_has_the_size_of_the_logits(columns: Columns, dtype: torch.dtype) -> None:
+@for_each("dtype", [torch.bfloat16, torch.float32])
+@for_each("columns", [Columns(), Columns(0.7, sum_pi_squared=True, entropy_gradient=True)])
+def test_chunked_head_makes_no_tensor_of_the_size_of_the_logits(columns: Columns, dtype: torch.dtype) -> None:
     length, width, vocabulary, rows = 64, 8, 128, 16
     hidden = torch.randn(length, width, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)

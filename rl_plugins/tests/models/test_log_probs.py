@@ -13,6 +13,7 @@ from rl_plugins.models import log_probs as module
 from rl_plugins.models import token_distributions
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs, token_log_probs
 from rl_plugins.models.tiny import build_model
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.memory import LargestNewTensor
 from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples
 
@@ -30,10 +31,10 @@ def random_logits(batch: int = 5, length: int = 7, vocabulary: int = 31) -> tupl
     return logits, torch.randint(vocabulary, (batch, length), generator=generator)
 
 
-@pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
-@pytest.mark.parametrize("rows", [1, 2, 8, 34, 35, 100])
-def test_any_chunk_size_gives_the_plain_values_gradients_and_entropy(
+@for_each("entropy_gradient", [False, True])
+@for_each("temperature", [1.0, 0.7, 2.5])
+@for_each("rows", [1, 2, 8, 34, 35, 100])
+def test_token_log_probs_of_any_chunk_size_equal_log_softmax(
     monkeypatch: pytest.MonkeyPatch, rows: int, temperature: float, entropy_gradient: bool
 ) -> None:
     logits, tokens = random_logits()
@@ -54,7 +55,7 @@ def test_any_chunk_size_gives_the_plain_values_gradients_and_entropy(
     assert chunked.entropy_BT.requires_grad == entropy_gradient
 
 
-def test_bfloat16_logits_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_log_probs_of_bfloat16_logits_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, tokens = random_logits()
     low = logits.bfloat16()
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 4 * logits.shape[-1])
@@ -77,7 +78,7 @@ class Logits(torch.nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_logits_are_never_copied_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_response_log_probs_never_copies_whole_logits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     batch, width, vocabulary, rows = 6, 9, 64, 4
     monkeypatch.setattr(token_distributions, "_CACHED_ELEMENTS", rows * vocabulary)
     model = Logits(torch.randn(batch, width + 1, vocabulary, dtype=dtype))
@@ -103,8 +104,8 @@ def run(model: Any, batch: Experience, temperature: float) -> ResponseLogProbs:
     return response_log_probs(model, **forward_arguments(batch), temperature=temperature)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_padded_and_unpadded_log_probs_agree_with_a_plain_forward(temperature: float) -> None:
+@for_each("temperature", [1.0, 0.6])
+def test_response_log_probs_with_and_without_padding_equal_a_plain_forward(temperature: float) -> None:
     model = build_model(initializer_range=0.2).double().eval()
     pairs = random_samples(*LENGTHS, vocabulary=256)
     padded = run(model, batch_of(pairs), temperature)
@@ -124,7 +125,7 @@ def test_padded_and_unpadded_log_probs_agree_with_a_plain_forward(temperature: f
             torch.testing.assert_close(result.entropy_BT[row, :length], entropy[0], rtol=1e-9, atol=1e-9)
 
 
-def test_padding_does_not_reach_the_gradient() -> None:
+def test_response_log_probs_gradient_ignores_padding() -> None:
     model = build_model(initializer_range=0.2).double().train()
     pairs = random_samples(*LENGTHS, vocabulary=256)
 

@@ -27,6 +27,7 @@ from rl_plugins.models.lora import (
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.rollout.weights import ModuleWeightSource
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models import lora_worker
 from rl_plugins.tests.models.lora_worker import CONFIG, with_random_adapter
 from rl_plugins.tests.ranks import run_ranks
@@ -58,7 +59,7 @@ def merged(model: nn.Module) -> dict[str, Tensor]:
     return dict(plain_weights(ModuleWeightSource(model), model))
 
 
-def test_a_new_adapter_changes_nothing_and_off_is_the_base_bit_for_bit(policy: str) -> None:
+def test_new_adapter_and_adapter_off_give_the_base_model_bit_for_bit(policy: str) -> None:
     plain = log_probs(load_causal_lm(policy, dtype=torch.float32))
     model = add_adapter(load_causal_lm(policy, dtype=torch.float32), CONFIG)
     assert has_adapter(model) and not has_adapter(model.get_base_model())
@@ -73,7 +74,7 @@ def test_a_new_adapter_changes_nothing_and_off_is_the_base_bit_for_bit(policy: s
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
 
 
-def test_gradients_reach_the_adapter_alone(policy: str) -> None:
+def test_gradients_reach_only_the_adapter(policy: str) -> None:
     model = adapted(policy)
     log_probs(model)
     with torch.no_grad(), adapter_off(model):
@@ -85,7 +86,7 @@ def test_gradients_reach_the_adapter_alone(policy: str) -> None:
     assert all(model.get_parameter(name).grad.any() for name in with_gradient)  # type: ignore[union-attr]
 
 
-def test_merged_weights_say_what_the_adapter_says(policy: str) -> None:
+def test_merged_weight_source_gives_the_log_probs_of_the_adapter(policy: str) -> None:
     model = adapted(policy)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     weights = merged(model)
@@ -101,7 +102,7 @@ def test_merged_weights_say_what_the_adapter_says(policy: str) -> None:
         torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6)
 
 
-def test_in_low_precision_the_sum_is_rounded_once(policy: str) -> None:
+def test_merged_weight_source_rounds_bfloat16_once(policy: str) -> None:
     model = adapted(policy, torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     name = "model.layers.1.mlp.up_proj.weight"
@@ -111,8 +112,8 @@ def test_in_low_precision_the_sum_is_rounded_once(policy: str) -> None:
     assert torch.equal(merged(model)[name], exact.bfloat16())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_the_shards_of_all_ranks_tile_the_merged_weights(policy: str, world_size: int) -> None:
+@for_each("world_size", [1, 2, 3, 7])
+def test_merged_weight_source_shards_of_all_ranks_tile_the_weights(policy: str, world_size: int) -> None:
     model = adapted(policy)
     weights = merged(model)
     parts: dict[str, list[Tensor]] = {}
@@ -127,7 +128,7 @@ def test_the_shards_of_all_ranks_tile_the_merged_weights(policy: str, world_size
         torch.testing.assert_close(torch.cat(parts[name]), weight.flatten(), rtol=1e-6, atol=1e-6)
 
 
-def test_only_what_the_adapter_touches_is_not_frozen(policy: str) -> None:
+def test_merged_weight_source_marks_weights_without_adapter_as_frozen(policy: str) -> None:
     model = adapted(policy)
     metadata = MergedWeightSource(ModuleWeightSource(model), model).metadata()
     assert {meta.name for meta in metadata if not meta.frozen} == {
@@ -140,7 +141,7 @@ def test_only_what_the_adapter_touches_is_not_frozen(policy: str) -> None:
     assert not any(meta.frozen for meta in plain_weights(ModuleWeightSource(plain), plain).metadata())
 
 
-def test_weights_that_are_stored_the_other_way_round() -> None:
+def test_merged_weight_source_of_transposed_gpt2_weights() -> None:
     config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     base = GPT2LMHeadModel(config).eval()
     model = with_random_adapter(add_adapter(base, LoraConfig(rank=2, target_modules=["c_attn", "c_fc"])))
@@ -150,7 +151,7 @@ def test_weights_that_are_stored_the_other_way_round() -> None:
     torch.testing.assert_close(plain(input_ids=TOKENS % 16).logits, expected)
 
 
-def test_a_scalar_head_is_trained_whole(policy: str, tmp_path: Path) -> None:
+def test_add_adapter_trains_the_whole_scalar_head(policy: str, tmp_path: Path) -> None:
     model = add_adapter(load_scalar_head(policy, dtype=torch.float32), CONFIG)
     assert not model(input_ids=TOKENS).logits.any()
     with_random_adapter(model)
@@ -165,7 +166,7 @@ def test_a_scalar_head_is_trained_whole(policy: str, tmp_path: Path) -> None:
     torch.testing.assert_close(again(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
 
 
-def test_both_exports_load_as_their_libraries_load_them(policy: str, tmp_path: Path) -> None:
+def test_save_policy_and_save_adapter_load_with_transformers_and_peft(policy: str, tmp_path: Path) -> None:
     model = adapted(policy)
     source = MergedWeightSource(ModuleWeightSource(model), model)
     save_policy(model, source, build_tokenizer(), tmp_path / "merged", is_writer=True)
@@ -176,7 +177,7 @@ def test_both_exports_load_as_their_libraries_load_them(policy: str, tmp_path: P
     assert torch.equal(log_probs(again), log_probs(model))
 
 
-def test_layers_that_are_not_there_or_not_linear_are_refused(policy: str) -> None:
+def test_add_adapter_refuses_missing_and_nonlinear_layers(policy: str) -> None:
     for targets, message in (
         (["nowhere"], "Target modules"),
         (["embed_tokens"], r"the adapter of model\.embed_tokens \(Embedding\) is not one plain LoRA adapter"),
@@ -187,7 +188,7 @@ def test_layers_that_are_not_there_or_not_linear_are_refused(policy: str) -> Non
             add_adapter(model, LoraConfig(target_modules=targets))
 
 
-def test_adapters_that_do_something_else_are_refused(policy: str) -> None:
+def test_adapted_layers_refuses_dora(policy: str) -> None:
     model = load_causal_lm(policy, dtype=torch.float32)
     dora = peft.get_peft_model(model, peft.LoraConfig(use_dora=True, target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match=r"self_attn\.q_proj \(Linear\) is not one plain LoRA adapter"):
@@ -195,5 +196,5 @@ def test_adapters_that_do_something_else_are_refused(policy: str) -> None:
     assert adapted_layers(peft.get_peft_model(build_model(), peft.LoraConfig(use_rslora=True)))
 
 
-def test_two_ranks_of_zero_3(policy: str, tmp_path: Path) -> None:
+def test_adapter_under_zero_3_on_two_ranks(policy: str, tmp_path: Path) -> None:
     run_ranks(lora_worker.check_rank, policy, tmp_path)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rl_plugins.models import log_probs as module
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.models.output_head import last_linear_head, replaced_forward
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.samples import VOCABULARY, batch_of, forward_arguments, random_samples, tiny
 
 LENGTHS = [(5, 4), (1, 6), (7, 1), (3, 6), (2, 0)]
@@ -86,7 +87,7 @@ def inputs_of(batch: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_plain_head_is_found(name: str) -> None:
+def test_last_linear_head_finds_a_plain_head(name: str) -> None:
     model = PLAIN[name]()
     head = last_linear_head(model, inputs_of(batch_of(random_samples(*LENGTHS))))
     assert head is not None and head is model.get_output_embeddings()
@@ -94,11 +95,11 @@ def test_a_plain_head_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_what_comes_after_a_head_is_seen(name: str) -> None:
+def test_last_linear_head_is_none_when_logits_are_changed_after_the_head(name: str) -> None:
     assert last_linear_head(CHANGED[name](), inputs_of(batch_of(random_samples(*LENGTHS)))) is None
 
 
-def test_a_forward_that_someone_put_on_the_head_is_left_alone() -> None:
+def test_last_linear_head_leaves_a_replaced_forward_alone() -> None:
     model = tiny("Qwen2")
     original = model.lm_head.forward
     model.lm_head.forward = lambda hidden: 2 * original(hidden)
@@ -106,7 +107,7 @@ def test_a_forward_that_someone_put_on_the_head_is_left_alone() -> None:
     assert "forward" in model.lm_head.__dict__
 
 
-def test_a_head_is_tried_once_and_the_random_state_stays() -> None:
+def test_last_linear_head_runs_the_model_once_and_keeps_the_random_state() -> None:
     model, inputs = tiny("Qwen2", attention_dropout=0.5).train(), inputs_of(batch_of(random_samples(*LENGTHS)))
     passes = []
     model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
@@ -118,7 +119,7 @@ def test_a_head_is_tried_once_and_the_random_state_stays() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_forward_comes_back_after_an_error() -> None:
+def test_replaced_forward_restores_the_forward_after_an_error() -> None:
     head = nn.Linear(2, 3)
     with pytest.raises(ZeroDivisionError), replaced_forward(head, lambda hidden: hidden / 0 / (1 // 0)):
         head(torch.ones(2))
@@ -141,9 +142,11 @@ def plain_columns(model: Any, samples: Any, temperature: float) -> tuple[Tensor,
     return log_probs, entropy, squares
 
 
-@pytest.mark.parametrize("rows", [1, 4, 1000])
 @pytest.mark.parametrize("name", [*PLAIN, *CHANGED])
-def test_values_and_gradients_are_those_of_plain_logits(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
+@for_each("rows", [1, 4, 1000])
+def test_response_log_probs_equal_plain_logits_for_any_head(
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: int
+) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * VOCABULARY)
     model = (PLAIN | CHANGED)[name]()
     samples = random_samples(*LENGTHS)
@@ -169,8 +172,10 @@ def test_values_and_gradients_are_those_of_plain_logits(monkeypatch: pytest.Monk
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-def test_the_head_sees_only_what_predicts_a_response_token(monkeypatch: pytest.MonkeyPatch, gradient: bool) -> None:
+@for_each("gradient", [False, True])
+def test_response_log_probs_pass_only_predicting_positions_to_the_head(
+    monkeypatch: pytest.MonkeyPatch, gradient: bool
+) -> None:
     """Everything that the padding gives is NaN, and neither a value nor a gradient knows."""
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 3 * VOCABULARY)
     model, samples = tiny("Qwen2"), random_samples(*LENGTHS)
@@ -196,8 +201,8 @@ def test_the_head_sees_only_what_predicts_a_response_token(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
-@pytest.mark.parametrize("width", [0, 3])
-def test_without_any_response_token_there_is_still_a_gradient_of_zero(name: str, width: int) -> None:
+@for_each("width", [0, 3])
+def test_response_log_probs_without_response_tokens_have_a_zero_gradient(name: str, width: int) -> None:
     """Every rank takes part in the collectives of a backward pass, whatever it has."""
     model = (PLAIN | CHANGED)[name]()
     batch = batch_of(random_samples((3, 0), (5, 0)))

@@ -44,7 +44,7 @@ def packed(family: str = "Qwen2", **options: Any) -> Any:
     return model
 
 
-def test_a_row_is_cut_into_its_samples_and_needs_no_mask(calls: list[Any]) -> None:
+def test_packed_sdpa_cuts_a_row_into_samples_without_a_mask(calls: list[Any]) -> None:
     batch = batch_of(sorted(random_samples(*LENGTHS), key=lambda sample: len(sample[0]) + len(sample[1])))
     response_log_probs(packed(num_hidden_layers=1), **forward_arguments(batch), packed=True)
     row = [(shape, mask) for shape, mask in calls if mask is None][-5:]
@@ -52,7 +52,7 @@ def test_a_row_is_cut_into_its_samples_and_needs_no_mask(calls: list[Any]) -> No
     assert [shape for shape, _ in row[-4:]] == [(2, 4, 2, 8), (2, 4, 7, 8), (1, 4, 8, 8), (1, 4, 9, 8)]
 
 
-def test_padded_batches_and_single_sequences_run_as_they_do_by_sdpa() -> None:
+def test_packed_sdpa_runs_padded_batches_and_generation_like_sdpa() -> None:
     plain, own = tiny("Qwen2", attn_implementation="sdpa"), packed()
     batch = batch_of(random_samples(*LENGTHS))
     one, other = (response_log_probs(model, **forward_arguments(batch)).log_probs_BT for model in (plain, own))
@@ -64,7 +64,7 @@ def test_padded_batches_and_single_sequences_run_as_they_do_by_sdpa() -> None:
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Mistral"])
-def test_a_row_given_by_its_positions_alone_is_cut_too(family: str) -> None:
+def test_packed_sdpa_cuts_a_row_by_position_ids_alone(family: str) -> None:
     """As anyone may give it to a model of transformers."""
     options = {"sliding_window": 3} if family == "Mistral" else {}
     own = packed(family, **options)
@@ -75,7 +75,7 @@ def test_a_row_given_by_its_positions_alone_is_cut_too(family: str) -> None:
     torch.testing.assert_close(together, torch.cat(apart), rtol=1e-10, atol=1e-10)
 
 
-def test_gradient_checkpointing_changes_nothing() -> None:
+def test_packed_sdpa_with_gradient_checkpointing_has_the_same_gradients() -> None:
     batch = batch_of(random_samples(*LENGTHS))
     mask = batch.response_mask.bool()
     found = []
@@ -90,7 +90,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_only_what_attends_by_sdpa_is_changed() -> None:
+def test_use_packed_attention_changes_only_models_with_sdpa() -> None:
     for model in (
         tiny("Qwen2", attn_implementation="eager"),
         # Attention within chunks is not told to the attention of a layer.
@@ -101,7 +101,7 @@ def test_only_what_attends_by_sdpa_is_changed() -> None:
         assert not has_packed_attention(model)
 
 
-def test_models_that_are_loaded_have_it_and_do_not_tell_the_disk(tmp_path: Path) -> None:
+def test_loaded_models_have_packed_attention_and_save_without(tmp_path: Path) -> None:
     path = str(save_tiny_policy(tmp_path / "policy", hidden_size=32, intermediate_size=48))
     for model in (load_causal_lm(path, dtype=torch.float32), load_scalar_head(path, dtype=torch.float32)):
         assert has_packed_attention(model)
@@ -109,7 +109,7 @@ def test_models_that_are_loaded_have_it_and_do_not_tell_the_disk(tmp_path: Path)
     assert "packed_sdpa" not in json.dumps(AutoConfig.from_pretrained(tmp_path / "saved").to_dict())
 
 
-def test_packed_scores_and_values_are_the_padded_ones(tmp_path: Path) -> None:
+def test_packed_scores_and_values_equal_padded_scores_and_values(tmp_path: Path) -> None:
     path = str(save_tiny_policy(tmp_path, hidden_size=32, intermediate_size=48, initializer_range=0.2))
     model: Any = load_scalar_head(path, dtype=torch.float64)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))

@@ -14,6 +14,7 @@ from rl_plugins.models import log_probs as module
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
 from rl_plugins.models.packing import pack
 from rl_plugins.models.scalar_head import response_values
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.samples import (
     VOCABULARY,
     batch_of,
@@ -55,8 +56,8 @@ def gradients(model: Any, result: ResponseLogProbs, mask: Tensor) -> list[Tensor
         ("Gemma2", "sdpa", torch.float64, 1e-4),
     ],
 )
-@pytest.mark.parametrize("rows", [2, 1000])
-def test_packed_and_padded_agree(
+@for_each("rows", [2, 1000])
+def test_packed_log_probs_and_gradients_equal_padded_log_probs(
     monkeypatch: pytest.MonkeyPatch, rows: int, family: str, attention: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * VOCABULARY)
@@ -86,7 +87,7 @@ def test_packed_and_padded_agree(
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-def test_pack_by_hand() -> None:
+def test_pack_makes_one_row_with_positions_per_sample() -> None:
     ids = torch.tensor([[0, 0, 5, 6, 7, 0], [1, 2, 3, 4, 8, 9]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
     positions = torch.tensor([[0, 0, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]])
@@ -97,7 +98,7 @@ def test_pack_by_hand() -> None:
     assert row.predicting(mask, response_width=2).tolist() == [1, 6, 7]
 
 
-def test_a_model_whose_samples_see_each_other_is_refused() -> None:
+def test_response_log_probs_refuses_to_pack_a_recurrent_model() -> None:
     """A state that runs through the row knows nothing of where a sample begins."""
     model = tiny("RecurrentGemma", lru_width=32, attention_window_size=16, block_types=["recurrent", "attention"])
     batch = batch_of(random_samples(*LENGTHS))
@@ -106,7 +107,7 @@ def test_a_model_whose_samples_see_each_other_is_refused() -> None:
         response_log_probs(model, **forward_arguments(batch), packed=True)
 
 
-def test_one_sample_needs_no_boundary() -> None:
+def test_packed_log_probs_of_one_sample_equal_padded_log_probs() -> None:
     model, batch = tiny("Llama"), batch_of(random_samples((4, 5)))
     padded = response_log_probs(model, **forward_arguments(batch))
     packed = response_log_probs(model, **forward_arguments(batch), packed=True)
@@ -127,7 +128,7 @@ class RunningMean(nn.Module):
         return SimpleNamespace(logits=self.score(self.embedding(input_ids).cumsum(dim=1)))
 
 
-def test_a_new_critic_whose_samples_see_each_other_is_refused() -> None:
+def test_response_values_refuses_to_pack_a_recurrent_critic_with_a_zero_head() -> None:
     """All its outputs are alike, and what goes into its head is not."""
     batch = batch_of(random_samples(*LENGTHS))
     with pytest.raises(ConfigError, match=r"RunningMean lets packed samples see each other.*batch\.packing=false"):

@@ -11,6 +11,7 @@ from rl_plugins.models import product_attention as module
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.models.product_attention import product_attention
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
 
 
@@ -43,9 +44,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("elements", [1, 300, 2**20])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_it_and_its_gradient_are_those_in_float64(
+@for_each("elements", [1, 300, 2**20])
+@for_each("shape", SHAPES)
+def test_product_attention_and_gradients_equal_float64_attention(
     shape: tuple[int, int, int, int, int, int, int | None], elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_BLOCK_ELEMENTS", elements)
@@ -62,7 +63,7 @@ def test_it_and_its_gradient_are_those_in_float64(
             assert error(one, other.double()) < 1e-2
 
 
-def test_sums_are_exact_where_new_tensors_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_product_attention_sums_in_float32_under_a_bfloat16_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning makes the model's precision that of new tensors, where a step is made in it."""
     monkeypatch.setattr(module, "_BLOCK_QUERIES", 4)
     of = [heads(2, 64, 2, 16, seed=seed) for seed in range(3)]
@@ -76,14 +77,14 @@ def test_sums_are_exact_where_new_tensors_are_not(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(one, other)
 
 
-def test_values_may_be_of_another_width() -> None:
+def test_product_attention_takes_values_of_another_width() -> None:
     query, key, value = heads(2, 5, 4, 8, seed=0), heads(2, 7, 2, 8, seed=1), heads(2, 7, 2, 12, seed=2)
     found = product_attention(query, key, value)
     assert error(found, exact(query, key, value, 8**-0.5, None)) < 4e-3
     found.sum().backward()
 
 
-def test_large_scores_are_not_rounded_to_bfloat16() -> None:
+def test_product_attention_keeps_large_scores_in_float32() -> None:
     query, key, value = (heads(2, 64, 4, 64, seed=seed, times=times) for seed, times in enumerate((8.0, 1.0, 1.0)))
     expected = exact(query, key, value, 1.0, None)
     scores = torch.einsum("nqhd,nkhd->nhqk", query, key)
@@ -94,7 +95,7 @@ def test_large_scores_are_not_rounded_to_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[(5, 4), (1, 6), (7, 1), (3, 4)], [(4, 3), (4, 6), (4, 1), (4, 3)]])
-def test_a_policy_is_as_exact_with_it_as_with_the_attention_of_torch(
+def test_product_attention_in_a_policy_is_as_exact_as_sdpa(
     lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = batch_of(random_samples(*lengths))

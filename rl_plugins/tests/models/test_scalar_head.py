@@ -73,7 +73,7 @@ def same_weights(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_new_head_says_zero_over_the_body_of_the_language_model(
+def test_load_scalar_head_adds_a_zero_head_to_the_language_model(
     policy: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
@@ -89,7 +89,7 @@ def test_a_new_head_says_zero_over_the_body_of_the_language_model(
     assert not scores.any()
 
 
-def test_dropout_before_the_head_is_off(policy: str) -> None:
+def test_load_scalar_head_turns_dropout_off(policy: str) -> None:
     model = with_random_head(policy)
     inputs = inputs_of(SAMPLES)
     assert model.training
@@ -97,7 +97,7 @@ def test_dropout_before_the_head_is_off(policy: str) -> None:
     assert model.dropout.p == 0
 
 
-def test_a_trained_head_survives_export_and_both_ways_of_loading(policy: str, tmp_path: Path) -> None:
+def test_trained_scalar_head_survives_save_policy(policy: str, tmp_path: Path) -> None:
     model = with_random_head(policy, torch.float32)
     save_policy(model, ModuleWeightSource(model), build_tokenizer(), tmp_path / "trained", is_writer=True)
     again = load_scalar_head(str(tmp_path / "trained"), dtype=torch.float32, new_head=False)
@@ -106,7 +106,7 @@ def test_a_trained_head_survives_export_and_both_ways_of_loading(policy: str, tm
     assert plain.config.num_labels == 1 and plain.dropout.p == 0
 
 
-def test_a_reward_model_for_sequence_classification_keeps_its_head(policy: str, tmp_path: Path) -> None:
+def test_load_scalar_head_keeps_the_head_of_a_sequence_classifier(policy: str, tmp_path: Path) -> None:
     reward_model: Any = Qwen2ForSequenceClassification.from_pretrained(policy, num_labels=1).double().eval()
     with torch.no_grad():
         reward_model.score.weight.normal_(generator=torch.Generator().manual_seed(4))
@@ -119,7 +119,7 @@ def test_a_reward_model_for_sequence_classification_keeps_its_head(policy: str, 
         torch.testing.assert_close(score, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_scores_and_values_stand_where_they_should(policy: str) -> None:
+def test_response_scores_and_values_are_at_their_positions(policy: str) -> None:
     model = with_random_head(policy)
     inputs = inputs_of(SAMPLES)
     assert position_scores(model, **{k: v for k, v in inputs.items() if k != "response_width"}).isfinite().all()
@@ -138,7 +138,7 @@ def test_scores_and_values_stand_where_they_should(policy: str) -> None:
         torch.testing.assert_close(last_B[row], plain[-1], **close)
 
 
-def test_only_empty_responses_have_the_scores_of_their_prompts(policy: str) -> None:
+def test_last_token_scores_of_empty_responses_are_scores_of_prompts(policy: str) -> None:
     model = with_random_head(policy)
     empty: list[tuple[list[int], list[int]]] = [(prompt, []) for prompt, _ in SAMPLES]
     inputs = inputs_of(empty)
@@ -149,7 +149,7 @@ def test_only_empty_responses_have_the_scores_of_their_prompts(policy: str) -> N
         torch.testing.assert_close(score, model(torch.tensor([prompt])).logits[0, -1, 0], rtol=1e-9, atol=1e-9)
 
 
-def test_a_response_that_ends_with_padding_tokens_is_taken_by_its_length(policy: str) -> None:
+def test_last_token_scores_take_responses_by_length_not_padding_token(policy: str) -> None:
     model, pad = with_random_head(policy), int(build_tokenizer().pad_token_id)
     with_pad = [([5, 6], [7, pad]), ([5, 6], [7, 8, 9])]
     scores_B = last_token_scores(response_scores(model, **inputs_of(with_pad)), lengths(with_pad))
@@ -157,7 +157,7 @@ def test_a_response_that_ends_with_padding_tokens_is_taken_by_its_length(policy:
     torch.testing.assert_close(scores_B[0], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_padding_does_not_reach_the_gradient(policy: str) -> None:
+def test_response_scores_gradient_ignores_padding(policy: str) -> None:
     model = with_random_head(policy)
 
     def gradient(batches: list[list[tuple[list[int], list[int]]]]) -> list[Tensor]:
@@ -170,18 +170,18 @@ def test_padding_does_not_reach_the_gradient(policy: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
 
 
-def test_a_folder_without_a_head_can_be_refused(policy: str) -> None:
+def test_load_scalar_head_refuses_a_folder_without_a_head(policy: str) -> None:
     with pytest.raises(ConfigError, match=r"has no scalar head \(score.bias, score.weight\), so all its scores"):
         load_scalar_head(policy, dtype=torch.float32, new_head=False)
 
 
-def test_several_labels_are_refused(policy: str, tmp_path: Path) -> None:
+def test_load_scalar_head_refuses_several_labels(policy: str, tmp_path: Path) -> None:
     Qwen2ForSequenceClassification.from_pretrained(policy, num_labels=3).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="Qwen2ForSequenceClassification has 3 labels, and a scalar head has one"):
         load_scalar_head(str(tmp_path), dtype=torch.float32)
 
 
-def test_an_architecture_without_token_classification_is_refused(tmp_path: Path) -> None:
+def test_load_scalar_head_refuses_models_without_token_classification(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {
         "vocab_size": 16,
         "hidden_size": 8,
@@ -194,7 +194,7 @@ def test_an_architecture_without_token_classification_is_refused(tmp_path: Path)
         load_scalar_head(str(tmp_path), dtype=torch.float32)
 
 
-def test_a_head_of_another_name_is_not_silently_replaced(tmp_path: Path) -> None:
+def test_load_scalar_head_refuses_a_head_of_another_name(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1)
     config.num_labels = 1
     GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
@@ -202,7 +202,7 @@ def test_a_head_of_another_name_is_not_silently_replaced(tmp_path: Path) -> None
         load_scalar_head(str(tmp_path), dtype=torch.float32)
 
 
-def test_missing_weights_of_the_body_are_refused(policy: str, tmp_path: Path) -> None:
+def test_load_scalar_head_refuses_missing_body_weights(policy: str, tmp_path: Path) -> None:
     model = build_model()
     weights = {name: weight for name, weight in model.state_dict().items() if ".1.mlp." not in name}
     del weights["lm_head.weight"]
@@ -212,7 +212,7 @@ def test_missing_weights_of_the_body_are_refused(policy: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_sharded_heads_are_new_or_trained_as_whole_ones_are(policy: str, tmp_path: Path, precision: str) -> None:
+def test_load_scalar_head_under_zero_3_equals_whole_loading(policy: str, tmp_path: Path, precision: str) -> None:
     model = with_random_head(policy, torch.float32)
     save_policy(model, ModuleWeightSource(model), build_tokenizer(), tmp_path / "trained", is_writer=True)
     for _, printed in run_ranks(scalar_head_worker.check_rank, precision, policy, tmp_path):

@@ -73,7 +73,7 @@ def tokens_once(groups: list[tuple[int, list[int]]]) -> int:
     [("Qwen2", 1e-10), ("Qwen3", 1e-10), ("Llama", 1e-10), ("Mistral", 1e-4), ("Granite", 1e-4), ("Gemma2", 1e-4)],
 )
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_log_probs_and_gradients_are_those_of_padded_samples(
+def test_shared_prompts_give_log_probs_and_gradients_of_padded_samples(
     family: str, tolerance: float, checkpointing: bool
 ) -> None:
     samples, found = batch(), []
@@ -93,7 +93,7 @@ def test_log_probs_and_gradients_are_those_of_padded_samples(
     assert_same(found, tolerance)
 
 
-def test_scores_and_values_are_those_of_padded_samples(tmp_path: Path) -> None:
+def test_shared_prompts_give_scores_and_values_of_padded_samples(tmp_path: Path) -> None:
     path = str(save_tiny_policy(tmp_path, hidden_size=32, intermediate_size=48, initializer_range=0.2))
     model: Any = load_scalar_head(path, dtype=torch.float64)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
@@ -109,7 +109,7 @@ def test_scores_and_values_are_those_of_padded_samples(tmp_path: Path) -> None:
         assert_same(found, 1e-9)
 
 
-def test_under_autocast_prompts_are_shared_too() -> None:
+def test_shared_prompts_under_autocast() -> None:
     model, batch_ = packed().float(), batch()
     mask = batch_.response_mask.bool()
     exact = response_log_probs(model, **forward_arguments(batch_), packed=True).log_probs_BT[mask]
@@ -118,7 +118,7 @@ def test_under_autocast_prompts_are_shared_too() -> None:
     assert 0 < float((rounded - exact).abs().max().detach()) < 0.1 * float(exact.abs().max().detach())
 
 
-def test_a_row_by_hand() -> None:
+def test_pack_makes_one_row_with_shared_prompts() -> None:
     samples = batch_of([([5, 6], [7]), ([1], [2, 3]), ([5, 6], [8, 9]), ([5, 6], [4, 4])])
     arguments = forward_arguments(samples)
     row = pack(packed(), **arguments)
@@ -136,7 +136,7 @@ def test_a_row_by_hand() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.lists(st.integers(0, 4), min_size=1, max_size=4)), min_size=1))
-def test_a_row_is_taken_apart_into_whole_samples_and_put_together_again(groups: list[tuple[int, list[int]]]) -> None:
+def test_boundaries_give_whole_samples_and_restore_the_row(groups: list[tuple[int, list[int]]]) -> None:
     positions = [
         position
         for prompt, responses in groups
@@ -160,21 +160,21 @@ def test_a_row_is_taken_apart_into_whole_samples_and_put_together_again(groups: 
     assert torch.equal(found["query_places"][found["row_places"]], torch.arange(len(positions)))
 
 
-def test_prompts_are_the_same_by_their_real_tokens() -> None:
+def test_first_of_prompt_compares_real_tokens() -> None:
     prompts = torch.tensor([[9, 5, 6], [0, 5, 6], [9, 5, 6], [5, 6, 6]])
     is_token = torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]]).bool()
     assert first_of_prompt(prompts, is_token).tolist() == [0, 0, 2, 3]
     assert first_of_prompt(prompts[:0, :0], is_token[:0, :0]).tolist() == []
 
 
-def test_dropout_does_not_look_like_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prompts_trial_ignores_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     model = packed(attention_dropout=0.5).train()
     rows = rows_of(model)
     response_log_probs(model, **forward_arguments(batch()), packed=True)
     assert rows[-1].shape == (1, tokens_once(GROUPS)) and model.training
 
 
-def test_a_model_that_does_not_go_by_positions_runs_every_prompt(caplog: pytest.LogCaptureFixture) -> None:
+def test_shared_prompts_are_off_for_a_model_without_position_ids(caplog: pytest.LogCaptureFixture) -> None:
     """It is asked, not trusted: this one takes the place in the row for the position, from where a sample begins."""
     model = packed()
     inner = model.model.rotary_emb.forward
@@ -197,7 +197,7 @@ def test_a_model_that_does_not_go_by_positions_runs_every_prompt(caplog: pytest.
     torch.testing.assert_close(found[mask], padded[mask], rtol=1e-10, atol=1e-10)
 
 
-def test_attention_without_rows_of_its_own_shares_nothing() -> None:
+def test_shared_prompts_are_off_without_packed_attention() -> None:
     model = tiny("Qwen2", attn_implementation="sdpa")
     rows = rows_of(model)
     response_log_probs(model, **forward_arguments(batch()), packed=True)

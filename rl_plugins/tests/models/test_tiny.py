@@ -18,6 +18,7 @@ from rl_plugins.models.tiny import (
     build_tokenizer,
     save_tiny_policy,
 )
+from rl_plugins.tests.loops import for_each
 
 QUESTION = [{"role": "user", "content": "17+25"}]
 DIALOGUE = [{"role": "system", "content": "Add."}, *QUESTION, {"role": "assistant", "content": "42"}]
@@ -34,7 +35,7 @@ def tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def test_auto_tokenizer_restores_the_tokenizer(tokenizer: Any) -> None:
+def test_auto_tokenizer_restores_build_tokenizer(tokenizer: Any) -> None:
     built = build_tokenizer()
     assert type(tokenizer) is type(built)
     assert tokenizer.get_vocab() == built.get_vocab()
@@ -46,12 +47,12 @@ def test_auto_tokenizer_restores_the_tokenizer(tokenizer: Any) -> None:
         assert tokenizer(text)["input_ids"] == built(text)["input_ids"]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_any_text_survives_encoding(tokenizer: Any, text: str) -> None:
+@for_each("text", TEXTS)
+def test_tokenizer_decodes_any_encoded_text(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_digits_and_roles_are_one_token_each(tokenizer: Any) -> None:
+def test_tokenizer_has_one_token_per_digit_and_role(tokenizer: Any) -> None:
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
     assert prompt == "<|user|>17+25<|assistant|>"
     ids = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
@@ -60,7 +61,7 @@ def test_digits_and_roles_are_one_token_each(tokenizer: Any) -> None:
     assert tokenizer.tokenize("0123456789") == list("0123456789")
 
 
-def test_answer_ends_and_is_marked(tokenizer: Any) -> None:
+def test_chat_template_ends_and_masks_the_answer(tokenizer: Any) -> None:
     text = tokenizer.apply_chat_template(DIALOGUE, tokenize=False)
     assert text == "<|system|>Add.<|user|>17+25<|assistant|>42<|end|>"
     encoded = tokenizer.apply_chat_template(DIALOGUE, return_dict=True, return_assistant_tokens_mask=True)
@@ -69,7 +70,7 @@ def test_answer_ends_and_is_marked(tokenizer: Any) -> None:
     assert tokenizer.decode(spoken, skip_special_tokens=True) == "42"
 
 
-def test_saved_model_is_the_built_one(folder: Path, tokenizer: Any) -> None:
+def test_save_tiny_policy_restores_build_model(folder: Path, tokenizer: Any) -> None:
     built, loaded = build_model(seed=3), AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.dtype == torch.float32
     assert loaded.config.vocab_size == len(tokenizer)
@@ -80,7 +81,7 @@ def test_saved_model_is_the_built_one(folder: Path, tokenizer: Any) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_saved_folder_is_complete(folder: Path, tokenizer: Any) -> None:
+def test_save_tiny_policy_writes_a_complete_folder(folder: Path, tokenizer: Any) -> None:
     present = {path.name for path in folder.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= present
     generation = GenerationConfig.from_pretrained(folder)
@@ -89,11 +90,11 @@ def test_saved_folder_is_complete(folder: Path, tokenizer: Any) -> None:
     assert tokenizer.model_max_length == 256
 
 
-def test_default_model_is_small() -> None:
+def test_build_model_is_small_by_default() -> None:
     assert sum(p.numel() for p in build_model().parameters()) < 600_000
 
 
-def test_seed_decides_the_weights_and_leaves_the_callers_state() -> None:
+def test_build_model_seed_sets_weights_and_keeps_the_random_state() -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -111,12 +112,12 @@ def test_seed_decides_the_weights_and_leaves_the_callers_state() -> None:
         ({"num_layers": 0}, "num_layers"),
     ],
 )
-def test_impossible_sizes_are_refused(sizes: dict[str, int], named: str) -> None:
+def test_build_model_refuses_impossible_sizes(sizes: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         build_model(**sizes)
 
 
-def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+def test_save_tiny_policy_refuses_a_file_in_the_way(tmp_path: Path) -> None:
     file = tmp_path / "policy"
     file.write_text("")
     with pytest.raises(ConfigError, match="is a file"):

@@ -13,6 +13,7 @@ from rl_plugins.models.chunked_head import chunked_head_columns
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.models.output_head import last_linear_head
 from rl_plugins.models.token_distributions import Columns, distribution_columns
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.memory import LargestNewTensor
 from rl_plugins.tests.models.samples import VOCABULARY, batch_of, forward_arguments, random_samples, tiny
 
@@ -36,12 +37,12 @@ def of_response(samples: Any, tokens_NK: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 1000])
 @pytest.mark.parametrize(
     ("family", "packed", "head_is_last"),
     [("Qwen2", False, True), ("Qwen2", True, True), ("Gemma2", False, False)],
 )
-def test_values_and_gradients_are_those_of_whole_logits(
+@for_each("rows", [1, 4, 1000])
+def test_top_k_and_given_tokens_equal_whole_logits(
     monkeypatch: pytest.MonkeyPatch, family: str, packed: bool, head_is_last: bool, rows: int
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * VOCABULARY)
@@ -78,7 +79,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
     assert (last_linear_head(model, {}) is not None) == head_is_last
 
 
-def test_a_chunked_head_has_the_gradients_of_plain_operations_to_the_last_digit() -> None:
+def test_chunked_head_columns_of_several_tokens_equal_plain_operations() -> None:
     generator = torch.Generator().manual_seed(1)
     hidden, weight, bias = (
         torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
@@ -101,7 +102,7 @@ def test_a_chunked_head_has_the_gradients_of_plain_operations_to_the_last_digit(
             torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
-def test_no_tensor_has_the_size_of_the_logits() -> None:
+def test_chunked_head_with_top_k_makes_no_tensor_of_the_size_of_the_logits() -> None:
     length, width, vocabulary, rows = 64, 8, 128, 16
     hidden, weight = torch.randn(length, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
     tokens, further = torch.randint(vocabulary, (length,)), torch.randint(vocabulary, (length, 4))

@@ -79,7 +79,7 @@ def goes_on(rank: int, name: str, ranks: int, run: Path, policy: str) -> list[tu
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("zero", 2), ("fsdp", 2)])
-def test_a_checkpoint_holds_what_was_learnt_elsewhere(tmp_path: Path, name: str, ranks: int) -> None:
+def test_checkpoint_restores_a_remote_learner(tmp_path: Path, name: str, ranks: int) -> None:
     results = run_ranks(goes_on, name, ranks, tmp_path, canned.other_model(), world_size=ranks)
     for rank, ((first, again), _) in enumerate(results):
         assert first == (f"much, says rank {rank}", "nothing")

@@ -143,13 +143,13 @@ FIRST = ["offload optimizer", "agree", "wake_up weights", "update_weights 1", "a
 REST = ["offload parameters", "agree", "wake_up kv_cache", "generate", "sleep", "agree", "reload"]
 
 
-def test_no_rank_has_the_engine_sleep_before_all_have_their_samples() -> None:
+def test_sampled_lets_the_engine_sleep_after_all_ranks_agree() -> None:
     strategy = Strategy(RecordingEngine())
     strategy.sampled(1, lambda engine: engine.generate([], SAMPLING, None))
     assert strategy._calls[-5:] == ["generate", "agree", "sleep", "agree", "reload"]
 
 
-def test_the_order_of_the_phases() -> None:
+def test_rollout_phase_offloads_updates_and_reloads_in_order() -> None:
     strategy = Strategy(RecordingEngine())
     assert roll_out(strategy) == FIRST + REST
     # The weights are still there.
@@ -161,12 +161,12 @@ def test_the_order_of_the_phases() -> None:
     }
 
 
-def test_weights_that_were_given_back_are_sent_for_every_rollout() -> None:
+def test_rollout_phase_updates_weights_each_time_for_an_engine_without_keeps_weights() -> None:
     strategy = Strategy(RecordingEngine(keeps_weights=False))
     assert roll_out(strategy) == roll_out(strategy) == FIRST + REST
 
 
-def test_what_the_engine_gave_back_is_logged() -> None:
+def test_rollout_phase_logs_the_memory_change_of_sleep() -> None:
     strategy = Strategy(RecordingEngine(slept=MemoryChange(3 * GIB, GIB, 2 * GIB)))
     roll_out(strategy)
     metrics = strategy.phases.drain()
@@ -175,7 +175,7 @@ def test_what_the_engine_gave_back_is_logged() -> None:
 
 
 @pytest.mark.parametrize("what", ["optimizer", "parameters"])
-def test_a_trainer_that_gives_nothing_up_is_named(what: str) -> None:
+def test_rollout_phase_raises_when_offload_frees_nothing(what: str) -> None:
     strategy = Strategy(RecordingEngine(), stuck=what)
     with pytest.raises(MemoryNotFreed, match=rf"phase 'offload {what}' gave back 0 MiB and should have given back"):
         roll_out(strategy)
@@ -183,14 +183,14 @@ def test_a_trainer_that_gives_nothing_up_is_named(what: str) -> None:
     assert "wake_up kv_cache" not in strategy._calls and "generate" not in strategy._calls
 
 
-def test_an_engine_that_does_not_sleep_is_named_after_the_trainer_is_back() -> None:
+def test_rollout_phase_raises_after_reload_when_sleep_frees_nothing() -> None:
     strategy = Strategy(RecordingEngine(slept=MemoryChange(3 * GIB, 3 * GIB, 2 * GIB)))
     with pytest.raises(MemoryNotFreed, match=r"phase 'sleep of the rollout engine' gave back 0 MiB .* 2048 MiB"):
         roll_out(strategy)
     assert strategy._calls[-3:] == ["sleep", "agree", "reload"]
 
 
-def test_every_second_update_is_checked() -> None:
+def test_check_updates_of_2_checks_each_second_update() -> None:
     strategy = Strategy(RecordingEngine(check_updates=2))
     assert roll_out(strategy) == FIRST + REST
     strategy.weights_changed()
@@ -202,7 +202,7 @@ def test_every_second_update_is_checked() -> None:
 
 
 @pytest.mark.parametrize("gap", [0.1, float("nan")])
-def test_log_probs_that_differ_stop_the_rollout(gap: float) -> None:
+def test_check_updates_raises_when_log_probs_differ(gap: float) -> None:
     engine = RecordingEngine(check_updates=1)
     engine.gap = gap
     with pytest.raises(WeightsDiffer, match=r"log-probs of policy and rollout engine differ by"):

@@ -12,7 +12,7 @@ from rl_plugins.strategies.offload import Offload
 PLACES = Offload({"policy": "cpu", "critic": "nvme", "reference": "cpu", "teacher": "nvme", "prm": "stay"}, Path("/x"))
 
 
-def test_every_engine_has_a_place_of_its_own() -> None:
+def test_offload_gives_each_engine_its_place() -> None:
     assert PLACES.of_trained("policy") == {"offload_optimizer": {"device": "cpu"}}
     assert PLACES.of_trained("critic") == {"offload_optimizer": {"device": "nvme", "nvme_path": "/x/critic"}}
     assert PLACES.of_frozen("reference") == {"offload_param": {"device": "cpu"}}
@@ -20,7 +20,7 @@ def test_every_engine_has_a_place_of_its_own() -> None:
     assert PLACES.of_trained("prm") == PLACES.of_frozen("reward_model") == {}
 
 
-def test_trained_engines_give_way_to_the_rollout_engine_unless_they_are_elsewhere() -> None:
+def test_offload_moves_only_engines_without_another_place() -> None:
     assert [engine for engine in ("policy", "critic", "prm", "another") if PLACES.moves(engine)] == ["another"]
 
 
@@ -32,6 +32,8 @@ def test_trained_engines_give_way_to_the_rollout_engine_unless_they_are_elsewher
         ({"policy": "nvme"}, None, 3, "needs a folder"),
     ],
 )
-def test_what_cannot_run_is_refused(places: dict[str, str], folder: Path | None, stage: int, message: str) -> None:
+def test_offload_check_refuses_unknown_places_stage_2_and_no_folder(
+    places: dict[str, str], folder: Path | None, stage: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         Offload(places, folder).check(stage)

@@ -9,7 +9,7 @@ import pytest
 from rl_plugins.strategies.phases import PhaseLog
 
 
-def test_the_seconds_of_a_phase_add_up_until_drained() -> None:
+def test_measure_adds_up_seconds_of_a_phase_until_drain() -> None:
     log = PhaseLog()
     start = time.perf_counter()
     for _ in range(2):
@@ -28,7 +28,7 @@ def test_the_seconds_of_a_phase_add_up_until_drained() -> None:
     assert log.drain() == {}
 
 
-def test_a_phase_that_fails_is_measured_and_over() -> None:
+def test_measure_records_and_ends_a_phase_that_raises() -> None:
     log = PhaseLog()
     with pytest.raises(RuntimeError, match="no luck"), log.measure("rollout"):
         raise RuntimeError("no luck")
@@ -36,7 +36,7 @@ def test_a_phase_that_fails_is_measured_and_over() -> None:
     assert "time/rollout" in log.drain()
 
 
-def test_phases_do_not_nest() -> None:
+def test_measure_refuses_nested_phases() -> None:
     log = PhaseLog()
     with pytest.raises(AssertionError, match="phase 'inner' began inside 'outer'"), log.measure("outer"):
         log.measure("inner").__enter__()

@@ -100,20 +100,20 @@ def compare(rank: int, options: dict[str, Any], dtype: torch.dtype, checkpointin
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_parts_of_a_row_give_what_whole_samples_give(variant: str) -> None:
+def test_sequence_shards_give_logits_and_gradients_of_whole_rows(variant: str) -> None:
     run_ranks(compare, VARIANTS[variant], torch.float32, False, world_size=4)
 
 
-def test_activations_that_are_computed_again_and_bfloat16() -> None:
+def test_sequence_shards_with_gradient_checkpointing_in_bfloat16() -> None:
     run_ranks(compare, VARIANTS["ranks that share keys"], torch.bfloat16, True, world_size=4)
 
 
-def test_every_token_of_a_part_goes_to_the_rank_whose_it_is() -> None:
+def test_overlaps_and_part_of_deal_tokens_to_ranks() -> None:
     assert overlaps([4, 4, 4], [10, 0, 2]) == [[4, 0, 0], [4, 0, 0], [2, 0, 2]]
     assert [part_of(10, rank, 4) for rank in range(4)] == [slice(0, 2), slice(2, 5), slice(5, 7), slice(7, 10)]
 
 
-def test_models_that_cannot_run_parts_are_refused() -> None:
+def test_body_of_refuses_models_without_packed_sdpa_or_enough_heads() -> None:
     message = "strategy.sequence_parallel=8: the critic has num_attention_heads=4 and num_key_value_heads=2"
     with pytest.raises(ConfigError, match=message):
         body_of(model_of(num_key_value_heads=2), "critic", 8)

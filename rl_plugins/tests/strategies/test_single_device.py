@@ -48,7 +48,7 @@ def updates(calls: list[str]) -> list[str]:
     return [call for call in take(calls) if call.startswith("update_weights")]
 
 
-def test_weights_go_to_the_engine_once_after_each_change() -> None:
+def test_update_weights_is_called_once_after_each_step() -> None:
     trainer, calls = trainer_and_calls(val_check_interval=1, num_sanity_val_steps=1)
     trainer.fit(stage(), loader(2), loader(3))
     first, second, last = ([line.format(version) for line in UPDATE] for version in (0, 1, 2))
@@ -62,7 +62,7 @@ def test_weights_go_to_the_engine_once_after_each_change() -> None:
     ]
 
 
-def test_another_fit_does_not_trust_what_the_engine_holds() -> None:
+def test_update_weights_is_called_again_for_another_model() -> None:
     trainer, calls = trainer_and_calls()
     trainer.validate(stage(), loader(2), verbose=False)
     assert updates(calls) == ["update_weights 0"]
@@ -71,7 +71,7 @@ def test_another_fit_does_not_trust_what_the_engine_holds() -> None:
     assert updates(calls) == ["update_weights 0"]
 
 
-def test_loaded_weights_go_to_the_engine(tmp_path: Any) -> None:
+def test_update_weights_is_called_after_a_checkpoint_is_loaded(tmp_path: Any) -> None:
     trainer, calls = trainer_and_calls()
     module = stage()
     trainer.fit(module, loader(1))
@@ -81,7 +81,7 @@ def test_loaded_weights_go_to_the_engine(tmp_path: Any) -> None:
     assert updates(calls) == ["update_weights 1"]
 
 
-def test_a_failing_engine_is_put_to_sleep_and_the_error_passes() -> None:
+def test_rollout_error_passes_after_the_engine_sleeps() -> None:
     class Broken(canned.CannedRollout):
         def generate(self, *arguments: Any) -> Any:
             raise TimeoutError("no answer")
@@ -94,12 +94,12 @@ def test_a_failing_engine_is_put_to_sleep_and_the_error_passes() -> None:
     assert strategy.phases.current is None
 
 
-def test_sampling_without_an_engine_is_refused() -> None:
+def test_rollout_without_an_engine_is_refused() -> None:
     trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy())
     with pytest.raises(ConfigError, match=r"SingleDeviceRolloutStrategy has no rollout engine.*rollout=VLLMRollout"):
         trainer.fit(stage(), loader())
 
 
-def test_a_small_all_reduce_alone_is_the_identity() -> None:
+def test_small_all_reduce_without_a_process_group_is_the_identity() -> None:
     values = torch.tensor([1.0, 2.0])
     assert small_all_reduce(values, torch.device("cpu"), None) is values

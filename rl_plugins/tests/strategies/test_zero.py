@@ -11,5 +11,5 @@ from rl_plugins.tests.strategies import zero_worker
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_engines_weights_and_checkpoints(tmp_path: Path, stage: int) -> None:
+def test_zero_strategy_engines_weight_sources_and_checkpoints(tmp_path: Path, stage: int) -> None:
     run_ranks(zero_worker.train, stage, tmp_path, world_size=1)

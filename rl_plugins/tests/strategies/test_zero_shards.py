@@ -11,6 +11,7 @@ import torch
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.strategies.zero_shards import Stretch, ZeroShards, stretches_of_shapes, stretches_of_slices
+from rl_plugins.tests.loops import for_each
 
 SHAPES = [{"a": (3, 5), "b": (1,)}, {"c": (7,), "d": (4, 4), "e": ()}]
 
@@ -50,8 +51,8 @@ def check_tiles(workers: list[list[Stretch]]) -> None:
             assert [i for start, stop in spans for i in range(start, stop)] == list(range(math.prod(shape)))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
-def test_parameters_are_cut_one_by_one_under_stage_3(workers: int) -> None:
+@for_each("workers", [1, 2, 3, 4, 8])
+def test_stretches_of_shapes_cut_each_parameter_under_stage_3(workers: int) -> None:
     held = stretches_of_shapes([{n: torch.Size(s) for n, s in group.items()} for group in SHAPES], workers)
     check_tiles(held)
     # One parameter after the other, each padded to equal parts.
@@ -59,8 +60,8 @@ def test_parameters_are_cut_one_by_one_under_stage_3(workers: int) -> None:
     assert [s.offset for s in held[-1]] == [0, parts[0], 0, parts[1], parts[1] + parts[2]]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
-def test_groups_are_cut_as_a_whole_under_stages_1_and_2(workers: int) -> None:
+@for_each("workers", [1, 2, 3, 4, 8])
+def test_stretches_of_slices_cut_whole_groups_under_stages_1_and_2(workers: int) -> None:
     held = stretches_of_slices(slices(workers))
     check_tiles(held)
     flat = partitions(workers)
@@ -71,6 +72,6 @@ def test_groups_are_cut_as_a_whole_under_stages_1_and_2(workers: int) -> None:
             assert values.tolist() == list(range(first, first + s.numel))
 
 
-def test_a_folder_without_shards_is_refused(tmp_path: Any) -> None:
+def test_zero_shards_refuses_a_folder_without_shards(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="holds no shards of an engine"):
         ZeroShards(tmp_path)

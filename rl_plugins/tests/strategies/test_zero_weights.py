@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.strategies.zero_weights import ZeroWeightSource, layer_of
+from rl_plugins.tests.loops import for_each
 
 SHAPES = [(1,), (2,), (3, 5), (7,), (4, 4), ()]
 
@@ -29,8 +30,8 @@ def partitioned(rank: int, world_size: int, parts: int | None = None) -> nn.Modu
     return module
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_the_shards_of_all_ranks_tile_every_tensor_without_the_padding(world_size: int) -> None:
+@for_each("world_size", [1, 2, 3, 8])
+def test_shards_of_all_ranks_tile_each_tensor_without_padding(world_size: int) -> None:
     whole: dict[str, Tensor] = {f"p{i}": torch.full((math.prod(shape),), -1.0) for i, shape in enumerate(SHAPES)}
     for rank in range(world_size):
         source = ZeroWeightSource(partitioned(rank, world_size), rank, world_size)
@@ -42,13 +43,13 @@ def test_the_shards_of_all_ranks_tile_every_tensor_without_the_padding(world_siz
         assert values.tolist() == [100 * index + i for i in range(len(values))]
 
 
-def test_parameters_that_are_not_partitioned_are_noticed() -> None:
+def test_shards_refuses_parameters_without_partitions() -> None:
     source = ZeroWeightSource(partitioned(0, 2, parts=1), 0, 2)
     with pytest.raises(AssertionError, match="p1 is not partitioned over the 2 ranks"):
         list(source.shards())
 
 
-def test_layers_are_gathered_together() -> None:
+def test_layer_of_groups_parameters_by_layer() -> None:
     names = [
         "model.embed_tokens.weight",
         "model.layers.0.self_attn.q_proj.weight",
