@@ -66,10 +66,10 @@ def check_merged(engine: Any, whole: peft.PeftModel, atol: float = 1e-6) -> None
     for name, tensor in source:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=atol)
     mine = {name: (start, part.clone()) for name, start, part in source.shards()}
-    everyones: list[Any] = [None, None]
-    torch.distributed.all_gather_object(everyones, mine)
+    all_shards: list[Any] = [None, None]
+    torch.distributed.all_gather_object(all_shards, mine)
     for name, weight in expected.items():
-        (first, head), (second, tail) = (theirs[name] for theirs in everyones)
+        (first, head), (second, tail) = (shards[name] for shards in all_shards)
         assert first == 0 and second == head.numel() and head.numel() + tail.numel() == weight.numel()
         torch.testing.assert_close(torch.cat([head, tail]), weight.flatten(), rtol=1e-5, atol=atol)
 

@@ -1,4 +1,4 @@
-"""A strategy that gives up its memory while the engine samples, as on CUDA; here the memory is the host's own."""
+"""A strategy that moves the memory of trained engines while the rollout engine samples, as on CUDA; here on CPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rl_plugins.tests.stages import canned
 
 
 class WatchingRollout(canned.CannedRollout):
-    """Sees that there is nothing left of the trained engines when it samples."""
+    """Checks that trained engines hold no memory when it samples."""
 
     strategy: Any = None
 
     @override
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
-        host, tensors = self.strategy._on_host, everything(self.strategy)
+        host, tensors = self.strategy._on_host, tensors_of_trained_engines(self.strategy)
         assert tensors and host.nbytes(tensors) == 0
         host.give_back()
         assert (held := host.nbytes(tensors)) > 0
@@ -30,8 +30,8 @@ class WatchingRollout(canned.CannedRollout):
         return super().generate(prompts, sampling, seeds)
 
 
-def everything(strategy: Any) -> list[Any]:
-    """All that the trained engines and their optimizers hold."""
+def tensors_of_trained_engines(strategy: Any) -> list[Any]:
+    """All tensors of the trained engines and of their optimizers."""
     names = strategy._trained()
     return [t for name in names for of in (strategy._optimizer_tensors, strategy._engine_tensors) for t in of(name)]
 

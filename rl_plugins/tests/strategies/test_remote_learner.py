@@ -1,4 +1,4 @@
-"""Checkpoints hold what engines have become that learn in other processes."""
+"""Checkpoints hold the state of models that learn in other processes."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-class Elsewhere(RemoteLearner):
-    """Nobody asks it for numbers."""
+class Learner(RemoteLearner):
+    """A learner whose state is a text; it is never run."""
 
     def __init__(self, learnt: str) -> None:
         super().__init__()
         self.learnt = learnt
 
     def position_scores(self, **_: Any) -> Any:
-        raise AssertionError("nobody asks")
+        raise AssertionError("the learner is not run")
 
     def response_log_probs(self, **_: Any) -> Any:
-        raise AssertionError("nobody asks")
+        raise AssertionError("the learner is not run")
 
     def save(self, folder: Path) -> None:
         folder.mkdir()
@@ -48,7 +48,7 @@ class Elsewhere(RemoteLearner):
 
 
 def train(name: str, ranks: int, run: Path, policy: str, learnt: str, resume: Path | None = None) -> tuple[str, str]:
-    """What the engine has learnt after a step, and what the strategy says of it."""
+    """The state of the learner after a step, and what the strategy says that it was given."""
     stage = PolicyOptimization(
         policy,
         tokenizer=canned.tokenizer,
@@ -56,8 +56,8 @@ def train(name: str, ranks: int, run: Path, policy: str, learnt: str, resume: Pa
         sampling=SamplingConfig(max_tokens=20, num_samples=3),
         max_steps=1 if resume is None else 2,
     )
-    # The strategies do not ask which engine it is.
-    stage.reward_model = Elsewhere(learnt)
+    # For a strategy one engine is like another.
+    stage.reward_model = Learner(learnt)
     strategy = STRATEGIES[name]()
     trainer = canned.quiet_trainer(
         strategy,
@@ -73,15 +73,15 @@ def train(name: str, ranks: int, run: Path, policy: str, learnt: str, resume: Pa
     return stage.reward_model.learnt, strategy.restored.get("reward_model", "nothing")
 
 
-def goes_on(rank: int, name: str, ranks: int, run: Path, policy: str) -> list[tuple[str, str]]:
-    first = train(name, ranks, run, policy, f"much, says rank {rank}")
-    return [first, train(name, ranks, run, policy, "nothing", RunFolder(run).checkpoint(1))]
+def train_and_resume(rank: int, name: str, ranks: int, run: Path, policy: str) -> list[tuple[str, str]]:
+    first = train(name, ranks, run, policy, f"state of rank {rank}")
+    return [first, train(name, ranks, run, policy, "new", RunFolder(run).checkpoint(1))]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("zero", 2), ("fsdp", 2)])
 def test_checkpoint_restores_a_remote_learner(tmp_path: Path, name: str, ranks: int) -> None:
-    results = run_ranks(goes_on, name, ranks, tmp_path, canned.other_model(), world_size=ranks)
+    results = run_ranks(train_and_resume, name, ranks, tmp_path, canned.other_model(), world_size=ranks)
     for rank, ((first, again), _) in enumerate(results):
-        assert first == (f"much, says rank {rank}", "nothing")
-        # The first rank alone asks for it: what others hold is nobody's.
-        assert again == ("nothing" if rank else "much, says rank 0", "weights, optimizer, schedule")
+        assert first == (f"state of rank {rank}", "nothing")
+        # Only rank 0 saves and loads the learner.
+        assert again == ("new" if rank else "state of rank 0", "weights, optimizer, schedule")
