@@ -1,11 +1,13 @@
 """Pytest plugin that keeps tests fast: a test over the limit of its tier fails, unless `ALLOWED` gives a reason.
 
 The seconds of a test are those of its set-up, call and teardown. A slow or busy machine changes no outcome: a test that
-is over the limit is measured against the limit times the slowdown of the machine at that moment.
+is over the limit is measured against the limit times the slowdown of the machine at that moment, which errs in favour of
+the test.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Generator
 
@@ -22,12 +24,18 @@ _SPENT = pytest.StashKey[float]()
 
 
 def slowdown() -> float:
-    """Return how many times as long as on a quiet machine a computation takes now; at least 1."""
+    """Return how many times as long as on a quiet machine a test takes now; at least 1.
+
+    Speed and load count: how long one thread takes to compute, and how many processes wait for a core, which hold up
+    the processes that a test waits for.
+    """
     start = time.perf_counter()
     total = 0
     for number in range(_PROBE_ROUNDS):
         total += number
-    return max(1.0, (time.perf_counter() - start) / PROBE_S)
+    speed = (time.perf_counter() - start) / PROBE_S
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return max(1.0, speed) * max(1.0, load)
 
 
 def limit_of(item: pytest.Item) -> float:
@@ -46,8 +54,8 @@ def excess(item: pytest.Item, seconds: float) -> str | None:
     if seconds <= limit * slower:
         return None
     return (
-        f"{item.nodeid} took {seconds:.1f} s, its limit is {limit:g} s (the machine is {slower:.1f} times as slow as "
-        "the one that limits are made for): make the test faster, or give a reason in ALLOWED of "
+        f"{item.nodeid} took {seconds:.1f} s, its limit is {limit:g} s (the machine is {slower:.1f} times as slow or "
+        "busy as the one that limits are made for): make the test faster, or give a reason in ALLOWED of "
         "rl_plugins/tests/time_limits.py"
     )
 
