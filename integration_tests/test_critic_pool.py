@@ -137,7 +137,7 @@ def test_critic_process_that_hangs_or_dies_ends_the_run(tmp_path: Path) -> None:
     process.kill()
     with pytest.raises(CriticLost, match=r"rank 0 asked the pool critic to .*: what the critic has learnt .* is lost"):
         train(tmp_path, critic)
-    # Nothing of it outlives the rank that has it.
+    # No process of the pool outlives the rank that has the pool.
     name = critic.config.label(0)
     del critic
     gc.collect()

@@ -61,14 +61,14 @@ def test_update_weights_in_flight_gives_each_token_the_version_of_its_weights(
         for response, log_probs, versions in zip(
             group.responses(), group.response_log_probs(), group.response_versions(), strict=True
         ):
-            # One that has ended before the update is of the old weights alone.
+            # A response that has ended before the update is of the old weights alone.
             assert versions == ([3] * STEPS + [4] * len(versions))[: len(versions)]
             mixed += [(request.prompt, response, log_probs, versions)] if len(set(versions)) == 2 else []
-            # The new weights see the tokens of before through their own eyes: the KV cache was computed again.
+            # The new weights read the old tokens, too: the KV cache was computed again.
             for version, weights in policies.items():
-                theirs = np.array(versions) == version
+                sampled = np.array(versions) == version
                 exact = np.array(log_probs_of(weights, request.prompt + response)[len(request.prompt) - 1 :])
-                np.testing.assert_allclose(np.array(log_probs)[theirs], exact[theirs], atol=2e-4)
+                np.testing.assert_allclose(np.array(log_probs)[sampled], exact[sampled], atol=2e-4)
     prompt, response, log_probs, versions = mixed[0]
     other = np.array(log_probs_of(policies[3], prompt + response)[len(prompt) - 1 :])
     late = np.array(versions) == 4
@@ -86,7 +86,7 @@ def test_collect_returns_finished_groups_while_another_goes_on(float32_engine: V
     assert sorted(first) == [11, 12]
     assert all(group.lengths.tolist() == [3, 3] for group in first.values())
     go_on(float32_engine)
-    # A call for all prompts of a step does not disturb it.
+    # A call for all prompts of a step does not disturb the group.
     assert len(float32_engine.generate([[9, 8]], SHORT, [1]).lengths) == 2
     (rest,) = float32_engine.collect([10], 0).values()
     assert max(rest.lengths) > 3
@@ -103,7 +103,7 @@ def test_groups_have_the_responses_of_generate(float32_engine: VLLMRollout) -> N
 def test_fetch_returns_collected_groups_once_and_no_dropped_group(float32_engine: VLLMRollout) -> None:
     float32_engine.submit(requests(25, 26, 27), SHORT)
     held = float32_engine.collect([25, 26, 27], 3)
-    # Their lengths and where they are: that is all a rank hands on to another.
+    # A rank hands on to another rank no more than the lengths of groups and where the groups are.
     assert len(pickle.dumps(list(held.values()))) < 1000
     float32_engine.drop([27])
     asked = [held[27], held[26], held[25]]
@@ -113,7 +113,7 @@ def test_fetch_returns_collected_groups_once_and_no_dropped_group(float32_engine
     apart = [float32_engine.generate([one.prompt], SHORT, [one.seed]) for one in requests(25, 26)]
     assert [first.responses(), second.responses()] == [one.responses() for one in apart]
     assert float32_engine.fetch(asked) == [None, None, None]
-    # What is in this process stays as it is.
+    # Generations in this process are returned as they are.
     assert float32_engine.fetch([first]) == [first]
 
 
@@ -141,7 +141,7 @@ def test_collect_of_nothing_does_not_wait_for_unfinished_groups(float32_engine: 
     hold_after(float32_engine, STEPS)
     float32_engine.submit([*requests(40, max_tokens=3), *requests(41)], LONG)
     assert list(float32_engine.collect([40], 1)) == [40]
-    # Would wait for ever: the engine is held.
+    # A call that waited would wait for ever: the engine is held.
     assert float32_engine.collect([], 0) == {}
     go_on(float32_engine)
     assert list(float32_engine.collect([41], 1)) == [41]

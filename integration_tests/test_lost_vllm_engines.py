@@ -76,7 +76,7 @@ def tensor_parallel_engines(running_ray: Any, workplace: Path) -> Iterator[dict[
 
 @pytest.fixture
 def connect(engines: VLLMRollout) -> Iterator[Callable[..., VLLMRollout]]:
-    """Makes clients of both engines, or of the first, for which all of them are up and nothing is left of before."""
+    """Makes clients of both engines, or of the first. The engines are up, and have forgotten earlier clients."""
     clients: list[VLLMRollout] = []
 
     def connect(num_engines: int = 2, stall_timeout_s: float = patient(60)) -> VLLMRollout:
@@ -115,7 +115,7 @@ def kill_and_wait_until_ray_has_started_another(rollout: VLLMRollout, engine: in
 
 
 def update_until_both_have(policy: Any, rollout: VLLMRollout) -> None:
-    """Each update gives those that are up again the weights."""
+    """Update until the engine that is on its way back has got the weights, too."""
 
     def updated() -> bool:
         # Updates that nobody needs would take the time of the engine that starts.
@@ -177,7 +177,7 @@ def test_engine_that_ray_has_restarted_is_lost_in_generate_and_in_update_weights
     rollout = connect()
     rollout.update_weights(ModuleWeightSource(policy), 1)
     kill_and_wait_until_ray_has_started_another(rollout, 0)
-    # It has the weights that engines start with, and must not sample from them.
+    # The new process has the weights that engines start with, and must not sample from them.
     with pytest.raises(EngineLost):
         rollout.generate([[5, 6], [7, 8]], SamplingConfig(max_tokens=4), [1, 2])
     assert rollout.replace_lost() == 1
@@ -202,10 +202,10 @@ def test_fetch_returns_none_for_groups_of_a_lost_engine_and_submit_samples_again
     before.wait(patient(60))
     assert rollout.fetch(held) == [None]
     assert rollout.replace_lost() == 1
-    # It is on its way back, and nobody asks it.
+    # The engine is on its way back, and is not asked.
     assert rollout.fetch(held) == [None]
     rollout.update_weights(ModuleWeightSource(policy), 9)
-    # The new process has never had them.
+    # The new process has never had the groups.
     assert rollout.fetch(held) == [None]
     rollout.submit([request], SHORT)
     (again,) = rollout.fetch(list(rollout.collect([50], 1).values()))

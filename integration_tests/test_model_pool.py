@@ -1,4 +1,4 @@
-"""A pool of actors that hold a frozen model gives the numbers that the model itself gives, also when an actor dies."""
+"""A pool of actors with a frozen model gives the numbers of the model in this process, also when an actor dies."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def micro_batch(*lengths: tuple[int, int]) -> dict[str, Any]:
 BATCHES = [micro_batch((5, 9), (3, 1), (7, 0), (2, 12), (9, 4)), micro_batch((4, 6))]
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("batch", BATCHES, ids=["uneven rows", "fewer rows than actors"])
 def test_response_log_probs_of_a_pool_equal_the_models_own(
     teachers: ModelPool, teacher: str, batch: dict[str, Any], packed: bool
 ):
@@ -109,7 +109,7 @@ def test_response_log_probs_of_a_pool_equal_the_models_own(
             torch.testing.assert_close(got[response], wanted[response], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", BATCHES, ids=["uneven rows", "fewer rows than actors"])
 def test_response_scores_of_a_pool_equal_the_models_own(
     reward_models: ModelPool, reward_model: str, batch: dict[str, Any]
 ):

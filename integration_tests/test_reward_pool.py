@@ -1,4 +1,4 @@
-"""The pool over real Ray actors: parallel, in order, and alive after scorers that hang, die or lie."""
+"""RewardPool over Ray actors: parallel, in order, and alive after rewards that hang, die or give no number."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rl_plugins.tests.patience import patient
 
 pytestmark = pytest.mark.usefixtures("running_ray")
 HERE = "rl_plugins.tests.rewards.sample_rewards"
-# Rewards that hang are ended after these. Others take next to nothing of them.
+# Deadlines for rewards that hang. The other rewards of such a test take no more than milliseconds.
 SHORT = {"deadline_s": patient(1.0), "grace_s": patient(1.0)}
 
 
 @pytest.fixture(scope="module")
 def obeying_pool() -> Iterator[RewardPool]:
-    """Scores a response by its length, unless the response asks for mischief."""
+    """Scores a response by its length, unless the response names a deed."""
     with pool(f"{HERE}.obey", num_workers=2, chunk_size=3, **SHORT) as shared:
         yield shared
 
@@ -92,7 +92,7 @@ def test_two_workers_score_at_the_same_time(tmp_path: Path) -> None:
         assert outcomes(workers.score(requests("here-1", "here-2"))) == [1.0, 1.0]
 
 
-def test_coroutines_run_at_the_same_time_and_a_blocking_one_fails_alone() -> None:
+def test_coroutines_run_concurrently_and_a_blocking_coroutine_fails_alone() -> None:
     with pool(f"{HERE}.obey_async", **SHORT) as workers:
         scores = workers.score(requests("a", "expire", "await", "bb", "die", "ccc"))
     assert outcomes(scores) == [1.0, "timeout", "timeout", 2.0, "died", 3.0]
@@ -108,7 +108,7 @@ def test_batch_that_kills_its_worker_is_scored_one_by_one() -> None:
         assert outcomes(workers.score(requests("a", "die", "bb"))) == [1.0, "died", 2.0]
 
 
-def test_score_raises_at_the_first_failure_above_max_failure_rate_and_the_pool_survives() -> None:
+def test_score_raises_above_max_failure_rate_at_once_and_the_pool_survives() -> None:
     with pool(f"{HERE}.obey", max_failure_rate=0.05, chunk_size=1) as workers:
         with pytest.raises(RewardFailureError, match=r"^3 of 40 rewards failed.*timeout.*no result within \S+ s"):
             workers.score(requests(*["expire"] * 40))
@@ -131,7 +131,7 @@ def test_reward_of_a_file(tmp_path: Path) -> None:
         assert outcomes(workers.score(requests("ab"))) == [6.0]
 
 
-def test_error_of_loading_a_reward_arrives_as_it_is() -> None:
+def test_error_of_loading_a_reward_arrives_unchanged() -> None:
     with pool(f"{HERE}.obei") as workers, pytest.raises(ConfigError, match="did you mean 'obey'"):
         workers.score(requests("a"))
 
@@ -147,7 +147,7 @@ def test_score_raises_when_a_worker_never_starts(tmp_path: Path) -> None:
         workers.score(requests("a"))
 
 
-def test_score_raises_when_a_worker_dies_while_it_loads_its_reward(tmp_path: Path) -> None:
+def test_score_raises_when_a_worker_dies_while_loading_the_reward(tmp_path: Path) -> None:
     path = tmp_path / "deadly.py"
     path.write_text("import os\nos._exit(1)\n")
     config = {"path": str(path), "name": "f"}

@@ -31,6 +31,7 @@ from rl_plugins.rollout.engine import GroupRequest, SamplingConfig
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.rollout.weight_check import PROBE, WeightsDiffer, check_log_probs
 from rl_plugins.rollout.weights import ModuleWeightSource
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient, wait_until
 
 GIB = 2**30
@@ -107,31 +108,31 @@ def test_sleep_frees_memory_that_update_weights_brings_back(
     assert process.memory_info().rss < awake - 0.9 * GIB
 
 
+@for_each(
+    ("parameter", "row", "name"),
+    [
+        ("model.layers.1.self_attn.qkv_proj.weight", 128 + 5, "model.layers.1.self_attn.k_proj.weight"),
+        ("model.layers.0.self_attn.qkv_proj.bias", 128 + 64 + 1, "model.layers.0.self_attn.v_proj.bias"),
+        ("model.layers.1.mlp.gate_up_proj.weight", 384, "model.layers.1.mlp.up_proj.weight"),
+        ("model.embed_tokens.weight", 7, "model.embed_tokens.weight"),
+        ("model.norm.weight", 3, "model.norm.weight"),
+    ],
+)
 def test_check_weights_names_the_parameter_with_one_wrong_bit(
-    bfloat16_engine: VLLMRollout, source: ModuleWeightSource
+    bfloat16_engine: VLLMRollout, source: ModuleWeightSource, parameter: str, row: int, name: str
 ) -> None:
-    for version, (parameter, row, name) in enumerate(
-        (
-            ("model.layers.1.self_attn.qkv_proj.weight", 128 + 5, "model.layers.1.self_attn.k_proj.weight"),
-            ("model.layers.0.self_attn.qkv_proj.bias", 128 + 64 + 1, "model.layers.0.self_attn.v_proj.bias"),
-            ("model.layers.1.mlp.gate_up_proj.weight", 384, "model.layers.1.mlp.up_proj.weight"),
-            ("model.embed_tokens.weight", 7, "model.embed_tokens.weight"),
-            ("model.norm.weight", 3, "model.norm.weight"),
-        )
-    ):
+    def flip(actor: Any) -> None:
+        def flip_bit(worker: Any) -> None:
+            values = worker.model_runner.model.get_parameter(parameter).data[row].view(torch.int16).view(-1)
+            values[-1] ^= 1
 
-        def flip(actor: Any, parameter: str = parameter, row: int = row) -> None:
-            def flip_bit(worker: Any) -> None:
-                values = worker.model_runner.model.get_parameter(parameter).data[row].view(torch.int16).view(-1)
-                values[-1] ^= 1
+        actor._llm.collective_rpc(flip_bit)
 
-            actor._llm.collective_rpc(flip_bit)
-
-        bfloat16_engine.update_weights(source, version)
+    bfloat16_engine.update_weights(source, version=3)
+    bfloat16_engine.check_weights(source)
+    inside(bfloat16_engine, flip)
+    with pytest.raises(WeightsDiffer, match=rf"after a weight update {name} of rollout engine 0 differs"):
         bfloat16_engine.check_weights(source)
-        inside(bfloat16_engine, flip)
-        with pytest.raises(WeightsDiffer, match=rf"after a weight update {name} of rollout engine 0 differs"):
-            bfloat16_engine.check_weights(source)
 
 
 @contextmanager
