@@ -131,7 +131,7 @@ def trained(
     **options: Any,
 ) -> Recorded:
     """A stage that a rank has trained in several micro-batches and clipped updates; `options` are the stage's."""
-    settings = {"lr": lr, "gradient_clip": 0.05}
+    settings: dict[str, Any] = {"lr": lr, "gradient_clip": 0.05}
     module = stage(
         str(folder / "policy"),
         tokenizer=canned.tokenizer,
