@@ -163,6 +163,7 @@ def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Ite
         keyboard = folder / "typed"
         keyboard.write_text(typed)
         with log.open("w") as output, keyboard.open() as keys:
+            begin: Callable[..., ForkedCommand | subprocess.Popen[str]]
             begin = subprocess.Popen[str] if new_interpreter else start_command
             process = begin(command, cwd=folder, stdin=keys, stdout=output, stderr=output, env=environment)
         recipes.append(Recipe(folder, process, log, name))

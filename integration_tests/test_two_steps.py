@@ -62,7 +62,7 @@ def wait_for(
 ) -> Iterator[Callable[[str], Path]]:
     """Waits for a run. The runs of all selected tests are made in the order of these tests."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    names = dict.fromkeys(item.callspec.params["run"] for item in items)
+    names = dict.fromkeys(str(item.callspec.params["run"]) for item in items)
     folder = tmp_path_factory.mktemp("recipes")
     save_tiny_policy(folder / "other", seed=1)
     rows = addition_rows(below=100, num_train=64, num_test=1, seed=0)["train"]

@@ -1,5 +1,6 @@
 """What all unit tests share."""
 
+import logging
 import socket
 from collections.abc import Generator, Iterator
 from sqlite3 import Connection
@@ -39,6 +40,15 @@ settings.load_profile("tests")
 def _exact_norms() -> Iterator[None]:
     with exact_norms():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _levels_of_loggers() -> Iterator[None]:
+    """A command that a test calls may silence libraries in its process, which is this one."""
+    levels = {name: logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric")}
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture

@@ -145,6 +145,13 @@ def test_run_recipe_asks_a_hub_that_cannot_be_reached_once(started, monkeypatch,
     assert asked == ["get_hf_file_metadata"] and started == []
 
 
+def test_recipe_main_ends_with_one_line_of_error_and_status_2(grpo, started, capsys):
+    assert grpo("modl.path=x") == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert started == []
+
+
 def test_recipe_main_starts_the_launcher_with_good_input(grpo, started, tmp_path, capsys):
     assert grpo(f"run.output_dir={tmp_path}") == 0
     assert started == ["ray"]
