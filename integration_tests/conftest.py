@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -53,7 +53,7 @@ class Recipe:
     """A recipe that runs in a process of its own."""
 
     folder: Path
-    process: ForkedCommand | subprocess.Popen[str]
+    process: ForkedCommand | subprocess.Popen[Any]
     log: Path
     name: str
 
@@ -163,8 +163,8 @@ def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Ite
         keyboard = folder / "typed"
         keyboard.write_text(typed)
         with log.open("w") as output, keyboard.open() as keys:
-            begin: Callable[..., ForkedCommand | subprocess.Popen[str]]
-            begin = subprocess.Popen[str] if new_interpreter else start_command
+            begin: Callable[..., ForkedCommand | subprocess.Popen[Any]]
+            begin = subprocess.Popen if new_interpreter else start_command
             process = begin(command, cwd=folder, stdin=keys, stdout=output, stderr=output, env=environment)
         recipes.append(Recipe(folder, process, log, name))
         return recipes[-1]

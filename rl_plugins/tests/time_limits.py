@@ -1,8 +1,7 @@
 """Pytest plugin that keeps tests fast: a test over the limit of its tier fails, unless `ALLOWED` gives a reason.
 
 The seconds of a test are those of its set-up, call and teardown. A slow or busy machine changes no outcome: a test that
-is over the limit is measured against the limit times the slowdown of the machine at that moment, which errs in favour of
-the test.
+is over the limit is measured against the limit times the slowdown of the machine at that moment.
 """
 
 from __future__ import annotations
