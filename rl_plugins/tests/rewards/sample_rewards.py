@@ -130,7 +130,7 @@ def obey(solution_str: str) -> Any:
         "numpy": lambda: np.float32(0.5),
         "numpy bool": lambda: np.bool_(True),
         "0-d": lambda: {"score": np.array(2.0), "hits": np.int64(3)},
-        "loop": lambda: [None for _ in iter(int, 1)],
+        "loop": lambda: all(True for _ in iter(int, 1)),
         "expire": hang_after_the_alarm,
         "swallow": swallow_and_hang,
         "deaf": hang_deaf,
