@@ -4,73 +4,96 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 
-from integration_tests.conftest import free_port
+from rl_plugins.tests.patience import patient
+
+_OBJECT_STORE_BYTES = 10**8
 
 
-@dataclass
 class Machines:
-    """The nodes of a cluster: a head that runs nothing, and those with CPUs."""
+    """A head node that runs nothing, and nodes that are added and removed as a test wants them."""
 
-    cluster: Cluster
-    dashboard: str
-    nodes: list[Any]
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._nodes: dict[str, Any] = {}
+        self._leaving: set[str] = set()
 
     @property
     def address(self) -> str:
-        return str(self.cluster.address)
+        return str(self._cluster.address)
+
+    @property
+    def dashboard(self) -> str:
+        return f"http://{self._cluster.webui_url}"
+
+    def resize(self, *cpus: int) -> None:
+        """Add and remove nodes until there is one with each of these numbers of CPUs."""
+        missing = Counter(cpus)
+        for node_id, node in list(self._nodes.items()):
+            count = int(node._ray_params.num_cpus)
+            if missing[count] and node_id not in self._leaving:
+                missing[count] -= 1
+            else:
+                self._cluster.remove_node(self._nodes.pop(node_id))
+        for count in missing.elements():
+            self.add(count)
+        self._cluster.wait_for_nodes(patient(60))
+
+    def add(self, cpus: int) -> None:
+        """Add a node."""
+        node = self._cluster.add_node(num_cpus=cpus, object_store_memory=_OBJECT_STORE_BYTES)
+        self._nodes[node.node_id] = node
 
     def actors(self, wanted: Callable[[Any], bool]) -> list[Any]:
-        """Those that live, by the state that Ray keeps of them."""
+        """Living actors, by the state that Ray keeps of them."""
         listed = list_actors(self.dashboard, filters=[("state", "=", "ALIVE")], limit=1000, detail=True)
         return [actor for actor in listed if wanted(actor)]
 
     def places_of(self, class_name: str) -> list[str]:
-        """Ids of the nodes where actors of a class are, one for each."""
+        """Ids of the nodes where actors of a class are, one for each actor."""
         return sorted(actor.node_id for actor in self.actors(lambda actor: class_name in actor.class_name))
 
     def announce_loss(self, node_id: str, in_s: int) -> None:
-        """Say that a node will be taken away, as clouds do of those that they lend cheaply; nothing else happens."""
+        """Say that a node will be taken away, as clouds do with cheap machines; the node stays as it is until then."""
+        self._leaving.add(node_id)
         subprocess.run(
             [
                 sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self.address,
                 "--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION",
                 "--reason-message", "wanted elsewhere", "--deadline-remaining-seconds", str(in_s),
             ],
-            check=True, timeout=60,
+            check=True, timeout=patient(120),
         )  # fmt: skip
 
     def kill(self, node_id: str) -> None:
         """kill -9 a node with everything on it."""
-        (node,) = [node for node in self.nodes if node.node_id == node_id]
+        node = self._nodes.pop(node_id)
         (raylet,) = node.all_processes["raylet"]
         for process in (
             *psutil.Process(raylet.process.pid).children(recursive=True),
             psutil.Process(raylet.process.pid),
         ):
-            if process.is_running():
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
+        self._cluster.remove_node(node, allow_graceful=False)
 
 
 @contextmanager
-def machines(*cpus: int) -> Iterator[Machines]:
-    """A cluster with a machine of so many CPUs each."""
-    port = free_port()
+def machines() -> Iterator[Machines]:
+    """A cluster with a head alone. Its dashboard has the first free port that Ray finds."""
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": True, "dashboard_port": port, "object_store_memory": 10**8},
+        head_node_args={"num_cpus": 0, "include_dashboard": True, "object_store_memory": _OBJECT_STORE_BYTES},
     )
-    nodes = [cluster.add_node(num_cpus=count, object_store_memory=10**8) for count in cpus]
-    cluster.wait_for_nodes()
     try:
-        yield Machines(cluster, f"http://127.0.0.1:{port}", nodes)
+        yield Machines(cluster)
     finally:
         cluster.shutdown()

@@ -39,7 +39,7 @@ def collected(rollout: VLLMRollout, required: list[int], count: int) -> dict[int
     return {ticket: one for ticket, one in zip(held, fetched, strict=True) if one is not None}
 
 
-def test_update_weights_in_flight_gives_each_token_the_version_of_its_weights(
+def test_update_weights_in_flight_gives_each_token_the_version_of_the_weights(
     float32_engine: VLLMRollout, workplace: Path
 ) -> None:
     policy = load_policy(workplace)

@@ -39,9 +39,7 @@ def whole(start: Callable[..., Recipe]) -> Recipe:
     return run
 
 
-def test_ranks_with_a_critic_pool_learn_what_ranks_with_their_own_critic_learn(
-    start: Callable[..., Recipe], whole: Recipe
-) -> None:
+def test_critic_pool_learns_the_same_as_a_critic_in_the_ranks(start: Callable[..., Recipe], whole: Recipe) -> None:
     alone = start("ppo", "alone", *COMMON, "run.steps=2", "run.export=false")
     assert alone.wait() == 0, alone.tail()
     expected, found = (read_metrics(recipe.run / "metrics.jsonl") for recipe in (whole, alone))

@@ -1,4 +1,4 @@
-"""Recipes on a cluster of several machines: who is where, and what happens when a machine or a process is lost."""
+"""Recipes on several machines: where roles are placed, and what happens when a machine or a process is lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,9 @@ import pytest
 
 from integration_tests.conftest import Recipe, recipes_in
 from integration_tests.machines import Machines, machines
+from integration_tests.pace import Pace
 from rl_plugins.run_folder import RunFolder, read_metrics
+from rl_plugins.tests.patience import patient
 
 pytestmark = pytest.mark.extended
 
@@ -22,46 +23,63 @@ SMALL = (
     "batch.prompts_per_step=4", "batch.samples_per_prompt=4", "run.eval_every=0", "tracking.enabled=false",
     "placement.device=cpu", "run.checkpoint_every=1", "optimizer.lr=1e-3",
 )  # fmt: skip
+SAMPLES = 16
+WITHOUT_VLLM = "rollout.engine=transformers"
 # In the project alone, which every node has to unpack, although here they share a host and with it the folder for that.
 REWARD = """
 import os
 
-def shortness(solution_str):
+from integration_tests.rewards import paced
+
+def shortness(solution_str, pace):
     assert "my_rewards.py" in os.listdir(os.getcwd())
-    return 1.0 - sum(character.isalpha() for character in solution_str) / 8
+    return paced(solution_str, pace)
 """
 
 
-@pytest.fixture
-def three_machines() -> Iterator[Machines]:
-    with machines(2, 2, 2) as cluster:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Machines]:
+    with machines() as cluster:
         yield cluster
 
 
 @pytest.fixture
-def on_cluster(three_machines: Machines, workplace: Path, tmp_path: Path) -> Iterator[Callable[..., Recipe]]:
-    with recipes_in(tmp_path, workplace, three_machines.address) as start:
+def start(cluster: Machines, workplace: Path, tmp_path: Path) -> Iterator[Callable[..., Recipe]]:
+    with recipes_in(tmp_path, workplace, cluster.address) as start:
         yield start
 
 
-def test_pools_have_machines_of_their_own_and_are_replaced(
-    three_machines: Machines, on_cluster: Callable[..., Recipe], workplace: Path
+def pace_of(tmp_path: Path, *, workers: int) -> Pace:
+    """Each training worker has a process for its share of the rewards."""
+    return Pace(tmp_path / "pace", samples=SAMPLES // workers)
+
+
+def steps_of(run: Recipe) -> list[int]:
+    return list(read_metrics(run.run / "metrics.jsonl")["train/loss"])
+
+
+def test_model_pools_have_machines_of_their_own_and_replace_killed_actors(
+    cluster: Machines, start: Callable[..., Recipe], workplace: Path, tmp_path: Path
 ) -> None:
-    run = on_cluster(
-        "grpo", "pools", *SMALL, "run.steps=12", "algorithm=on_policy_distillation", f"teacher.path={workplace}/tiny",
-        "algorithm.kl.coefficient=0.05", "strategy.name=fsdp", "rollout.engine=transformers",
+    cluster.resize(2, 2, 2)
+    pace = pace_of(tmp_path, workers=2)
+    pace.allow(1)
+    run = start(
+        "grpo", "pools", *SMALL, "run.steps=3", "algorithm=on_policy_distillation", f"teacher.path={workplace}/tiny",
+        "algorithm.kl.coefficient=0.05", "strategy.name=fsdp", WITHOUT_VLLM, *pace.overrides,
         "placement.strategy=STRICT_PACK", "placement.teacher.actors=2", "placement.reference.actors=1",
     )  # fmt: skip
-    run.wait_for_step(1)
-    trainers, actors = three_machines.places_of("RayTrainWorker"), three_machines.places_of("ModelActor")
+    pace.wait(run)
+    trainers, actors = cluster.places_of("RayTrainWorker"), cluster.places_of("ModelActor")
     assert len(trainers) == 2 and len(actors) == 3
     assert len(set(trainers)) == 1 and not set(trainers) & set(actors)
-    (teacher, *_) = three_machines.actors(lambda actor: "-teacher-" in (actor.name or ""))
+    (teacher, *_) = cluster.actors(lambda actor: "-teacher-" in (actor.name or ""))
     os.kill(teacher.pid, signal.SIGKILL)
+    pace.allow_all()
     assert run.wait() == 0, run.tail()
     series = read_metrics(run.run / "metrics.jsonl")
-    assert list(series["train/loss"]) == list(range(1, 13))
-    assert series["pool/teacher_restarts"][12] == 1 and series["pool/reference_restarts"][12] == 0
+    assert list(series["train/loss"]) == [1, 2, 3]
+    assert series["pool/teacher_restarts"][3] == 1 and series["pool/reference_restarts"][3] == 0
     # The teacher is the policy's start: what the policy has learned is its distance from there.
     assert series["train/kl"][1] == pytest.approx(0, abs=1e-4) and {"time/teacher_log_probs"} <= series.keys()
     said = run.tail(1_000_000)
@@ -70,36 +88,37 @@ def test_pools_have_machines_of_their_own_and_are_replaced(
     assert "pools: there is                   6     0  3 in all" in said
 
 
-def test_a_job_has_its_workers_and_engines_on_three_machines(
-    three_machines: Machines, workplace: Path, tmp_path: Path
+def test_submitted_job_has_workers_and_engines_on_three_machines(
+    cluster: Machines, workplace: Path, tmp_path: Path
 ) -> None:
+    cluster.resize(2, 2, 2)
     project = tmp_path / "project"
     project.mkdir()
     (project / "my_rewards.py").write_text(REWARD)
+    pace = pace_of(tmp_path, workers=4)
+    pace.allow(1)
     overrides = (
         "run.name=job", f"run.output_dir={tmp_path}/outputs", f"model.path={workplace}/tiny",
         f"data.train_files=[{workplace}/data/train.parquet]", "data.max_prompt_tokens=26", "sampling.max_tokens=6",
         *SMALL, "run.steps=4", "placement.num_workers=4", "placement.rollout=split", "rollout.engines=2",
         "algorithm.kl.coefficient=0.05", "placement.reference.actors=1", "placement.reference.cpus=0",
-        "reward.functions.default._target_=my_rewards.shortness",
+        *pace.overrides, "reward.functions.default._target_=my_rewards.shortness",
     )  # fmt: skip
-    log, run = tmp_path / "job.log", RunFolder(tmp_path / "outputs" / "job")
+    log = tmp_path / "job.log"
     with log.open("w") as output:
-        job = subprocess.Popen(
-            [sys.executable, "-m", "rl_plugins", "submit", "--address", three_machines.dashboard, "--", "grpo",
-             *overrides],
-            cwd=project, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rl_plugins", "submit", "--address", cluster.dashboard, "--", "grpo", *overrides],
+            cwd=project, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
         )  # fmt: skip
-    deadline = time.monotonic() + 250
-    while run.latest_checkpoint() is None:
-        assert job.poll() is None and time.monotonic() < deadline, log.read_text()[:9000]
-        time.sleep(0.2)
-    trainers, engines = three_machines.places_of("RayTrainWorker"), three_machines.places_of("VLLMActor")
+    job = Recipe(tmp_path, process, log, "job")
+    pace.wait(job)
+    trainers, engines = cluster.places_of("RayTrainWorker"), cluster.places_of("VLLMActor")
     assert len(trainers) == 4 and len(engines) == 2 and len({*trainers, *engines}) == 3
     # A machine of two CPUs has two of them.
     assert all([*trainers, *engines].count(node) == 2 for node in {*trainers, *engines})
-    assert job.wait(120) == 0, log.read_text()[:9000]
-    series = read_metrics(run.metrics)
+    pace.allow_all()
+    assert job.wait() == 0, job.tail()
+    series = read_metrics(job.run / "metrics.jsonl")
     assert list(series["train/loss"]) == [1, 2, 3, 4]
     assert max(series["train/rollout_gap_max"].values()) < 1e-4
     # The reference is asked under ZeRO-3, too, where models are in shards; the policy moves away from it.
@@ -107,46 +126,67 @@ def test_a_job_has_its_workers_and_engines_on_three_machines(
     assert "job: rollout engines      2     1     0  PACK" in log.read_text()
 
 
-def test_a_run_outlives_a_machine(workplace: Path, tmp_path: Path) -> None:
-    with machines(1, 1, 1) as cluster, recipes_in(tmp_path, workplace, cluster.address) as start:
-        run = start(
-            "grpo", "lost", *SMALL, "run.steps=40", "rollout.engine=transformers", "placement.strategy=STRICT_SPREAD"
-        )
-        run.wait_for_step(2)
-        before = cluster.places_of("RayTrainWorker")
-        assert len(set(before)) == 2
-        cluster.kill(before[0])
-        assert run.process.poll() is None, "the run had already ended"
-        run.wait_for_step(40)
-        assert run.wait() == 0, run.tail()
-        assert list(read_metrics(run.run / "metrics.jsonl")["train/loss"]) == list(range(1, 41))
-        assert "resumed from checkpoint_" in RunFolder(run.run).resumes.read_text()
-
-
-def test_a_run_ends_when_there_is_no_room_left(
-    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_run_moves_from_a_machine_that_is_announced_to_be_lost(
+    cluster: Machines, start: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    # In place of a minute.
-    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "5")
-    with machines(1, 1) as cluster, recipes_in(tmp_path, workplace, cluster.address) as start:
-        run = start("grpo", "gone", *SMALL, "run.steps=1000", "rollout.engine=transformers", "placement.max_restarts=1")
-        run.wait_for_step(1)
-        cluster.kill(cluster.places_of("RayTrainWorker")[0])
-        assert run.wait(150) not in (0, 75), run.tail()
-        assert "worker group startup timed out" in run.tail().lower(), run.tail()
+    cluster.resize(1, 1, 1)
+    pace = pace_of(tmp_path, workers=2)
+    pace.allow(2)
+    run = start(
+        # It would save at its end alone.
+        "grpo", "moved", *SMALL, "run.checkpoint_every=100000", "run.steps=100000", WITHOUT_VLLM, *pace.overrides,
+        "placement.strategy=STRICT_SPREAD", RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S="0.5",
+    )  # fmt: skip
+    pace.wait(run)
+    leaving = cluster.places_of("RayTrainWorker")[0]
+    cluster.announce_loss(leaving, in_s=100000)
+    # Workers ask after every step, until the notice has come to them.
+    pace.allow_all()
+    run.wait_for_words(f"moved: Ray is about to lose {leaving}: saving")
+    run.wait_until(lambda: RunFolder(run.run).latest_checkpoint() is not None, "the checkpoint")
+    cluster.kill(leaving)
+    # Not from its beginning: from the step at which the notice came.
+    run.wait_for_words("resumed from checkpoint_")
+    places = cluster.places_of("RayTrainWorker")
+    assert len(set(places)) == 2 and leaving not in places
+    (run.run / "stop").touch()
+    assert run.wait() == 75, run.tail()
+    assert steps_of(run) == list(range(1, len(steps_of(run)) + 1))
 
 
-def test_a_run_waits_for_a_machine_that_comes(workplace: Path, tmp_path: Path) -> None:
-    with machines(1) as cluster, recipes_in(tmp_path, workplace, cluster.address) as start:
-        small = (*SMALL, "run.steps=1", "rollout.engine=transformers")
-        refused = start("grpo", "refused", *small)
-        assert refused.wait(60) == 2
-        assert "the placement needs 2 CPUs (training workers 2 x 1), the cluster has 1: lower" in refused.tail()
-        run = start("grpo", "waiting", *small, "placement.wait_for_nodes_s=200")
-        deadline = time.monotonic() + 60
-        while "waiting: waiting for 2 x 1 CPUs for the training workers, 1" not in run.tail():
-            assert run.process.poll() is None and time.monotonic() < deadline, run.tail()
-            time.sleep(0.2)
-        assert "of 200 s; free now: 1 CPUs" in run.tail()
-        cluster.cluster.add_node(num_cpus=1, object_store_memory=10**8)
-        assert run.wait() == 0, run.tail()
+def test_run_outlives_a_killed_machine_and_ends_when_too_few_are_left(
+    cluster: Machines, start: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    cluster.resize(1, 1, 1)
+    pace = pace_of(tmp_path, workers=2)
+    pace.allow(2)
+    run = start(
+        "grpo", "lost", *SMALL, "run.steps=100000", WITHOUT_VLLM, *pace.overrides, "placement.max_restarts=2",
+        # In place of a minute.
+        "placement.strategy=STRICT_SPREAD", RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(patient(8)),
+    )  # fmt: skip
+    pace.wait(run)
+    before = cluster.places_of("RayTrainWorker")
+    assert len(set(before)) == 2
+    cluster.kill(before[0])
+    # The processes of rewards of the next workers, which count anew, wait in another step.
+    pace.allow(3)
+    pace.wait(run)
+    assert "resumed from checkpoint_00000002" in RunFolder(run.run).resumes.read_text()
+    assert steps_of(run) == [1, 2, 3, 4, 5]
+    cluster.kill(cluster.places_of("RayTrainWorker")[0])
+    assert run.wait() not in (0, 75), run.tail()
+    assert "worker group startup timed out" in run.tail().lower(), run.tail()
+
+
+def test_wait_for_nodes_waits_for_a_machine(cluster: Machines, start: Callable[..., Recipe]) -> None:
+    cluster.resize(1)
+    small = (*SMALL, "run.steps=1", WITHOUT_VLLM)
+    refused = start("grpo", "refused", *small)
+    assert refused.wait() == 2
+    assert "the placement needs 2 CPUs (training workers 2 x 1), the cluster has 1: lower" in refused.tail()
+    run = start("grpo", "waiting", *small, "placement.wait_for_nodes_s=2000")
+    run.wait_for_words("waiting: waiting for 2 x 1 CPUs for the training workers, 1")
+    assert "of 2000 s; free now: 1 CPUs" in run.tail()
+    cluster.add(1)
+    assert run.wait() == 0, run.tail()

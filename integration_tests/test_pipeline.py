@@ -1,8 +1,7 @@
-"""SFT, reward model, PPO in one command: each starts from the one before, under one MLflow run; it can be resumed."""
+"""SFT, reward model, PPO in one command: a stage starts from the stage before; all are under one MLflow run."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from mlflow import MlflowClient
 from safetensors.torch import load_file
 
+from integration_tests.command_server import run_command
 from rl_plugins.data.prepare.addition import addition_rows, preference_rows
 from rl_plugins.data.prepare.writing import write_splits
 from rl_plugins.launch.export import export_checkpoint
@@ -39,7 +39,7 @@ def run(folder: Path, workplace: Path, *overrides: str) -> subprocess.CompletedP
         ),
         *overrides,
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ, cwd=folder)
+    return run_command(command, cwd=folder, timeout_s=400)
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +50,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_wrong_option_of_the_last_stage_is_found_before_the_first(folder: Path, workplace: Path) -> None:
+def test_wrong_option_of_the_last_stage_is_found_before_the_first_stage(folder: Path, workplace: Path) -> None:
     result = run(folder, workplace, "++stages.ppo.options.batch.updates_per_step=5")
     assert result.returncode == 2
     assert "stage ppo: batch.updates_per_step=5 does not divide the 8 prompts" in result.stderr
     assert not (folder / "sft_rm_ppo").exists()
 
 
-def test_three_stages_under_one_run_and_on_with_them(folder: Path, workplace: Path) -> None:
+def test_pipeline_trains_three_stages_under_one_mlflow_run_and_resumes(folder: Path, workplace: Path) -> None:
     result = run(folder, workplace)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     pipeline = folder / "sft_rm_ppo"

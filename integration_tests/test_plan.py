@@ -26,7 +26,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-def test_memory_of_trainers_and_engine_is_as_planned(tmp_path):
+def test_planned_memory_of_trainer_and_engine_equals_measured_memory(tmp_path):
     save_policy(tmp_path / "policy", hidden_size=512, num_layers=12, intermediate_size=1408, vocab_size=8192)
     save_prompts(tmp_path / "data")
     run = run_grpo(tmp_path, *OPTIONS, closely=True)

@@ -9,22 +9,25 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from integration_tests.conftest import free_port
+from integration_tests.conftest import Recipe, free_port
 from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
+from rl_plugins.tests.patience import patient, wait_until
 
 pytestmark = pytest.mark.extended
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+# Starts of the head node: another process may take one of its ports first.
+ATTEMPTS = 3
 SUBMIT = [sys.executable, "-m", "rl_plugins", "submit"]
 # The project's own reward: a job finds it only if the project was sent.
 REWARD = """
@@ -46,49 +49,59 @@ def head_node() -> Iterator[HeadNode]:
     """A head node of the test's own, beside whatever Ray there is on this machine."""
     # Sockets live in it, and their paths must be short.
     folder = Path(tempfile.mkdtemp(prefix="head"))
-    dashboard = free_port()
-    ports = ("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port")
-    command = [
-        *RAY, "start", "--head", "--block", "--num-cpus=3", f"--temp-dir={folder}",
-        "--include-dashboard=true", f"--dashboard-port={dashboard}", "--object-store-memory=200000000",
-        "--disable-usage-stats", *(f"--{name}={free_port()}" for name in ports),
-    ]  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     # Whether Ray asks for a token depends on what else ran under this user: here it does, and for one made here.
     (folder / "token").write_text(secrets.token_hex(32))
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
-    with (folder / "head.log").open("w") as log:
-        head = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-    try:
-        address = f"http://127.0.0.1:{dashboard}"
-        wait_for_jobs(address, head, folder / "head.log")
-        yield HeadNode(address, environment)
-    finally:
-        # `ray stop` would end every Ray of this machine.
-        processes = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
-        for process in processes:
-            if process.is_running():
-                process.send_signal(signal.SIGKILL)
-        psutil.wait_procs(processes, timeout=30)
-        head.wait(30)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def wait_for_jobs(address: str, head: subprocess.Popen[bytes], log: Path, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        assert head.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, f"no job server at {address}:\n{log.read_text()}"
+    log = folder / "head.log"
+    for _ in range(ATTEMPTS):
+        head, address = start_head(folder, log, environment)
         try:
-            with urllib.request.urlopen(f"{address}/api/jobs/", timeout=5):
-                return
-        except urllib.error.HTTPError as error:
-            # It is there, and asks for the token.
-            if error.code in (401, 403):
-                return
-            time.sleep(0.5)
-        except OSError:
-            time.sleep(0.5)
+            wait_until(lambda: head.poll() is not None or answers(address), f"jobs at {address}", 240, log.read_text)  # noqa: B023
+            if head.poll() is None:
+                yield HeadNode(address, environment)
+                break
+        finally:
+            kill_with_children(head)
+    else:
+        raise AssertionError(log.read_text())
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_head(folder: Path, log: Path, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a head node; returns its process, which ends where another process has taken a port, and its address."""
+    dashboard = free_port()
+    ports = ("ray-client-server-port", "dashboard-agent-listen-port")
+    command = [
+        *RAY, "start", "--head", "--block", "--num-cpus=3", f"--temp-dir={folder}", "--port=0",
+        "--include-dashboard=true", f"--dashboard-port={dashboard}", "--object-store-memory=200000000",
+        "--disable-usage-stats", *(f"--{name}={free_port()}" for name in ports),
+    ]  # fmt: skip
+    with log.open("a") as output:
+        head = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+    return head, f"http://127.0.0.1:{dashboard}"
+
+
+def answers(address: str) -> bool:
+    """Whether a server of jobs is there, which asks for a token."""
+    try:
+        with urllib.request.urlopen(f"{address}/api/jobs/", timeout=patient(5)):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code in (401, 403)
+    except OSError:
+        return False
+
+
+def kill_with_children(process: subprocess.Popen[bytes]) -> None:
+    """kill -9; `ray stop` would end every Ray of this machine."""
+    with suppress(psutil.NoSuchProcess):
+        found = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for one in found:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(found, timeout=patient(30))
+    process.wait(patient(30))
 
 
 @pytest.fixture
@@ -110,27 +123,26 @@ def recipe(workplace: Path, *overrides: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_job_that_ctrl_c_stops_goes_on_as_a_plain_ray_job(
+def test_submitted_job_is_stopped_by_ctrl_c_and_resumed_as_a_ray_job(
     head_node: HeadNode, project: Path, workplace: Path, tmp_path: Path
 ) -> None:
     overrides = recipe(workplace, f"run.output_dir={tmp_path}/outputs")
     run = RunFolder(tmp_path / "outputs" / "job")
     command = [*SUBMIT, "--address", head_node.address, "--", "grpo", *overrides]
-    with (tmp_path / "submit.log").open("w") as log:
-        submitted = subprocess.Popen(
-            [*command, "run.steps=1000", "rollout.engine=transformers"],
-            cwd=project, env=head_node.environment, stdout=log, stderr=subprocess.STDOUT,
+    log = tmp_path / "submit.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, "run.steps=100000", "rollout.engine=transformers"],
+            cwd=project, env=head_node.environment, stdout=output, stderr=output, text=True,
             # A shell that started the tests in the background ignores it, and they would too.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
-    deadline = time.monotonic() + 200
-    while run.latest_checkpoint() is None:
-        assert submitted.poll() is None and time.monotonic() < deadline, (tmp_path / "submit.log").read_text()
-        time.sleep(0.2)
-    submitted.send_signal(signal.SIGINT)
-    assert submitted.wait(60) == 130, (tmp_path / "submit.log").read_text()
-    said = (tmp_path / "submit.log").read_text()
-    assert "1 files, 0.0 MiB" in said and "job: 1000 RL steps of 4 prompts x 4 samples" in said
+    submitted = Recipe(tmp_path, process, log, "job")
+    submitted.wait_until(lambda: run.latest_checkpoint() is not None, "a checkpoint")
+    process.send_signal(signal.SIGINT)
+    assert submitted.wait() == 130, submitted.tail()
+    said = log.read_text()
+    assert "1 files, 0.0 MiB" in said and "job: 100000 RL steps of 4 prompts x 4 samples" in said
     assert "stopping raysubmit_" in said and said.splitlines()[-1].endswith("was stopped")
 
     stopped = run.latest_checkpoint()
@@ -139,7 +151,7 @@ def test_a_job_that_ctrl_c_stops_goes_on_as_a_plain_ray_job(
     command = [*RAY, "job", "submit", "--address", head_node.address, "--working-dir", str(project), "--"]
     job = subprocess.run(
         [*command, "python", "-m", "rl_plugins.recipes.grpo", *overrides, f"run.steps={done + 2}", "run.resume=true"],
-        env=head_node.environment, capture_output=True, text=True, timeout=400, stdin=subprocess.DEVNULL,
+        env=head_node.environment, capture_output=True, text=True, timeout=patient(400), stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert job.returncode == 0, job.stdout[-6000:] + job.stderr[-2000:]
     assert "succeeded" in job.stdout and f"job: continuing from {stopped}" in job.stdout
@@ -151,12 +163,12 @@ def test_a_job_that_ctrl_c_stops_goes_on_as_a_plain_ray_job(
     assert (tmp_path / "outputs" / "mlflow.db").is_file()
 
 
-def test_a_job_that_fails_gives_its_exit_code_and_its_words(
+def test_submit_returns_exit_code_and_output_of_a_failed_job(
     head_node: HeadNode, project: Path, workplace: Path
 ) -> None:
     job = subprocess.run(
         [*SUBMIT, "--address", head_node.address, "--", "grpo", *recipe(workplace)],
-        cwd=project, env=head_node.environment, capture_output=True, text=True, timeout=120,
+        cwd=project, env=head_node.environment, capture_output=True, text=True, timeout=patient(240),
     )  # fmt: skip
     assert job.returncode == 2, job.stdout + job.stderr
     # In a job, a relative folder is one that goes away with it.

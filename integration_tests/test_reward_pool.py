@@ -68,7 +68,7 @@ def test_score_blames_the_culprits_of_a_chunk_alone(obeying_pool: RewardPool, mo
     assert failure_counts(scores) == {"raised": 1, "not_finite": 1, "timeout": 4, "died": 3}
 
 
-def test_score_blames_no_slow_sample_for_the_time_of_its_chunk(obeying_pool: RewardPool) -> None:
+def test_score_blames_no_slow_sample_for_the_time_of_the_chunk(obeying_pool: RewardPool) -> None:
     # Longer than the hard deadline, for each of the two workers.
     assert outcomes(obeying_pool.score(requests(*["slow"] * 24))) == [1.0] * 24
 
@@ -103,7 +103,7 @@ def test_batched_reward_is_called_with_chunks() -> None:
         assert outcomes(workers.score(requests(*"abcdefghij"))) == [4.0] * 8 + [2.0] * 2
 
 
-def test_batch_that_kills_its_worker_is_scored_one_by_one() -> None:
+def test_batch_that_kills_a_worker_is_scored_one_by_one() -> None:
     with pool(f"{HERE}.obey_batch") as workers:
         assert outcomes(workers.score(requests("a", "die", "bb"))) == [1.0, "died", 2.0]
 

@@ -52,9 +52,7 @@ def train(start_recipe: Callable[..., Recipe], name: str, *options: str) -> list
 
 
 @pytest.mark.parametrize("name", COLOCATED)
-def test_an_engine_that_shares_the_gpu_samples_what_the_trainer_trains(
-    start_recipe: Callable[..., Recipe], name: str
-) -> None:
+def test_colocated_engine_samples_from_the_trained_weights(start_recipe: Callable[..., Recipe], name: str) -> None:
     steps = train(start_recipe, name, "placement.num_workers=1", *COLOCATED[name])
     # The trainer has given its memory up while the engine samples, and the engine while it trains.
     assert all(row["memory/rollout"] < row["memory/update_policy"] for row in steps)

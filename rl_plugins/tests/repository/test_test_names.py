@@ -14,13 +14,6 @@ MAX_LENGTH = 90
 FORBIDDEN = {
     "it", "its", "they", "them", "those", "these", "what", "who", "whoever", "somebody", "nobody", "anybody", "others",
 }  # fmt: skip
-EXEMPT: tuple[str, ...] = (
-    "integration_tests/",
-    "rl_plugins/tests/models/test_log_probs_fsdp.py",
-    "rl_plugins/tests/strategies/test_fsdp.py",
-    "rl_plugins/tests/strategies/test_offload.py",
-)
-"""Beginnings of the paths whose names are not checked yet."""
 
 
 def names_of_tests(tree: ast.Module) -> list[str]:
@@ -47,8 +40,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def test_names_of_tests_name_the_subject_are_short_and_unique(root):
-    checked = {path: file for path, file in modules(root).items() if not path.startswith(EXEMPT)}
-    assert [f"{path}: {fault}" for path, file in checked.items() for fault in faults(syntax_tree(file))] == []
+    assert [f"{path}: {fault}" for path, file in modules(root).items() for fault in faults(syntax_tree(file))] == []
 
 
 def test_names_of_tests_finds_the_tests_of_this_module(root):

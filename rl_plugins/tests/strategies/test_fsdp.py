@@ -131,7 +131,7 @@ def test_bf16_true_gives_the_gradient_norms_of_bf16_mixed(trained: Trained) -> N
     assert norms == pytest.approx(mixed_norms, rel=0.05)
 
 
-def test_adapters_train_like_those_of_a_single_device_and_resume(tmp_path: Path) -> None:
+def test_adapters_train_like_on_a_single_device_and_resume(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES)
     start = tmp_path / "adapters"
     expected = run(fsdp_runs.course_with_adapters, fsdp_runs.TWO.on_single_device(), tmp_path, {})

@@ -12,7 +12,7 @@ from rl_plugins.strategies.offload import Offload
 PLACES = Offload({"policy": "cpu", "critic": "nvme", "reference": "cpu", "teacher": "nvme", "prm": "stay"}, Path("/x"))
 
 
-def test_offload_gives_each_engine_its_place() -> None:
+def test_offload_gives_each_engine_the_place_of_the_option() -> None:
     assert PLACES.of_trained("policy") == {"offload_optimizer": {"device": "cpu"}}
     assert PLACES.of_trained("critic") == {"offload_optimizer": {"device": "nvme", "nvme_path": "/x/critic"}}
     assert PLACES.of_frozen("reference") == {"offload_param": {"device": "cpu"}}
