@@ -63,7 +63,7 @@ format: $(INSTALLED)  ## let ruff mend and format the code
 	$(PY) -m ruff format .
 
 typecheck: $(INSTALLED)  ## mypy on the package, tests, benchmarks, docs and examples
-	$(PY) -m mypy
+	$(PY) -m mypy --num-workers 2
 
 unit: $(INSTALLED)  ## unit tests, two files at a time
 	OMP_NUM_THREADS=1 $(PYTEST) -m "unit and not extended" --timeout 300 --numprocesses 2 --dist loadfile
