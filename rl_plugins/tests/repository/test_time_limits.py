@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rl_plugins.tests import time_limits
@@ -58,3 +60,9 @@ def test_allowed_test_may_take_the_seconds_given_with_the_reason(
 
 def test_slowdown_is_at_least_1() -> None:
     assert time_limits.slowdown() >= 1
+
+
+def test_allowed_names_existing_tests(root: Path) -> None:
+    for name in time_limits.ALLOWED:
+        file, test = name.split("::")
+        assert f"def {test.partition('[')[0]}(" in (root / file).read_text(encoding="utf-8"), name
