@@ -88,7 +88,7 @@ def in_memory(path: Path) -> Any:
 
 def measure(way: str, path: Path) -> dict[str, float]:
     """What one way takes; run in a process of its own."""
-    from rl_plugins.data.prompts import PromptDataModule
+    from rl_plugins.data.datamodule import PromptDataModule
     from rl_plugins.models.tiny import build_tokenizer
 
     tokenizer = build_tokenizer()

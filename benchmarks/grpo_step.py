@@ -37,8 +37,8 @@ def prepare(size: str, folder: Path) -> int:
         return save_28m(folder / "policy")
     from transformers import AutoModelForCausalLM
 
-    from rl_plugins.data.prepare.addition import addition_rows
-    from rl_plugins.data.prepare.writing import write_splits
+    from rl_plugins.data.prepare.files import write_splits
+    from rl_plugins.data.prepare.tasks import addition_rows
     from rl_plugins.models.tiny import save_tiny_policy
 
     write_splits(addition_rows(below=50, num_train=512, num_test=16, seed=0), folder / "data")

@@ -14,8 +14,8 @@ WORKERS = 2
 
 def prepare_tiny(folder: Path) -> None:
     """The quickstart's model and sums to solve."""
-    from rl_plugins.data.prepare.addition import addition_rows
-    from rl_plugins.data.prepare.writing import write_splits
+    from rl_plugins.data.prepare.files import write_splits
+    from rl_plugins.data.prepare.tasks import addition_rows
     from rl_plugins.models.tiny import save_tiny_policy
 
     write_splits(addition_rows(below=50, num_train=512, num_test=16, seed=0), folder / "data")

@@ -51,7 +51,7 @@ def save_250m(folder: Path) -> int:
 
 def save_prompts(path: Path, *, rows: int = 256) -> None:
     """Prompts of `PROMPT_TOKENS` tokens with the chat template, answers that nothing matches."""
-    from rl_plugins.data.prepare.writing import write_splits
+    from rl_plugins.data.prepare.files import write_splits
 
     rng = random.Random(0)
     text_tokens = PROMPT_TOKENS - 2  # the template adds two role tokens

@@ -111,7 +111,7 @@ def length(solution_str: str) -> float:
 
 def _save_stragglers(folder: Path) -> None:
     """A policy that has learnt how long its responses are: `short 17` and `long 3`; 64 prompts, one of them long."""
-    from rl_plugins.data.prepare.writing import write_splits
+    from rl_plugins.data.prepare.files import write_splits
     from rl_plugins.models.tiny import save_tiny_policy
 
     def rows(prompts: list[str]) -> list[dict[str, object]]:

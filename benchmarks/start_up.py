@@ -22,8 +22,8 @@ TARGET_S = 60
 
 def main() -> None:
     """Run and print."""
-    from rl_plugins.data.prepare.addition import addition_rows
-    from rl_plugins.data.prepare.writing import write_splits
+    from rl_plugins.data.prepare.files import write_splits
+    from rl_plugins.data.prepare.tasks import addition_rows
     from rl_plugins.models.tiny import save_tiny_policy
 
     with tempfile.TemporaryDirectory() as name:

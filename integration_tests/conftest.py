@@ -24,8 +24,8 @@ from integration_tests.resident import (  # noqa: F401
     pytest_runtest_teardown,
     running_ray,
 )
-from rl_plugins.data.prepare.addition import addition_rows
-from rl_plugins.data.prepare.writing import write_splits
+from rl_plugins.data.prepare.files import write_splits
+from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.run_folder import metric_rows
 from rl_plugins.tests.patience import patient, wait_until
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from integration_tests.command_server import run_command
-from rl_plugins.data.prepare.addition import addition_rows, preference_rows
-from rl_plugins.data.prepare.writing import write_splits
+from rl_plugins.data.prepare.files import write_splits
+from rl_plugins.data.prepare.tasks import addition_rows, preference_rows
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.repository.documentation import ROOT, WRITTEN, blocks

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rl_plugins.data.prepare.addition import addition_rows
-from rl_plugins.data.prepare.writing import write_splits
+from rl_plugins.data.prepare.files import write_splits
+from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.patience import patient
 

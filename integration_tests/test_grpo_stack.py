@@ -18,8 +18,8 @@ from mlflow.entities import Run
 from safetensors.torch import load_file
 
 from integration_tests.conftest import Recipe, recipes_in
-from rl_plugins.data.prepare.addition import addition_rows
-from rl_plugins.data.prepare.writing import write_splits
+from rl_plugins.data.prepare.files import write_splits
+from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.run_folder import read_metrics
 from rl_plugins.tests.patience import patient

@@ -12,8 +12,8 @@ from mlflow import MlflowClient
 from safetensors.torch import load_file
 
 from integration_tests.command_server import run_command
-from rl_plugins.data.prepare.addition import addition_rows, preference_rows
-from rl_plugins.data.prepare.writing import write_splits
+from rl_plugins.data.prepare.files import write_splits
+from rl_plugins.data.prepare.tasks import addition_rows, preference_rows
 from rl_plugins.launch.export import export_checkpoint
 from rl_plugins.run_folder import read_metrics
 

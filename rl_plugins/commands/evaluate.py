@@ -29,7 +29,7 @@ from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
     from rl_plugins.evaluation.measures import Summary
-    from rl_plugins.evaluation.results import Comparison, Results
+    from rl_plugins.evaluation.results import PolicyComparison, Results
     from rl_plugins.rewards.inline import InlineScorer
     from rl_plugins.rewards.pool import RewardPool
 
@@ -135,7 +135,7 @@ def _function(name: str) -> dict[str, str]:
 
 
 def _answer_function(name: str | None) -> Callable[[str], str]:
-    from rl_plugins.evaluation.answers import final_answer
+    from rl_plugins.evaluation.measures import final_answer
     from rl_plugins.rewards.loading import load_reward
 
     return final_answer if name is None else load_reward(_function(name))[1]
@@ -211,7 +211,7 @@ def _table(summary: Summary) -> Any:
     return table
 
 
-def _print_comparison(console: Any, comparison: Comparison, names: Sequence[str]) -> None:
+def _print_comparison(console: Any, comparison: PolicyComparison, names: Sequence[str]) -> None:
     from rich.table import Table
 
     console.print("\nsecond less first, prompt by prompt")

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rl_plugins.data.parquet import PromptRows
     from rl_plugins.evaluation.generation import Job, Sample
 
@@ -146,7 +148,7 @@ def _prepare_process(job: Job) -> None:
     warnings.simplefilter("ignore", FutureWarning)
 
 
-def _tokenize(rows: PromptRows, model: str, job: Job) -> tuple[Sequence[list[int]], object]:
+def _tokenize(rows: PromptRows, model: str, job: Job) -> tuple[Sequence[list[int]], PreTrainedTokenizerBase]:
     """The prompts' token ids, and the tokenizer."""
     from transformers import AutoConfig
 
@@ -161,8 +163,8 @@ def _tokenize(rows: PromptRows, model: str, job: Job) -> tuple[Sequence[list[int
     worst = max(range(len(prompt_ids)), key=lambda number: len(prompt_ids[number]))
     if window is not None and len(prompt_ids[worst]) + job.max_tokens > window:
         raise ConfigError(
-            f"{rows.where(worst)}: the prompt has {len(prompt_ids[worst])} tokens, with --max-tokens {job.max_tokens} "
-            f"more than the {window} that the model takes: lower --max-tokens, or remove the row"
+            f"{rows.location(worst)}: the prompt has {len(prompt_ids[worst])} tokens, with --max-tokens "
+            f"{job.max_tokens} more than the {window} that the model takes: lower --max-tokens, or remove the row"
         )
     return prompt_ids, tokenizer
 

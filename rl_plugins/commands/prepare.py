@@ -22,17 +22,16 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.data.formats import FORMATS, Keys
-from rl_plugins.data.prepare import addition, competition_math, gsm8k
-from rl_plugins.data.prepare.conversion import converted
-from rl_plugins.data.prepare.conversion_options import (
+from rl_plugins.data.formats import FORMATS, RowKeys
+from rl_plugins.data.prepare.conversion import (
     add_conversion_arguments,
-    conversion,
+    conversion_of,
+    convert,
     json_records,
     saved_records,
 )
-from rl_plugins.data.prepare.records import read_records
-from rl_plugins.data.prepare.writing import write_rows, write_splits
+from rl_plugins.data.prepare.files import read_records, write_rows, write_splits
+from rl_plugins.data.prepare.tasks import TASKS
 from rl_plugins.override import override
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from rl_plugins.data.parquet import Row
     from rl_plugins.data.validation import Findings
 
-LAYOUTS = {"addition": addition.LAYOUT, "gsm8k": gsm8k.LAYOUT, "math": competition_math.LAYOUT}
 _SHOWN = 50
 
 
@@ -54,9 +52,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         added.set_defaults(execute=execute)
         return added
 
-    for name, layout in LAYOUTS.items():
-        made = command(name, layout.summary, _make)
-        layout.add_arguments(made)
+    for name, task in TASKS.items():
+        made = command(name, task.summary, _make)
+        task.add_arguments(made)
         _add_output(made)
     lines = command("jsonl", "JSON lines or parquet files of any layout", lambda o: _convert(o, json_records))
     lines.add_argument("--train", type=Path, nargs="+", required=True, help="files to train on")
@@ -87,7 +85,7 @@ def _add_validate(parser: ArgumentParser) -> None:
         "--test", type=Path, nargs="*", default=[], help="held-out files, which share no prompt with them"
     )
     parser.add_argument("--format", choices=[*FORMATS], default="prompts", help="of the rows (default: %(default)s)")
-    for key in fields(Keys):
+    for key in fields(RowKeys):
         parser.add_argument(f"--{key.name.replace('_', '-')}", default=key.default, help=f"as data.{key.name}")
     parser.add_argument(
         "--tokenizer",
@@ -99,15 +97,15 @@ def _add_validate(parser: ArgumentParser) -> None:
 
 
 def _make(options: Namespace) -> int:
-    splits = LAYOUTS[options.source].build(options)
+    splits = TASKS[options.source].build(options)
     paths = write_splits(splits, options.output)
     _say({path: len(splits[split]) for split, path in paths.items()}, splits["train"][0], "grpo")
     return 0
 
 
 def _convert(options: Namespace, records: Callable[[Namespace], dict[str, Any]]) -> int:
-    made = conversion(options)
-    counts = write_rows(converted(records(options), made, options.test_share), made.schema, options.output)
+    made = conversion_of(options)
+    counts = write_rows(convert(records(options), made, options.test_share), made.schema, options.output)
     files = {options.output / f"{split}.parquet": count for split, count in counts.items()}
     _say(files, next(read_records(next(iter(files))))[1], made.recipe)
     return 0
@@ -127,7 +125,7 @@ def _say(files: dict[Path, int], row: Row, recipe: str) -> None:
 def _validate(options: Namespace) -> int:
     from rl_plugins.data.validation import validate
 
-    keys = Keys(**{key.name: getattr(options, key.name) for key in fields(Keys)})
+    keys = RowKeys(**{key.name: getattr(options, key.name) for key in fields(RowKeys)})
     findings = validate(
         options.train,
         options.test,

@@ -1,8 +1,8 @@
-"""Data: prompts from parquet files, the order in which they are served, and the experience made from them.
+"""Data: rows of prompts, the order of training, tokenised batches, and the samples of an RL step.
 
-`parquet` reads and checks prompt files with pyarrow alone and keeps the rows `on_disk`; `formats` knows what else rows
-hold, and `validation` reports all that is wrong with them. `orders`, `mixture` and `curriculum` say which rows a step
-takes, and `sampler` deals them to the ranks. `prompts`, `sft`, `preferences` and `process_rewards` are the Lightning
-data modules; `experience` is what a rollout produces; `prepare` makes the files. Nothing is imported here, so that
-checking a data file never waits for torch or Lightning.
+`parquet` reads and checks prompt rows and keeps the rows `on_disk`; `formats` reads responses and labels of a row, and
+`validation` reports every error of a file. `orders` and `curriculum` choose the rows of each step, and `sampler` splits
+each step among the ranks. `datamodule`, `sft`, `preferences` and `process_rewards` are the Lightning data modules;
+`tokenization` and `prompts` make their token ids. `experience` holds the samples of a rollout; `prepare` makes data
+files. This file imports nothing, so a check of a data file never waits for torch or Lightning.
 """

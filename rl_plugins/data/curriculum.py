@@ -1,11 +1,11 @@
-"""A curriculum by the difficulty seen so far: prompts that the policy sometimes solves come more often.
+"""Curriculum by the difficulty seen so far: prompts the policy solves only sometimes come more often.
 
-A part of every step's prompts is drawn with a probability proportional to their learnability: the variance of the
-rewards within their groups, which for rewards of 0 and 1 is p (1 - p) with p the share of right answers. The others
-come in the usual order, so that every prompt is seen again and again, also those that were too hard or too easy.
+A share of every step's prompts is drawn with a probability proportional to the prompt's learnability: the variance of
+the rewards within its group. For rewards of 0 and 1 this is p (1 - p), where p is the share of right answers. The other
+prompts come in the usual order, so every prompt is seen again and again, even if it was too hard or too easy.
 
-Source: Foster et al., Learning to Reason at the Frontier of Learnability, arXiv:2502.12272. There, prompts are judged
-with samples of their own; here with those that the policy is trained on, which cost nothing.
+Source: Foster et al., Learning to Reason at the Frontier of Learnability, arXiv:2502.12272. The paper judges prompts by
+extra samples; this module uses the samples of training, which cost nothing.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from rl_plugins.data.orders import Mixture
 from rl_plugins.errors import ConfigError
 
 _FLOOR = 0.01
-# The last number of the seed, other than those of `orders`.
+# Last number of the seed: its purpose. `orders` uses other numbers.
 _DRAW = 3
 
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """How prompts are drawn by their difficulty.
+    """Options of a curriculum.
 
     Attributes:
-        share: of a step's prompts that is drawn by learnability; the rest comes in the usual order.
-        keep: of what is known of a prompt when its next group comes: 0 believes the last group, 0.9 an average over
-            about ten.
+        share: share of a step's prompts drawn by learnability; the other prompts come in the usual order.
+        keep: weight of a prompt's earlier groups when a new group of the prompt is observed. With 0 only the last group
+            counts; 0.9 averages over about ten groups.
     """
 
     share: float = 0.5
@@ -46,13 +46,13 @@ class CurriculumConfig:
 
 
 class GroupResult(NamedTuple):
-    """How the samples of a prompt were rewarded.
+    """Rewards of the samples of one prompt.
 
     Attributes:
-        draw: of prompts within the step, from 0.
-        row: of the prompt in the data set.
-        mean: of the rewards.
-        variance: of the rewards, around their mean.
+        draw: number of the prompts' draw within the step, from 0.
+        row: number of the prompt's row in the data set.
+        mean: mean reward.
+        variance: variance of the rewards.
     """
 
     draw: int
@@ -62,51 +62,52 @@ class GroupResult(NamedTuple):
 
 
 class Curriculum:
-    """Draws a part of every step's prompts by what the groups so far have shown; it is the same on every rank."""
+    """Order with a share of every step's prompts drawn by learnability; the order is the same on every rank.
+
+    Args:
+        mixture: the usual order.
+        config: the options.
+        kept: int64 [N], numbers in the data set of the rows to draw from, ascending.
+        prompts_per_step: rows in the global batch of one step.
+        seed: seed of the draws.
+
+    Raises:
+        ConfigError: the share leaves a step without prompts of either kind.
+    """
 
     def __init__(
         self, mixture: Mixture, config: CurriculumConfig, *, kept: np.ndarray, prompts_per_step: int, seed: int
     ) -> None:
-        """Set the options.
-
-        Args:
-            mixture: the usual order.
-            config: how to draw.
-            kept: int64 [N], number in the data set of each row that can be drawn, ascending.
-            prompts_per_step: rows in the global batch of one step.
-            seed: seed of the draws.
-
-        Raises:
-            ConfigError: the share leaves a step without prompts of either kind.
-        """
         self.identity = {"mixture": mixture.identity, "share": config.share, "keep": config.keep}
         self._mixture, self._keep, self._kept, self._seed = mixture, config.keep, kept, seed
-        self._drawn = round(config.share * prompts_per_step)
-        self._usual = prompts_per_step - self._drawn
-        if not self._drawn or not self._usual:
+        self._num_drawn = round(config.share * prompts_per_step)
+        self._num_usual = prompts_per_step - self._num_drawn
+        if not self._num_drawn or not self._num_usual:
             raise ConfigError(
-                f"curriculum share={config.share} of {prompts_per_step} prompts per step is {self._drawn} of them: "
-                "choose a share that leaves some of either kind"
+                f"curriculum share={config.share} of {prompts_per_step} prompts per step is {self._num_drawn} prompts: "
+                "choose a share that leaves at least one drawn prompt and one prompt in the usual order"
             )
         self._rates = np.concatenate([np.full(part.rows, part.share / part.rows) for part in mixture.parts])
         self._seen = np.zeros(len(kept), dtype=np.bool_)
         self._mean, self._variance = np.zeros(len(kept)), np.zeros(len(kept))
 
     def batch(self, step: int) -> np.ndarray:
-        """Return the rows of the global batch of a step, given what is known now, int64 [G]."""
-        usual = self._mixture.take(step * self._usual, self._usual)
-        numbers = np.random.PCG64([self._seed, step, 0, _DRAW]).random_raw(len(self._kept) + self._usual + self._drawn)
-        uniform = (numbers[: len(self._kept)] >> np.uint64(11)) * 2.0**-53
-        # The largest of log(u) / weight are a sample without replacement (Efraimidis and Spirakis).
+        """Return the rows of the global batch of a step, int64 [G], given all groups observed so far."""
+        num_rows = len(self._kept)
+        usual = self._mixture.take(step * self._num_usual, self._num_usual)
+        generator = np.random.PCG64([self._seed, step, 0, _DRAW])
+        numbers = generator.random_raw(num_rows + self._num_usual + self._num_drawn)
+        uniform = (numbers[:num_rows] >> np.uint64(11)) * 2.0**-53
+        # The rows with the largest log(u) / weight are a sample without replacement (Efraimidis and Spirakis).
         with np.errstate(divide="ignore"):
             keys = np.log(uniform) / self._weights()
         keys[usual] = -np.inf
-        drawn = np.sort(np.argpartition(-keys, self._drawn - 1)[: self._drawn])
+        drawn = np.sort(np.argpartition(-keys, self._num_drawn - 1)[: self._num_drawn])
         # Mini-batches and ranks get prompts of both kinds.
-        return np.concatenate([usual, drawn])[np.argsort(numbers[len(self._kept) :], kind="stable")]
+        return np.concatenate([usual, drawn])[np.argsort(numbers[num_rows:], kind="stable")]
 
     def _weights(self) -> np.ndarray:
-        """Rate in the usual order times learnability; a prompt that was never seen counts as the average of those."""
+        """Return rate in the usual order times learnability; an unseen prompt has the average of the seen prompts."""
         average = self._variance[self._seen].mean() if self._seen.any() else 0.0
         if average == 0:
             return self._rates
@@ -114,7 +115,7 @@ class Curriculum:
         return self._rates * np.maximum(learnability, _FLOOR * average)
 
     def observe(self, results: Iterable[GroupResult]) -> None:
-        """Take in the groups of a finished step, those of all ranks, on every rank."""
+        """Record the groups of a finished step. Every rank must be given the groups of all ranks."""
         for result in sorted(results):
             index = int(np.searchsorted(self._kept, result.row))
             keep = self._keep if self._seen[index] else 0.0
@@ -123,7 +124,7 @@ class Curriculum:
             self._variance[index] = keep * self._variance[index] + (1 - keep) * result.variance
 
     def metrics(self) -> dict[str, float]:
-        """Share of the prompts seen so far, and their mean reward and learnability as last known."""
+        """Return the share of prompts seen so far, their mean reward and their mean learnability."""
         if not self._seen.any():
             return {"curriculum/seen": 0.0}
         return {
@@ -133,7 +134,7 @@ class Curriculum:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of the prompts that were seen."""
+        """Return the indices, means and variances of the seen prompts."""
         import torch
 
         indices = np.flatnonzero(self._seen)
@@ -141,7 +142,7 @@ class Curriculum:
         return {name: torch.from_numpy(values) for name, values in columns.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was known."""
+        """Restore the seen prompts."""
         indices = state["indices"].numpy()
         for column, values in ((self._seen, True), (self._mean, state["mean"]), (self._variance, state["variance"])):
             column[:] = 0

@@ -1,25 +1,27 @@
-"""What the data modules share: this rank's loaders, and a train position that every checkpoint restores.
+"""Data modules: this rank's loaders over tokenised rows, with a train position every checkpoint restores.
 
-Lightning keeps the train loader's state in its fit loop, but ignores it when the checkpoint was taken at the
-very end of an epoch. The data module's own state is always restored, and before the loaders are made: it
-decides.
+Lightning keeps the train loader's state in its fit loop, but ignores this state if the checkpoint was taken at the very
+end of an epoch. The data module's own state is always restored, before the loaders exist, so the data module restores
+the position itself.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Required, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
 
-from rl_plugins.data.mixture import Source, load_parts, mixed
-from rl_plugins.data.orders import Mixture, Order
+from rl_plugins.data.curriculum import Curriculum, CurriculumConfig
+from rl_plugins.data.orders import Mixture, Order, Source, build_mixture, load_parts
 from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowSource
+from rl_plugins.data.prompts import PromptBatch, TokenizedPrompts, build_prompts
 from rl_plugins.data.sampler import BatchSource, EvalLoader, StepLoader
-from rl_plugins.data.tokenization import Overlong, check_chat_template, load_tokenizer
+from rl_plugins.data.tokenization import Overlong, check_chat_template, load_tokenizer, within_limit
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,8 +31,39 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 
 
+class StepOptions(TypedDict, total=False):
+    """Options of every data module; `StepDataModule` describes them."""
+
+    tokenizer: Required[str | PreTrainedTokenizerBase]
+    prompts_per_step: Required[int]
+    max_prompt_tokens: int
+    eval_batch_size: int
+    overlong_prompts: Overlong
+    seed: int
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
 class StepDataModule(LightningDataModule, Generic[Batch]):
-    """Rows from parquet files or a data set, tokenised once and served step by step."""
+    """Rows from parquet files or a data set, tokenised once and served step by step.
+
+    Args:
+        train: path of a parquet file, several paths, a mapping of names to `MixturePart`s, or a data set: any sequence
+            of mappings with the same columns. None if there is no training.
+        validation: path of a parquet file, several paths, or a data set; None for no validation.
+        tokenizer: a tokenizer with a chat template, or the folder or hub name to load the tokenizer from.
+        prompts_per_step: prompts of one training step, over all ranks. The rows of an epoch's incomplete last step are
+            dropped.
+        max_prompt_tokens: longest prompt, in tokens, chat template included.
+        eval_batch_size: largest number of prompts in a validation batch of one rank.
+        overlong_prompts: "filter" drops long rows and counts the dropped rows in `dropped_prompts`; "error" raises a
+            ConfigError.
+        seed: seed of the training order.
+        chat_template_kwargs: further variables for the chat template, such as `enable_thinking`.
+
+    Attributes:
+        dropped_prompts: number of rows left out as too long, by "train" and "validation".
+        sources: tokenised rows, by "train" and "validation".
+    """
 
     def __init__(
         self,
@@ -39,63 +72,54 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         *,
         tokenizer: str | PreTrainedTokenizerBase,
         prompts_per_step: int,
+        max_prompt_tokens: int = 1024,
         eval_batch_size: int = 64,
         overlong_prompts: Overlong = "filter",
         seed: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Set the options.
-
-        Args:
-            train: path of a parquet file, several paths, a mapping of names to `MixturePart`s, or a data set: any
-                sequence of mappings with the same columns.
-            validation: the same, or None for no validation.
-            tokenizer: a tokenizer with a chat template, or the folder or hub name to load it from.
-            prompts_per_step: prompts of one training step, over all ranks; the rows of an epoch's incomplete
-                last step are dropped.
-            eval_batch_size: largest number of prompts in a validation batch of one rank.
-            overlong_prompts: "filter" drops the rows that are too long and counts them in `dropped_prompts`;
-                "error" refuses them.
-            seed: seed of the training order.
-            chat_template_kwargs: further variables for the chat template, such as `enable_thinking`.
-        """
         super().__init__()
         if overlong_prompts not in ("filter", "error"):
             raise ConfigError(f"overlong_prompts={overlong_prompts!r}: choose 'filter' or 'error'.")
         self.files: dict[str, Source | None] = {"train": train, "validation": validation}
         self.tokenizer = tokenizer
         self.prompts_per_step = prompts_per_step
+        self.max_prompt_tokens = max_prompt_tokens
         self.eval_batch_size = eval_batch_size
         self.overlong_prompts: Overlong = overlong_prompts
         self.seed = seed
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.dropped_prompts: dict[str, int] = {}
         self.sources: dict[str, BatchSource[Any]] = {}
-        self._firsts: list[int] = []
+        self._part_starts: list[int] = []
         self._train_loader: StepLoader[Batch] | None = None
         self._state_to_load: Mapping[str, Any] | None = None
 
     def columns(self, split: str) -> Sequence[str]:
-        """The columns that the rows of `train` or `validation` must have."""
+        """Return the columns every row of `train` or `validation` must have."""
         return COLUMNS
 
     @abstractmethod
     def build(self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str) -> BatchSource[Any]:
-        """Tokenise the rows of `train` or `validation` and drop those that are too long, as `overlong_prompts` says."""
-
-    def setup(self, stage: str | None = None) -> None:
-        """Read, check and tokenise what the stage needs.
+        """Tokenise the rows of `train` or `validation` and apply the limits.
 
         Raises:
-            ConfigError: a file or a row is at fault, or every row is too long.
+            ConfigError: a row is malformed, or every row is too long.
+        """
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read, check and tokenise the data of the stage.
+
+        Raises:
+            ConfigError: a file is missing, a row is malformed, or every row is too long.
         """
         for split in ("train", "validation") if stage in (None, "fit") else ("validation",):
             source = self.files[split]
             if source is None or split in self.sources:
                 continue
-            rows, firsts = load_parts(source, self.columns(split))
+            rows, part_starts = load_parts(source, self.columns(split))
             if split == "train":
-                self._firsts = firsts
+                self._part_starts = part_starts
             if isinstance(self.tokenizer, str):
                 self.tokenizer = load_tokenizer(self.tokenizer)
             check_chat_template(self.tokenizer)
@@ -104,8 +128,50 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             self.dropped_prompts[split] = len(rows) - kept
             rank_zero_info(f"{split}: {kept} prompts, {self.dropped_prompts[split]} dropped as too long")
 
+    def build_prompts(self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase) -> TokenizedPrompts:
+        """Tokenise the prompts and apply `max_prompt_tokens`.
+
+        Raises:
+            ConfigError: see `rl_plugins.data.prompts.build_prompts`.
+        """
+        return build_prompts(
+            rows,
+            tokenizer,
+            template_options=self.chat_template_kwargs,
+            max_prompt_tokens=self.max_prompt_tokens,
+            overlong=self.overlong_prompts,
+        )
+
+    def rows_within_limits(
+        self, prompts: TokenizedPrompts, response_lengths: np.ndarray, max_response_tokens: int
+    ) -> np.ndarray:
+        """Return the numbers of the rows with a prompt and responses within the limits, int64 [M].
+
+        Args:
+            prompts: tokenised prompts of all rows.
+            response_lengths: int64 [N], tokens of each row's longest response.
+            max_response_tokens: longest response, in tokens.
+
+        Raises:
+            ConfigError: a response is longer and `overlong_prompts` is "error", or no row is left.
+        """
+        short = within_limit(
+            prompts.rows,
+            response_lengths,
+            option="max_response_tokens",
+            limit=max_response_tokens,
+            overlong=self.overlong_prompts,
+        )
+        kept = np.intersect1d(prompts.kept, short, assume_unique=True)
+        if not len(kept):
+            raise ConfigError(
+                f"Every row is longer than max_prompt_tokens={self.max_prompt_tokens} or "
+                f"max_response_tokens={max_response_tokens}: raise them."
+            )
+        return kept
+
     def train_dataloader(self) -> StepLoader[Batch]:
-        """Return the loader of this rank's share of every step, continuing a restored checkpoint."""
+        """Return the loader of this rank's share of every step, at the position of a restored checkpoint."""
         if "train" not in self.sources:
             raise ConfigError("There is nothing to train on: set `train` to a parquet file or a data set.")
         self._train_loader = StepLoader(
@@ -115,7 +181,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             order=self.order(self.sources["train"]),
             first_epoch=self._epochs_done(),
             in_flight=self._batches_in_flight,
-            **self._place(),
+            **self._rank_and_world_size(),
         )
         if self._state_to_load is not None:
             self._train_loader.load_state_dict(self._state_to_load)
@@ -123,25 +189,25 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         return self._train_loader
 
     def order(self, source: BatchSource[Any]) -> Order | None:
-        """Which rows the steps take; None is every row once in an epoch, in a random order."""
+        """Return the order of the training rows; None for every row once in an epoch, in a random order."""
         return self.mixture(source) if isinstance(self.files["train"], Mapping) else None
 
     def mixture(self, source: BatchSource[Any]) -> Mixture:
-        """The parts of the training data in their shares; all of it as a single part where none are named."""
+        """Return the parts of the training data in their shares; data without parts is a single part."""
         train = self.files["train"]
         assert train is not None
-        # Rows that are too long are not served, so a part may have fewer than its files.
-        firsts = np.searchsorted(source.kept, self._firsts).tolist()
-        return mixed(train, firsts, len(source), prompts_per_step=self.prompts_per_step, seed=self.seed)
+        # Long rows are not served, so a part may have fewer rows than its files.
+        firsts = np.searchsorted(source.kept, self._part_starts).tolist()
+        return build_mixture(train, firsts, len(source), prompts_per_step=self.prompts_per_step, seed=self.seed)
 
     def val_dataloader(self) -> EvalLoader[Any] | list[Any]:
-        """Return the loader of this rank's validation rows; an empty list tells Lightning of none."""
+        """Return the loader of this rank's validation rows; an empty list means no validation to Lightning."""
         if "validation" not in self.sources:
             return []
-        return EvalLoader(self.sources["validation"], batch_size=self.eval_batch_size, **self._place())
+        return EvalLoader(self.sources["validation"], batch_size=self.eval_batch_size, **self._rank_and_world_size())
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Leave it: batches are token ids in Python lists, and micro-batches go to the device one at a time."""
+        """Return the batch unchanged: it holds Python lists, and micro-batches go to the device one at a time."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,7 +218,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         """Keep the position for the train loader, which does not exist yet."""
         self._state_to_load = state_dict["train_loader"]
 
-    def _place(self) -> dict[str, int]:
+    def _rank_and_world_size(self) -> dict[str, int]:
         if self.trainer is None:
             return {"rank": 0, "world_size": 1}
         return {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
@@ -164,3 +230,43 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
     def _batches_in_flight(self) -> int:
         progress: Any = self.trainer and self.trainer.fit_loop.epoch_loop.batch_progress.current
         return progress.ready - progress.processed if progress else 0
+
+
+class PromptDataModule(StepDataModule[PromptBatch]):
+    """Data module of prompts: a `PromptBatch` for every step and for validation.
+
+    Args:
+        train: rows for training.
+        validation: rows for validation.
+        curriculum: options of a curriculum, which draws prompts by the rewards of their samples so far. None for no
+            curriculum. Needs a stage that samples.
+        options: options of `StepDataModule`: `tokenizer`, `prompts_per_step`, `max_prompt_tokens`, `eval_batch_size`,
+            `overlong_prompts`, `seed`, `chat_template_kwargs`.
+    """
+
+    def __init__(
+        self,
+        train: Source | None,
+        validation: Paths | RowSource | None = None,
+        *,
+        curriculum: CurriculumConfig | None = None,
+        **options: Unpack[StepOptions],
+    ) -> None:
+        super().__init__(train, validation, **options)
+        self.curriculum = curriculum
+
+    @override
+    def order(self, source: BatchSource[Any]) -> Order | None:
+        if self.curriculum is None:
+            return super().order(source)
+        return Curriculum(
+            self.mixture(source),
+            self.curriculum,
+            kept=source.kept,
+            prompts_per_step=self.prompts_per_step,
+            seed=self.seed,
+        )
+
+    def build(self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str) -> TokenizedPrompts:
+        """Tokenise the prompts and apply `max_prompt_tokens`."""
+        return self.build_prompts(rows, tokenizer)

@@ -1,17 +1,18 @@
-"""Experience: the samples of one RL step, their tensors, and everything that rides along with them.
+"""Experience: the samples of one RL step with their tensors and Python objects.
 
-A trajectory's currency is token ids, log-probs and a loss mask; text is derived and never tokenised again.
-Prompts are padded on the left and responses on the right, so that a sample is contiguous in `input_ids`.
-Masks come from the lengths, never from token values: a padding token may also be a token that was sampled.
-Indexing, slicing, boolean masks, `select`, `chunk`, `split`, `to`, `clone` and pickling are tensordict's own;
-`columns` gives one Python object per sample and follows each of them, `meta` is carried unchanged.
+A sample is token ids, log-probs and a loss mask; text is decoded from the token ids and never tokenised again. Prompts
+are padded on the left and responses on the right, so a sample is contiguous in `input_ids`. Masks come from the
+lengths, never from token values: a policy may sample the padding token.
+
+Indexing, slicing, boolean masks, `select`, `chunk`, `split`, `to`, `clone` and pickling are tensordict's own. `columns`
+holds one Python object per sample and follows every such operation; `meta` is carried unchanged.
 
 Axes: `B` samples, `P` longest prompt, `T` longest response.
 """
 
 # TensorClass reads the annotations, so they are not postponed.
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,10 +20,9 @@ import numpy as np
 import torch
 from tensordict import TensorClass
 from torch import Tensor
+from typing_extensions import override
 
-from rl_plugins.data.merging import merge
 from rl_plugins.data.padding import fit_width, pad_ragged
-from rl_plugins.data.sample_columns import Columns, Rows
 
 COMPUTED_FIELDS = (
     "token_level_rewards", "old_log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_ids",
@@ -37,6 +37,54 @@ SAMPLE_FIELDS = (
 TENSOR_FIELDS = ("prompts", *TOKEN_FIELDS, *SAMPLE_FIELDS)
 
 
+class SharedColumns:
+    """Python objects by name, one per row; batches cut from one another share the rows.
+
+    Slicing and reordering a batch must not touch every object. The objects stay in place, and each sample holds the
+    number of its row.
+
+    Args:
+        columns: sequences of equal length; copied, and never changed afterwards.
+        count: number of rows.
+
+    Raises:
+        ValueError: a column has another length than `count`.
+    """
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: Mapping[str, Sequence[Any]], count: int) -> None:
+        for name, values in columns.items():
+            if len(values) != count:
+                raise ValueError(f"column {name!r} has {len(values)} entries for {count} samples.")
+        self.columns = {name: list(values) for name, values in columns.items()}
+
+
+class SampleColumns(Mapping[str, list[Any]]):
+    """Columns of one batch: a list with one Python object per sample under each name.
+
+    Args:
+        shared: columns of the batch and of other batches.
+        row_B: int64 [B], row of each sample in the shared columns.
+    """
+
+    def __init__(self, shared: SharedColumns, row_B: Tensor) -> None:
+        self._columns, self._row_B = shared.columns, row_B.tolist()
+
+    @override
+    def __getitem__(self, name: str) -> list[Any]:
+        column = self._columns[name]
+        return [column[row] for row in self._row_B]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
 # `shadow` lets the field `values` hide the mapping method of that name.
 class Experience(TensorClass, shadow=True):
     """A batch of B samples, `batch_size` [B].
@@ -46,34 +94,34 @@ class Experience(TensorClass, shadow=True):
         prompt_lengths: int64 [B], tokens of each prompt.
         responses: int64 [B, T], padded on the right.
         response_lengths: int64 [B], tokens of each response, observations included.
-        response_mask: float32 [B, T], 1 where the policy sampled the token and shall learn from it, 0 on
-            padding and on observation tokens.
-        rollout_log_probs: float32 [B, T], log-probs in nats as the rollout engine reported them.
-        policy_versions: int64 [B, T], the number of steps behind the policy that sampled each token.
+        response_mask: float32 [B, T], 1 on tokens sampled by the policy and to be learnt, 0 on padding and observation
+            tokens.
+        rollout_log_probs: float32 [B, T], log-probs in nats reported by the rollout engine.
+        policy_versions: int64 [B, T], number of training steps before the policy that sampled each token.
         groups: int64 [B], equal for the samples of one prompt.
-        valid: bool [B], False where the reward failed or the row is padding: excluded from every statistic.
-        rows: Python objects of these samples and of others: give a mapping of sequences of length B, read a list with
-            `experience.columns["data_source"]`, add one with `set_column`.
-        row: int64 [B], the row of each sample in `rows`.
+        valid: bool [B], False if the reward failed or the row is padding: excluded from every statistic.
+        rows: Python objects of the samples, possibly shared with other batches. Pass a mapping of sequences of length
+            B; read a list with `experience.columns["data_source"]`, add a list with `set_column`.
+        row: int64 [B], row of each sample in `rows`.
         meta: one mapping for the whole batch.
-        scores: float32 [B], the reward of the whole sample. None until computed, and so are all that follow.
-        baseline_scores: float32 [B], the reward of a greedy response to the same prompt.
-        component_scores: float32 [B, K], the rewards that `scores` is made of.
-        token_level_rewards: float32 [B, T], the reward at each token, penalties included.
+        scores: float32 [B], reward of the whole sample. None until computed, like all fields below.
+        baseline_scores: float32 [B], reward of a greedy response to the same prompt.
+        component_scores: float32 [B, K], components of `scores`.
+        token_level_rewards: float32 [B, T], reward at each token, penalties included.
         old_log_probs: float32 [B, T], log-probs under the policy at the start of the update.
         ref_log_probs: float32 [B, T], log-probs under the reference model.
         teacher_log_probs: float32 [B, T], log-probs under a teacher.
-        teacher_top_ids: int64 [B, T, K], the tokens that the teacher finds most likely, the likeliest first.
-        teacher_top_log_probs: float32 [B, T, K], their log-probs under the teacher.
+        teacher_top_ids: int64 [B, T, K], the teacher's most likely tokens, the likeliest first.
+        teacher_top_log_probs: float32 [B, T, K], log-probs of `teacher_top_ids` under the teacher.
         entropy: float32 [B, T], entropy in nats of the policy's distribution at the start of the update.
-        sum_pi_squared: float32 [B, T], sum of the squared probabilities of that distribution.
+        sum_pi_squared: float32 [B, T], sum of the squared probabilities of the same distribution.
         values: float32 [B, T], the critic's value before each token.
-        process_rewards: float32 [B, T], what a process reward model gives for each token.
+        process_rewards: float32 [B, T], a process reward model's reward of each token.
         rollout_weights: float32 [B, T], importance weights for the gap between trainer and sampler.
-        advantages: float32 [B, T].
+        advantages: float32 [B, T], advantage of each token.
         returns: float32 [B, T], the critic's target.
-        loss_mask: float32 [B, T], 0 on tokens whose policy loss is switched off, though they count.
-        selected: bool [B, T], tokens that the policy loss treats apart.
+        loss_mask: float32 [B, T], 0 on tokens without a policy loss; averages still count such tokens.
+        selected: bool [B, T], tokens with a loss of their own, as the policy loss defines.
     """
 
     prompts: Tensor
@@ -108,9 +156,9 @@ class Experience(TensorClass, shadow=True):
     selected: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Turn plain columns into a form that follows indexing; an Experience always has rows and meta."""
-        if not isinstance(self.rows, Rows):
-            self._hold(self.rows or {})
+        """Put plain columns into a form indexing can follow; set an empty `meta` if there is none."""
+        if not isinstance(self.rows, SharedColumns):
+            self._set_columns(self.rows or {})
         if self.meta is None:
             self.meta = {}
 
@@ -132,17 +180,17 @@ class Experience(TensorClass, shadow=True):
 
         Args:
             prompt_ids: B lists of token ids.
-            responses: B lists of token ids, the end-of-sequence token included where it was sampled.
-            rollout_log_probs: B lists, one log-prob per response token (anything on observation tokens).
+            responses: B lists of token ids, with the end-of-sequence token if the policy sampled one.
+            rollout_log_probs: B lists, one log-prob per response token (any number on observation tokens).
             groups: B numbers, equal for the samples of one prompt.
             policy_versions: one number for all tokens, or B lists as long as the responses.
             columns: sequences of length B.
-            pad_token_id: what fills the padding; nothing reads it.
+            pad_token_id: token id of the padding; no function reads the padding.
             response_masks: B lists of 0 and 1 as long as the responses; all ones by default.
-            meta: a mapping that rides along.
+            meta: one mapping for the whole batch.
 
         Raises:
-            ValueError: the lists disagree about the number of samples, or about the length of one response.
+            ValueError: the lists differ in the number of samples, or in the length of a response.
         """
         count = len(prompt_ids)
         versions: Sequence[Sequence[float]]
@@ -155,20 +203,20 @@ class Experience(TensorClass, shadow=True):
                 raise ValueError(f"{name} has {len(values)} entries for {count} prompts.")
         per_token = {"log-probs": rollout_log_probs, "versions": versions, "mask": response_masks or responses}
         for name, ragged in per_token.items():
-            ours, theirs = [len(row) for row in responses], [len(row) for row in ragged]
-            if ours != theirs:
-                raise ValueError(f"responses and their {name} differ in length: {ours} and {theirs}.")
+            expected, lengths = [len(row) for row in responses], [len(row) for row in ragged]
+            if expected != lengths:
+                raise ValueError(f"responses and their {name} differ in length: {expected} and {lengths}.")
         prompts, prompt_lengths = pad_ragged(prompt_ids, value=pad_token_id, dtype=torch.int64, side="left")
-        tokens_BT, lengths = pad_ragged(responses, value=pad_token_id, dtype=torch.int64, side="right")
+        tokens_BT, response_lengths = pad_ragged(responses, value=pad_token_id, dtype=torch.int64, side="right")
         if response_masks is None:
-            mask_BT = (torch.arange(tokens_BT.shape[1]) < lengths[:, None]).float()
+            mask_BT = (torch.arange(tokens_BT.shape[1]) < response_lengths[:, None]).float()
         else:
             mask_BT, _ = pad_ragged(response_masks, value=0, dtype=torch.float32, side="right")
         return cls(
             prompts=prompts,
             prompt_lengths=prompt_lengths,
             responses=tokens_BT,
-            response_lengths=lengths,
+            response_lengths=response_lengths,
             response_mask=mask_BT,
             rollout_log_probs=pad_ragged(rollout_log_probs, value=0, dtype=torch.float32, side="right")[0],
             policy_versions=pad_ragged(versions, value=0, dtype=torch.int64, side="right")[0],
@@ -189,7 +237,7 @@ class Experience(TensorClass, shadow=True):
         groups: Sequence[int] | None = None,
         response_masks: Sequence[Sequence[float]] | None = None,
     ) -> Self:
-        """Responses that are given, not sampled, in the form of samples; each is a group of its own by default."""
+        """Return given responses in the form of samples; by default, each response is a group of its own."""
         return cls.from_samples(
             prompt_ids=prompt_ids,
             responses=responses,
@@ -201,10 +249,12 @@ class Experience(TensorClass, shadow=True):
         )
 
     @property
-    def columns(self) -> Columns:
-        """One Python object per sample under each name, as lists."""
-        # They may have been left out by a `select`.
-        return Columns(Rows({}, 0), self.groups[:0]) if self.row is None else Columns(self.rows, self.row)
+    def columns(self) -> SampleColumns:
+        """Lists of Python objects by name, one object per sample."""
+        # A `select` may have left out `row` and `rows`.
+        if self.row is None:
+            return SampleColumns(SharedColumns({}, 0), self.groups[:0])
+        return SampleColumns(self.rows, self.row)
 
     @property
     def input_ids(self) -> Tensor:
@@ -218,12 +268,12 @@ class Experience(TensorClass, shadow=True):
 
     @property
     def truncated(self) -> Tensor:
-        """Whose response was cut off at the length limit, bool [B]; from the column `finish_reason`."""
+        """True for a response cut off at the length limit, bool [B]; from the column `finish_reason`."""
         return torch.tensor([reason == "length" for reason in self.columns["finish_reason"]], dtype=torch.bool)
 
     @property
     def position_ids(self) -> Tensor:
-        """Position of each token in its sample, int64 [B, P+T]; 0 before it, its last one after it."""
+        """Position of each token in its sample, int64 [B, P+T]; 0 before the sample, the last position after it."""
         last = (self.sequence_lengths - 1).clamp(min=0)
         return self._offsets().clamp(min=0).minimum(last[:, None])
 
@@ -240,20 +290,20 @@ class Experience(TensorClass, shadow=True):
 
     def set_column(self, name: str, values: Sequence[Any]) -> None:
         """Add or replace a column of B Python objects, in place."""
-        self._hold({**self.columns, name: values})
+        self._set_columns({**self.columns, name: values})
 
     def compact(self) -> Self:
-        """The same samples without the Python objects of others: to be sent or kept."""
+        """Return the batch without the Python objects of other samples, for sending and storing."""
         compacted = self.copy()
-        compacted._hold(self.columns)
+        compacted._set_columns(self.columns)
         return compacted
 
-    def _hold(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Have these columns, and rows that no other batch shares."""
-        self.rows, self.row = Rows(columns, len(self)), torch.arange(len(self))
+    def _set_columns(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Replace all columns by columns of this batch alone."""
+        self.rows, self.row = SharedColumns(columns, len(self)), torch.arange(len(self))
 
     def trimmed(self) -> Self:
-        """Return the batch without the columns that are padding in every row of it."""
+        """Return the batch without token positions that are padding in every sample."""
         if len(self) == 0:
             return self
         return self._resized(int(self.prompt_lengths.max()), int(self.response_lengths.max()))
@@ -273,18 +323,18 @@ class Experience(TensorClass, shadow=True):
         """Join batches along B, padded (with zeros) to the widest prompt and the widest response.
 
         Raises:
-            ValueError: no parts; a field or a column is there in some parts only; or a key of `meta` differs.
+            ValueError: there are no parts; only some parts have a field or a column; or a value of `meta` differs.
         """
         if not parts:
-            raise ValueError("there is nothing to concatenate.")
+            raise ValueError("there is nothing to concatenate: pass at least one batch.")
         first, *others = parts
         for other in others:
-            odd = sorted(_names(first) ^ _names(other)) or sorted(set(first.columns) ^ set(other.columns))
-            if odd:
-                raise ValueError(f"{odd[0]!r} is there in some of the parts only.")
+            unshared = sorted(_names(first) ^ _names(other)) or sorted(set(first.columns) ^ set(other.columns))
+            if unshared:
+                raise ValueError(f"only some of the parts have {unshared[0]!r}.")
         meta: dict[str, Any] = {}
         for part in parts:
-            merge("meta", meta, part.meta or {})
+            _merge("meta", meta, part.meta or {})
         prompt_width = max(part.prompts.shape[1] for part in parts)
         response_width = max(part.responses.shape[1] for part in parts)
         joined = _cat([part._resized(prompt_width, response_width) for part in parts])
@@ -292,18 +342,18 @@ class Experience(TensorClass, shadow=True):
         return joined
 
     def union(self, other: "Experience") -> Self:
-        """Return this batch with the fields, columns and meta that only `other` has.
+        """Return this batch with the additional fields, columns and meta of `other`.
 
         Raises:
             ValueError: the batches differ in size, or in the values of a common field, column or meta key.
         """
         if self.batch_size != other.batch_size:
-            raise ValueError(f"a batch of {len(self)} samples cannot take fields of one of {len(other)}.")
+            raise ValueError(f"a batch of {len(self)} samples and one of {len(other)} cannot be joined.")
         fields = {name: getattr(self, name) for name in _names(self)}
-        merge("field", fields, {name: getattr(other, name) for name in _names(other)})
+        _merge("field", fields, {name: getattr(other, name) for name in _names(other)})
         columns, meta = dict(self.columns), dict(self.meta or {})
-        merge("column", columns, other.columns)
-        merge("meta", meta, other.meta or {})
+        _merge("column", columns, other.columns)
+        _merge("meta", meta, other.meta or {})
         return type(self)(**fields, rows=columns, meta=meta, batch_size=self.batch_size)
 
     def repeat(self, n: int, interleave: bool = True) -> Self:  # type: ignore[override]
@@ -311,13 +361,13 @@ class Experience(TensorClass, shadow=True):
         return self.repeat_interleave(n, dim=0) if interleave else _cat([self] * n)
 
     def reorder(self, indices: Tensor | np.ndarray | Sequence[int]) -> Self:
-        """Return the samples in the order of `indices` (integers; an index may be absent or appear twice)."""
+        """Return the samples at `indices` (integers), in their order; an index may be absent or appear twice."""
         return self[torch.as_tensor(indices, dtype=torch.int64)]
 
     def pad_to_multiple(self, k: int) -> tuple[Self, int]:
-        """Append copies of the first samples until k divides B; return the batch and how many were appended.
+        """Append copies of the first samples until k divides B; return the batch and the number of copies.
 
-        The copies are not `valid` and their `response_mask` is zero, so they neither learn nor count.
+        The copies are not `valid` and have a `response_mask` of zero, so no loss and no statistic includes the copies.
         """
         extra = -len(self) % k
         if extra == 0:
@@ -332,7 +382,7 @@ class Experience(TensorClass, shadow=True):
         return self[: len(self) - extra]
 
     def save(self, path: str | os.PathLike[str]) -> None:  # type: ignore[override]
-        """Write everything to one file, which appears when complete; columns and `meta` are pickled."""
+        """Write the batch to one file, which gets its name when complete; columns and `meta` are pickled."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
@@ -347,12 +397,12 @@ class Experience(TensorClass, shadow=True):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what `save` wrote, onto the CPU. The file is unpickled: load only files that you trust."""
+        """Read a file of `save` onto the CPU. The file is unpickled, so load trusted files only."""
         return cls(**torch.load(path, map_location="cpu", weights_only=False))
 
 
 def _cat(parts: "Sequence[Experience]") -> Any:
-    """Batches of the same fields, columns, widths and meta, one behind the other."""
+    """Join batches with the same fields, columns, widths and meta."""
     first = parts[0]
     fields: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in _names(first)}
     columns = {name: [value for part in parts for value in part.columns[name]] for name in first.columns}
@@ -361,3 +411,29 @@ def _cat(parts: "Sequence[Experience]") -> Any:
 
 def _names(experience: Experience) -> set[str]:
     return {name for name in TENSOR_FIELDS if getattr(experience, name) is not None}
+
+
+def _merge(kind: str, into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Add the entries of `new` to `into`, in place.
+
+    Raises:
+        ValueError: both have an entry with different values; the message names `kind` and the entry.
+    """
+    for name, value in new.items():
+        if not same(into.setdefault(name, value), value):
+            raise ValueError(f"{kind} {name!r} has different values in the batches.")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return True if two nested values are equal; compares tensors and arrays too, and NaN equals NaN."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor | np.ndarray | np.generic) or isinstance(b, Tensor | np.ndarray | np.generic):
+        if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b) or (a != a and b != b)

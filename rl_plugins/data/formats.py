@@ -1,28 +1,183 @@
-"""What the rows of each kind of data file hold beside the prompt: the checks of the data modules, without torch."""
+"""Kinds of data files: the columns of their rows, and the texts, numbers and labels beside the prompt.
+
+A row holds the values under dotted keys such as `extra_info.answer`. The functions read and check one row each; a
+`RowError` names the row, the option that gives the key, and the value. No torch is needed, so `rl-plugins prepare`
+makes the same checks as the data modules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
-from rl_plugins.data.columns import find_text
-from rl_plugins.data.given_responses import read_judged, read_pair, read_steps
 from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Row, check_row
+from rl_plugins.errors import RowError
+
+# Values under dotted keys -----------------------------------------------------------------------------------------
+
+
+def find(row: Row, key: str, option: str, location: str) -> Any:
+    """Return the value under a dotted key.
+
+    Args:
+        row: the row.
+        key: the dotted key.
+        option: name of the option that gives the key, for the message.
+        location: file and number of the row, for the message.
+
+    Raises:
+        RowError: the row has no such key.
+    """
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            present = ", ".join(map(str, value)) if isinstance(value, Mapping) else "no further keys"
+            raise RowError(location, f"{option}={key!r}", f"leads nowhere at {part!r}; there is {present}.")
+        value = value[part]
+    return value
+
+
+def find_text(row: Row, key: str, option: str, location: str) -> str:
+    """Return the text under a dotted key.
+
+    Raises:
+        RowError: the row has no such key, or the value is not a text or is empty.
+    """
+    value = find(row, key, option, location)
+    if not isinstance(value, str) or not value.strip():
+        _refuse(location, option, key, value, "a text")
+    return value
+
+
+def find_number(row: Row, key: str, option: str, location: str) -> float:
+    """Return the finite number under a dotted key.
+
+    Raises:
+        RowError: the row has no such key, or the value is not a finite number.
+    """
+    value = find(row, key, option, location)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        _refuse(location, option, key, value, "a finite number")
+    return float(value)
+
+
+def find_label(row: Row, key: str, option: str, location: str) -> bool:
+    """Return the truth value under a dotted key.
+
+    Raises:
+        RowError: the row has no such key, or the value is neither true nor false.
+    """
+    value = find(row, key, option, location)
+    if not isinstance(value, bool):
+        _refuse(location, option, key, value, "true (desirable) or false")
+    return value
+
+
+def find_list(row: Row, key: str, option: str, location: str) -> list[Any]:
+    """Return the list under a dotted key.
+
+    Raises:
+        RowError: the row has no such key, or the value is not a list or is empty.
+    """
+    value = find(row, key, option, location)
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        _refuse(location, option, key, value, "a list with an entry for every step")
+    return list(value)
+
+
+def _refuse(location: str, option: str, key: str, value: object, expected: str) -> NoReturn:
+    raise RowError(location, f"{option}={key!r}", f"holds {value!r}, not {expected}.")
+
+
+# Responses of a row -----------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """Two responses to one prompt.
+
+    Attributes:
+        chosen: text of the better response.
+        rejected: text of the worse response.
+        margin: difference in quality; 0 if the data has no margins.
+    """
+
+    chosen: str
+    rejected: str
+    margin: float
+
+
+def read_pair(row: Row, chosen_key: str, rejected_key: str, margin_key: str | None, location: str) -> Pair:
+    """Return the pair of a row.
+
+    Raises:
+        RowError: a text or the margin is missing, or the texts are equal.
+    """
+    chosen = find_text(row, chosen_key, "chosen_key", location)
+    rejected = find_text(row, rejected_key, "rejected_key", location)
+    margin = 0.0 if margin_key is None else find_number(row, margin_key, "margin_key", location)
+    if chosen == rejected:
+        field = f"chosen_key={chosen_key!r} and rejected_key={rejected_key!r}"
+        raise RowError(location, field, f"they hold the same text {chosen[:40]!r}: remove the row.")
+    return Pair(chosen, rejected, margin)
+
+
+def read_judged(row: Row, response_key: str, label_key: str, location: str) -> tuple[str, bool]:
+    """Return the response of a row, and True if the response is desirable.
+
+    Raises:
+        RowError: the response or the label is missing or of another type.
+    """
+    return find_text(row, response_key, "response_key", location), find_label(row, label_key, "label_key", location)
+
+
+def read_steps(row: Row, steps_key: str, labels_key: str, location: str) -> tuple[list[str], list[float | None]]:
+    """Return the steps of a row's response and one label per step: from 0 (wrong) to 1 (right), or None.
+
+    Raises:
+        RowError: steps or labels are missing, differ in number or are of another type, or no step has a label.
+    """
+    steps = find_list(row, steps_key, "steps_key", location)
+    labels = find_list(row, labels_key, "labels_key", location)
+    steps_field, labels_field = f"steps_key={steps_key!r}", f"labels_key={labels_key!r}"
+    for position, step in enumerate(steps):
+        if not isinstance(step, str) or not step.strip():
+            raise RowError(location, steps_field, f"step {position} is {step!r}, not a text.")
+    if len(labels) != len(steps):
+        raise RowError(
+            location,
+            labels_field,
+            f"it has {len(labels)} labels for the {len(steps)} steps under {steps_field}: give every step one label, "
+            "null for a step without a judgement.",
+        )
+    for position, label in enumerate(labels):
+        if label is not None and not (isinstance(label, int | float) and 0 <= label <= 1):
+            raise RowError(
+                location,
+                labels_field,
+                f"label {position} is {label!r}, not a number between 0 (wrong) and 1 (right), or null.",
+            )
+    if all(label is None for label in labels):
+        raise RowError(location, labels_field, "it labels no step: remove the row.")
+    return steps, labels
+
+
+# Kinds of files ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Keys:
-    """Where a row holds what its format asks for; the names and defaults of the options of `data`.
+class RowKeys:
+    """Dotted keys of the values beside the prompt; names and defaults equal the options under `data`.
 
     Attributes:
-        response_key: the response of SFT or of a judged row.
-        chosen_key: the better response of a pair.
-        rejected_key: the worse one.
-        margin_key: by how much; None where the data does not say.
-        label_key: whether a judged response is good.
-        steps_key: the steps of a response.
-        labels_key: their labels.
+        response_key: response to learn (SFT), or to judge.
+        chosen_key: better response of a pair.
+        rejected_key: worse response of a pair.
+        margin_key: difference in quality of a pair; None if the data has no margins.
+        label_key: true if a judged response is good.
+        steps_key: steps of a response.
+        labels_key: labels of the steps.
     """
 
     response_key: str = "reward_model.ground_truth"
@@ -39,29 +194,36 @@ class Format:
     """A kind of data file.
 
     Attributes:
-        columns: those that every row has.
-        read: reads what a row holds beside them, and raises a RowError if it cannot.
+        columns: names of the columns every row must have.
+        read: Function that reads the values beside the prompt. It raises a RowError if a value is missing or wrong.
     """
 
     columns: Sequence[str]
-    read: Callable[[Row, Keys, str], Any]
+    read: Callable[[Row, RowKeys, str], Any]
 
-    def check(self, row: Any, keys: Keys, where: str) -> None:
-        """Raise a RowError that names `where`, the field and the reason unless the row is well formed."""
-        check_row(row, where, self.columns)
-        self.read(row, keys, where)
+    def check(self, row: Row, keys: RowKeys, location: str) -> None:
+        """Check a row.
+
+        Raises:
+            RowError: the row is malformed. The message names the location, the field and the reason.
+        """
+        check_row(row, location, self.columns)
+        self.read(row, keys, location)
 
 
 FORMATS = {
-    "prompts": Format(COLUMNS, lambda row, keys, where: None),
-    "sft": Format(COLUMNS, lambda row, keys, where: find_text(row, keys.response_key, "response_key", where)),
+    "prompts": Format(COLUMNS, lambda row, keys, location: None),
+    "sft": Format(COLUMNS, lambda row, keys, location: find_text(row, keys.response_key, "response_key", location)),
     "preferences": Format(
         UNSCORED_COLUMNS,
-        lambda row, keys, where: read_pair(row, keys.chosen_key, keys.rejected_key, keys.margin_key, where),
+        lambda row, keys, location: read_pair(row, keys.chosen_key, keys.rejected_key, keys.margin_key, location),
     ),
     "judged": Format(
-        UNSCORED_COLUMNS, lambda row, keys, where: read_judged(row, keys.response_key, keys.label_key, where)
+        UNSCORED_COLUMNS,
+        lambda row, keys, location: read_judged(row, keys.response_key, keys.label_key, location),
     ),
-    "steps": Format(UNSCORED_COLUMNS, lambda row, keys, where: read_steps(row, keys.steps_key, keys.labels_key, where)),
+    "steps": Format(
+        UNSCORED_COLUMNS, lambda row, keys, location: read_steps(row, keys.steps_key, keys.labels_key, location)
+    ),
 }
-"""Prompts to be answered; responses to learn; pairs; single responses that are good or bad; labelled steps."""
+"""Prompts without responses; responses to learn; pairs; single judged responses; responses in labelled steps."""

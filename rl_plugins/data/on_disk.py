@@ -1,8 +1,8 @@
-"""Rows and token ids on disk, read where they lie: a data set of any size takes a few bytes of memory a row.
+"""Rows and token ids in memory-mapped files: a data set of any size takes a few bytes of memory per row.
 
-The files have no name once they are mapped, so a killed process leaves nothing behind; they lie in the folder for
-temporary files, which TMPDIR names. Any row is reached at once, so the training order may be any permutation: parquet
-decodes a whole row group for one row.
+The files lie in the folder for temporary files (TMPDIR) and are unlinked as soon as they are mapped, so a killed
+process leaves no file behind. Every row can be read directly, so the training order may be any permutation. (A parquet
+reader decodes a whole row group for one row.)
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ from rl_plugins.errors import ConfigError
 
 
 class MappedRows(Sequence[Mapping[str, Any]]):
-    """Rows that are made when they are asked for, out of files in Arrow's format."""
+    """Rows in memory-mapped files of Arrow's format; a row becomes a Python object on access."""
 
     def __init__(self) -> None:
-        """Begin without rows."""
+        """Start without rows."""
         self._batches: list[tuple[Any, int]] = []
         self._starts: list[int] = []
         self._rows = 0
 
     def append_file(self, batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> None:
-        """Write batches of one schema to a file and map it.
+        """Write the batches to a file, map the file and append its rows.
+
+        Args:
+            batches: the rows.
+            schema: schema of every batch; files may have different schemas.
 
         Raises:
             ConfigError: the disk is full.
         """
         sizes = []
-        with _enough_room(), tempfile.NamedTemporaryFile(prefix="rl_plugins_rows_") as file:
+        with _named_full_disk(), tempfile.NamedTemporaryFile(prefix="rl_plugins_rows_") as file:
             with pa.ipc.new_file(file, schema) as writer:
                 for batch in batches:
                     writer.write_batch(batch)
@@ -67,29 +71,35 @@ class MappedRows(Sequence[Mapping[str, Any]]):
         return reader.get_batch(number).slice(index - self._starts[place], 1).to_pylist()[0]
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        """Yield all rows, a batch of them in memory at a time."""
+        """Yield all rows, one batch in memory at a time."""
         for reader, number in self._batches:
             yield from reader.get_batch(number).to_pylist()
 
 
-class Ragged(Sequence[list[Any]]):
-    """Lists of numbers, such as token ids."""
+class MappedLists(Sequence[list[Any]]):
+    """Lists of numbers, such as token ids, in one memory-mapped file.
+
+    Args:
+        lists: the lists; read once, one in memory at a time.
+        dtype: NumPy type of the numbers.
+
+    Attributes:
+        lengths: int64 [N], length of each list.
+
+    Raises:
+        ConfigError: the disk is full.
+    """
 
     def __init__(self, lists: Iterable[Sequence[float]], dtype: type[np.generic] = np.int32) -> None:
-        """Write the lists to a file and map it.
-
-        Raises:
-            ConfigError: the disk is full.
-        """
         lengths = []
-        with _enough_room(), tempfile.TemporaryFile(prefix="rl_plugins_tokens_") as file:
+        with _named_full_disk(), tempfile.TemporaryFile(prefix="rl_plugins_tokens_") as file:
             for numbers in lists:
                 file.write(np.asarray(numbers, dtype=dtype).tobytes())
                 lengths.append(len(numbers))
             file.flush()
             self.lengths = np.asarray(lengths, dtype=np.int64)
             self._ends = np.cumsum(self.lengths)
-            # A file without bytes cannot be mapped.
+            # An empty file cannot be mapped.
             self._numbers = np.memmap(file, dtype, "r") if self.lengths.any() else np.empty(0, dtype)
 
     def __len__(self) -> int:
@@ -101,7 +111,7 @@ class Ragged(Sequence[list[Any]]):
     @overload
     def __getitem__(self, index: slice) -> list[list[Any]]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        """Return a list, or several."""
+        """Return one list, or a list of lists."""
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
@@ -111,13 +121,13 @@ class Ragged(Sequence[list[Any]]):
 
 
 @contextmanager
-def _enough_room() -> Iterator[None]:
+def _named_full_disk() -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         raise ConfigError(
-            f"{tempfile.gettempdir()}: the disk is full, and every worker keeps its rows and token ids there: make "
-            "room (about the size of the uncompressed data for each worker), or name another folder with TMPDIR"
+            f"{tempfile.gettempdir()}: the disk is full. Every worker writes its rows and token ids to this folder: "
+            "make room (about the size of the uncompressed data per worker), or name another folder with TMPDIR"
         ) from error

@@ -1,28 +1,32 @@
-"""Which rows a step takes: a pure function of (seed, step), so that one number is the whole state.
+"""Training orders: the rows of each step as a pure function of (seed, step), so one number is the whole state.
 
-`Shuffled` serves every row once in an epoch. `Mixture` serves parts of the data in given shares, without end: each part
-in passes of its own, and never a row twice within a step.
+`Shuffled` serves every row once in an epoch. `Mixture` serves several parts of the data in given shares, without end:
+each part in passes of its own, and never a row twice within a step. `MixturePart` describes such a part by its files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
+from rl_plugins.data.parquet import FilePath, Paths, PromptRows, RowSource, load_rows
 from rl_plugins.errors import ConfigError
 
-# The last number of a seed says what it is for.
+# Last number of a seed: its purpose.
 _STEP, _PASS = 1, 2
 
 
 class Order(Protocol):
-    """Which rows the steps take.
+    """The rows of each step.
 
     Attributes:
-        identity: what the order follows from beside seed, rows and prompts per step; a state of another is refused.
+        identity: everything the order depends on beside the seed, the number of rows and the prompts per step. A
+            checkpoint with another identity is refused.
     """
 
     identity: dict[str, Any]
@@ -32,21 +36,26 @@ class Order(Protocol):
 
 
 def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
-    """Return the permutation of the rows for one epoch, the same with every version of NumPy."""
+    """Return the permutation of the rows for one epoch; it is the same with every version of NumPy."""
     return permutation([seed, epoch], rows)
 
 
 def permutation(seed: Sequence[int], rows: int) -> np.ndarray:
-    """Return a permutation that follows from up to four numbers; zeros at their end change nothing."""
+    """Return a permutation of `rows` numbers, seeded with up to four numbers; trailing zeros change nothing."""
     # NumPy promises stable streams for the bit generators alone, not for `Generator.permutation`.
     return np.argsort(np.random.PCG64(seed).random_raw(rows), kind="stable")
 
 
 class Shuffled:
-    """Each epoch is a permutation of the rows, whose last incomplete batch is dropped."""
+    """Order with one permutation of the rows per epoch; the last incomplete batch of an epoch is dropped.
+
+    Args:
+        rows: number of rows.
+        prompts_per_step: rows in the global batch of one step.
+        seed: seed of the order.
+    """
 
     def __init__(self, rows: int, *, prompts_per_step: int, seed: int) -> None:
-        """Set the options."""
         self.identity: dict[str, Any] = {}
         self._rows, self._size, self._seed = rows, prompts_per_step, seed
         self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
@@ -59,15 +68,69 @@ class Shuffled:
         return self._epoch[1][position * self._size :][: self._size]
 
 
+# Mixtures ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Part:
-    """Some of the rows.
+class MixturePart:
+    """Files that form one part of a mixture.
 
     Attributes:
-        name: for messages.
-        first: its first row.
-        rows: how many it has.
-        share: of the prompts of every step.
+        files: path of a parquet file, or paths of several.
+        weight: weight of the part; its share of the prompts of every step is the weight divided by the sum of all
+            weights.
+    """
+
+    files: Paths
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the weight and the number of files."""
+        if not (self.weight > 0 and math.isfinite(self.weight)):
+            raise ConfigError(f"weight={self.weight} of {self.files}: must be above 0")
+        if not self.paths:
+            raise ConfigError("a part of a mixture has no files: name one or more parquet files")
+
+    @property
+    def paths(self) -> Sequence[FilePath]:
+        """Paths of the files as a sequence."""
+        return [self.files] if isinstance(self.files, str | os.PathLike) else self.files
+
+
+Source = Paths | RowSource | Mapping[str, MixturePart]
+"""Training data: one file, several files, a data set, or the parts of a mixture by name."""
+
+
+def load_parts(source: Source, columns: Sequence[str]) -> tuple[PromptRows, list[int]]:
+    """Load the rows of all parts, one part after the other.
+
+    Args:
+        source: the training data; data without parts is a single part.
+        columns: names of the columns every row must have.
+
+    Returns:
+        The rows, and the number of the first row of each part.
+
+    Raises:
+        ConfigError: see `load_rows`.
+    """
+    if not isinstance(source, Mapping):
+        return load_rows(source, columns), [0]
+    parts = cast(Mapping[str, MixturePart], source).values()
+    rows = load_rows([path for part in parts for path in part.paths], columns)
+    sizes = [len(part.paths) for part in parts]
+    return rows, [rows.origins[sum(sizes[:number])][1] for number in range(len(sizes))]
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Neighbouring rows that form one part of a mixture.
+
+    Attributes:
+        name: name of the part, for messages and for the order's identity.
+        first: number of the first row.
+        rows: number of rows.
+        share: share of the prompts of every step.
     """
 
     name: str
@@ -77,23 +140,22 @@ class Part:
 
 
 class Mixture:
-    """An endless stream of rows out of several parts, in their shares."""
+    """Endless stream of rows from several parts in their shares.
 
-    def __init__(self, parts: Sequence[Part], *, prompts_per_step: int, seed: int) -> None:
-        """Set the options.
+    Args:
+        parts: neighbouring ranges of rows that cover all rows; their shares sum to 1.
+        prompts_per_step: rows in the global batch of one step.
+        seed: seed of the order.
 
-        Args:
-            parts: neighbours, that are all rows together; their shares sum to 1.
-            prompts_per_step: rows in the global batch of one step.
-            seed: seed of the order.
+    Raises:
+        ConfigError: a part has too few rows for its share, or its share is too small to get any row of an epoch.
+    """
 
-        Raises:
-            ConfigError: a part is too small for its share, or its share too small to be served at all.
-        """
+    def __init__(self, parts: Sequence[RowRange], *, prompts_per_step: int, seed: int) -> None:
         self.identity = {part.name: [part.rows, part.share] for part in parts}
         self.parts = parts
         self._size, self._seed = prompts_per_step, seed
-        # Of one epoch; every epoch has the same numbers of rows of each part.
+        # Every epoch has this many rows, and the same number of rows of each part.
         self._length = sum(part.rows for part in parts) // prompts_per_step * prompts_per_step
         self._counts = _apportioned([part.share for part in parts], self._length)
         self._passes = []
@@ -101,9 +163,9 @@ class Mixture:
             if count == 0:
                 raise ConfigError(
                     f"{part.name}: its weight gives it none of the {self._length} prompts of an epoch: "
-                    "raise it, or leave the part out"
+                    "raise the weight, or leave the part out"
                 )
-            # At most so many of the part are in a step, wherever it begins.
+            # Upper bound of the part's rows in any `prompts_per_step` neighbouring places of the stream.
             most = min(prompts_per_step, int(np.ceil(part.share * (prompts_per_step + 4 * len(parts)))) + 4)
             if part.rows < 3 * most:
                 raise ConfigError(
@@ -111,13 +173,14 @@ class Mixture:
                     f"{prompts_per_step} prompts per step (it takes {3 * most}, so that no step holds a prompt twice): "
                     "lower its weight or prompts_per_step, or add rows"
                 )
-            self._passes.append(_Passes(part.first, part.rows, apart=most, seed=(seed, number)))
+            self._passes.append(_Passes(part.first, part.rows, distinct=most, seed=(seed, number)))
         self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def batch(self, step: int) -> np.ndarray:
         """Return the rows of the global batch of a step, int64 [G]."""
         batch = self.take(step * self._size, self._size)
-        # Neighbours go to different ranks: parts that take turns would be dealt one to each.
+        # Ranks take the rows of a batch in turn. In the stream, parts come in turn too: without this permutation, one
+        # rank could get the rows of one part only.
         return batch[permutation([self._seed, step, 0, _STEP], len(batch))]
 
     def take(self, start: int, count: int) -> np.ndarray:
@@ -137,13 +200,48 @@ class Mixture:
         return self._epoch[1]
 
 
+def build_mixture(source: Source, firsts: Sequence[int], rows: int, *, prompts_per_step: int, seed: int) -> Mixture:
+    """Return the mixture of the parts of the training data; data without parts is a single part.
+
+    Args:
+        source: the training data.
+        firsts: number of the first row of each part.
+        rows: number of rows of all parts.
+        prompts_per_step: rows in the global batch of one step.
+        seed: seed of the order.
+
+    Raises:
+        ConfigError: see `Mixture`.
+    """
+    if isinstance(source, Mapping):
+        # Checkpoints hold these names.
+        weights = {
+            f"data.mixture.{name}": part.weight for name, part in cast(Mapping[str, MixturePart], source).items()
+        }
+    else:
+        weights = {"the training data": 1.0}
+    total = math.fsum(weights.values())
+    parts = [
+        RowRange(name, first, end - first, weight / total)
+        for (name, weight), first, end in zip(weights.items(), firsts, [*firsts[1:], rows], strict=True)
+    ]
+    return Mixture(parts, prompts_per_step=prompts_per_step, seed=seed)
+
+
 @dataclass(frozen=True)
 class _Passes:
-    """Pass after pass over the rows from `first`; `apart` rows in a row, wherever they begin, are all different."""
+    """Permutations of one part's rows, one after the other.
+
+    Attributes:
+        first: number of the first row.
+        rows: number of rows.
+        distinct: number of neighbouring places with different rows, also across the border of two passes.
+        seed: seed of the order and number of the part.
+    """
 
     first: int
     rows: int
-    apart: int
+    distinct: int
     seed: tuple[int, int]
 
     def take(self, start: int, count: int) -> np.ndarray:
@@ -155,9 +253,9 @@ class _Passes:
         order = self._shuffled(number)
         if number == 0:
             return order
-        # With three times as many rows, what comes first now changes nothing in what comes last.
-        last = self._shuffled(number - 1)[-self.apart :]
-        fresh = order[~np.isin(order, last)][: self.apart]
+        # A part has at least 3 * distinct rows, so moving rows to the front leaves the last `distinct` rows unchanged.
+        last = self._shuffled(number - 1)[-self.distinct :]
+        fresh = order[~np.isin(order, last)][: self.distinct]
         return np.concatenate([fresh, order[~np.isin(order, fresh)]])
 
     def _shuffled(self, number: int) -> np.ndarray:
@@ -165,7 +263,7 @@ class _Passes:
 
 
 def _apportioned(shares: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in these shares that sum to `total` (largest remainders)."""
+    """Return whole numbers in proportion to the shares with the sum `total` (largest remainders)."""
     exact = np.asarray(shares) * total
     counts = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: total - counts.sum()]] += 1

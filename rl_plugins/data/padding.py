@@ -1,4 +1,4 @@
-"""From ragged lists to rectangular tensors and between widths, without a Python loop over tokens.
+"""Padding of ragged lists to rectangular tensors, and change of width, without a Python loop over tokens.
 
 Axes: `B` rows, `W` width (the longest row).
 """
@@ -19,7 +19,7 @@ Side = Literal["left", "right"]
 def pad_ragged(
     rows: Sequence[Sequence[float]], *, value: float, dtype: torch.dtype, side: Side
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows as one tensor [B, W] padded with `value` on one side, and their lengths int64 [B]."""
+    """Return the rows as one tensor [B, W], padded with `value` on one side, and the length of each row, int64 [B]."""
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     width = int(lengths.max(initial=0))
     column = np.arange(width)
@@ -35,7 +35,7 @@ def pad_ragged(
 
 
 def fit_width(tensor: Tensor, width: int, side: Side) -> Tensor:
-    """Return `tensor` [B, W, ...] with `width` columns, zeros added or columns dropped on the padded side."""
+    """Return `tensor` [B, W, ...] with `width` columns; zeros are added, or columns dropped, on the padded side."""
     change = width - tensor.shape[1]
     if change == 0:
         return tensor

@@ -1,9 +1,10 @@
-"""Rows of prompts: read from parquet files (or taken from any sequence of mappings) and checked, every one.
+"""Prompt rows: read from parquet files, or taken from any sequence of mappings, and checked one by one.
 
 The columns are those of verl: `prompt`, a list of {role, content}; `data_source` and `ability`, strings;
-`reward_model`, a mapping with `ground_truth`; `extra_info`, a mapping. More columns are welcome and ride
-along. Needs pyarrow alone, so that a launcher can check the files in a moment, before anything heavy is
-imported. Files are read a few rows at a time and kept on disk (`on_disk`).
+`reward_model`, a mapping with `ground_truth`; `extra_info`, a mapping. More columns are allowed and served too.
+
+This module needs pyarrow alone, so the launcher can check the files before anything heavy is imported. Files are read a
+few rows at a time and copied to disk (`on_disk`).
 """
 
 from __future__ import annotations
@@ -23,32 +24,33 @@ from rl_plugins.errors import ConfigError, RowError
 
 COLUMNS = ("prompt", "data_source", "ability", "reward_model", "extra_info")
 UNSCORED_COLUMNS = tuple(name for name in COLUMNS if name != "reward_model")
-"""Of rows whose responses are given, and so need no reward."""
+"""Columns of rows with given responses, which need no reward."""
 
 _BATCH_ROWS = 1024
 
 Row = Mapping[str, Any]
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+FilePath = str | os.PathLike[str]
+Paths = FilePath | Sequence[FilePath]
 
 
 class RowSource(Protocol):
-    """A data set: anything with a length that gives a row for each number below it."""
+    """A data set: any object with a length and a row for each number below the length."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
 
     def __getitem__(self, index: int, /) -> Row:
-        """Return a row, the same whenever it is asked for."""
+        """Return a row; the same index must always give the same row."""
 
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Checked rows, in the order of their files; a row's number in this order is the identity of its prompt.
+    """Checked rows in the order of their files; the number of a row in this order identifies its prompt.
 
     Attributes:
-        rows: the rows; those of files are on disk and made when they are asked for.
+        rows: the rows; rows of files are on disk and become Python objects on access.
         origins: name of each file (or of the data set's class) and the number of its first row.
-        columns: the columns that a row may have.
+        columns: names of all columns; a row may lack some.
     """
 
     rows: RowSource
@@ -64,21 +66,25 @@ class PromptRows:
         return iter(self.rows) if isinstance(self.rows, Iterable) else map(self.rows.__getitem__, range(len(self)))
 
     def chunks(self, size: int) -> Iterator[list[Row]]:
-        """Yield all rows, `size` at a time."""
+        """Yield all rows in lists of `size` rows; the last list may be shorter."""
         remaining = iter(self)
         return iter(lambda: list(islice(remaining, size)), [])
 
-    def where(self, number: int) -> str:
-        """Name a row for a message: its file and its place there, counted from 0."""
+    def location(self, number: int) -> str:
+        """Return the file of a row and its place in the file, counted from 0, for an error message."""
         name, first = max((origin for origin in self.origins if origin[1] <= number), key=lambda item: item[1])
         return f"{name}, row {number - first}"
 
 
 def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS) -> PromptRows:
-    """Open one parquet file, several, or a data set, and check every row for the columns.
+    """Open one parquet file, several files, or a data set, and check the columns of every row.
+
+    Args:
+        source: path of a file, paths of several files, or a data set.
+        columns: names of the columns every row must have.
 
     Raises:
-        ConfigError: a file or a column is missing, or a row is malformed; names the file, the row and the
+        ConfigError: a file or a column is missing, or a row is malformed. The message names the file, the row and the
             column.
     """
     if isinstance(source, str | os.PathLike):
@@ -86,60 +92,74 @@ def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS) -> Pr
     if len(source) == 0:
         raise ConfigError("There are no prompts: name at least one parquet file, or a data set with rows.")
     if isinstance(source, Sequence) and all(isinstance(entry, str | os.PathLike) for entry in source):
-        return _open_files(source, columns)
-    name, names = type(source).__name__, dict.fromkeys(columns)
-    for number in range(len(source)):
-        row: Any = source[number]
+        return _open_files(cast(Sequence[FilePath], source), columns)
+    rows = cast(RowSource, source)
+    name, names = type(rows).__name__, dict.fromkeys(columns)
+    for number in range(len(rows)):
+        row = rows[number]
         check_row(row, f"{name}, row {number}", columns)
         names |= dict.fromkeys(row)
-    return PromptRows(cast(RowSource, source), [(name, 0)], list(names))
+    return PromptRows(rows, [(name, 0)], list(names))
 
 
-def check_row(row: Any, where: str, columns: Sequence[str] = COLUMNS) -> None:
-    """Raise a RowError that names `where` and the column unless the row is well formed."""
+def check_row(row: object, location: str, columns: Sequence[str] = COLUMNS) -> None:
+    """Check the types of a row's columns.
+
+    Args:
+        row: the row.
+        location: file and row number for the message.
+        columns: names of the columns the row must have.
+
+    Raises:
+        RowError: a column is missing or of another type. The message names the location and the column.
+    """
     if not isinstance(row, Mapping):
-        raise RowError(where, "row", f"expected a mapping with the columns {', '.join(columns)}, got {_kind(row)}.")
+        reason = f"expected a mapping with the columns {', '.join(columns)}, got {_described(row)}."
+        raise RowError(location, "row", reason)
     missing = [name for name in columns if name not in row]
     if missing:
-        raise RowError(where, f"column {missing[0]!r}", f"it is missing; the row has {', '.join(map(str, row))}.")
-    _check_prompt(row["prompt"], where)
+        raise RowError(location, f"column {missing[0]!r}", f"it is missing; the row has {', '.join(map(str, row))}.")
+    _check_prompt(row["prompt"], location)
     for name in ("data_source", "ability"):
         if not isinstance(row[name], str):
-            raise RowError(where, f"column {name!r}", f"expected a string, got {_kind(row[name])}.")
+            raise RowError(location, f"column {name!r}", f"expected a string, got {_described(row[name])}.")
     for name in ("reward_model", "extra_info"):
         if name in columns and not isinstance(row[name], Mapping):
-            raise RowError(where, f"column {name!r}", f"expected a mapping, got {_kind(row[name])}.")
+            raise RowError(location, f"column {name!r}", f"expected a mapping, got {_described(row[name])}.")
     if "reward_model" in columns and "ground_truth" not in row["reward_model"]:
-        raise RowError(where, "column 'reward_model'", "it has no 'ground_truth'.")
+        raise RowError(location, "column 'reward_model'", "it has no 'ground_truth'.")
 
 
-def _check_prompt(prompt: Any, where: str) -> None:
+def _check_prompt(prompt: object, location: str) -> None:
     column = "column 'prompt'"
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        raise RowError(where, column, f"expected a list of {{role, content}} messages, got {_kind(prompt)}.")
+        raise RowError(location, column, f"expected a list of {{role, content}} messages, got {_described(prompt)}.")
     for position, message in enumerate(prompt):
         for key in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
-                raise RowError(where, column, f"message {position} has no string {key!r}.")
+                raise RowError(location, column, f"message {position} has no string {key!r}.")
     if not any(message["content"].strip() for message in prompt):
-        raise RowError(where, column, "the prompt is empty; remove the row or give it a message with text.")
+        raise RowError(location, column, "the prompt is empty; remove the row or give it a message with text.")
 
 
 class ParquetRows:
     """A parquet file, read a few rows at a time.
 
+    Args:
+        path: path of the file; only the schema is read at first.
+        columns: names of the columns the file must have.
+
     Raises:
-        ConfigError: there is no such file, it is not parquet, it has no rows, or not these columns.
+        ConfigError: the file is missing, is not parquet, has no rows, or lacks a column.
     """
 
     def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
-        """Open the file; nothing but its schema is read."""
         if not path.is_file():
             found = "it is a folder: name the parquet files in it" if path.is_dir() else "there is no such file"
             raise ConfigError(f"{path}: {found}. `rl-plugins prepare --help` lists the data sets it can make.")
         self.path = path
         try:
-            # Without memory_map and pre_buffer, a row group is in memory as a whole.
+            # Without memory_map and pre_buffer, pyarrow holds a whole row group in memory.
             self._file = pq.ParquetFile(path, memory_map=True, pre_buffer=False)
         except pa.ArrowInvalid as error:
             raise self._unreadable(error) from error
@@ -149,34 +169,43 @@ class ParquetRows:
             raise ConfigError(f"{path}: column {missing[0]!r} is missing; the file has {', '.join(schema.names)}.")
         if self._file.metadata.num_rows == 0:
             raise ConfigError(f"{path}: the file has no rows.")
-        # Arrow's files hold one dictionary for all batches, parquet's one for each.
+        # An Arrow file holds one dictionary for all batches, a parquet file one for each batch.
         self.schema = pa.schema([
             field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in schema
         ])  # fmt: skip
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield all rows, in batches of at most 1,024."""
+        """Yield all rows in batches of at most 1,024 rows.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
         try:
             for batch in self._file.iter_batches(_BATCH_ROWS, use_threads=False):
                 yield batch.cast(self.schema)
         except (pa.ArrowInvalid, OSError) as error:
             raise self._unreadable(error) from error
 
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield all rows as Python objects."""
+        for batch in self.batches():
+            yield from batch.to_pylist()
+
     def _unreadable(self, error: Exception) -> ConfigError:
         return ConfigError(f"{self.path}: not a readable parquet file ({str(error).splitlines()[0]}).")
 
 
-def _open_files(paths: Sequence[Any], columns: Sequence[str]) -> PromptRows:
+def _open_files(paths: Sequence[FilePath], columns: Sequence[str]) -> PromptRows:
     rows, origins, names = MappedRows(), [], dict.fromkeys(columns)
     for path in map(Path, paths):
         origins.append((str(path), len(rows)))
         file = ParquetRows(path, columns)
-        rows.append_file(_checked(file, columns), file.schema)
+        rows.append_file(_checked_batches(file, columns), file.schema)
         names |= dict.fromkeys(file.schema.names)
     return PromptRows(rows, origins, list(names))
 
 
-def _checked(file: ParquetRows, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def _checked_batches(file: ParquetRows, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     number = 0
     for batch in file.batches():
         for row in batch.to_pylist():
@@ -185,5 +214,5 @@ def _checked(file: ParquetRows, columns: Sequence[str]) -> Iterator[pa.RecordBat
         yield batch
 
 
-def _kind(value: Any) -> str:
+def _described(value: object) -> str:
     return "nothing (null)" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"

@@ -1,7 +1,7 @@
-"""Preferences: pairs of responses to one prompt of which one is better, or single responses that are good or bad.
+"""Preference data: a better and a worse response to each prompt, or single responses labelled good or bad.
 
-A row holds the texts under dotted keys, beside the columns of every prompt file. A response ends with the end of
-sequence, as the policy must end it.
+A row holds the texts under dotted keys, beside the columns of every prompt file. A tokenised response ends with the
+end-of-sequence token, as a response of the policy must.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, Unpack
 
 import numpy as np
 
-from rl_plugins.data.given_responses import Pair, read_judged, read_pair
-from rl_plugins.data.mixture import Source
+from rl_plugins.data.datamodule import StepDataModule, StepOptions
+from rl_plugins.data.formats import Pair, read_judged, read_pair
+from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows, RowSource
-from rl_plugins.data.prompts import TokenizedPrompts
-from rl_plugins.data.response_module import ResponseDataModule
-from rl_plugins.data.tokenization import digest, tokenize_responses
+from rl_plugins.data.prompts import RowBatch, TokenizedPrompts
+from rl_plugins.data.tokenization import check_end_of_sequence, digest, tokenize_responses
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 ValidateOn = Literal["prompts", "pairs"]
 
 
-class PairBatch:
-    """The pairs of one step on one rank; read only. (Not a dataclass, as `PromptBatch` is not.)
+class PairBatch(RowBatch):
+    """The pairs of one step on one rank; read only.
 
     Attributes:
         prompt_ids: token ids of each prompt.
-        chosen_ids: token ids of the better response to it.
-        rejected_ids: token ids of the worse one.
-        margins: by how much the first is better; 0 where the data does not say.
+        chosen_ids: token ids of each better response.
+        rejected_ids: token ids of each worse response.
+        margins: difference in quality of each pair; 0 if the data has no margins.
         rows: number of each pair's row in the concatenated data set.
     """
 
@@ -56,22 +56,14 @@ class PairBatch:
         self.margins = margins
         self.rows = rows
 
-    def __len__(self) -> int:
-        """Return the number of pairs."""
-        return len(self.rows)
 
-    def __repr__(self) -> str:
-        """Name the rows, not their content."""
-        return f"PairBatch(rows={self.rows})"
-
-
-class UnpairedBatch:
-    """The judged responses of one step on one rank; read only. (Not a dataclass, as `PromptBatch` is not.)
+class UnpairedBatch(RowBatch):
+    """The judged responses of one step on one rank; read only.
 
     Attributes:
         prompt_ids: token ids of each prompt.
-        response_ids: token ids of a response to it.
-        labels: whether the response is desirable.
+        response_ids: token ids of the response to each prompt.
+        labels: True for each desirable response.
         rows: number of each row in the concatenated data set.
     """
 
@@ -86,18 +78,18 @@ class UnpairedBatch:
         self.labels = labels
         self.rows = rows
 
-    def __len__(self) -> int:
-        """Return the number of responses."""
-        return len(self.rows)
-
-    def __repr__(self) -> str:
-        """Name the rows, not their content."""
-        return f"UnpairedBatch(rows={self.rows})"
-
 
 @dataclass(frozen=True)
 class TokenizedPreferencePairs:
-    """Token ids and margins of all pairs, and the numbers of the rows to serve."""
+    """Prompts with two responses each.
+
+    Attributes:
+        prompt_ids: token ids of each row's prompt.
+        chosen_ids: token ids of each row's better response.
+        rejected_ids: token ids of each row's worse response.
+        margins: float64 [N], margin of each row.
+        kept: int64 [M], numbers of the rows to serve.
+    """
 
     prompt_ids: Sequence[list[int]]
     chosen_ids: Sequence[list[int]]
@@ -107,17 +99,17 @@ class TokenizedPreferencePairs:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all token ids and margins that are served."""
+        """Digest of all served token ids and margins."""
         columns = (self.prompt_ids, self.chosen_ids, self.rejected_ids)
         ids = (column[number] for column in columns for number in self.kept)
         return digest(chain(ids, [self.margins[self.kept].view(np.int64)]))
 
     def __len__(self) -> int:
-        """Return the number of pairs."""
+        """Return the number of rows to serve."""
         return len(self.kept)
 
     def batch(self, indices: Sequence[int], epoch: int) -> PairBatch:
-        """Return the pairs at these indices."""
+        """Return the pairs at the indices."""
         numbers = self.kept[indices].tolist()
         return PairBatch(
             prompt_ids=[self.prompt_ids[number] for number in numbers],
@@ -130,7 +122,14 @@ class TokenizedPreferencePairs:
 
 @dataclass(frozen=True)
 class TokenizedUnpaired:
-    """Token ids and labels of all responses, and the numbers of the rows to serve."""
+    """Prompts with one judged response each.
+
+    Attributes:
+        prompt_ids: token ids of each row's prompt.
+        response_ids: token ids of each row's response.
+        labels: bool [N], True for each desirable response.
+        kept: int64 [M], numbers of the rows to serve.
+    """
 
     prompt_ids: Sequence[list[int]]
     response_ids: Sequence[list[int]]
@@ -139,16 +138,16 @@ class TokenizedUnpaired:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all token ids and labels that are served."""
+        """Digest of all served token ids and labels."""
         ids = (column[number] for column in (self.prompt_ids, self.response_ids) for number in self.kept)
         return digest(chain(ids, [self.labels[self.kept]]))
 
     def __len__(self) -> int:
-        """Return the number of responses."""
+        """Return the number of rows to serve."""
         return len(self.kept)
 
     def batch(self, indices: Sequence[int], epoch: int) -> UnpairedBatch:
-        """Return the responses at these indices."""
+        """Return the responses at the indices."""
         numbers = self.kept[indices].tolist()
         return UnpairedBatch(
             prompt_ids=[self.prompt_ids[number] for number in numbers],
@@ -158,8 +157,23 @@ class TokenizedUnpaired:
         )
 
 
-class PreferenceDataModule(ResponseDataModule[PairBatch | UnpairedBatch]):
-    """Serve a `PairBatch` for every step, or an `UnpairedBatch` if rows hold one response and a label."""
+class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
+    """Data module of preferences: a `PairBatch` for every step, or an `UnpairedBatch` if `label_key` is set.
+
+    Args:
+        train: rows for training.
+        validation: rows for validation.
+        chosen_key: dotted key of the better response's text, such as `chosen` or `extra_info.chosen`.
+        rejected_key: dotted key of the worse response's text.
+        margin_key: dotted key of a number, the difference in quality of the pair; None for margins of 0.
+        response_key: dotted key of an unpaired response's text.
+        label_key: dotted key of an unpaired response's label, true (desirable) or false; None for pairs.
+        validate_on: `prompts` serves the prompts of validation rows as `PromptBatch`, and the rows need no responses;
+            `pairs` serves validation rows as `PairBatch`.
+        max_response_tokens: longest response, in tokens, end of sequence included.
+        options: options of `StepDataModule`: `tokenizer`, `prompts_per_step`, `max_prompt_tokens`, `eval_batch_size`,
+            `overlong_prompts`, `seed`, `chat_template_kwargs`.
+    """
 
     def __init__(
         self,
@@ -172,74 +186,65 @@ class PreferenceDataModule(ResponseDataModule[PairBatch | UnpairedBatch]):
         response_key: str = "response",
         label_key: str | None = None,
         validate_on: ValidateOn = "prompts",
-        **options: Any,
+        max_response_tokens: int = 1024,
+        **options: Unpack[StepOptions],
     ) -> None:
-        """Set the options; those that are not described here are `ResponseDataModule`'s.
-
-        Args:
-            train: rows for training.
-            validation: rows for validation.
-            chosen_key: where a row holds the text of the better response, such as `chosen` or `extra_info.chosen`.
-            rejected_key: where it holds that of the worse one.
-            margin_key: where it holds a number, by how much the first is better; None for margins of 0.
-            response_key: of unpaired data, where a row holds the text of its response.
-            label_key: of unpaired data, where it says true (desirable) or false; None for pairs.
-            validate_on: `prompts` serves validation rows as prompts to be answered (`PromptBatch`), and they need no
-                responses; `pairs` serves them as `PairBatch`es.
-            options: `max_prompt_tokens`, `max_response_tokens`, and those of `StepDataModule`.
-        """
         super().__init__(train, validation, **options)
         if validate_on not in ("prompts", "pairs"):
             raise ConfigError(f"validate_on={validate_on!r}: choose 'prompts' or 'pairs'.")
         if label_key is not None and (validate_on == "pairs" or margin_key is not None):
-            other = "validate_on=pairs" if validate_on == "pairs" else f"margin_key={margin_key!r}"
-            raise ConfigError(f"label_key={label_key!r} says that the data is unpaired, and {other} asks for pairs.")
+            pair_option = "validate_on=pairs" if validate_on == "pairs" else f"margin_key={margin_key!r}"
+            raise ConfigError(
+                f"label_key={label_key!r} is for unpaired data, and {pair_option} is for pairs: leave one of them out."
+            )
         self.chosen_key, self.rejected_key, self.margin_key = chosen_key, rejected_key, margin_key
         self.response_key, self.label_key = response_key, label_key
         self.validate_on = validate_on
+        self.max_response_tokens = max_response_tokens
 
     def columns(self, split: str) -> Sequence[str]:
-        """Responses that are given need no reward; those that validation generates do."""
+        """Return the columns every row must have; rows need a reward only if validation generates responses."""
         return COLUMNS if split == "validation" and self.validate_on == "prompts" else UNSCORED_COLUMNS
 
     def build(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str
     ) -> TokenizedPreferencePairs | TokenizedUnpaired | TokenizedPrompts:
-        """Tokenise prompts and responses, each once, and apply the limits.
+        """Tokenise prompts and responses and apply the limits.
 
         Raises:
-            ConfigError: a row lacks a text, a margin or a label, its two responses are the same, or the tokenizer has
-                no end-of-sequence token.
+            ConfigError: a row lacks a text, a margin or a label, its two responses are equal, or the tokenizer has no
+                end-of-sequence token.
         """
+        check_end_of_sequence(tokenizer)
         prompts = self.build_prompts(rows, tokenizer)
         if split == "validation" and self.validate_on == "prompts":
             return prompts
         if self.label_key is not None:
-            return self._unpaired(rows, tokenizer, prompts, self.label_key)
-        return self._pairs(rows, tokenizer, prompts)
+            return self._build_unpaired(rows, tokenizer, prompts, self.label_key)
+        return self._build_pairs(rows, tokenizer, prompts)
 
-    def _pairs(
+    def _build_pairs(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, prompts: TokenizedPrompts
     ) -> TokenizedPreferencePairs:
-        def checked() -> Iterator[Pair]:
+        def pairs() -> Iterator[Pair]:
             for number, row in enumerate(rows):
-                yield read_pair(row, self.chosen_key, self.rejected_key, self.margin_key, rows.where(number))
+                yield read_pair(row, self.chosen_key, self.rejected_key, self.margin_key, rows.location(number))
 
-        chosen_ids = tokenize_responses((pair.chosen for pair in checked()), tokenizer)
-        rejected_ids = tokenize_responses((pair.rejected for pair in checked()), tokenizer)
-        margins = np.fromiter((pair.margin for pair in checked()), dtype=np.float64)
-        kept = self.within_limits(prompts, np.maximum(chosen_ids.lengths, rejected_ids.lengths))
+        chosen_ids = tokenize_responses((pair.chosen for pair in pairs()), tokenizer)
+        rejected_ids = tokenize_responses((pair.rejected for pair in pairs()), tokenizer)
+        margins = np.fromiter((pair.margin for pair in pairs()), dtype=np.float64)
+        longest = np.maximum(chosen_ids.lengths, rejected_ids.lengths)
+        kept = self.rows_within_limits(prompts, longest, self.max_response_tokens)
         return TokenizedPreferencePairs(prompts.prompt_ids, chosen_ids, rejected_ids, margins, kept)
 
-    def _unpaired(
+    def _build_unpaired(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, prompts: TokenizedPrompts, label_key: str
     ) -> TokenizedUnpaired:
-        def checked() -> Iterator[tuple[str, bool]]:
+        def judged() -> Iterator[tuple[str, bool]]:
             for number, row in enumerate(rows):
-                yield read_judged(row, self.response_key, label_key, rows.where(number))
+                yield read_judged(row, self.response_key, label_key, rows.location(number))
 
-        response_ids = tokenize_responses((text for text, _ in checked()), tokenizer)
-        labels = np.fromiter((label for _, label in checked()), dtype=np.bool_)
-        return TokenizedUnpaired(
-            prompts.prompt_ids, response_ids, labels, self.within_limits(prompts, response_ids.lengths)
-        )
+        response_ids = tokenize_responses((text for text, _ in judged()), tokenizer)
+        labels = np.fromiter((label for _, label in judged()), dtype=np.bool_)
+        kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
+        return TokenizedUnpaired(prompts.prompt_ids, response_ids, labels, kept)

@@ -1,7 +1,7 @@
-"""Steps and their labels, for process reward models: each step of a response is right, wrong, or in between.
+"""Data of process reward models: responses in steps, each labelled as right, wrong, or between the two.
 
-A row holds the texts of the steps and one label for each under dotted keys. Every step is tokenised by itself and ends
-with the separator, the last one with the end of sequence; its label stands on the token that ends it.
+A row holds the texts of the steps and one label per step under dotted keys. Every step is tokenised by itself. A step
+ends with the separator, the last step with the end-of-sequence token; the label is on the last token of the step.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
-from rl_plugins.data.given_responses import read_steps
-from rl_plugins.data.mixture import Source
-from rl_plugins.data.on_disk import Ragged
+from rl_plugins.data.datamodule import StepDataModule, StepOptions
+from rl_plugins.data.formats import read_steps
+from rl_plugins.data.on_disk import MappedLists
+from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import UNSCORED_COLUMNS, Paths, PromptRows, RowSource
-from rl_plugins.data.response_module import ResponseDataModule
-from rl_plugins.data.tokenization import digest
+from rl_plugins.data.prompts import RowBatch
+from rl_plugins.data.tokenization import check_end_of_sequence, digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 NO_LABEL = math.nan
 
 
-class ProcessRewardBatch:
-    """The labelled responses of one step on one rank; read only. (Not a dataclass, as `PromptBatch` is not.)
+class ProcessRewardBatch(RowBatch):
+    """The labelled responses of one step on one rank; read only.
 
     Attributes:
         prompt_ids: token ids of each prompt.
         response_ids: token ids of each response.
-        labels: one number per response token: 0 (wrong) to 1 (right) where a step ends, NaN elsewhere.
+        labels: one number per response token: 0 (wrong) to 1 (right) on the last token of a step, NaN elsewhere.
         rows: number of each row in the concatenated data set.
     """
 
@@ -49,18 +50,17 @@ class ProcessRewardBatch:
         self.labels = labels
         self.rows = rows
 
-    def __len__(self) -> int:
-        """Return the number of responses."""
-        return len(self.rows)
-
-    def __repr__(self) -> str:
-        """Name the rows, not their content."""
-        return f"ProcessRewardBatch(rows={self.rows})"
-
 
 @dataclass(frozen=True)
 class TokenizedSteps:
-    """Token ids of all prompts and responses, the labels of the responses' tokens, and the rows to serve."""
+    """Prompts with one response each, and labels of the responses' tokens.
+
+    Attributes:
+        prompt_ids: token ids of each row's prompt.
+        response_ids: token ids of each row's response.
+        labels: one label per response token of each row; NaN on tokens without a label.
+        kept: int64 [N], numbers of the rows to serve.
+    """
 
     prompt_ids: Sequence[list[int]]
     response_ids: Sequence[list[int]]
@@ -69,16 +69,16 @@ class TokenizedSteps:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all token ids that are served, and of their labels in thousandths."""
+        """Digest of all served token ids, and of their labels in thousandths."""
         ids = (column[number] for column in (self.prompt_ids, self.response_ids) for number in self.kept)
         return digest(chain(ids, (_thousandths(self.labels[number]) for number in self.kept)))
 
     def __len__(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows to serve."""
         return len(self.kept)
 
     def batch(self, indices: Sequence[int], epoch: int) -> ProcessRewardBatch:
-        """Return the rows at these indices."""
+        """Return the rows at the indices."""
         numbers = self.kept[indices].tolist()
         return ProcessRewardBatch(
             prompt_ids=[self.prompt_ids[number] for number in numbers],
@@ -88,8 +88,20 @@ class TokenizedSteps:
         )
 
 
-class ProcessRewardDataModule(ResponseDataModule[ProcessRewardBatch]):
-    """Serve a `ProcessRewardBatch` for every step, and for validation."""
+class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
+    """Data module of labelled steps: a `ProcessRewardBatch` for every step and for validation.
+
+    Args:
+        train: rows for training.
+        validation: rows for validation.
+        steps_key: dotted key of a row's list of texts, one per step.
+        labels_key: dotted key of a row's list of labels, one per step: 1 (or true) for a right step, 0 for a wrong
+            step, a number between them for the probability that the step is right, null for a step without a label.
+        step_separator: text at the end of every step but the last.
+        max_response_tokens: longest response, in tokens, end of sequence included.
+        options: options of `StepDataModule`: `tokenizer`, `prompts_per_step`, `max_prompt_tokens`, `eval_batch_size`,
+            `overlong_prompts`, `seed`, `chat_template_kwargs`.
+    """
 
     def __init__(
         self,
@@ -99,45 +111,38 @@ class ProcessRewardDataModule(ResponseDataModule[ProcessRewardBatch]):
         steps_key: str = "extra_info.steps",
         labels_key: str = "extra_info.labels",
         step_separator: str = "\n",
-        **options: Any,
+        max_response_tokens: int = 1024,
+        **options: Unpack[StepOptions],
     ) -> None:
-        """Set the options; those that are not described here are `ResponseDataModule`'s.
-
-        Args:
-            train: rows for training.
-            validation: rows for validation.
-            steps_key: where a row holds its list of texts, one per step.
-            labels_key: where it holds as many labels: 1 (or true) for a right step, 0 for a wrong one, a number
-                between them for how likely it is right, null for a step without a label.
-            step_separator: ends every step but the last.
-            options: `max_prompt_tokens`, `max_response_tokens`, and those of `StepDataModule`.
-        """
         super().__init__(train, validation, **options)
         self.steps_key, self.labels_key = steps_key, labels_key
         self.step_separator = step_separator
+        self.max_response_tokens = max_response_tokens
 
     def columns(self, split: str) -> Sequence[str]:
-        """The labels stand for a reward."""
+        """Return the columns every row must have; rows with labels need no reward."""
         return UNSCORED_COLUMNS
 
     def build(self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str) -> TokenizedSteps:
-        """Tokenise prompts and steps, each once, and apply the limits.
+        """Tokenise prompts and steps and apply the limits.
 
         Raises:
-            ConfigError: a row has no steps or no labels that fit them, or the tokenizer no end-of-sequence token.
+            ConfigError: a row has no steps, or another number of labels than steps, or the tokenizer has no
+                end-of-sequence token.
         """
+        check_end_of_sequence(tokenizer)
         prompts = self.build_prompts(rows, tokenizer)
-        response_ids = Ragged(ids for ids, _ in self._responses(rows, tokenizer))
-        labels = Ragged((labels for _, labels in self._responses(rows, tokenizer)), np.float64)
-        kept = self.within_limits(prompts, response_ids.lengths)
+        response_ids = MappedLists(ids for ids, _ in self._responses(rows, tokenizer))
+        labels = MappedLists((labels for _, labels in self._responses(rows, tokenizer)), np.float64)
+        kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
         return TokenizedSteps(prompts.prompt_ids, response_ids, labels, kept)
 
     def _responses(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[tuple[list[int], list[float]]]:
-        """Token ids of the steps of each row one after the other, and the labels of those tokens."""
+        """Yield the token ids and the token labels of each row's response."""
         for number, row in enumerate(rows):
-            steps, labels = read_steps(row, self.steps_key, self.labels_key, rows.where(number))
+            steps, labels = read_steps(row, self.steps_key, self.labels_key, rows.location(number))
             texts = [f"{step}{self.step_separator}" for step in steps[:-1]] + steps[-1:]
             ids_of_steps = tokenizer(texts, add_special_tokens=False)["input_ids"]
             ids_of_steps[-1] = [*ids_of_steps[-1], tokenizer.eos_token_id]

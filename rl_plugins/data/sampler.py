@@ -1,14 +1,13 @@
-"""Loaders: each rank's share of what an order serves, and of the rows for validation.
+"""Loaders: each rank's share of the training steps and of the rows for validation.
 
-The order is a pure function of (seed, step), so one number is the whole state; a curriculum adds what it has seen.
-Step `s` of training belongs to epoch `s // steps_per_epoch`, and the rows of its global batch are dealt to the ranks in
-turn. The share depends on the world size, the global batch does not: a run may resume on another number of ranks, and
-the first k rows of every rank are together the first k x world_size rows of the global batch.
+An order is a pure function of (seed, step), so one number is the whole state; a curriculum adds the groups observed so
+far. Step `s` of training belongs to epoch `s // steps_per_epoch`. The ranks take the rows of the step's global batch in
+turn. A rank's share depends on the world size, the global batch does not: a run may resume on another number of ranks,
+and the first k rows of every rank are together the first k x world_size rows of the global batch.
 
-`StepLoader` implements the `state_dict` / `load_state_dict` protocol by which Lightning stores a train loader
-in the checkpoint. One iteration is always `len(loader)` steps from where the loader stands, across the border
-of an epoch if need be: Lightning ends its epochs by its own count, so nothing is replayed or skipped wherever
-a checkpoint was taken.
+`StepLoader` implements the `state_dict` / `load_state_dict` protocol, by which Lightning stores a train loader in the
+checkpoint. One iteration is always `len(loader)` steps from the loader's position, across the border of an epoch if
+necessary. Lightning ends its epochs by its own count, so no step is repeated or skipped after a restore.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ Batch = TypeVar("Batch", covariant=True)
 
 
 class BatchSource(Protocol[Batch]):
-    """A data set that can put any of its rows together."""
+    """A data set that makes a batch of any of its rows."""
 
     @property
     def kept(self) -> np.ndarray:
-        """Number of each row in the data set as it was read, ascending, int64 [N]."""
+        """Number of each row in the loaded data set, ascending, int64 [N]."""
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the rows and their order."""
+        """Digest of the rows and their order."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
-        """Return the rows at these indices."""
+        """Return the rows at the indices."""
 
 
 class StepLoader(Generic[Batch]):
@@ -64,15 +63,16 @@ class StepLoader(Generic[Batch]):
             source: the data set.
             prompts_per_step: rows in the global batch of one step, over all ranks.
             seed: seed of the order.
-            order: which rows the steps take; by default every row once in an epoch, in a random order.
-            first_epoch: the epoch to begin with, unless a state is loaded.
-            rank: this process among `world_size`.
-            world_size: number of processes that train together.
-            in_flight: number of batches handed out whose training step is not finished. They are not counted
-                in the state, so a checkpoint taken when a step fails serves that step's batch again.
+            order: rows of each step; by default every row once in an epoch, in a random order.
+            first_epoch: number of the first epoch, unless a state is loaded.
+            rank: number of this process, from 0.
+            world_size: number of processes in training.
+            in_flight: Function that returns the number of served batches with an unfinished training step. The state
+                does not count these batches, so a checkpoint of a failed step serves the step's batch again.
 
         Raises:
-            ConfigError: the world size does not divide `prompts_per_step`, or there are fewer rows than that.
+            ConfigError: the world size does not divide `prompts_per_step`, or there are fewer rows than
+                `prompts_per_step`.
         """
         if prompts_per_step < 1 or prompts_per_step % world_size:
             upper = max(1, -(-prompts_per_step // world_size)) * world_size
@@ -104,7 +104,7 @@ class StepLoader(Generic[Batch]):
             yield self.draw()
 
     def draw(self) -> Batch:
-        """Return this rank's share of the next step: for a step that needs more prompts than one batch."""
+        """Return this rank's share of the next step. A training step that needs more prompts may call it again."""
         epoch = self.step // len(self)
         indices = self.order.batch(self.step)[self._rank :: self._world_size].tolist()
         self.step += 1
@@ -112,20 +112,20 @@ class StepLoader(Generic[Batch]):
 
     @property
     def curriculum(self) -> Curriculum | None:
-        """The order, if it learns from the groups of finished steps."""
+        """Order of the loader if it is a curriculum, else None."""
         return self.order if isinstance(self.order, Curriculum) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of finished steps, what they depend on, and what a curriculum has seen."""
+        """Return the number of finished steps, the settings of the order, and the state of the curriculum."""
         unfinished = min(self._in_flight(), self.step - self._first_step)
-        seen = {} if self.curriculum is None else {"curriculum": self.curriculum.state_dict()}
-        return {"step": self.step - unfinished, **seen, **self._identity()}
+        curriculum = {} if self.curriculum is None else {"curriculum": self.curriculum.state_dict()}
+        return {"step": self.step - unfinished, **curriculum, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the steps of `state`.
 
         Raises:
-            ConfigError: the data, the seed or the batch size is not the one of the checkpoint.
+            ConfigError: the data, the seed, the batch size or the order differs from the checkpoint's.
         """
         differing = [
             f"{name} was {state.get(name)} and is now {value}"
@@ -134,7 +134,7 @@ class StepLoader(Generic[Batch]):
         ]
         if differing:
             raise ConfigError(
-                f"The checkpoint was made with other data settings: {'; '.join(differing)}. Restore them to "
+                f"The checkpoint was made with other data settings: {'; '.join(differing)}. Restore these settings to "
                 "resume, or start a new run from the checkpoint's weights."
             )
         self.step = self._first_step = int(state["step"])
@@ -154,9 +154,8 @@ class StepLoader(Generic[Batch]):
 class EvalLoader(Generic[Batch]):
     """Serve every row exactly once, in order: a contiguous share per rank, at most `batch_size` at a time.
 
-    Every rank has the same number of batches, so that ranks which meet in each batch never wait in vain;
-    shares and batches may differ by one row, and a rank's batch is empty when there are fewer rows than
-    ranks.
+    Every rank has the same number of batches, because ranks may wait for one another in each batch. Shares and batches
+    may differ by one row, and a rank's batch is empty if there are fewer rows than ranks.
     """
 
     def __init__(self, source: BatchSource[Batch], *, batch_size: int, rank: int = 0, world_size: int = 1) -> None:

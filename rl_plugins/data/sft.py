@@ -1,20 +1,20 @@
-"""Supervised fine-tuning from the same files: a prompt's messages, and a response under a dotted key."""
+"""Supervised fine-tuning data: the messages of a prompt, and a response under a dotted key of the row."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
-from rl_plugins.data.columns import find_text
-from rl_plugins.data.mixture import Source
+from rl_plugins.data.datamodule import StepDataModule, StepOptions
+from rl_plugins.data.formats import find_text
+from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import TokenizedPrompts
-from rl_plugins.data.response_module import ResponseDataModule
-from rl_plugins.data.tokenization import digest, tokenize_responses
+from rl_plugins.data.tokenization import check_end_of_sequence, digest, tokenize_responses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +24,13 @@ SFTBatch = dict[str, list[list[int]]]
 
 @dataclass(frozen=True)
 class TokenizedPairs:
-    """Token ids of all prompts and responses, and the numbers of the rows to serve."""
+    """Prompts with one response each.
+
+    Attributes:
+        prompt_ids: token ids of each row's prompt.
+        response_ids: token ids of each row's response.
+        kept: int64 [N], numbers of the rows to serve.
+    """
 
     prompt_ids: Sequence[list[int]]
     response_ids: Sequence[list[int]]
@@ -32,15 +38,15 @@ class TokenizedPairs:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all token ids that are served."""
+        """Digest of all served token ids."""
         return digest(ids[number] for ids in (self.prompt_ids, self.response_ids) for number in self.kept)
 
     def __len__(self) -> int:
-        """Return the number of pairs."""
+        """Return the number of rows to serve."""
         return len(self.kept)
 
     def batch(self, indices: Sequence[int], epoch: int) -> SFTBatch:
-        """Return the pairs at these indices."""
+        """Return the prompts and responses at the indices."""
         numbers = self.kept[indices]
         return {
             "prompt_ids": [self.prompt_ids[number] for number in numbers],
@@ -48,8 +54,19 @@ class TokenizedPairs:
         }
 
 
-class SFTDataModule(ResponseDataModule[SFTBatch]):
-    """Serve `{"prompt_ids": ..., "response_ids": ...}`: lists of token ids; a response ends with eos."""
+class SFTDataModule(StepDataModule[SFTBatch]):
+    """Data module of responses: `{"prompt_ids": ..., "response_ids": ...}`, lists of token ids, for every step.
+
+    A response ends with the end-of-sequence token.
+
+    Args:
+        train: rows for training.
+        validation: rows for validation; their prompts are served without responses, as `PromptBatch`.
+        response_key: dotted key of a row's response, such as `reward_model.ground_truth` or `extra_info.answer`.
+        max_response_tokens: longest response, in tokens, end of sequence included.
+        options: options of `StepDataModule`: `tokenizer`, `prompts_per_step`, `max_prompt_tokens`, `eval_batch_size`,
+            `overlong_prompts`, `seed`, `chat_template_kwargs`.
+    """
 
     def __init__(
         self,
@@ -57,34 +74,28 @@ class SFTDataModule(ResponseDataModule[SFTBatch]):
         validation: Paths | RowSource | None = None,
         *,
         response_key: str = "reward_model.ground_truth",
-        **options: Any,
+        max_response_tokens: int = 1024,
+        **options: Unpack[StepOptions],
     ) -> None:
-        """Set the options; those that are not described here are `ResponseDataModule`'s.
-
-        Args:
-            train: rows for training.
-            validation: rows whose prompts are to be answered in validation (as `PromptBatch`es).
-            response_key: where a row holds its response, such as `reward_model.ground_truth` or
-                `extra_info.answer`.
-            options: `max_prompt_tokens`, `max_response_tokens`, and those of `StepDataModule`.
-        """
         super().__init__(train, validation, **options)
         self.response_key = response_key
+        self.max_response_tokens = max_response_tokens
 
     def build(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str
     ) -> TokenizedPairs | TokenizedPrompts:
-        """Tokenise prompts and responses, each once, and apply the limits; validation rows are prompts to answer.
+        """Tokenise prompts and responses and apply the limits; validation rows become prompts.
 
         Raises:
-            ConfigError: a row has no text under `response_key`, or the tokenizer no end-of-sequence token.
+            ConfigError: a row has no text under `response_key`, or the tokenizer has no end-of-sequence token.
         """
+        check_end_of_sequence(tokenizer)
         prompts = self.build_prompts(rows, tokenizer)
         if split == "validation":
             return prompts
-        response_ids = tokenize_responses(
-            (find_text(row, self.response_key, "response_key", rows.where(number)) for number, row in enumerate(rows)),
-            tokenizer,
+        texts = (
+            find_text(row, self.response_key, "response_key", rows.location(number)) for number, row in enumerate(rows)
         )
-        kept = self.within_limits(prompts, response_ids.lengths)
+        response_ids = tokenize_responses(texts, tokenizer)
+        kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
         return TokenizedPairs(prompts.prompt_ids, response_ids, kept)

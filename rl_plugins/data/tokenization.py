@@ -1,15 +1,19 @@
-"""Prompts become token ids here, once: chat template, length limit, digest."""
+"""Token ids of prompts, responses and turns: chat template, length limit, digest.
+
+The data modules tokenise every text once. Tokens sampled by a policy are never tokenised again, because the text of
+sampled tokens need not give the same tokens.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from rl_plugins.data.on_disk import Ragged
+from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.errors import ConfigError, RowError
 
@@ -19,14 +23,19 @@ if TYPE_CHECKING:
 Overlong = Literal["filter", "error"]
 Messages = Sequence[Mapping[str, Any]]
 _CHUNK = 1024
+# Placeholder for the policy's response; no template changes a single word.
+_RESPONSE = "whatever-was-said"
+_Item = TypeVar("_Item")
+
+# Tokenizers -------------------------------------------------------------------------------------------------------
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or a hub name, and check that it gives back what it was given.
+    """Load the tokenizer of a folder or a hub name, and check the text of a round trip.
 
     Raises:
-        ConfigError: no end-of-sequence token, or text does not survive a round trip (transformers rebuilds some
-            tokenizers by the model type of the folder, silently).
+        ConfigError: the tokenizer has no end-of-sequence token, or encoding and decoding changes the text (transformers
+            may silently build another tokenizer, by the model type of the folder).
     """
     from transformers import AutoTokenizer
 
@@ -44,22 +53,27 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str, what: str) -> None:
-    """Check that the model in `path` reads the token ids of `tokenizer`.
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str, role: str) -> None:
+    """Check the vocabulary of a model beside the policy.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        path: folder or hub name of the model.
+        role: role of the model for the message, such as "teacher".
 
     Raises:
-        ConfigError: its tokenizer has another vocabulary.
+        ConfigError: the model has another vocabulary than the policy.
     """
     if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"the {what} {path} has another vocabulary than the policy's {tokenizer.name_or_path!r}, so it cannot read "
+            f"the {role} {path} has another vocabulary than the policy's {tokenizer.name_or_path!r}, so it cannot read "
             "the policy's tokens: use a model of the same family, or score text in workers of its own with "
             "rl_plugins.rewards.model.ModelReward"
         )
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a ConfigError if the tokenizer cannot turn messages into text."""
+    """Raise a ConfigError if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise ConfigError(
             f"The tokenizer {tokenizer.name_or_path!r} has no chat template, which messages need: use the "
@@ -67,26 +81,35 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-class RoleOrders:
-    """Whether a chat template takes the roles of prompts; each order of roles is tried once.
+def check_end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a ConfigError if the tokenizer has no end-of-sequence token."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"The tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set one.")
+
+
+# Prompts ----------------------------------------------------------------------------------------------------------
+
+
+class TemplateCheck:
+    """Trial of a chat template on the roles of prompts; each sequence of roles is tried once.
 
     Args:
-        tokenizer: with the template.
-        template_options: further variables for it.
+        tokenizer: tokenizer with the template.
+        template_options: further variables of the template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
         self._tokenizer, self._options = tokenizer, template_options
         self._reasons: dict[tuple[str, ...], str | None] = {}
 
-    def reason_against(self, messages: Messages) -> str | None:
-        """Why the template refuses these messages; None if it does not."""
+    def refusal(self, messages: Messages) -> str | None:
+        """Return the reason why the template refuses the messages, or None."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._reasons:
-            self._reasons[roles] = self._tried(messages, roles)
+            self._reasons[roles] = self._try(messages, roles)
         return self._reasons[roles]
 
-    def _tried(self, messages: Messages, roles: Iterable[str]) -> str | None:
+    def _try(self, messages: Messages, roles: Iterable[str]) -> str | None:
         from jinja2 import TemplateError
 
         conversation: list[Any] = [*messages]
@@ -108,55 +131,62 @@ def accepted_messages(
     """Yield the messages of each row.
 
     Raises:
-        RowError: the chat template refuses a row's roles, or their order.
+        RowError: the chat template refuses a row's sequence of roles.
     """
-    orders = RoleOrders(tokenizer, template_options)
+    check = TemplateCheck(tokenizer, template_options)
     for number, row in enumerate(rows):
-        if reason := orders.reason_against(row["prompt"]):
-            raise RowError(rows.where(number), "column 'prompt'", reason)
+        if reason := check.refusal(row["prompt"]):
+            raise RowError(rows.location(number), "column 'prompt'", reason)
         yield row["prompt"]
 
 
 def tokenize_prompts(
     prompts: Iterable[Messages], tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]
-) -> Ragged:
+) -> MappedLists:
     """Return the token ids of each prompt's messages, up to and including the start of the assistant's turn."""
 
-    def tokenized(messages: list[Any]) -> Any:
+    def tokenize(messages: list[Any]) -> Any:
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template_options
         )
 
-    return _in_chunks(prompts, tokenized)
+    return _tokenize_in_chunks(prompts, tokenize)
 
 
-def tokenize_responses(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Ragged:
-    """Return the token ids of responses, each with the end of sequence."""
+def tokenize_responses(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> MappedLists:
+    """Return the token ids of each response with the end-of-sequence token."""
 
-    def tokenized(chunk: list[str]) -> list[list[int]]:
+    def tokenize(chunk: list[str]) -> list[list[int]]:
         encoded = tokenizer(chunk, add_special_tokens=False)["input_ids"]
         return [[*ids, tokenizer.eos_token_id] for ids in encoded]
 
-    return _in_chunks(texts, tokenized)
+    return _tokenize_in_chunks(texts, tokenize)
 
 
-def _in_chunks(items: Iterable[Any], tokenized: Callable[[list[Any]], Iterable[list[int]]]) -> Ragged:
+def _tokenize_in_chunks(items: Iterable[_Item], tokenize: Callable[[list[_Item]], Iterable[list[int]]]) -> MappedLists:
     remaining = iter(items)
     chunks = iter(lambda: list(islice(remaining, _CHUNK)), [])
-    return Ragged(ids for chunk in chunks for ids in tokenized(chunk))
+    return MappedLists(ids for chunk in chunks for ids in tokenize(chunk))
 
 
 def within_limit(rows: PromptRows, lengths: np.ndarray, *, option: str, limit: int, overlong: Overlong) -> np.ndarray:
     """Return the numbers of the rows of at most `limit` tokens.
 
+    Args:
+        rows: the rows, for messages.
+        lengths: int64 [N], tokens of each row.
+        option: name of the option that sets the limit, for messages.
+        limit: largest number of tokens.
+        overlong: "filter" leaves longer rows out; "error" raises a ConfigError.
+
     Raises:
-        ConfigError: a row is longer and `overlong` is "error", or every row is longer; names `option`.
+        ConfigError: a row is longer and `overlong` is "error", or every row is longer.
     """
     kept = np.flatnonzero(lengths <= limit)
     if len(kept) < len(lengths) and overlong == "error":
         worst = int(np.argmax(lengths))
         raise ConfigError(
-            f"{rows.where(worst)}: {lengths[worst]} tokens, more than {option}={limit} "
+            f"{rows.location(worst)}: {lengths[worst]} tokens, more than {option}={limit} "
             f"({len(lengths) - len(kept)} such rows). Raise {option}, or set overlong_prompts=filter."
         )
     if not len(kept):
@@ -170,3 +200,73 @@ def digest(sequences: Iterable[Sequence[int] | np.ndarray]) -> str:
     for ids in sequences:
         hasher.update(len(ids).to_bytes(8, "little") + np.asarray(ids, dtype=np.int64).tobytes())
     return hasher.hexdigest()
+
+
+# Turns of a conversation ------------------------------------------------------------------------------------------
+
+
+class TurnTokenizer:
+    """Tokens between two responses of a policy in a conversation.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        template_options: further variables of its chat template.
+
+    Raises:
+        ConfigError: the chat template changes or drops the text of a response.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer, self._options = tokenizer, dict(template_options or {})
+        self._end = str(tokenizer.eos_token)
+        self._text_after_response({"role": "user", "content": "and then?"})
+
+    def tokens(self, message: Mapping[str, Any], last_token: int, max_tokens: int) -> tuple[list[int], bool]:
+        """Return the end of the policy's turn, a message to the policy, and the start of the policy's next turn.
+
+        Args:
+            message: the message with its role.
+            last_token: last token of the response before the message; an end-of-sequence token is not repeated.
+            max_tokens: largest number of tokens of the message's text; a longer text is cut off.
+
+        Returns:
+            The token ids, and True if the text was cut off.
+
+        Raises:
+            ConfigError: the chat template does not accept the message's role.
+        """
+        content_ids = self._encode(str(message["content"]))
+        was_cut = len(content_ids) > max_tokens
+        if was_cut:
+            message = {**message, "content": self._tokenizer.decode(content_ids[:max_tokens])}
+        text = self._text_after_response(message)
+        if last_token == self._tokenizer.eos_token_id:
+            text = text.removeprefix(self._end)
+        return self._encode(text), was_cut
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _text_after_response(self, message: Mapping[str, Any]) -> str:
+        from jinja2 import TemplateError
+
+        conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _RESPONSE}, dict(message)]
+        try:
+            text = str(
+                self._tokenizer.apply_chat_template(
+                    conversation, add_generation_prompt=True, tokenize=False, **self._options
+                )
+            )
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template of {self._tokenizer.name_or_path!r} refuses a message of the role "
+                f"{message['role']!r} after a response: {error}; answer with a role that the template accepts"
+            ) from error
+        _, found, after = text.partition(_RESPONSE)
+        if not found:
+            raise ConfigError(
+                f"the chat template of {self._tokenizer.name_or_path!r} changes the text of the policy's responses, "
+                "so no message can follow a response: an environment needs another template"
+            )
+        return after

@@ -1,6 +1,6 @@
-"""Everything that is wrong with data files, not only the first of it; what is there twice, and how long prompts are.
+"""Report on data files: every bad row, duplicate prompts, prompts of training and test files, and prompt lengths.
 
-Files are read a few rows at a time; what stays in memory is a digest of every prompt.
+Files are read a few rows at a time; only a digest of every prompt stays in memory.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl_plugins.data.formats import FORMATS, Keys
+from rl_plugins.data.formats import FORMATS, RowKeys
 from rl_plugins.data.parquet import ParquetRows, Row
-from rl_plugins.data.tokenization import RoleOrders, tokenize_prompts
+from rl_plugins.data.tokenization import Messages, TemplateCheck, tokenize_prompts
 from rl_plugins.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ _CHUNK = 1024
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used.
+    """A malformed row, or an unreadable file.
 
     Attributes:
-        file: its file.
-        row: its place there, counted from 0; None where the file as a whole is at fault.
+        file: name of the file.
+        row: number of the row in the file, from 0; None if the whole file is unreadable.
         field: the column, or the option and the key.
-        reason: what is wrong.
+        reason: reason in words.
     """
 
     file: str
@@ -48,10 +48,10 @@ class SharedRow:
     """A prompt of a test file that is also in a training file.
 
     Attributes:
-        test_file: the test file.
-        test_row: the row there, counted from 0.
-        train_file: the training file.
-        train_row: the first row there with this prompt.
+        test_file: name of the test file.
+        test_row: number of the row in the test file, from 0.
+        train_file: name of the training file.
+        train_row: number of the first row with this prompt in the training file.
     """
 
     test_file: str
@@ -62,16 +62,17 @@ class SharedRow:
 
 @dataclass
 class Findings:
-    """What was found.
+    """Findings in data files.
 
     Attributes:
-        rows: file to the number of its rows.
-        bad_rows: each of them.
-        duplicates: file to how many of its rows have a prompt that came before, in the training or in the test files.
+        rows: number of rows, by file.
+        bad_rows: malformed rows and unreadable files.
+        duplicates: number of rows with a prompt of an earlier row (of the training files, or of the test files), by
+            file.
         shared: rows of test files with a prompt of a training file.
-        prompt_tokens: minimum, median, mean, 95th percentile and maximum over all good rows, if they were measured.
-        max_prompt_tokens: the limit, if one was given.
-        too_long: how many prompts are longer than the limit.
+        prompt_tokens: minimum, median, mean, 95th percentile and maximum over all good rows; empty without a tokenizer.
+        max_prompt_tokens: largest number of tokens of a prompt, or None.
+        too_long: number of prompts above `max_prompt_tokens`.
     """
 
     rows: dict[str, int] = field(default_factory=dict)
@@ -84,7 +85,7 @@ class Findings:
 
     @property
     def good(self) -> bool:
-        """Whether every row can be used and no test prompt is trained on."""
+        """True if no row is malformed and no test prompt is in a training file."""
         return not self.bad_rows and not self.shared
 
 
@@ -93,31 +94,31 @@ def validate(
     test: Sequence[Path],
     *,
     kind: str,
-    keys: Keys,
+    keys: RowKeys,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_prompt_tokens: int | None = None,
 ) -> Findings:
-    """Read every row of the files.
+    """Read every row of the files and return the findings.
 
     Args:
-        train: training files.
-        test: files that are held out.
-        kind: of rows, in `FORMATS`.
-        keys: where rows hold what their format asks for.
-        tokenizer: with a chat template, to measure prompts and to find those that the template refuses; None does
-            neither.
-        max_prompt_tokens: the limit that prompts are compared with.
+        train: paths of the training files.
+        test: paths of the held-out files.
+        kind: name of the rows' format in `FORMATS`.
+        keys: dotted keys of the values beside the prompt.
+        tokenizer: tokenizer with a chat template, to measure prompts and to find prompts the template refuses; None
+            for neither.
+        max_prompt_tokens: largest number of tokens of a prompt; longer prompts are counted.
     """
     findings = Findings(max_prompt_tokens=max_prompt_tokens)
     lengths: list[int] = []
-    orders = None if tokenizer is None else RoleOrders(tokenizer, {})
+    template = None if tokenizer is None else TemplateCheck(tokenizer, {})
     first_trained: dict[int, tuple[str, int]] = {}
     for held_out, paths in ((False, train), (True, test)):
         first_seen: dict[int, tuple[str, int]] = {}
         for path in map(str, paths):
             findings.rows[path] = findings.duplicates[path] = 0
-            rows = _good_rows(path, kind, keys, orders, findings)
-            for number, row in rows if tokenizer is None else _measured(rows, tokenizer, lengths):
+            rows = _good_rows(path, kind, keys, template, findings)
+            for number, row in rows if tokenizer is None else _measure(rows, tokenizer, lengths):
                 prompt = _digest(row["prompt"])
                 if first_seen.setdefault(prompt, (path, number)) != (path, number):
                     findings.duplicates[path] += 1
@@ -139,16 +140,16 @@ def validate(
 
 
 def _good_rows(
-    path: str, kind: str, keys: Keys, orders: RoleOrders | None, findings: Findings
+    path: str, kind: str, keys: RowKeys, template: TemplateCheck | None, findings: Findings
 ) -> Iterator[tuple[int, Row]]:
-    """The rows that can be used, with their places; the others go to the findings."""
+    """Yield the good rows with their numbers; add the bad rows to the findings."""
     try:
-        for row in _rows(Path(path), FORMATS[kind].columns):
+        for row in ParquetRows(Path(path), FORMATS[kind].columns):
             number = findings.rows[path]
             findings.rows[path] += 1
             try:
                 FORMATS[kind].check(row, keys, path)
-                if orders and (reason := orders.reason_against(row["prompt"])):
+                if template and (reason := template.refusal(row["prompt"])):
                     raise RowError(path, "column 'prompt'", reason)
             except RowError as error:
                 findings.bad_rows.append(BadRow(path, number, error.field, error.reason))
@@ -158,19 +159,14 @@ def _good_rows(
         findings.bad_rows.append(BadRow(path, None, "file", str(error).removeprefix(f"{path}: ")))
 
 
-def _measured(
+def _measure(
     rows: Iterator[tuple[int, Row]], tokenizer: PreTrainedTokenizerBase, lengths: list[int]
 ) -> Iterator[tuple[int, Row]]:
-    """The same rows; the lengths of their prompts are appended."""
+    """Yield the rows unchanged; append the lengths of their prompts, in tokens, to `lengths`."""
     while chunk := list(islice(rows, _CHUNK)):
         lengths += tokenize_prompts((row["prompt"] for _, row in chunk), tokenizer, {}).lengths.tolist()
         yield from chunk
 
 
-def _rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
-    for batch in ParquetRows(path, columns).batches():
-        yield from batch.to_pylist()
-
-
-def _digest(prompt: Any) -> int:
+def _digest(prompt: Messages) -> int:
     return int.from_bytes(hashlib.blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=8).digest())

@@ -1,7 +1,7 @@
-"""Sampling responses to a file of prompts, part by part, with the rollout engines of training.
+"""Sampling of responses to a file of prompts, part by part, with the rollout engines of training.
 
-What a prompt gets depends on the policy, the settings and its row alone, not on where a run was interrupted: a sample's
-seed follows from the row, and the prompts of a part are always sampled together.
+The samples of a prompt depend on the policy, the settings and the prompt's row only. An interruption changes nothing: a
+sample's seed follows from the row, and the prompts of a part are always sampled together.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.evaluation.sample_file import SampleFile
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rl_plugins.rollout.engine import Generations, SamplingConfig
 
 Sample = Callable[[list[list[int]], "SamplingConfig", list[int]], "Generations"]
 COLUMNS = ("responses", "finish_reasons", "response_lengths")
-"""What is added to the columns of a prompt: lists with one entry per sample."""
+"""Columns added to the columns of a prompt: lists with one entry per sample."""
 
 _CHUNK = 1024
 _FINGERPRINT_BLOCKS, _BLOCK_BYTES = 64, 4096
@@ -35,19 +37,19 @@ _FINGERPRINT_BLOCKS, _BLOCK_BYTES = 64, 4096
 
 @dataclass(frozen=True)
 class Job:
-    """What is sampled, and how.
+    """Settings of the samples.
 
     Attributes:
-        policy: its name, for the record.
+        policy: name of the policy, for the record.
         engine: `vllm` or `transformers`.
         device: `cpu` or `cuda`.
-        dtype: of the engine's weights.
-        num_samples: responses to each prompt.
-        max_tokens: longest response.
-        temperature: 0 is greedy.
-        top_p: nucleus.
-        seed: of all samples.
-        prompts_per_part: prompts that are sampled and written together.
+        dtype: type of the engine's weights.
+        num_samples: responses per prompt.
+        max_tokens: longest response, in tokens.
+        temperature: temperature of the samples; 0 is greedy.
+        top_p: probability of the nucleus.
+        seed: seed of all samples.
+        prompts_per_part: number of prompts to sample and write together.
     """
 
     policy: str
@@ -62,58 +64,63 @@ class Job:
     prompts_per_part: int
 
     def settings(self, rows: PromptRows, model: str) -> dict[str, Any]:
-        """What the samples depend on, the weights of the model among it."""
+        """Return everything the samples depend on, with digests of the prompts and of the model's weights."""
         prompts = hashlib.blake2b(digest_size=8)
         for row in rows:
             prompts.update(json.dumps(row, sort_keys=True, default=str).encode())
         return {**asdict(self), "weights": fingerprint(model), "prompts": prompts.hexdigest()}
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingConfig:
-        """For the engine."""
-        # Late, because it imports torch, which a wrong argument need not wait for.
+        """Return the settings of the engine."""
+        # This import loads torch. A wrong argument is reported before.
         from rl_plugins.rollout.engine import SamplingConfig
 
         return SamplingConfig(self.max_tokens, self.num_samples, self.temperature, self.top_p, -1, stop_token_ids)
 
 
 def open_samples(path: Path, rows: PromptRows, job: Job, model: str) -> SampleFile:
-    """The file that a job makes of its prompts.
+    """Return the file of a job's samples.
 
     Args:
-        path: of the file.
-        rows: the prompts.
-        job: how they are sampled.
+        path: path of the file.
+        rows: rows of the prompts.
+        job: settings of the samples.
         model: Hugging Face folder or name of the policy.
 
     Raises:
-        ConfigError: it was made with other settings, or the rows have its columns already.
+        ConfigError: the file was made with other settings, or the prompts already have a column of samples.
     """
     taken = [name for name in COLUMNS if name in rows.rows[0]]
     if taken:
-        raise ConfigError(f"{rows.where(0)}: there is a column {taken[0]!r} already: name a file of prompts")
+        raise ConfigError(f"{rows.location(0)}: there is a column {taken[0]!r} already: name a file of prompts")
     samples = SampleFile(path, -(-len(rows) // job.prompts_per_part), job.settings(rows, model))
     samples.check()
     return samples
 
 
 def generate(
-    samples: SampleFile, rows: PromptRows, prompt_ids: Sequence[list[int]], job: Job, tokenizer: Any, sample: Sample
+    samples: SampleFile,
+    rows: PromptRows,
+    prompt_ids: Sequence[list[int]],
+    job: Job,
+    tokenizer: PreTrainedTokenizerBase,
+    sample: Sample,
 ) -> Iterator[dict[str, float]]:
-    """Make the parts that are missing, and then the file.
+    """Make the missing parts, then the file.
 
     Args:
-        samples: the file.
-        rows: the prompts.
-        prompt_ids: their token ids.
-        job: as the file was opened for.
-        tokenizer: of the policy.
-        sample: the engine.
+        samples: file returned by `open_samples` for the same job, and opened.
+        rows: rows of the prompts.
+        prompt_ids: token ids of each prompt.
+        job: settings of the samples.
+        tokenizer: tokenizer of the policy.
+        sample: Function of the engine that samples responses to prompts.
 
     Yields:
-        For each part: how many `parts` this call has made so far, and its `samples_per_s` and `tokens_per_s`.
+        For each part: the number of `parts` made by this call so far, `samples_per_s` and `tokens_per_s` of the part.
     """
     sampling, missing = job.sampling((tokenizer.eos_token_id,)), samples.missing()
-    # That of all rows, so that every part has the same types.
+    # Every part has the types of all rows.
     schema = _schema(rows)
     for made_so_far, number in enumerate(missing, start=1):
         start = time.perf_counter()
@@ -138,7 +145,7 @@ def generate(
 
 
 def fingerprint(model: str) -> str:
-    """A digest of 64 blocks of each file of a folder, which any training changes; the name itself of a hub's model."""
+    """Return a digest of 64 blocks of each file in the model's folder, which any training changes, or the hub name."""
     folder, hasher = Path(model), hashlib.blake2b(digest_size=8)
     if not folder.is_dir():
         return model
@@ -157,15 +164,16 @@ def _seed(seed: int, row: int) -> int:
 
 
 def _schema(rows: PromptRows) -> pa.Schema:
-    """The types that hold every row; found in a pass that has a few rows in memory at a time."""
+    """Return a schema for all rows, found in one pass with a few rows in memory at a time."""
     try:
-        # Rows of another file may have other columns, and Arrow looks at the first row alone.
+        # Rows of several files may differ in columns, and Arrow takes the columns of the first row only.
         columns = dict.fromkeys(rows.columns)
         parts = (pa.Table.from_pylist([{**columns, **row} for row in chunk]).schema for chunk in rows.chunks(_CHUNK))
-        return reduce(lambda one, other: pa.unify_schemas([one, other], promote_options="permissive"), parts)
+        return reduce(lambda a, b: pa.unify_schemas([a, b], promote_options="permissive"), parts)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise ConfigError(
-            f"the prompts do not go into one table, their columns differ in type ({error}): sample the files one by one"
+            f"the prompts do not fit into one table, because their columns differ in type ({error}): sample each "
+            "file by itself"
         ) from None
 
 

@@ -1,20 +1,162 @@
-"""What is measured of each prompt's samples, and its summary by data source."""
+"""Measures of several samples per prompt: answers, mean@N, best@k, maj@k and pass@k, with bootstrap intervals.
+
+This module needs NumPy alone; validation during training and `rl-plugins evaluate` share it.
+
+Shapes: N samples of one prompt, G prompts, A different answers, M subsets of k samples.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
 
 import numpy as np
 
-from rl_plugins.evaluation.statistics import Interval, best_at, bootstrap_mean, majority_at, pass_at
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_SUBSETS = 256
+_RESAMPLES = 1000
+
+# Answers ----------------------------------------------------------------------------------------------------------
+
+
+def final_answer(response: str) -> str:
+    r"""Return the answer in a response, for the vote of maj@k.
+
+    The answer is the content of the last `\boxed{}`; without a box the first number after the last `####`; without this
+    marker the last number; without a number the whole text.
+    """
+    boxed = _last_boxed(response)
+    if boxed is not None:
+        return "".join(boxed.split())
+    _, marker, tail = response.rpartition("####")
+    numbers = _NUMBER.findall(tail)
+    if numbers:
+        number: str = numbers[0] if marker else numbers[-1]
+        return number.replace(",", "")
+    return tail.strip()
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    depth, first = 0, start + len(r"\boxed")
+    for position in range(first, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[first + 1 : position]
+    # The response ended inside the box.
+    return text[first + 1 :]
+
+
+# Estimators -------------------------------------------------------------------------------------------------------
+
+
+def best_at(scores_N: Sequence[float], k: int) -> float:
+    """Return the expected best score of k samples, an unbiased estimate from all subsets of k of the N samples.
+
+    For scores of 0 and 1 this is pass@k.
+
+    Args:
+        scores_N: one score per sample.
+        k: number of samples to draw, from 1 to N.
+    """
+    # The i-th smallest score is the best of all subsets of this sample and k - 1 of the i smaller scores.
+    total = math.comb(len(scores_N), k)
+    return float(sum(score * (math.comb(i, k - 1) / total) for i, score in enumerate(sorted(scores_N))))
+
+
+def pass_at(num_samples: int, num_right: int, k: int) -> float:
+    """Return the probability of a right sample among k samples: the unbiased estimator `1 - C(n - c, k) / C(n, k)`.
+
+    Source: Chen et al. 2021, arXiv 2107.03374, equation 1.
+
+    Args:
+        num_samples: n, at least k.
+        num_right: c, the number of right samples.
+        k: number of samples to draw.
+    """
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def majority_at(scores_N: Sequence[float], answers_N: Sequence[str], k: int) -> float:
+    """Return the expected score of the most frequent answer of k samples; answers with equal votes count equally.
+
+    This is the mean over all subsets of k of the N samples, or over 256 random subsets (always the same) if there are
+    more. The score of an answer is the mean score of its samples.
+
+    Args:
+        scores_N: one score per sample.
+        answers_N: one answer per sample.
+        k: number of samples to draw, from 1 to N.
+    """
+    _, answer_N = np.unique(np.asarray(answers_N, dtype=object).astype(str), return_inverse=True)
+    votes_NA = np.eye(answer_N.max() + 1)[answer_N]
+    subsets_Mk = _subsets(len(scores_N), k)
+    votes_MA = votes_NA[subsets_Mk].sum(axis=1)
+    scores_MA = (votes_NA * np.asarray(scores_N, dtype=float)[:, None])[subsets_Mk].sum(axis=1)
+    wins_MA = votes_MA == votes_MA.max(axis=1, keepdims=True)
+    score_MA = np.divide(scores_MA, votes_MA, out=np.zeros_like(scores_MA), where=wins_MA)
+    return float((score_MA.sum(axis=1) / wins_MA.sum(axis=1)).mean())
+
+
+@cache
+def _subsets(size: int, k: int) -> np.ndarray:
+    if math.comb(size, k) <= _SUBSETS:
+        return np.array(list(combinations(range(size), k)))
+    return np.random.default_rng(0).random((_SUBSETS, size)).argsort(axis=1)[:, :k]
+
+
+# Intervals --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over prompts with its 95 % interval.
+
+    Attributes:
+        value: the mean.
+        low: lower end of the interval.
+        high: upper end of the interval.
+        prompts: number of prompts.
+    """
+
+    value: float
+    low: float
+    high: float
+    prompts: int
+
+
+def bootstrap_mean(values_G: Sequence[float] | np.ndarray, *, seed: int = 0) -> Interval:
+    """Return the mean, with the percentile interval of 1000 resamples of the prompts.
+
+    The unit of resampling is the prompt, because samples of one prompt are alike. To compare two policies, pass the
+    difference of their values for each prompt.
+
+    Args:
+        values_G: one value per prompt, at least one; NaN (no value for this prompt) does not count.
+        seed: seed of the resamples.
+    """
+    values = np.asarray(values_G, dtype=float)
+    values = values[~np.isnan(values)]
+    random, size = np.random.default_rng(seed), len(values)
+    means = [values[random.integers(size, size=size)].mean() for _ in range(_RESAMPLES)]
+    low, high = np.quantile(means, (0.025, 0.975))
+    return Interval(float(values.mean()), float(low), float(high), size)
+
+
+# Measures of prompts ----------------------------------------------------------------------------------------------
 
 Summary = dict[str, dict[str, Interval]]
-"""Data source to measure to interval."""
+"""Intervals by data source and measure."""
 
 
 def sizes_up_to(num_samples: int) -> list[int]:
-    """1, 2, 4, 8 and so on, and the number of samples itself."""
+    """Return the values of k: 1, 2, 4, 8 and so on, and the number of samples."""
     powers = [1 << power for power in range(num_samples.bit_length()) if 1 << power < num_samples]
     return [*powers, num_samples]
 
@@ -22,13 +164,14 @@ def sizes_up_to(num_samples: int) -> list[int]:
 def measure(
     scores_N: Sequence[float | None], answers_N: Sequence[str], sizes: Sequence[int], *, right_from: float | None = None
 ) -> dict[str, float]:
-    """mean@N, best@k and maj@k (from k = 2 on: of one sample the mean says it all), and pass@k of one prompt.
+    """Return mean@N, best@k, maj@k and pass@k of one prompt.
 
-    Samples whose reward failed take part in nothing: where fewer than k are left, the measure is NaN.
+    best@1 and maj@1 are left out, because both equal the mean. Samples with a failed reward do not count. If fewer than
+    k samples are left, the measure is NaN.
 
     Args:
-        scores_N: one per sample; None where the reward failed.
-        answers_N: the answer of each sample.
+        scores_N: one score per sample; None if the reward failed.
+        answers_N: one answer per sample.
         sizes: the values of k.
         right_from: score from which a sample is right; None leaves pass@k out.
     """
@@ -41,31 +184,37 @@ def measure(
             measures[f"best@{k}"] = best_at(scores, k) if enough else math.nan
             measures[f"maj@{k}"] = majority_at(scores, answers, k) if enough else math.nan
         if right_from is not None:
-            right = sum(score >= right_from for score in scores)
-            measures[f"pass@{k}"] = pass_at(len(scores), right, k) if enough else math.nan
+            num_right = sum(score >= right_from for score in scores)
+            measures[f"pass@{k}"] = pass_at(len(scores), num_right, k) if enough else math.nan
     return measures
 
 
 def summarize(sources: Sequence[str], measures: Sequence[Mapping[str, float]]) -> Summary:
-    """Means over the prompts of each data source, with their intervals; what no prompt has is left out.
+    """Return the means over the prompts of each data source with their intervals.
+
+    A measure without a value for any prompt of a data source is left out.
 
     Args:
         sources: data source of each prompt.
-        measures: those of each prompt.
+        measures: measures of each prompt, by name.
     """
-    names = dict.fromkeys(name for of_prompt in measures for name in of_prompt)
-    return summarize_columns(
-        sources, {name: np.array([of_prompt.get(name, math.nan) for of_prompt in measures]) for name in names}
-    )
+    names = dict.fromkeys(name for prompt_measures in measures for name in prompt_measures)
+    columns = {name: np.array([prompt_measures.get(name, math.nan) for prompt_measures in measures]) for name in names}
+    return summarize_columns(sources, columns)
 
 
 def summarize_columns(sources: Sequence[str], columns: Mapping[str, np.ndarray]) -> Summary:
-    """`summarize` of measures that are given by name, one value per prompt; NaN is nothing known of a prompt."""
+    """Return the same as `summarize` for measures in columns.
+
+    Args:
+        sources: data source of each prompt.
+        columns: float64 [G] under the name of each measure; NaN for a prompt without a value.
+    """
     summary: Summary = {}
-    known, source_of = np.unique(sources, return_inverse=True)
-    for number, source in enumerate(known):
-        of_source = {name: values[source_of == number] for name, values in columns.items()}
+    names, source_of_prompt = np.unique(sources, return_inverse=True)
+    for number, source in enumerate(names):
+        source_columns = {name: values[source_of_prompt == number] for name, values in columns.items()}
         summary[str(source)] = {
-            name: bootstrap_mean(values) for name, values in of_source.items() if not np.isnan(values).all()
+            name: bootstrap_mean(values) for name, values in source_columns.items() if not np.isnan(values).all()
         }
     return summary

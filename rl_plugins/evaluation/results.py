@@ -1,6 +1,6 @@
-"""Scored samples: their measures by data source, and two policies compared prompt by prompt.
+"""Scores of samples: measures by data source, and the comparison of two policies prompt by prompt.
 
-Files of samples stay on disk: in memory are a few rows, and a few numbers of each prompt.
+Files of samples stay on disk. Only a few rows, and a few numbers per prompt, are in memory.
 """
 
 from __future__ import annotations
@@ -20,26 +20,32 @@ import numpy as np
 from rl_plugins.data.parquet import COLUMNS, PromptRows, Row, load_rows
 from rl_plugins.errors import ConfigError
 from rl_plugins.evaluation.generation import COLUMNS as SAMPLE_COLUMNS
-from rl_plugins.evaluation.measures import Summary, measure, sizes_up_to, summarize_columns
-from rl_plugins.evaluation.statistics import Interval, bootstrap_mean
+from rl_plugins.evaluation.measures import (
+    Interval,
+    Summary,
+    bootstrap_mean,
+    measure,
+    sizes_up_to,
+    summarize_columns,
+)
 from rl_plugins.rewards.failures import check_failure_rate, failure_counts
 from rl_plugins.rewards.records import Score, ScoringRequest
 
 ALL = "all"
-"""The data source of all prompts together."""
+"""Name of the data source for all prompts together."""
 
 _CHUNK = 256
 
 
 @dataclass(frozen=True)
 class Samples:
-    """A file of samples, which stays on disk.
+    """A file of samples on disk.
 
     Attributes:
-        path: of the file.
-        rows: a prompt in each, with the lists of its samples.
-        size: samples of each prompt.
-        sources: the data sources of the prompts.
+        path: path of the file.
+        rows: one row per prompt, with the lists of its samples.
+        size: number of samples per prompt.
+        sources: data sources of the prompts.
     """
 
     path: Path
@@ -50,17 +56,17 @@ class Samples:
 
 @dataclass(frozen=True)
 class Results:
-    """What a file of samples is worth.
+    """Measures of a file of samples.
 
     Attributes:
-        path: of the file.
-        samples_per_prompt: responses to each prompt.
-        summary: intervals of each data source, and of all prompts.
-        failures: samples whose reward failed, by kind.
-        truncated: share of responses that ended at the longest length.
-        response_length: mean tokens of a response.
-        prompts: number of each prompt, by a digest of what identifies it.
-        measures: by name one value for each prompt; NaN where its rewards failed.
+        path: path of the file.
+        samples_per_prompt: number of samples per prompt.
+        summary: intervals of each data source, and of all prompts together.
+        failures: number of samples with a failed reward, by kind of failure.
+        truncated: share of responses cut off at the length limit.
+        response_length: mean number of tokens of a response.
+        prompts: number of each prompt, by the prompt's digest.
+        measures: float64 [G] under the name of each measure; NaN for a prompt whose rewards failed.
     """
 
     path: Path
@@ -73,7 +79,7 @@ class Results:
     measures: dict[str, np.ndarray]
 
     def plain(self) -> dict[str, Any]:
-        """As JSON takes it, without the single prompts."""
+        """Return the results as JSON values, without the values of single prompts."""
         return {
             "samples": str(self.path),
             "prompts": len(self.prompts),
@@ -86,10 +92,10 @@ class Results:
 
 
 def load_samples(path: Path) -> Samples:
-    """A file that `generate` made, or one with the same columns.
+    """Open a file of `generate`, or a file with the same columns.
 
     Raises:
-        ConfigError: a column is missing, a row is malformed, or rows have different numbers of responses.
+        ConfigError: a column is missing, a row is malformed, or rows differ in the number of responses.
     """
     rows = load_rows(path, (*COLUMNS, *SAMPLE_COLUMNS))
     size, sources = len(rows.rows[0]["responses"] or ()), set()
@@ -108,17 +114,17 @@ def evaluate(
     right_from: float,
     max_failure_rate: float,
 ) -> Results:
-    """Score a few rows at a time, measure every prompt and sum up.
+    """Score a few rows at a time, measure every prompt and summarise.
 
     Args:
-        samples: what is scored.
-        score: a scorer's.
-        answer_of: the answer in a response, for the vote.
+        samples: the samples.
+        score: Function that scores samples, such as a scorer's `score`.
+        answer_of: Function that returns the answer in a response, for maj@k.
         right_from: score from which a sample is right.
-        max_failure_rate: share of all samples whose reward may fail.
+        max_failure_rate: largest share of all samples with a failed reward.
 
     Raises:
-        RewardFailureError: more failed; raised once that is certain.
+        RewardFailureError: the rewards of more samples failed; raised as soon as the share is certain.
     """
     size, total = samples.size, samples.size * len(samples.rows)
     prompts, sources, repeats = dict[bytes, int](), list[str](), Counter[bytes]()
@@ -127,13 +133,13 @@ def evaluate(
     reasons, tokens = Counter[str](), 0
     for rows in samples.rows.chunks(_CHUNK):
         scores = score(_requests(rows))
-        # One message of each kind is enough.
-        failed += [examples.setdefault(one.failure, one) for one in scores if one.failure is not None]
+        # To save memory, all failures of a kind share one message.
+        failed += [examples.setdefault(result.failure, result) for result in scores if result.failure is not None]
         check_failure_rate(failed, max_failure_rate, total)
         for number, row in enumerate(rows):
-            of_row = [one.value for one in scores[number * size : (number + 1) * size]]
+            row_scores = [result.value for result in scores[number * size : (number + 1) * size]]
             answers = [str(answer_of(response)) for response in row["responses"]]
-            measures = measure(of_row, answers, sizes_up_to(size), right_from=right_from)
+            measures = measure(row_scores, answers, sizes_up_to(size), right_from=right_from)
             names = list(measures)
             values.extend(measures.values())
             sources.append(sys.intern(row["data_source"]))
@@ -154,7 +160,7 @@ def evaluate(
 
 
 def _requests(rows: Sequence[Row]) -> list[ScoringRequest]:
-    """What is scored: each response of each row."""
+    """Return a request for each response of each row."""
     return [
         ScoringRequest(
             row["data_source"], response, row["reward_model"]["ground_truth"], row["extra_info"], row["prompt"]
@@ -165,7 +171,7 @@ def _requests(rows: Sequence[Row]) -> list[ScoringRequest]:
 
 
 def _identity(row: Row, known: Mapping[bytes, int], repeats: Counter[bytes]) -> bytes:
-    """A digest of the source, the messages and the ground truth, and of how often they stood there before."""
+    """Return a digest of the row's data source, messages and ground truth; a repeated row gets a number too."""
     content = json.dumps([row["data_source"], row["prompt"], row["reward_model"]["ground_truth"]], default=str)
     identity = blake2b(content.encode(), digest_size=16).digest()
     if identity not in known:
@@ -175,51 +181,53 @@ def _identity(row: Row, known: Mapping[bytes, int], repeats: Counter[bytes]) -> 
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """How much better the second of two policies is.
+class PolicyComparison:
+    """Difference between two policies, second minus first.
 
     Attributes:
-        summary: differences, second less first, of each measure that both have.
-        unpaired: prompts that only one of them has.
+        summary: interval of the difference, by measure.
+        unpaired: number of prompts in only one of the two files.
     """
 
     summary: dict[str, Interval]
     unpaired: int
 
     def sentence(self, first: str, second: str) -> str:
-        """What the difference of the means says."""
-        name = next(iter(self.summary))
-        of = self.summary[name]
-        said = f"{of.value:+.3f} (95 % interval {of.low:+.3f} to {of.high:+.3f}, {of.prompts} prompts)"
-        if of.low > 0 or of.high < 0:
-            return f"{second} is {'better' if of.value > 0 else 'worse'} than {first}: mean score {said}"
-        return f"no difference between {first} and {second} can be told: mean score {said}"
+        """Return the difference of the mean scores in words."""
+        mean = next(iter(self.summary.values()))
+        numbers = f"{mean.value:+.3f} (95 % interval {mean.low:+.3f} to {mean.high:+.3f}, {mean.prompts} prompts)"
+        if mean.low > 0 or mean.high < 0:
+            return f"{second} is {'better' if mean.value > 0 else 'worse'} than {first}: mean score {numbers}"
+        return f"no difference between {first} and {second} can be told: mean score {numbers}"
 
     def plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return {"unpaired": self.unpaired, "difference": {name: asdict(of) for name, of in self.summary.items()}}
+        """Return the comparison as JSON values."""
+        difference = {name: asdict(interval) for name, interval in self.summary.items()}
+        return {"unpaired": self.unpaired, "difference": difference}
 
 
-def compare(first: Results, second: Results) -> Comparison:
-    """Second less first, prompt by prompt.
+def compare(first: Results, second: Results) -> PolicyComparison:
+    """Compare two policies prompt by prompt: second minus first.
 
     Raises:
-        ConfigError: they have no prompt in common.
+        ConfigError: the files have no prompt in common, or no prompt with scored samples in both.
     """
     common = np.array([(row, second.prompts[key]) for key, row in first.prompts.items() if key in second.prompts])
     if not len(common):
         raise ConfigError(f"{first.path} and {second.path} have no prompt in common: sample the same data twice")
-    before, after = _means_named_alike(first.measures), _means_named_alike(second.measures)
+    before, after = _with_common_mean(first.measures), _with_common_mean(second.measures)
     differences = {name: after[name][common[:, 1]] - before[name][common[:, 0]] for name in after if name in before}
     summary = {name: bootstrap_mean(values) for name, values in differences.items() if not np.isnan(values).all()}
     if "mean" not in summary:
         raise ConfigError(f"{first.path} and {second.path} have no prompt in common whose samples were scored")
-    return Comparison(summary, len(first.prompts.keys() ^ second.prompts.keys()))
+    return PolicyComparison(summary, len(first.prompts.keys() ^ second.prompts.keys()))
 
 
 def plain_summary(summary: Summary) -> dict[str, dict[str, Any]]:
-    """As JSON takes it."""
-    return {source: {name: asdict(of) for name, of in measures.items()} for source, measures in summary.items()}
+    """Return a summary as JSON values."""
+    return {
+        source: {name: asdict(interval) for name, interval in measures.items()} for source, measures in summary.items()
+    }
 
 
 def _with_all(sources: Sequence[str], measures: Mapping[str, np.ndarray]) -> Summary:
@@ -227,6 +235,6 @@ def _with_all(sources: Sequence[str], measures: Mapping[str, np.ndarray]) -> Sum
     return summary if len(summary) == 1 else {**summary, **summarize_columns([ALL] * len(sources), measures)}
 
 
-def _means_named_alike(measures: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The mean of 8 samples estimates the same as the mean of 4."""
+def _with_common_mean(measures: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Rename mean@N to mean, because the mean of 8 samples estimates the same value as the mean of 4."""
     return {"mean" if name.startswith("mean@") else name: values for name, values in measures.items()}

@@ -1,7 +1,7 @@
-"""A parquet file that comes into being in parts, so that a killed process goes on where it was.
+"""Parquet file of samples, made in parts, so a killed process can continue.
 
-Parts lie in the folder `<file>.parts` beside it, with the settings they were made by. A part has its name only when it
-is complete, and so has the file, which holds the settings in its metadata.
+The parts and the settings of the samples lie in the folder `<file>.parts` beside the file. A part gets its name when it
+is complete; so does the file, which holds the settings in its metadata.
 """
 
 from __future__ import annotations
@@ -28,9 +28,16 @@ class SampleFile:
     """A file of samples and its parts.
 
     Args:
-        path: of the file.
-        num_parts: how many parts it has.
-        settings: what the samples depend on; plain values.
+        path: path of the file.
+        num_parts: number of parts.
+        settings: settings of the samples, JSON values.
+
+    Example:
+        samples = SampleFile(path, num_parts, settings)
+        with samples.open():
+            for number in samples.missing():
+                samples.write_part(number, sample_part(number))
+            samples.finish()
     """
 
     def __init__(self, path: Path, num_parts: int, settings: Settings) -> None:
@@ -40,11 +47,11 @@ class SampleFile:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Take the file for this process.
+        """Lock the file for this process and write the settings.
 
         Raises:
-            ConfigError: the file or its parts were made with other settings, by something else, or are being made by
-                another process.
+            ConfigError: the file or its parts have other settings, the file was not made by `rl-plugins generate`, or
+                another process has locked the file.
         """
         self.check()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -57,35 +64,35 @@ class SampleFile:
             yield
 
     def check(self) -> None:
-        """Compare the settings with those of the file, or of its parts, if there is one.
+        """Compare the settings with the settings of an existing file, or of its parts.
 
         Raises:
-            ConfigError: names what differs.
+            ConfigError: the settings differ; the message names the differences.
         """
         if self.path.exists():
-            begun, where = read_settings(self.path), self.path
+            found, place = read_settings(self.path), self.path
         elif self._settings_file.is_file():
-            begun, where = json.loads(self._settings_file.read_text()), self._folder
+            found, place = json.loads(self._settings_file.read_text()), self._folder
         else:
             return
         differing = [
-            f"{name} was {begun.get(name)} and is now {self._settings.get(name)}"
-            for name in sorted({*begun, *self._settings})
-            if begun.get(name) != self._settings.get(name)
+            f"{name} was {found.get(name)} and is now {self._settings.get(name)}"
+            for name in sorted({*found, *self._settings})
+            if found.get(name) != self._settings.get(name)
         ]
         if differing:
             raise ConfigError(
-                f"{where} was made with other settings: {'; '.join(differing)}. Restore them to go on, choose another "
-                "file, or remove this one"
+                f"{place} was made with other settings: {'; '.join(differing)}. Restore the settings to continue, "
+                f"choose another file, or remove {place}"
             )
 
     @property
     def complete(self) -> bool:
-        """Whether the file is there."""
+        """True if the file is complete."""
         return self.path.exists()
 
     def missing(self) -> list[int]:
-        """Numbers of the parts that are not there yet."""
+        """Return the numbers of the missing parts."""
         return [number for number in range(self._num_parts) if not self._part(number).is_file()]
 
     def write_part(self, number: int, rows: pa.Table) -> None:
@@ -93,7 +100,7 @@ class SampleFile:
         write_whole(self._part(number), lambda file: pq.write_table(rows, file))
 
     def finish(self) -> None:
-        """Join the parts, one at a time, and remove them."""
+        """Join the parts, one in memory at a time, and remove the parts."""
 
         def join(file: Path) -> None:
             schema = pq.read_schema(self._part(0)).with_metadata({_KEY: json.dumps(self._settings)})
@@ -113,10 +120,10 @@ class SampleFile:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings that a file of samples was made by.
+    """Return the settings in the metadata of a file of samples.
 
     Raises:
-        ConfigError: it is no such file.
+        ConfigError: the file was not made by `rl-plugins generate`.
     """
     try:
         metadata = pq.read_schema(path).metadata or {}

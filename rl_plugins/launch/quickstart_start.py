@@ -10,8 +10,8 @@ NUM_TRAIN, NUM_DEV, NUM_TEST = 1732, 256, 512
 
 def write_sums(folder: Path, seed: int) -> None:
     """`train`, `dev` and `test` of sums of numbers below 50, as parquet files."""
-    from rl_plugins.data.prepare.addition import addition_rows
-    from rl_plugins.data.prepare.writing import write_splits
+    from rl_plugins.data.prepare.files import write_splits
+    from rl_plugins.data.prepare.tasks import addition_rows
 
     rows = addition_rows(below=50, num_train=NUM_TRAIN, num_dev=NUM_DEV, num_test=NUM_TEST, seed=seed)
     write_splits(rows, folder)

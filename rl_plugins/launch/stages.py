@@ -9,10 +9,9 @@ from typing import Any
 from hydra.utils import instantiate
 
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.data.datamodule import StepDataModule
+from rl_plugins.data.datamodule import PromptDataModule, StepDataModule
 from rl_plugins.data.preferences import PreferenceDataModule
 from rl_plugins.data.process_rewards import ProcessRewardDataModule
-from rl_plugins.data.prompts import PromptDataModule
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.launch.config import RecipeConfig

@@ -36,7 +36,7 @@ def check_prompts(config: RecipeConfig) -> None:
     import numpy as np
 
     from rl_plugins.data.curriculum import Curriculum
-    from rl_plugins.data.mixture import load_parts, mixed
+    from rl_plugins.data.orders import build_mixture, load_parts
     from rl_plugins.data.parquet import load_rows
 
     data, needed = config.data, config.batch.prompts_per_step
@@ -49,7 +49,7 @@ def check_prompts(config: RecipeConfig) -> None:
         )
     if data.mixture or data.curriculum.share:
         size = {"prompts_per_step": needed, "seed": config.run.seed}
-        mixture = mixed(source, firsts, len(train), **size)
+        mixture = build_mixture(source, firsts, len(train), **size)
         if data.curriculum.share:
             Curriculum(mixture, curriculum_config(config), kept=np.arange(len(train)), **size)
     validation = load_rows(data.val_files, val_columns) if data.val_files else None
@@ -76,7 +76,7 @@ def training_data(config: RecipeConfig) -> Any:
     Raises:
         ConfigError: nothing is named, or the custom data set cannot be made.
     """
-    from rl_plugins.data.mixture import MixturePart
+    from rl_plugins.data.orders import MixturePart
 
     data = config.data
     if data.dataset is not None:
@@ -165,8 +165,13 @@ def _check_lengths(config: RecipeConfig, rows: PromptRows, replies: Iterable[Mes
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-    from rl_plugins.data.tokenization import accepted_messages, check_chat_template, tokenize_prompts, within_limit
-    from rl_plugins.data.turns import TurnTokenizer
+    from rl_plugins.data.tokenization import (
+        TurnTokenizer,
+        accepted_messages,
+        check_chat_template,
+        tokenize_prompts,
+        within_limit,
+    )
 
     limit, refuse = config.data.max_prompt_tokens, config.data.overlong_prompts == "error"
     # Not AutoTokenizer, whose import takes several seconds; the token ids are not used.

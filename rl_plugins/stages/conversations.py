@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.data.turns import TurnTokenizer
+from rl_plugins.data.tokenization import TurnTokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.failures import check_failure_rate
 from rl_plugins.rewards.records import Score, ScoringRequest

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rl_plugins.data.turns import TurnTokenizer
+from rl_plugins.data.tokenization import TurnTokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.records import Message, Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations, SamplingConfig

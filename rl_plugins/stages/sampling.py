@@ -14,8 +14,7 @@ from typing_extensions import Unpack, override
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.sampler import StepLoader
-from rl_plugins.evaluation.answers import final_answer
-from rl_plugins.evaluation.measures import measure, summarize
+from rl_plugins.evaluation.measures import final_answer, measure, summarize
 from rl_plugins.models.lora import adapter_off, has_adapter
 from rl_plugins.rewards.default import Reward, default_scorer
 from rl_plugins.rewards.records import Score, ScoringRequest

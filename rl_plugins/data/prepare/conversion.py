@@ -1,18 +1,23 @@
-"""Raw records of any layout become rows: the user says which field is what, and that says which kind of file it is."""
+"""Conversion of raw records of any layout to rows.
+
+The options of `rl-plugins prepare jsonl` and `rl-plugins prepare hf` name the fields of a record; the kind of file
+follows from the named fields.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from rl_plugins.data.columns import find
-from rl_plugins.data.formats import FORMATS, Keys
-from rl_plugins.data.prepare.records import Record
+from rl_plugins.data.formats import FORMATS, RowKeys, find
+from rl_plugins.data.prepare.files import Record, read_records, read_saved, saved_splits
 from rl_plugins.errors import ConfigError, RowError
 
 _TEXT = pa.string()
@@ -38,18 +43,18 @@ _RECIPES = {
 
 @dataclass(frozen=True)
 class FieldNames:
-    """The fields of a raw record, dotted keys, by what they hold.
+    """Dotted keys of the fields of a raw record; None for a field without a use.
 
     Attributes:
-        prompt: a text or a list of messages.
-        ground_truth: the right answer; numbers and lists become texts.
-        response: a response to learn or, with a label, to judge: a text, or messages of which it is the last.
-        label: whether the response is good.
-        chosen: the better response of a pair.
-        rejected: the worse one.
-        margin: by how much.
-        steps: list of texts.
-        labels: list of numbers.
+        prompt: key of the prompt: a text or a list of messages.
+        ground_truth: key of the right answer; numbers and lists become texts.
+        response: key of the response to learn or, with a label, to judge: a text, or messages with the response last.
+        label: key of the label: true if the response is good.
+        chosen: key of the better response of a pair.
+        rejected: key of the worse response of a pair.
+        margin: key of the difference in quality of a pair, a number.
+        steps: key of the steps of a response, a list of texts.
+        labels: key of the labels of the steps, a list of numbers.
     """
 
     prompt: str
@@ -64,30 +69,30 @@ class FieldNames:
 
     @property
     def kind(self) -> str:
-        """The name of the format in `FORMATS`.
+        """Name of the format in `FORMATS`.
 
         Raises:
-            ConfigError: the fields are those of no format, or of several.
+            ConfigError: the fields fit no format.
         """
         given = {field.name for field in fields(self) if getattr(self, field.name) is not None} - {"prompt"}
         for kind, needed in _KINDS.items():
             optional = {"ground_truth", *(["margin"] if kind == "preferences" else [])}
             if given >= set(needed) and given <= {*needed, *optional}:
                 return kind
-        known = "; ".join(f"{' and '.join(option_of(name) for name in needed)} for {k}" for k, needed in _KINDS.items())
-        raise ConfigError(f"{', '.join(map(option_of, sorted(given))) or 'no field'} makes no file: give {known}")
+        known = "; ".join(f"{' and '.join(map(_option_of, needed))} for {kind}" for kind, needed in _KINDS.items())
+        raise ConfigError(f"{', '.join(map(_option_of, sorted(given))) or 'no field'} makes no file: give {known}")
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """How records become rows.
+    """Conversion of records to rows.
 
     Attributes:
-        names: the fields.
-        data_source: of all rows.
-        ability: of all rows.
-        instruction: appended to every prompt.
-        extra: fields that are kept in `extra_info`, as texts.
+        names: keys of the fields.
+        data_source: value of the column `data_source` in all rows.
+        ability: value of the column `ability` in all rows.
+        instruction: text appended to every prompt.
+        extra: keys of further fields to keep in `extra_info`, as texts.
     """
 
     names: FieldNames
@@ -98,7 +103,7 @@ class Conversion:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns of the file."""
+        """Columns of the file."""
         columns = {
             "prompt": pa.list_(pa.struct({"role": _TEXT, "content": _TEXT})),
             "data_source": _TEXT,
@@ -110,17 +115,23 @@ class Conversion:
 
     @property
     def recipe(self) -> str:
-        """The recipe that takes the file, and the options that name its columns."""
+        """Recipe for the file, with the options that name the columns."""
         return _RECIPES[self.names.kind] + (" data.margin_key=margin" if self.names.margin else "")
 
-    def row(self, record: Record, split: str, index: int, where: str) -> dict[str, Any]:
+    def row(self, record: Record, split: str, index: int, location: str) -> dict[str, Any]:
         """Return the row of a record.
 
+        Args:
+            record: the raw record.
+            split: name of the split.
+            index: number of the record in its split.
+            location: file and number of the record, for messages.
+
         Raises:
-            RowError: a field is missing or of another kind than it should be.
+            RowError: a field is missing or of the wrong type.
         """
         found = {
-            name: find(record, key, option_of(name), where)
+            name: find(record, key, _option_of(name), location)
             for name in ("ground_truth", *_TYPES)
             if (key := getattr(self.names, name)) is not None
         }
@@ -129,69 +140,136 @@ class Conversion:
                 found[name] = _last_content(found[name])
         truth = found.pop("ground_truth", found.get("response"))
         row = {
-            "prompt": self._messages(find(record, self.names.prompt, "--prompt", where)),
+            "prompt": self._messages(find(record, self.names.prompt, "--prompt", location)),
             "data_source": self.data_source,
             "ability": self.ability,
             "reward_model": {"style": "rule", "ground_truth": None if truth is None else _text(truth)},
             "extra_info": {
                 "split": split,
                 "index": index,
-                **{key: _text(find(record, key, "--extra", where)) for key in self.extra},
+                **{key: _text(find(record, key, "--extra", location)) for key in self.extra},
             },
             **found,
         }
         kind = self.names.kind
-        keys = Keys(
-            "response", margin_key="margin" if self.names.margin else None, steps_key="steps", labels_key="labels"
-        )
-        FORMATS[kind].check(row, keys, where)
+        margin_key = "margin" if self.names.margin else None
+        keys = RowKeys("response", margin_key=margin_key, steps_key="steps", labels_key="labels")
+        FORMATS[kind].check(row, keys, location)
         if kind == "steps":
             row["labels"] = [None if label is None else float(label) for label in row["labels"]]
         if kind == "prompts" and truth is None:
-            raise RowError(where, f"--ground-truth={self.names.ground_truth!r}", "holds nothing (null).")
+            raise RowError(location, f"--ground-truth={self.names.ground_truth!r}", "holds nothing (null).")
         return row
 
-    def _messages(self, prompt: Any) -> Any:
+    def _messages(self, prompt: object) -> object:
         if isinstance(prompt, str):
             return [{"role": "user", "content": f"{prompt} {self.instruction}".strip()}]
         if not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):
             return prompt
         messages = [{"role": message.get("role"), "content": message.get("content")} for message in prompt]
         while messages and messages[-1]["role"] == "assistant":
-            # The response, which the policy is to give.
+            # The policy is to give this response.
             messages.pop()
         if messages and self.instruction:
             messages[-1]["content"] = f"{messages[-1]['content']} {self.instruction}"
         return messages
 
 
-def converted(
-    records: Mapping[str, Iterable[tuple[str, Record]]], made: Conversion, test_share: float
+def convert(
+    records: Mapping[str, Iterable[tuple[str, Record]]], conversion: Conversion, test_share: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the split and the row of every record; a share of the prompts goes to `test` where it is no split."""
-    hold_out = test_share if "test" not in records else 0.0
+    """Yield the split and the row of every record.
+
+    Args:
+        records: location and record of every record of a split.
+        conversion: conversion of records to rows.
+        test_share: share of the prompts to put into the split `test`, if `records` has no such split.
+    """
+    held_out_share = test_share if "test" not in records else 0.0
     for split, entries in records.items():
-        for index, (where, record) in enumerate(entries):
-            row = made.row(record, split, index, where)
-            if hold_out and _place(row["prompt"]) < hold_out:
+        for index, (location, record) in enumerate(entries):
+            row = conversion.row(record, split, index, location)
+            if held_out_share and _uniform_hash(row["prompt"]) < held_out_share:
                 row["extra_info"]["split"] = "test"
             yield row["extra_info"]["split"], row
 
 
-def _place(prompt: Any) -> float:
-    """A number from 0 to below 1 that depends on the prompt alone."""
+def _uniform_hash(prompt: object) -> float:
+    """Return a number from 0 to below 1 that depends on the prompt alone."""
     digest = hashlib.blake2b(json.dumps(prompt).encode(), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 
 
-def _last_content(value: Any) -> Any:
+def _last_content(value: object) -> object:
     return value[-1].get("content") if isinstance(value, list) and value and isinstance(value[-1], Mapping) else value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def option_of(name: str) -> str:
-    """The command line's option that names a field."""
+def _option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+# Command line -----------------------------------------------------------------------------------------------------
+
+
+def add_conversion_arguments(parser: ArgumentParser) -> None:
+    """Add the options of a conversion."""
+    parser.add_argument("--prompt", required=True, help="field of the prompt: a text, or a list of messages")
+    for name, meaning in {
+        "ground_truth": "of the right answer",
+        "response": "of the response (SFT; with --label, a judged one): a text, or messages with the response last",
+        "label": "of true or false: true if the response is good",
+        "chosen": "of the better response of a pair",
+        "rejected": "of the worse response of a pair",
+        "margin": "of a number: the difference in quality of a pair",
+        "steps": "of a list of texts: the steps of a response",
+        "labels": "of a list of numbers from 0 (wrong) to 1 (right), one per step",
+    }.items():
+        parser.add_argument(_option_of(name), metavar="FIELD", help=f"field {meaning}")
+    parser.add_argument("--extra", nargs="*", default=[], metavar="FIELD", help="fields to keep in extra_info")
+    parser.add_argument("--data-source", required=True, help="name of the data, by which rewards are chosen")
+    parser.add_argument("--ability", default="general", help="ability the data asks for (default: %(default)s)")
+    parser.add_argument("--instruction", default="", help="text appended to every prompt")
+    parser.add_argument(
+        "--test-share", type=float, default=0.0, metavar="SHARE",
+        help="share of the prompts to hold out if there is no test file; equal prompts stay together",
+    )  # fmt: skip
+
+
+def conversion_of(options: Namespace) -> Conversion:
+    """Return the conversion described by the options.
+
+    Raises:
+        ConfigError: the fields fit no kind of file, or the share is out of range.
+    """
+    names = FieldNames(**{field.name: getattr(options, field.name) for field in fields(FieldNames)})
+    if not 0 <= options.test_share < 1:
+        raise ConfigError(f"--test-share={options.test_share}: must be from 0 to below 1")
+    # Raises for fields that fit no kind of file, before anything is read.
+    _ = names.kind
+    return Conversion(names, options.data_source, options.ability, options.instruction, tuple(options.extra))
+
+
+def json_records(options: Namespace) -> dict[str, Iterator[tuple[str, Record]]]:
+    """Return the records of each split of JSON lines or parquet files."""
+    splits: dict[str, list[Path]] = {"train": options.train, "test": options.test}
+    return {
+        split: (entry for path in paths for entry in read_records(path)) for split, paths in splits.items() if paths
+    }
+
+
+def saved_records(options: Namespace) -> dict[str, Iterator[tuple[str, Record]]]:
+    """Return the records of the splits of a data set written with `save_to_disk`.
+
+    Raises:
+        ConfigError: the data set lacks a split.
+    """
+    folders = saved_splits(options.input)
+    names = {"train": options.train_split, "test": options.test_split}
+    for name in filter(None, names.values()):
+        if name not in folders:
+            raise ConfigError(f"{options.input}: there is no split {name!r}; there is {', '.join(folders)}")
+    return {split: read_saved(folders[name]) for split, name in names.items() if name}

@@ -10,7 +10,7 @@ import pytest
 
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.preferences import PreferenceDataModule
-from rl_plugins.data.prepare.writing import write_rows
+from rl_plugins.data.prepare.files import write_rows
 from rl_plugins.data.process_rewards import ProcessRewardDataModule
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError
@@ -134,7 +134,7 @@ def test_prepare_hf_converts_data_sets_of_save_to_disk(tmp_path, capsys):
     # A single split, and a folder without a data set.
     assert main(["hf", "--input", str(saved / "train"), "--output", str(out), *fields]) == 0
     assert main(["hf", "--input", str(tmp_path), "--output", str(out), *fields]) == 2
-    assert "no data set that was saved with save_to_disk" in capsys.readouterr().err
+    assert "no data set written with save_to_disk" in capsys.readouterr().err
     (saved / "train" / "data-00001-of-00002.arrow").write_bytes(b"nothing")
     assert main([*command]) == 2
     assert "data-00001-of-00002.arrow: not a readable arrow file" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_plugins.data.curriculum import Curriculum, CurriculumConfig, GroupResult
-from rl_plugins.data.orders import Mixture, Part
+from rl_plugins.data.orders import Mixture, RowRange
 from rl_plugins.data.sampler import StepLoader
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.data.test_sampler import Numbers
@@ -18,7 +18,7 @@ ROWS, PER_STEP = 120, 8
 
 
 def curriculum(share=0.5, keep=0.5, parts=((0, ROWS, 1.0),), kept=None, seed=5):
-    mixture = Mixture([Part(f"{part}", *part) for part in parts], prompts_per_step=PER_STEP, seed=seed)
+    mixture = Mixture([RowRange(f"{part}", *part) for part in parts], prompts_per_step=PER_STEP, seed=seed)
     kept = np.arange(ROWS) if kept is None else kept
     return Curriculum(mixture, CurriculumConfig(share, keep), kept=kept, prompts_per_step=PER_STEP, seed=seed)
 
@@ -145,7 +145,7 @@ def test_step_loader_refuses_a_state_of_another_curriculum():
     [
         ({"share": 1.0}, "share=1.0: must be above 0 and below 1"),
         ({"keep": 1.0}, "keep=1.0: must be from 0"),
-        ({"share": 0.01}, "share=0.01 of 8 prompts per step is 0 of them"),
+        ({"share": 0.01}, "share=0.01 of 8 prompts per step is 0 prompts"),
         ({"parts": ((0, 20, 1.0),)}, r"20 rows are too few .*it takes 24"),
     ],
 )

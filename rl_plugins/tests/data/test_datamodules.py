@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from rl_plugins.data.prompts import PromptBatch, PromptDataModule
+from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.loops import for_each
@@ -45,7 +46,7 @@ def test_prompt_data_module_refuses_long_prompts_on_request(row, tokenizer):
     with pytest.raises(ConfigError, match="Every row has more tokens than max_prompt_tokens=2"):
         data.setup("fit")
     with pytest.raises(ConfigError, match="overlong_prompts='drop'"):
-        PromptDataModule(rows, overlong_prompts="drop", **options)
+        PromptDataModule(rows, overlong_prompts="drop", **options)  # type: ignore[arg-type]
 
 
 def test_prompt_data_module_reads_only_validation_data_for_validation(row, tokenizer):

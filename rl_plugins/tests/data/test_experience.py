@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.data.experience import TENSOR_FIELDS, Experience
-from rl_plugins.data.merging import same
+from rl_plugins.data.experience import TENSOR_FIELDS, Experience, same
 from rl_plugins.tests.loops import for_each
 
 OPTIONAL = ("scores", "values", "advantages", "old_log_probs")
@@ -226,7 +225,7 @@ def test_union_names_the_conflicting_field():
 
 def test_concat_refuses_parts_that_do_not_match():
     a, b = make([(1, 1)], ("values",)), make([(1, 1)])
-    with pytest.raises(ValueError, match="'values' is there in some"):
+    with pytest.raises(ValueError, match="only some of the parts have 'values'"):
         Experience.concat([a, b])
     with pytest.raises(ValueError, match="nothing to concatenate"):
         Experience.concat([])

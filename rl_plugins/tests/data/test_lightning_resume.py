@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from rl_plugins.data.curriculum import CurriculumConfig, GroupResult
-from rl_plugins.data.prompts import PromptBatch, PromptDataModule
+from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.sampler import StepLoader
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.cases import case

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_plugins.data.on_disk import Ragged
+from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.errors import ConfigError
 
@@ -25,14 +25,14 @@ def test_load_rows_returns_the_rows_of_all_files_in_any_access_order(row, tmp_pa
     assert loaded.rows[2499] == {**rows[2499], "other": 1}
     assert [loaded.rows[number] for number in (1699, 0, 1024, 699, 700)] == [rows[n] for n in (1699, 0, 1024, 699, 700)]
     assert set(loaded.columns) == {*rows[0], "other"}
-    assert loaded.where(1701) == f"{second}, row 1"
+    assert loaded.location(1701) == f"{second}, row 1"
 
 
 def test_rows_on_disk_use_unnamed_files_that_are_freed_with_the_rows(row, write_rows, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     path = write_rows([row(0)])
-    loaded, ids = load_rows(path), Ragged([[1, 2]])
+    loaded, ids = load_rows(path), MappedLists([[1, 2]])
     assert os.listdir(tmp_path / "temporary") == []
     mapped = lambda: Path("/proc/self/maps").read_text().count(str(tmp_path / "temporary"))  # noqa: E731
     assert mapped() == 2
@@ -50,12 +50,12 @@ def test_load_rows_reads_dictionary_columns_as_texts(row, tmp_path):
 
 
 def test_ragged_holds_lists_of_numbers():
-    lists = Ragged([[1, 2, 3], [], [4]])
+    lists = MappedLists([[1, 2, 3], [], [4]])
     assert [*lists] == [[1, 2, 3], [], [4]] and len(lists) == 3
     assert lists.lengths.tolist() == [3, 0, 1]
     assert lists[1:] == [[], [4]]
-    assert np.isnan(Ragged([[0.25, np.nan]], np.float64)[0][1])
-    assert [*Ragged([[], []])] == [[], []]
+    assert np.isnan(MappedLists([[0.25, np.nan]], np.float64)[0][1])
+    assert [*MappedLists([[], []])] == [[], []]
     with pytest.raises(IndexError):
         lists[3]
 
@@ -69,7 +69,7 @@ def test_load_rows_and_ragged_name_a_full_disk(row, write_rows, monkeypatch):
 
     monkeypatch.setattr(tempfile, "TemporaryFile", Full)
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", Full)
-    for make in (lambda: load_rows(path), lambda: Ragged([[1]])):
+    for make in (lambda: load_rows(path), lambda: MappedLists([[1]])):
         with pytest.raises(ConfigError, match=r"the disk is full.* name another folder with TMPDIR"):
             make()
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.data.mixture import MixturePart
-from rl_plugins.data.orders import Mixture, Part
+from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.orders import Mixture, MixturePart, RowRange
 from rl_plugins.data.parquet import load_rows
-from rl_plugins.data.prompts import PromptDataModule
 from rl_plugins.data.sampler import StepLoader
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.data.test_sampler import Numbers
@@ -19,7 +18,7 @@ from rl_plugins.tests.loops import for_each
 
 def mixture(rows=(60, 200, 90), shares=(0.5, 0.25, 0.25), per_step=8, seed=3):
     firsts = np.cumsum([0, *rows[:-1]]).tolist()
-    parts = [Part(str(i), *part) for i, part in enumerate(zip(firsts, rows, shares, strict=True))]
+    parts = [RowRange(str(i), *part) for i, part in enumerate(zip(firsts, rows, shares, strict=True))]
     return Mixture(parts, prompts_per_step=per_step, seed=seed)
 
 

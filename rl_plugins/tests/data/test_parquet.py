@@ -12,8 +12,8 @@ def test_load_rows_numbers_rows_over_all_files(row, write_rows):
     second = write_rows([row(2), row(3)], "b.parquet")
     loaded = load_rows([first, str(second)])
     assert [entry["extra_info"]["index"] for entry in loaded] == [0, 1, 2, 3]
-    assert loaded.where(1) == f"{first}, row 1"
-    assert loaded.where(3) == f"{second}, row 1"
+    assert loaded.location(1) == f"{first}, row 1"
+    assert loaded.location(3) == f"{second}, row 1"
     assert len(loaded) == 4
     assert len(load_rows(first)) == 2
 
@@ -72,6 +72,6 @@ def test_load_rows_accepts_any_sequence_of_mappings(row):
 
     loaded = load_rows(Squares())
     assert [entry["extra_info"]["index"] for entry in loaded] == [0, 1, 4]
-    assert loaded.where(2) == "Squares, row 2"
+    assert loaded.location(2) == "Squares, row 2"
     with pytest.raises(ConfigError, match=r"list, row 0, row: expected a mapping .* got int"):
         load_rows([1])  # type: ignore[arg-type]

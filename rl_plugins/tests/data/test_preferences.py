@@ -173,9 +173,9 @@ def test_preference_data_module_refuses_contradicting_options(tokenizer):
     unknown: Any = "both"
     with pytest.raises(ConfigError, match="validate_on='both': choose"):
         PreferenceDataModule(None, validate_on=unknown, **options)
-    with pytest.raises(ConfigError, match="label_key='good' says that the data is unpaired, and validate_on=pairs"):
+    with pytest.raises(ConfigError, match="label_key='good' is for unpaired data, and validate_on=pairs"):
         PreferenceDataModule(None, validate_on="pairs", label_key="good", **options)
-    with pytest.raises(ConfigError, match=r"label_key='good' says .* margin_key='margin' asks for pairs"):
+    with pytest.raises(ConfigError, match=r"label_key='good' is .* margin_key='margin' is for pairs"):
         PreferenceDataModule(None, margin_key="margin", label_key="good", **options)
 
 

@@ -9,10 +9,8 @@ import pytest
 
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.preferences import PreferenceDataModule
-from rl_plugins.data.prepare.addition import addition_rows
-from rl_plugins.data.prepare.competition_math import last_boxed
-from rl_plugins.data.prepare.gsm8k import final_answer
-from rl_plugins.data.prepare.writing import write_splits
+from rl_plugins.data.prepare.files import write_splits
+from rl_plugins.data.prepare.tasks import addition_rows, gsm8k_answer, last_boxed
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.tests.data.prepare_command import main
@@ -90,8 +88,8 @@ def test_prepare_addition_prints_a_command_that_a_shell_accepts(tmp_path, capsys
 
 
 @for_each(("answer", "number"), [("so\n#### 42", "42"), ("#### -1,234.5", "-1234.5"), ("#### 7.", "7")])
-def test_final_answer_reads_gsm8k_answers(answer, number):
-    assert final_answer(answer) == number
+def test_gsm8k_answer_reads_gsm8k_answers(answer, number):
+    assert gsm8k_answer(answer) == number
 
 
 def test_prepare_gsm8k_reads_jsonl_and_parquet(tmp_path):
@@ -124,7 +122,7 @@ def test_prepare_math_writes_rows(tmp_path):
 @for_each(
     ("second_line", "message"),
     [
-        ('{"question": "a"}', "train.jsonl, line 2: no text under 'answer'; it has question"),
+        ('{"question": "a"}', "train.jsonl, line 2: no text under 'answer'; the record has question"),
         ('{"question": "a", "answer": "b"}', "train.jsonl, line 2: the answer has no '#### number': 'b'"),
         ('{"question": ', "train.jsonl, line 2: not valid JSON"),
         ("[1]", "train.jsonl, line 2: expected a JSON object"),

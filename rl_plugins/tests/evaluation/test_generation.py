@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -69,8 +70,9 @@ def make(path, rows, engine, job=JOB, model="name"):
     samples = open_samples(path, rows, job, model)
     if samples.complete:
         return []
+    tokenizer: Any = Tokenizer()
     with samples.open():
-        return list(generate(samples, rows, [[n] for n in range(10)], job, Tokenizer(), engine))
+        return list(generate(samples, rows, [[n] for n in range(10)], job, tokenizer, engine))
 
 
 def test_generate_resumes_a_killed_run_to_the_same_file(tmp_path, rows):
@@ -105,7 +107,7 @@ def test_generate_fills_missing_columns_and_refuses_columns_of_two_types(tmp_pat
     make(tmp_path / "s.parquet", mixed, Engine())
     assert pq.read_table(tmp_path / "s.parquet")["level"].to_pylist() == [None] * 8 + [4.0, 4.5]
     other = load_rows([{**row, "level": "high" if n > 7 else n} for n, row in enumerate(rows)])
-    with pytest.raises(ConfigError, match="do not go into one table, their columns differ in type"):
+    with pytest.raises(ConfigError, match="do not fit into one table, because their columns differ in type"):
         make(tmp_path / "t.parquet", other, Engine())
 
 

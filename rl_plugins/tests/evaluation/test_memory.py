@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rl_plugins.data import parquet
-from rl_plugins.data.on_disk import Ragged
+from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import UNSCORED_COLUMNS, load_rows
 from rl_plugins.evaluation import generation, results
 from rl_plugins.evaluation.generation import Job, generate, open_samples
@@ -79,12 +80,13 @@ class Tokenizer:
 
 
 def test_generate_and_evaluate_hold_few_rows_in_memory(prompts: Path, tmp_path: Path) -> None:
-    rows, ids = load_rows(prompts, UNSCORED_COLUMNS), Ragged([[1]] * ROWS)
+    rows, ids = load_rows(prompts, UNSCORED_COLUMNS), MappedLists([[1]] * ROWS)
     job = Job("name", "transformers", "cpu", "float32", 1, 8, 0.0, 1.0, seed=7, prompts_per_part=PART)
+    tokenizer: Any = Tokenizer()
     with at_most(24):
         samples = open_samples(tmp_path / "samples.parquet", rows, job, "name")
         with samples.open():
-            assert len(list(generate(samples, rows, ids, job, Tokenizer(), sample))) == ROWS // PART
+            assert len(list(generate(samples, rows, ids, job, tokenizer, sample))) == ROWS // PART
     scorer = InlineScorer({"_target_": "rl_plugins.rewards.scorers.exact_match"})
     with at_most(36):
         found = evaluate(load_samples(samples.path), scorer.score, str, right_from=1.0, max_failure_rate=0.0)

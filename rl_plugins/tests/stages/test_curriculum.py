@@ -11,7 +11,7 @@ import torch
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.group_filter import GroupFilter
 from rl_plugins.data.curriculum import Curriculum, CurriculumConfig
-from rl_plugins.data.orders import Mixture, Part
+from rl_plugins.data.orders import Mixture, RowRange
 from rl_plugins.data.sampler import StepLoader
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
@@ -57,7 +57,7 @@ def train(rank: int, world_size: int, algorithm: Algorithm | None = None, share:
     """Rows served and metrics of each step, and the state of the loader."""
     order = None
     if share:
-        mixture = Mixture([Part("all", 0, ROWS, 1.0)], prompts_per_step=PER_STEP, seed=0)
+        mixture = Mixture([RowRange("all", 0, ROWS, 1.0)], prompts_per_step=PER_STEP, seed=0)
         config = CurriculumConfig(share=share)
         order = Curriculum(mixture, config, kept=CannedSource.kept, prompts_per_step=PER_STEP, seed=0)
     loader: Any = StepLoader(CannedSource(), prompts_per_step=PER_STEP, order=order, rank=rank, world_size=world_size)

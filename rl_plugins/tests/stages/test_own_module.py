@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
-from rl_plugins.data.prepare.addition import addition_rows
-from rl_plugins.data.prompts import PromptDataModule
+from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rollout.engine import SamplingConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.evaluation.statistics import best_at
+from rl_plugins.evaluation.measures import best_at
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.data.turns import TurnTokenizer
+from rl_plugins.data.tokenization import TurnTokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_tokenizer
 from rl_plugins.tests.loops import for_each
@@ -56,10 +56,10 @@ def test_turn_tokenizer_cuts_a_long_message() -> None:
 
 def test_turn_tokenizer_refuses_a_role_unknown_to_the_template() -> None:
     turns = TurnTokenizer(tokenizer(USERS_ONLY))
-    with pytest.raises(ConfigError, match="refuses a message of the role 'tool' behind a response: no tools"):
+    with pytest.raises(ConfigError, match="refuses a message of the role 'tool' after a response: no tools"):
         turns.tokens({"role": "tool", "content": "4"}, 0, 9)
 
 
 def test_turn_tokenizer_refuses_a_template_without_a_place_for_responses() -> None:
-    with pytest.raises(ConfigError, match="does not give back what the policy said"):
+    with pytest.raises(ConfigError, match="changes the text of the policy's responses"):
         TurnTokenizer(tokenizer("{{ messages[-1].content }}"))

@@ -10,9 +10,16 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from rl_plugins.evaluation.answers import final_answer
-from rl_plugins.evaluation.measures import measure, sizes_up_to, summarize
-from rl_plugins.evaluation.statistics import best_at, bootstrap_mean, majority_at, pass_at
+from rl_plugins.evaluation.measures import (
+    best_at,
+    bootstrap_mean,
+    final_answer,
+    majority_at,
+    measure,
+    pass_at,
+    sizes_up_to,
+    summarize,
+)
 from rl_plugins.tests.cases import case
 
 SCORES = [0.5, -1.0, 2.0, 0.5, 0.0, 1.0]

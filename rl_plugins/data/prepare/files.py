@@ -1,0 +1,195 @@
+"""Reading raw records (JSON lines, parquet, saved data sets), and writing parquet files whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rl_plugins.data.parquet import ParquetRows, check_row
+from rl_plugins.errors import ConfigError
+
+Record = dict[str, Any]
+RowList = list[dict[str, Any]]
+
+_ROW_GROUP = 10_000
+
+# Raw records ------------------------------------------------------------------------------------------------------
+
+
+def read_records(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a file with their locations for messages; lines of JSON and rows of parquet count from 1.
+
+    Raises:
+        ConfigError: there is no such file, or a line is not a JSON object.
+    """
+    if path.suffix == ".parquet":
+        rows = ParquetRows(path, columns=())
+        yield from ((f"{path}, line {number}", row) for number, row in enumerate(rows, start=1))
+        return
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file")
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            location = f"{path}, line {number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{location}: not valid JSON ({error}).") from error
+            if not isinstance(record, dict):
+                raise ConfigError(f"{location}: expected a JSON object, got {line.strip()[:40]!r}.")
+            yield location, record
+
+
+def read_split(
+    folder: Path, split: str, keys: Sequence[str], make_row: Callable[[Record, str, int], dict[str, Any]]
+) -> RowList:
+    """Return `make_row(record, split, index)` for every record of the file `folder`/<split>.*.
+
+    Args:
+        folder: folder with one file of the split.
+        split: name of the split: `train` or `test`.
+        keys: keys of texts every record must have.
+        make_row: Function that makes a row; it raises a ValueError for a bad record.
+
+    Raises:
+        ConfigError: the file is missing or unreadable, a record lacks a text, or `make_row` raises a ValueError. The
+            message names the file and the line (or parquet row), counted from 1.
+    """
+    found = sorted(path for suffix in ("jsonl", "parquet") for path in folder.glob(f"{split}*.{suffix}"))
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found) or "none"
+        raise ConfigError(f"{folder}: expected one {split}.jsonl or {split}.parquet, found {names}.")
+    rows = []
+    for index, (location, record) in enumerate(read_records(found[0])):
+        for key in keys:
+            if not isinstance(record.get(key), str):
+                raise ConfigError(f"{location}: no text under {key!r}; the record has {', '.join(record)}.")
+        try:
+            rows.append(make_row(record, split, index))
+        except ValueError as error:
+            raise ConfigError(f"{location}: {error}") from error
+    return rows
+
+
+def saved_splits(folder: Path) -> dict[str, Path]:
+    """Return the folder of each split of a data set written with `save_to_disk`; a data set without splits is `train`.
+
+    Raises:
+        ConfigError: the folder holds no such data set.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        return {name: folder / name for name in splits}
+    if (folder / "state.json").is_file():
+        return {"train": folder}
+    raise ConfigError(
+        f"{folder}: no data set written with save_to_disk (such a folder has a dataset_dict.json or a state.json); "
+        "`rl-plugins prepare jsonl` reads JSON lines and parquet files"
+    )
+
+
+def read_saved(folder: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a split written with `save_to_disk`, with their locations, counted from 1.
+
+    Raises:
+        ConfigError: a file of the split is missing or unreadable.
+    """
+    number = 0
+    for file in json.loads((folder / "state.json").read_text())["_data_files"]:
+        path = folder / file["filename"]
+        try:
+            with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as batches:
+                for batch in batches:
+                    for record in batch.to_pylist():
+                        number += 1
+                        yield f"{folder}, row {number}", record
+        except (OSError, pa.ArrowInvalid) as error:
+            raise ConfigError(f"{path}: not a readable arrow file ({str(error).splitlines()[0]})") from error
+
+
+# Parquet files of rows --------------------------------------------------------------------------------------------
+
+
+def write_rows(rows: Iterable[tuple[str, dict[str, Any]]], schema: pa.Schema, folder: Path) -> dict[str, int]:
+    """Write rows to `folder`/<split>.parquet, a few rows in memory at a time.
+
+    If making or writing a row fails, the folder stays unchanged.
+
+    Args:
+        rows: name of the split and the row.
+        schema: schema of every file.
+        folder: folder of the files; created if necessary.
+
+    Returns:
+        The number of rows of each split.
+
+    Raises:
+        ConfigError: a row does not fit the schema.
+    """
+    waiting: dict[str, RowList] = {}
+    counts: dict[str, int] = {}
+    with ExitStack() as stack:
+        writers: dict[str, pq.ParquetWriter] = {}
+
+        def write(split: str) -> None:
+            try:
+                table = pa.Table.from_pylist(waiting.pop(split), schema)
+            except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                raise ConfigError(f"{split}, row {counts[split]} or one shortly before: {error}") from error
+            writers[split].write_table(table)
+
+        for split, row in rows:
+            if split not in writers:
+                temporary = stack.enter_context(_temporary_file(folder, split))
+                writers[split] = stack.enter_context(pq.ParquetWriter(temporary, schema))
+            waiting.setdefault(split, []).append(row)
+            counts[split] = counts.get(split, 0) + 1
+            if len(waiting[split]) == _ROW_GROUP:
+                write(split)
+        for split in list(waiting):
+            write(split)
+        for split, writer in writers.items():
+            writer.close()
+            _temporary_path(folder, split).replace(folder / f"{split}.parquet")
+    return counts
+
+
+def write_splits(splits: Mapping[str, RowList], folder: Path) -> dict[str, Path]:
+    """Check the rows of all splits, write `folder`/<split>.parquet for each, and return the paths.
+
+    Raises:
+        ConfigError: a row is malformed; the message names the split, the row and the column.
+    """
+    for split, rows in splits.items():
+        for number, row in enumerate(rows):
+            check_row(row, f"{split}, row {number}")
+    with ExitStack() as stack:
+        temporary = {split: stack.enter_context(_temporary_file(folder, split)) for split in splits}
+        for split, rows in splits.items():
+            pq.write_table(pa.Table.from_pylist(rows), temporary[split])
+        targets = {split: folder / f"{split}.parquet" for split in splits}
+        for split, path in temporary.items():
+            path.replace(targets[split])
+    return targets
+
+
+@contextmanager
+def _temporary_file(folder: Path, split: str) -> Iterator[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield _temporary_path(folder, split)
+    finally:
+        _temporary_path(folder, split).unlink(missing_ok=True)
+
+
+def _temporary_path(folder: Path, split: str) -> Path:
+    return folder / f".{split}.{os.getpid()}.tmp"

@@ -1,0 +1,213 @@
+"""Tasks with a known layout of raw data: addition (made up), GSM8K and MATH. The rows of the last two are verl's.
+
+A `Task` makes the rows of the splits `train` and `test` from the options of its command, `rl-plugins prepare <task>`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.data.prepare.files import Record, RowList, read_split
+from rl_plugins.errors import ConfigError
+
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+_SPLITS = ("train", "test")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task with a known layout of raw data.
+
+    Attributes:
+        summary: one line for `--help`.
+        add_arguments: Function that adds the task's own options to its command.
+        build: Function that returns the rows of each split; a ConfigError names the bad raw file and line.
+    """
+
+    summary: str
+    add_arguments: Callable[[ArgumentParser], None]
+    build: Callable[[Namespace], dict[str, RowList]]
+
+
+# Addition ---------------------------------------------------------------------------------------------------------
+
+
+def addition_rows(*, below: int, num_train: int, num_test: int, seed: int, num_dev: int = 0) -> dict[str, RowList]:
+    """Return sums of two numbers: a made-up task a tiny model learns on a CPU. A prompt is `17+25=`, its answer `42`.
+
+    Args:
+        below: upper bound of the numbers, exclusive.
+        num_train: number of rows of the split `train`.
+        num_test: number of rows of the split `test`.
+        seed: seed of the choice.
+        num_dev: number of rows of the split `dev`; 0 for no such split.
+
+    Returns:
+        The rows of each split. No question comes twice.
+
+    Raises:
+        ConfigError: a number is out of range, or there are fewer different questions than rows.
+    """
+    if not 2 <= below <= 10**9:
+        raise ConfigError(f"below={below}: choose 2 to 10^9.")
+    if min(num_train, num_test) < 1:
+        raise ConfigError(f"num_train={num_train}, num_test={num_test}: each must be 1 or more.")
+    if num_dev < 0:
+        raise ConfigError(f"num_dev={num_dev}: must be 0 or more.")
+    sizes = {"train": num_train, "test": num_test} | ({"dev": num_dev} if num_dev else {})
+    total = sum(sizes.values())
+    if total > below * below:
+        raise ConfigError(
+            f"{total} rows are asked for ({', '.join(f'{n} {split}' for split, n in sizes.items())}), but there are "
+            f"only {below * below} questions with below={below}: raise it or ask for fewer rows."
+        )
+    pairs = iter(random.Random(seed).sample(range(below * below), total))
+    return {
+        split: [
+            _addition_row(pair // below, pair % below, split, index) for index, pair in enumerate(islice(pairs, size))
+        ]
+        for split, size in sizes.items()
+    }
+
+
+def preference_rows(rows: RowList, *, seed: int) -> RowList:
+    """Return the rows of sums as pairs: `chosen` is the sum, `rejected` a number near it, `margin` the difference."""
+    rng = random.Random(seed)
+    pairs = []
+    for row in rows:
+        total = int(row["reward_model"]["ground_truth"])
+        wrong = rng.choice([number for step in (1, 2, 10) for number in (total - step, total + step) if number >= 0])
+        pairs.append({**row, "chosen": str(total), "rejected": str(wrong), "margin": float(abs(wrong - total))})
+    return pairs
+
+
+def _addition_row(left: int, right: int, split: str, index: int) -> dict[str, Any]:
+    return {
+        "data_source": "addition",
+        "prompt": [{"role": "user", "content": f"{left}+{right}="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(left + right)},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def _addition_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--below", type=int, default=100, help="summands are below this (default: %(default)s)")
+    parser.add_argument("--num-train", type=int, default=4096, help="rows to train on (default: %(default)s)")
+    parser.add_argument("--num-test", type=int, default=256, help="held-out rows (default: %(default)s)")
+    parser.add_argument("--num-dev", type=int, default=0, help="further held-out rows, to choose settings by")
+    parser.add_argument("--pairs", action="store_true", help="write each split as pairs of responses, too")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice (default: %(default)s)")
+
+
+def _build_addition(options: Namespace) -> dict[str, RowList]:
+    splits = addition_rows(
+        below=options.below,
+        num_train=options.num_train,
+        num_test=options.num_test,
+        num_dev=options.num_dev,
+        seed=options.seed,
+    )
+    if options.pairs:
+        splits |= {f"{split}_pairs": preference_rows(rows, seed=options.seed) for split, rows in splits.items()}
+    return splits
+
+
+# GSM8K ------------------------------------------------------------------------------------------------------------
+
+
+def gsm8k_answer(answer: str) -> str:
+    """Return the number after `####` in a worked answer, without thousands separators.
+
+    Raises:
+        ValueError: there is no such number.
+    """
+    match = re.search(r"####\s*(-?[0-9][0-9.,]*)", answer)
+    if match is None:
+        raise ValueError(f"the answer has no '#### number': {answer[-60:]!r}.")
+    return match.group(1).replace(",", "").rstrip(".")
+
+
+def _build_gsm8k(options: Namespace) -> dict[str, RowList]:
+    def make_row(record: Record, split: str, index: int) -> dict[str, Any]:
+        question, answer = record["question"], record["answer"]
+        return {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{question} {options.instruction}".strip()}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": gsm8k_answer(answer)},
+            "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
+        }
+
+    return {split: read_split(options.input, split, ("question", "answer"), make_row) for split in _SPLITS}
+
+
+# MATH -------------------------------------------------------------------------------------------------------------
+
+
+def last_boxed(solution: str) -> str:
+    """Return the content of the last `\\boxed{...}`, nested braces included.
+
+    Raises:
+        ValueError: there is no box, or its braces do not match.
+    """
+    marker = "\\boxed{"
+    start = solution.rfind(marker)
+    if start < 0:
+        raise ValueError(f"the solution has no \\boxed{{}}: {solution[-60:]!r}.")
+    depth = 1
+    for position in range(start + len(marker), len(solution)):
+        depth += {"{": 1, "}": -1}.get(solution[position], 0)
+        if depth == 0:
+            return solution[start + len(marker) : position]
+    raise ValueError(f"the braces of \\boxed do not match: {solution[start : start + 60]!r}.")
+
+
+def _build_math(options: Namespace) -> dict[str, RowList]:
+    def make_row(record: Record, split: str, index: int) -> dict[str, Any]:
+        problem, solution = record["problem"], record["solution"]
+        described = {name: str(record[name]) for name in ("level", "type") if name in record}
+        return {
+            "data_source": "DigitalLearningGmbH/MATH-lighteval",
+            "prompt": [{"role": "user", "content": f"{problem} {options.instruction}".strip()}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": last_boxed(solution)},
+            "extra_info": {"split": split, "index": index, "problem": problem, "answer": solution, **described},
+        }
+
+    return {split: read_split(options.input, split, ("problem", "solution"), make_row) for split in _SPLITS}
+
+
+def _question_arguments(instruction: str) -> Callable[[ArgumentParser], None]:
+    """Return a function that adds the options of a task with a folder of questions."""
+
+    def add_arguments(parser: ArgumentParser) -> None:
+        parser.add_argument(
+            "--input", type=Path, required=True, help="folder with train.* and test.* (jsonl or parquet)"
+        )
+        parser.add_argument(
+            "--instruction", default=instruction, help="text appended to every question (default: %(default)r)"
+        )
+
+    return add_arguments
+
+
+TASKS = {
+    "addition": Task("made-up sums for a tiny model; needs no raw data", _addition_arguments, _build_addition),
+    "gsm8k": Task(
+        "grade-school problems: question, answer ending in '#### 42'",
+        _question_arguments(GSM8K_INSTRUCTION),
+        _build_gsm8k,
+    ),
+    "math": Task(
+        "competition problems: problem, solution with \\boxed{}", _question_arguments(MATH_INSTRUCTION), _build_math
+    ),
+}
