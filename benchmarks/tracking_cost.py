@@ -18,11 +18,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from rl_plugins.callbacks.metrics_file import JsonLinesLogger
-from rl_plugins.callbacks.mlflow import MLflowTracking
+from rl_plugins.callbacks.samples import log_trace
 from rl_plugins.callbacks.system_metrics import Sampler
-from rl_plugins.callbacks.traces import log_trace
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.tracking.loggers import JsonLinesLogger, MLflowTracking
 
 METRICS = 60
 TABLE_EVERY, TABLE_ROWS = 10, 32

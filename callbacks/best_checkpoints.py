@@ -1,4 +1,4 @@
-"""Keeps the checkpoints of the best steps by a metric, whatever becomes of the newest ones."""
+"""Checkpoints of the best steps by a metric. The retention of the newest checkpoints does not remove them."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from rl_plugins.callbacks.checkpoint import PolicyCheckpoint, remove, write_checkpoint
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint, remove_folder, write_checkpoint
 from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.stage import clock
 
-_FILE = "metric.json"
+_METRIC_FILE = "metric.json"
 _SIGNS = {"max": 1, "min": -1}
 
 
 class BestCheckpoints(Callback):
-    """Saves the best `keep` steps as `best_00000050`, looking at a metric of validation or of training steps.
+    """Keep the checkpoints of the best `keep` steps, in folders such as `best_00000050`.
 
-    A step that `PolicyCheckpoint` has saved, before this callback, is linked and takes no room of its own. It is
-    `rl-plugins export RUN/best_00000050 FOLDER` that makes a model of one.
+    Place this callback behind `PolicyCheckpoint`. If `PolicyCheckpoint` has saved the step, the files are linked and
+    take no further disk space. `rl-plugins export RUN/best_00000050 FOLDER` converts a checkpoint to a Hugging Face
+    folder.
 
     Args:
-        folder: of the run.
-        metric: a metric that starts with `val/` is looked at after every validation, any other one whenever
-            `PolicyCheckpoint` has saved.
-        mode: `max` or `min`.
-        keep: how many.
+        folder: folder of the run.
+        metric: name of the metric. A metric that starts with `val/` is read after every validation, any other metric
+            after each step that `PolicyCheckpoint` has saved.
+        mode: `max` if more is better, `min` if less is better.
+        keep: number of checkpoints to keep.
     """
 
     def __init__(self, folder: Path, *, metric: str = "val/reward", mode: str = "max", keep: int = 1) -> None:
@@ -41,7 +41,7 @@ class BestCheckpoints(Callback):
             raise ConfigError(f"mode={mode!r}: use max or min")
         self._folder, self._metric, self._mode, self._keep = RunFolder(folder), metric, mode, keep
         self._sign = _SIGNS[mode]
-        self._looked_at = -1
+        self._last_step = -1
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -51,21 +51,24 @@ class BestCheckpoints(Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if not self._metric.startswith("val/") and PolicyCheckpoint.of(trainer).saved_step == clock(pl_module):
             self._consider(trainer, pl_module)
 
     def _consider(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._metric not in trainer.callback_metrics:
-            there = ", ".join(sorted(map(str, trainer.callback_metrics)))
-            raise ConfigError(f"run.best_metric={self._metric}: there is no such metric; there is {there}")
+            known = ", ".join(sorted(map(str, trainer.callback_metrics)))
+            raise ConfigError(
+                f"BestCheckpoints(metric={self._metric!r}) (in a recipe: run.best_metric): there is no such metric; "
+                f"the metrics are {known}"
+            )
         value, step = float(trainer.callback_metrics[self._metric]), clock(pl_module)
-        if step == self._looked_at:
-            # A run that was rolled back comes by its checkpoint again, with the numbers of a bad step.
+        if step == self._last_step:
+            # After a roll-back the clock shows the step of the checkpoint again, and the metrics are of the bad step.
             return
-        self._looked_at = step
-        # What rank 0 decides, all do.
+        self._last_step = step
+        # Rank 0 decides for all ranks.
         if not trainer.strategy.broadcast(trainer.is_global_zero and self._is_wanted(value, step)):
             return
         best = self._folder.best(step)
@@ -77,31 +80,32 @@ class BestCheckpoints(Callback):
             shutil.copytree(self._folder.checkpoint(step), partial, copy_function=_link)
             os.replace(partial, best)
         if trainer.is_global_zero:
-            (best / _FILE).write_text(json.dumps({self._metric: value}), encoding="utf-8")
+            (best / _METRIC_FILE).write_text(json.dumps({self._metric: value}), encoding="utf-8")
             for old in self._ranked()[self._keep :]:
-                remove(old)
+                remove_folder(old)
         trainer.strategy.barrier("best checkpoints")
 
     def _is_wanted(self, value: float, step: int) -> bool:
         if math.isnan(value) or self._folder.best(step).is_dir():
             return False
         ranked = self._ranked()
-        return len(ranked) < self._keep or self._sign * value > _rank(ranked[-1], self._metric, self._sign)
+        return len(ranked) < self._keep or self._sign * value > _score(ranked[-1], self._metric, self._sign)
 
     def _ranked(self) -> list[Path]:
         return ranked_bests(self._folder, self._metric, self._mode)
 
 
 def ranked_bests(folder: RunFolder, metric: str, mode: str) -> list[Path]:
-    """The best checkpoints of a run so far, the best one first, of equals the older."""
+    """Return the best checkpoints of a run, the best one first. Among equal checkpoints the older one is first."""
     sign = _SIGNS[mode]
-    return sorted(folder.bests(), key=lambda path: (-_rank(path, metric, sign), path.name))
+    return sorted(folder.bests(), key=lambda path: (-_score(path, metric, sign), path.name))
 
 
-def _rank(path: Path, metric: str, sign: int) -> float:
-    file = path / _FILE
+def _score(path: Path, metric: str, sign: int) -> float:
+    """Return the metric of a checkpoint with the sign that makes more better; -inf for an unknown metric."""
+    file = path / _METRIC_FILE
     if not file.is_file():
-        # Killed before it was written: the first to go.
+        # The process was killed before it wrote the metric. This checkpoint is removed first.
         return -math.inf
     value: float = json.loads(file.read_text(encoding="utf-8")).get(metric, -math.inf * sign)
     return sign * value
@@ -111,5 +115,5 @@ def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:
-        # Not every file system has links.
+        # Some file systems have no links.
         shutil.copy2(source, target)

@@ -1,8 +1,8 @@
-"""Checkpoints on the stage's clock: complete or not there, everything a run needs to go on exactly, the last K kept.
+"""Checkpoints on the stage's clock, with everything that a run needs to continue exactly.
 
-A checkpoint is written by all ranks under a temporary name and renamed when all have finished; under Ray Train it is
-then reported. What is in the folder is what there is: restarted workers and resumed runs look there. A run that goes on
-from one says in a line what it was given back.
+All ranks write a checkpoint under a temporary name, and rank 0 renames the folder when all ranks have finished. So a
+checkpoint with its final name is complete. Restarted workers and resumed runs look for checkpoints in the run's folder
+only; under Ray Train a checkpoint is also reported. A resumed run writes one line about the restored states.
 """
 
 from __future__ import annotations
@@ -27,40 +27,50 @@ from rl_plugins.stages.stage import clock
 
 @runtime_checkable
 class HasRankShares(Protocol):
-    """A module of whose state every rank holds a share, which another number of ranks can take over."""
+    """A module with a state whose shares are spread over the ranks. Another number of ranks can load the shares."""
 
-    def rank_share(self) -> Any:
-        """What `torch.save` can write; None on every rank if there is nothing."""
+    def rank_share(self) -> object | None:
+        """Return this rank's share, for `torch.save`; None on every rank if the module has no such state."""
 
     def load_rank_shares(self, shares: list[Any], *, own: bool) -> str:
-        """Go on from the shares of all ranks, or from this rank's own one if there were as many; says what goes on."""
+        """Restore the state; return the restored parts, in words.
+
+        Args:
+            shares: this rank's share only if `own`, else the shares of all ranks that saved the checkpoint.
+            own: True if as many ranks have saved the checkpoint as load it.
+        """
 
 
 @runtime_checkable
 class HasRankState(Protocol):
-    """A callback with a state of its own on every rank, which checkpoints hold."""
+    """A callback with a different state on every rank. Checkpoints hold the states of all ranks."""
 
     def rank_state(self) -> dict[str, Any]:
-        """What `torch.save` can write."""
+        """Return this rank's state, for `torch.save`."""
 
     def load_rank_state(self, state: dict[str, Any]) -> str:
-        """Go on from it; says in words what goes on."""
+        """Restore this rank's state; return the restored parts, in words."""
 
 
 class PolicyCheckpoint(Callback):
-    """Saves every `every` steps and after the last one.
+    """Save a checkpoint every `every` steps and after the last step.
 
     Args:
-        folder: of the run.
-        every: steps between checkpoints.
-        keep_last: newest checkpoints that are kept.
-        report_to_ray: the workers run under Ray Train.
-        keep_engines: engine to the number of newest checkpoints that hold it, for engines that are kept for fewer
-            checkpoints than the rest (a sharded critic takes as much room as the policy). A run can continue from a
-            checkpoint only if it holds every engine.
+        folder: folder of the run.
+        every: number of steps between two checkpoints.
+        keep_last: number of newest checkpoints to keep.
+        report_to_ray: True if the workers run under Ray Train.
+        keep_models: for a model that fewer than `keep_last` checkpoints hold: its name, and the number of newest
+            checkpoints that hold it. A sharded critic takes as much disk space as the policy. A run can continue only
+            from a checkpoint that holds every model.
 
     Attributes:
-        saved_step: the newest step that has a checkpoint; what the run started from, and -1 before that.
+        saved_step: newest step with a checkpoint, at first the step from which the run started; -1 before training.
+
+    Example:
+        Place callbacks that change weights before `PolicyCheckpoint`, and callbacks that look at checkpoints behind::
+
+            Trainer(callbacks=[PolicyAverage(keep=0.99), PolicyCheckpoint(folder, every=50), BestCheckpoints(folder)])
     """
 
     def __init__(
@@ -70,29 +80,29 @@ class PolicyCheckpoint(Callback):
         every: int,
         keep_last: int = 2,
         report_to_ray: bool = False,
-        keep_engines: Mapping[str, int] | None = None,
+        keep_models: Mapping[str, int] | None = None,
     ) -> None:
         self._folder, self._every, self._keep_last = RunFolder(folder), every, keep_last
         self._report_to_ray = report_to_ray
-        self._keep_engines = dict(keep_engines or {})
+        self._keep_models = dict(keep_models or {})
         self.saved_step = -1
 
     @classmethod
     def of(cls, trainer: Trainer) -> PolicyCheckpoint:
-        """The one among a trainer's callbacks.
+        """Return the `PolicyCheckpoint` among the callbacks of a trainer.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the trainer has no `PolicyCheckpoint`.
         """
         for callback in callbacks_of(trainer):
             if isinstance(callback, cls):
                 return callback
-        raise ConfigError("a callback saves by PolicyCheckpoint, and the trainer has none: add it to its callbacks")
+        raise ConfigError("a callback needs PolicyCheckpoint: add PolicyCheckpoint to Trainer(callbacks=[...])")
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            # Of a process that was killed while it wrote or removed them.
+            # A killed process can leave folders that are half written or half removed.
             for unfinished in self._folder.unfinished():
                 shutil.rmtree(unfinished)
 
@@ -109,7 +119,7 @@ class PolicyCheckpoint(Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if clock(pl_module) % self._every == 0:
             self.save_once(trainer, pl_module)
@@ -119,21 +129,21 @@ class PolicyCheckpoint(Callback):
         self.save_once(trainer, pl_module)
 
     def save_once(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a checkpoint unless this step has one. Every rank must call it."""
+        """Write a checkpoint if this step has none. Collective."""
         if clock(pl_module) != self.saved_step:
             self.save(trainer, pl_module)
 
     def save(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a checkpoint now. Every rank must call it."""
+        """Write a checkpoint and remove old checkpoints. Collective."""
         step = clock(pl_module)
         final = self._folder.checkpoint(step)
         write_checkpoint(trainer, final)
         if trainer.is_global_zero:
-            for engine, kept in self._keep_engines.items():
-                for old in self._folder.checkpoints()[:-kept]:
-                    remove(old / "state" / engine)
+            for model, num_kept in self._keep_models.items():
+                for old in self._folder.checkpoints()[:-num_kept]:
+                    remove_folder(old / "state" / model)
             for old in self._folder.checkpoints()[: -self._keep_last]:
-                remove(old)
+                remove_folder(old)
         self.saved_step = step
         if self._report_to_ray:
             self._report(trainer, step, final)
@@ -147,15 +157,15 @@ class PolicyCheckpoint(Callback):
             {**metrics, "step": step},
             checkpoint=Checkpoint.from_directory(str(final)) if trainer.is_global_zero else None,
             checkpoint_dir_name=final.name,
-            # It is already where Ray would copy it.
+            # The checkpoint is already in the folder to which Ray would copy it.
             checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
         )
 
     def _load_random_state(self, trainer: Trainer, checkpoint: Path, step: int) -> str:
-        """Each rank's own state; among another number of ranks, states of their own. Returns which it was."""
+        """Restore this rank's random state, or seed a new one if another number of ranks has saved the checkpoint."""
         files = list(checkpoint.glob("random_state_*.pt"))
         if len(files) != trainer.world_size:
-            _seed_anew(step, trainer.global_rank)
+            _seed_generators(step, trainer.global_rank)
             return f"random states begin anew (saved by {len(files)} workers, now {trainer.world_size})"
         state = torch.load(checkpoint / f"random_state_{trainer.global_rank}.pt", weights_only=False)
         random.setstate(state["python"])
@@ -176,9 +186,9 @@ class PolicyCheckpoint(Callback):
         return [stateful[name].load_rank_state(state) for name, state in states.items() if name in stateful]
 
     def _report_resume(self, trainer: Trainer, checkpoint: Path, words: list[str]) -> None:
-        """Say what goes on and what does not, and keep the line in the run's folder."""
+        """Print one line about the restored states, and append the line to a file of the run's folder."""
         restored: Mapping[str, str] = getattr(trainer.strategy, "restored", {})
-        parts = [f"{engine} ({what})" for engine, what in restored.items()] + words
+        parts = [f"{model} ({states})" for model, states in restored.items()] + words
         loader = trainer.train_dataloader
         if isinstance(loader, StepLoader):
             parts.append(f"data from batch {loader.step}")
@@ -192,7 +202,7 @@ class PolicyCheckpoint(Callback):
 
 
 def write_checkpoint(trainer: Trainer, final: Path) -> None:
-    """Write a folder with all that a run needs to go on; it has its name only when it is complete. Collective."""
+    """Write a checkpoint; the folder gets the name `final` when it is complete. Collective."""
     partial = final.with_name(f".{final.name}.partial")
     if trainer.is_global_zero:
         shutil.rmtree(partial, ignore_errors=True)
@@ -203,21 +213,21 @@ def write_checkpoint(trainer: Trainer, final: Path) -> None:
     states = {name: callback.rank_state() for name, callback in _with_rank_state(trainer).items()}
     if states:
         torch.save(states, partial / f"callbacks_{trainer.global_rank}.pt")
-    module: Any = trainer.lightning_module
+    module: object = trainer.lightning_module
     share = module.rank_share() if isinstance(module, HasRankShares) else None
     if share is not None:
         torch.save(share, partial / f"share_{trainer.global_rank}.pt")
     trainer.strategy.barrier("checkpoint written")
     if trainer.is_global_zero:
         if final.exists():
-            remove(final)
+            remove_folder(final)
         os.replace(partial, final)
     trainer.strategy.barrier("checkpoint in place")
 
 
 def _load_rank_shares(trainer: Trainer, checkpoint: Path) -> list[str]:
     files = sorted(checkpoint.glob("share_*.pt"), key=lambda file: int(file.stem.removeprefix("share_")))
-    module: Any = trainer.lightning_module
+    module: object = trainer.lightning_module
     if not files or not isinstance(module, HasRankShares):
         return []
     own = len(files) == trainer.world_size
@@ -228,26 +238,31 @@ def _load_rank_shares(trainer: Trainer, checkpoint: Path) -> list[str]:
 
 
 def _with_rank_state(trainer: Trainer) -> dict[str, HasRankState]:
-    return {type(one).__name__: one for one in callbacks_of(trainer) if isinstance(one, HasRankState)}
+    return {
+        type(callback).__name__: callback for callback in callbacks_of(trainer) if isinstance(callback, HasRankState)
+    }
 
 
-def callbacks_of(trainer: Any) -> list[Any]:
-    """The callbacks of a trainer, which has them as an attribute that its types do not know."""
-    callbacks: list[Any] = trainer.callbacks
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """Return the callbacks of a trainer. Lightning's types do not declare the attribute."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder of a checkpoint, or one inside it, if it is there; what is half removed has no name any more."""
+def remove_folder(folder: Path) -> None:
+    """Remove the folder of a checkpoint, or a folder inside a checkpoint, if the folder exists.
+
+    The folder is renamed before it is removed, so no half-removed folder has the name of a checkpoint.
+    """
     if folder.exists():
-        leaving = folder.with_name(f".{folder.name}.removed")
-        shutil.rmtree(leaving, ignore_errors=True)
-        os.replace(folder, leaving)
-        shutil.rmtree(leaving)
+        renamed = folder.with_name(f".{folder.name}.removed")
+        shutil.rmtree(renamed, ignore_errors=True)
+        os.replace(folder, renamed)
+        shutil.rmtree(renamed)
 
 
-def _seed_anew(step: int, rank: int) -> None:
-    """Seed every generator from the run's seed, the step and the rank."""
+def _seed_generators(step: int, rank: int) -> None:
+    """Seed all random generators from the run's seed, the step and the rank."""
     seeds = np.random.SeedSequence([torch.initial_seed(), step, rank]).generate_state(3).tolist()
     random.seed(seeds[0])
     np.random.seed(seeds[1])

@@ -1,7 +1,7 @@
-"""Saves and ends a run when its machine is about to be taken away, so that no finished step is lost.
+"""Saves and ends a run before its machine is taken away, so no finished step is lost.
 
-The file `stop` in the run's folder asks for it. SIGTERM (Slurm, Kubernetes, `ray job stop`) makes that file, and anyone
-else may; a time limit is known from the start. All ranks end after the same step.
+The file `stop` in the run's folder requests the end. SIGTERM (Slurm, Kubernetes, `ray job stop`) creates this file, and
+a user can create the file too. A time limit ends the run without the file. All ranks end after the same step.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from rl_plugins.stages.stage import clock
 
 
 class GracefulStop(Callback):
-    """Has the trainer's `PolicyCheckpoint` save the step at which training ends.
+    """End training after the running step on request, and save that step with the trainer's `PolicyCheckpoint`.
 
     Args:
-        folder: of the run.
-        time_limit_s: seconds after `started` from which on the step that runs is the last; None for no limit.
-        started: when the run began, as `time.time()` tells it; by default when this process did.
-        ray_notices: the workers run under Ray Train, which is asked after every step whether a node is to be taken
-            away. Then a checkpoint is made at once and training goes on: Ray Train starts anew from it elsewhere.
+        folder: folder of the run.
+        time_limit_s: seconds from `started`; the step that runs at this time is the last one. None for no limit.
+        started: start of the run in seconds since 1970; the start of this process by default.
+        ray_notices: True if the workers run under Ray Train. After every step the callback then checks for a notice
+            that Ray is about to lose a node. It saves at once, and training continues: Ray Train later starts the
+            workers again, on other nodes, from the checkpoint.
 
     Attributes:
-        stopped: training has ended early.
+        stopped: True if training has ended early.
     """
 
     def __init__(
@@ -62,34 +63,34 @@ class GracefulStop(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # By now Lightning has set its own handler, which ends the run without saving.
-        # Ray's workers train in another thread; there the driver hears the signal.
+        # Lightning has set its own handler before this hook; that handler ends the run without a checkpoint.
+        # Ray's workers train outside the main thread. There the driver process handles the signal.
         if threading.current_thread() is threading.main_thread():
             self._handler.enter_context(stop_on_sigterm(self._folder))
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if self._ray_notices:
-            self._heed_notice(trainer, pl_module)
+            self._save_on_notice(trainer, pl_module)
         reason = self._reason() if trainer.is_global_zero else None
         strategy: Any = trainer.strategy
-        asked = bool(strategy.max_over_ranks(torch.tensor([float(reason is not None)])))
-        if not asked or trainer.should_stop:
+        requested = bool(strategy.max_over_ranks(torch.tensor([float(reason is not None)])))
+        if not requested or trainer.should_stop:
             return
         PolicyCheckpoint.of(trainer).save_once(trainer, pl_module)
         if reason is not None:
             self._folder.stopped.write_text(f"after step {clock(pl_module)}: {reason}", encoding="utf-8")
         self.stopped = trainer.should_stop = True
-        # Lightning would validate once more, which takes time that nobody may have.
+        # Lightning would validate once more, and there can be no time left.
         trainer.limit_val_batches = 0
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._handler.close()
         trainer.limit_val_batches = self._limit_val_batches
-        # Not earlier: were the workers to die in between, the next ones would go on to the last step.
+        # If the file were removed earlier and the workers then died, new workers would not see the request.
         if trainer.is_global_zero:
             self._folder.stop.unlink(missing_ok=True)
 
@@ -104,10 +105,10 @@ class GracefulStop(Callback):
             return f"the time limit of {self._limit_s:.0f} s"
         return None
 
-    def _heed_notice(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _save_on_notice(self, trainer: Trainer, pl_module: LightningModule) -> None:
         import ray.train
 
-        # The same answer on every rank.
+        # Ray returns the same notice on every rank.
         notice = ray.train.get_preemption_info()
         if notice is not None and not self._noticed:
             if trainer.is_global_zero:
@@ -119,18 +120,21 @@ class GracefulStop(Callback):
 
 @contextmanager
 def stop_on_sigterm(folder: RunFolder) -> Iterator[None]:
-    """The first SIGTERM asks the run to stop; after that the signal means what it meant before. In the main thread."""
-    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+    """Let the first SIGTERM inside this context create the file `stop`. Only in the main thread.
+
+    After the first SIGTERM, the previous handler is in place again.
+    """
+    previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
     folder.path.mkdir(parents=True, exist_ok=True)
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, before)
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, previous)
         folder.stop.write_text("SIGTERM", encoding="utf-8")
-        # A print may be under way where the signal came.
+        # The signal can interrupt a print, and `print` is not reentrant.
         os.write(2, f"{folder.path.name}: SIGTERM: ending after this step\n".encode())
 
-    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGTERM, request_stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

@@ -1,4 +1,4 @@
-"""What `DivergenceGuard` watches, and the options of a recipe; imports nothing heavy."""
+"""Bounds of `DivergenceGuard`. The options of a recipe use the class too, so this module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass
 class Bounds:
-    """Beyond these a step counts as diverged; None for no bound.
+    """Bounds on the metrics of a step; None for no bound. A step beyond a bound counts as diverged.
 
     Attributes:
-        kl: largest mean KL to the reference, nats.
-        ppo_kl: largest mean KL between the policy that sampled and the one that is updated, nats.
-        entropy_min: smallest mean entropy of the policy, nats a token: below it, it has collapsed.
-        entropy_max: largest one: above it, it babbles.
-        rollout_gap: largest mean difference between the log-probs of trainer and sampler.
-        gradient_norm: largest global norm of the gradient of any engine, before clipping.
-        reward_drop: how far the moving average of the reward may fall below its best.
-        reward_window: about how many steps that average covers.
-        finite: loss and gradient norms must be numbers.
+        kl: largest mean KL divergence from the reference model, in nats.
+        ppo_kl: largest mean KL divergence between the policy that sampled and the updated policy, in nats.
+        entropy_min: smallest mean entropy of the policy, in nats per token. A policy below this bound has collapsed.
+        entropy_max: largest mean entropy of the policy, in nats per token. A policy above this bound writes noise.
+        rollout_gap: largest mean difference between the log-probs of the trainer and the rollout engine.
+        gradient_norm: largest global gradient norm of any model, before clipping.
+        reward_drop: largest distance of the reward's moving average below its best value.
+        reward_window: approximate number of steps in the moving average.
+        finite: True to require a finite loss and finite gradient norms.
     """
 
     kl: float | None = None

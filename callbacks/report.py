@@ -1,4 +1,4 @@
-"""The report of a run: written when training ends, by an error too, and sent to MLflow."""
+"""Report of a run when training ends: a page in the run's folder and in MLflow, and its curves as a picture."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.callbacks.mlflow import MLflowTracking
+from rl_plugins.report.curves import Series, main_curves
 from rl_plugins.report.page import write_report
-from rl_plugins.run_folder import RunFolder
+from rl_plugins.run_folder import RunFolder, read_metrics
+from rl_plugins.tracking.loggers import mlflow_loggers
+from rl_plugins.tracking.run import TrackedRun
+
+_COLUMNS = 3
+_MAX_MARKERS = 49
 
 
 class RunReport(Callback):
-    """Writes `report.html`.
+    """Write `report.html` at the end of training, also after an error, and upload the page to MLflow.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,6 +38,59 @@ class RunReport(Callback):
     def _write(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and self._folder.metrics.is_file():
             report = write_report(self._folder)
-            for logger in trainer.loggers:
-                if isinstance(logger, MLflowTracking):
-                    logger.log_artifact(report)
+            for logger in mlflow_loggers(trainer.loggers):
+                logger.log_artifact(report)
+
+
+class Curves(Callback):
+    """Draw the main metrics as one picture at the end of training, and upload the picture to MLflow.
+
+    Args:
+        folder: folder of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = RunFolder(folder)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            for logger in mlflow_loggers(trainer.loggers):
+                # The sender thread draws the picture, so training does not wait.
+                logger.submit(self.send)
+
+    def send(self, run: TrackedRun) -> None:
+        """Draw the metrics of the metrics file, and upload the picture."""
+        if draw_curves(read_metrics(self._folder.metrics), self._folder.curves):
+            run.client.log_artifact(run.run_id, str(self._folder.curves))
+
+
+def draw_curves(series: Series, path: Path) -> bool:
+    """Draw the curves of the report into a PNG file.
+
+    Args:
+        series: values of each metric by step.
+        path: file to write.
+
+    Returns:
+        False if there are no known metrics, and no file is written.
+    """
+    # Only the main thread may use pyplot.
+    from matplotlib.figure import Figure
+
+    charts = main_curves(series)
+    if not charts:
+        return False
+    rows = -(-len(charts) // _COLUMNS)
+    figure = Figure(figsize=(4 * _COLUMNS, 2.6 * rows), layout="constrained")
+    for position, (title, curves) in enumerate(charts.items(), start=1):
+        axes = figure.add_subplot(rows, _COLUMNS, position)
+        for name, points in curves.items():
+            marker = "." if len(points) <= _MAX_MARKERS else None
+            axes.plot(list(points), list(points.values()), marker=marker, label=name)
+        axes.set_title(title, fontsize="medium")
+        axes.grid(alpha=0.3)
+        if len(curves) > 1:
+            axes.legend(fontsize="x-small")
+    figure.savefig(path, dpi=100)
+    return True

@@ -1,8 +1,8 @@
-"""What a run has sampled, in files; and a run that trains on them again without sampling.
+"""Dump of sampled rollouts into files, and replay: training on a dump without sampling.
 
-A file is one rank's part of one batch of samples, as they come from rollout and reward: tensors, texts, policy versions
-and scores. All that follows (log-probs, values, advantages, the update) is computed anew in a replay, so that it can be
-watched, or done by another algorithm.
+A file holds one rank's samples of one batch, as sampling and rewards return the samples: tensors, texts, policy
+versions and scores. A replay computes the rest again (log-probs, values, advantages, the update), so a debugger can
+watch the computation, or another algorithm can use the same samples.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ _STEP = re.compile(r"step_(\d{8})$")
 
 
 class RolloutDump(Callback):
-    """Writes `step_00000007/draw_0_rank_1_of_2.pt` while step 7 samples; a step draws more than once to filter groups.
+    """Write the samples of each step, to files such as `step_00000007/draw_0_rank_1_of_2.pt`.
+
+    A step with a group filter can draw several batches.
 
     Args:
-        folder: for the steps' folders.
-        keep_last: newest steps that are kept.
+        folder: parent folder of the folders of the steps.
+        keep_last: number of newest steps to keep.
     """
 
     def __init__(self, folder: Path, *, keep_last: int) -> None:
@@ -42,8 +44,8 @@ class RolloutDump(Callback):
         def write(experience: Experience, scores: list[Score], draw: int) -> None:
             kept = experience.compact()
             kept.set_column(_SCORES, scores)
-            place = f"draw_{draw}_rank_{trainer.global_rank}_of_{trainer.world_size}.pt"
-            kept.save(_step_folder(self._folder, stage.step + 1) / place)
+            name = f"draw_{draw}_rank_{trainer.global_rank}_of_{trainer.world_size}.pt"
+            kept.save(_step_folder(self._folder, stage.step + 1) / name)
 
         stage.on_rollout = write
 
@@ -51,7 +53,7 @@ class RolloutDump(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         stage = _collecting(pl_module)
         if trainer.is_global_zero:
-            # A step that was begun and not finished may have drawn more often.
+            # An interrupted run of this step can have written more draws.
             shutil.rmtree(_step_folder(self._folder, stage.step + 1), ignore_errors=True)
             steps = _steps(self._folder)
             for old in steps[: max(0, len(steps) + 1 - self._keep_last)]:
@@ -64,13 +66,16 @@ class RolloutDump(Callback):
 
 
 class RolloutReplay(Callback):
-    """The stage trains on what `RolloutDump` has written, in place of sampling: it needs no rollout engine.
+    """Train on the samples of a `RolloutDump`. The stage does not sample, and needs no rollout engine.
 
-    Step 7 takes the samples of step 7; to see the update that they led to, start from the checkpoint of step 6. The
-    number of ranks may be another one: prompts are dealt anew.
+    Step 7 takes the samples of step 7. To repeat the update of step 7, start from the checkpoint of step 6. The number
+    of ranks can differ from the number of the dump: the prompts are distributed again.
 
     Args:
-        folder: that of the dump.
+        folder: folder of the dump.
+
+    Raises:
+        ConfigError: the dump does not hold the samples of a step.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,8 +88,8 @@ class RolloutReplay(Callback):
         def read(draw: int) -> tuple[Experience, list[Score]]:
             whole = self._read(stage.step + 1, draw, stage.sampling.num_samples)
             rows = torch.arange(len(whole)).view(-1, stage.sampling.num_samples)
-            mine = whole.reorder(rows[trainer.global_rank :: trainer.world_size].flatten())
-            return mine, list(mine.columns[_SCORES])
+            samples = whole.reorder(rows[trainer.global_rank :: trainer.world_size].flatten())
+            return samples, list(samples.columns[_SCORES])
 
         stage.replayed = read
 
@@ -93,28 +98,32 @@ class RolloutReplay(Callback):
         _collecting(pl_module).replayed = None
 
     def _read(self, step: int, draw: int, num_samples: int) -> Experience:
-        """The samples of all ranks, in the order of the prompts of the global batch."""
+        """Return the samples of all ranks, in the order of the prompts in the global batch."""
         folder = _step_folder(self._folder, step)
         files = sorted(folder.glob(f"draw_{draw}_rank_*"), key=_rank_of)
         if not files or len(files) != _ranks_of(files[0]):
-            there = ", ".join(str(int(path.name[-8:])) for path in _steps(self._folder)) or "none"
+            steps = ", ".join(str(int(path.name[-8:])) for path in _steps(self._folder)) or "none"
             raise ConfigError(
-                f"{folder} does not hold what all ranks drew (draw {draw}): {self._folder} has the steps {there}. "
-                "Start from the checkpoint of the step before one of them, and bound run.steps by the last"
+                f"{folder} does not hold the samples of all ranks (draw {draw}): {self._folder} has the steps {steps}. "
+                "Start from the checkpoint of the step before, and set the stage's max_steps (in a recipe: run.steps) "
+                "to the last of these steps"
             )
         parts = [Experience.load(file) for file in files]
         if len(parts[0]) % num_samples:
             raise ConfigError(
-                f"{files[0]} holds {len(parts[0])} samples: set batch.samples_per_prompt as the run had it"
+                f"{files[0]} holds {len(parts[0])} samples, and sampling.num_samples={num_samples}: set the number of "
+                "samples per prompt (in a recipe: batch.samples_per_prompt) to the number of the dumped run"
             )
-        # Ranks hold prompts in turn.
+        # Rank r has the prompts r, r + ranks, r + 2 ranks, ...
         rows = torch.arange(sum(map(len, parts))).view(len(parts), -1, num_samples).transpose(0, 1)
         return Experience.concat(parts).reorder(rows.flatten())
 
 
 def _collecting(module: LightningModule) -> CollectingStage:
     if not isinstance(module, CollectingStage):
-        raise ConfigError(f"{type(module).__name__} collects no experience: there is nothing to dump or to replay")
+        raise ConfigError(
+            f"{type(module).__name__} collects no experience, so RolloutDump and RolloutReplay cannot be used with it"
+        )
     return module
 
 

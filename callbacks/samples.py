@@ -1,24 +1,26 @@
-"""A table of what the policy said at each validation, as a file and in MLflow."""
+"""Samples of the policy for readers: a table at each validation, and traces of training samples in MLflow."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.callbacks.mlflow import MLflowTracking
 from rl_plugins.stages.sampling import SamplingStage
+from rl_plugins.tracking.loggers import MLflowTracking, mlflow_loggers
+from rl_plugins.tracking.run import TrackedRun
 from rl_plugins.whole_file import write_whole_text
 
 
 class SampleTable(Callback):
-    """Keeps the first rows of rank 0's validation samples.
+    """Write the first validation samples of rank 0 to a file such as `step_00000020.json`, and to a table in MLflow.
 
     Args:
-        folder: gets `step_00000020.json` for each validation.
-        rows: how many samples to keep.
+        folder: folder of the files.
+        rows: number of samples to write.
     """
 
     def __init__(self, folder: Path, *, rows: int = 32) -> None:
@@ -29,17 +31,69 @@ class SampleTable(Callback):
         if not trainer.is_global_zero or not isinstance(pl_module, SamplingStage):
             return
         rows = pl_module.validation_samples[: self._rows]
-        name = f"step_{pl_module.step:08d}.json"
+        file = self._folder / f"step_{pl_module.step:08d}.json"
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_whole_text(self._folder / name, json.dumps(rows, indent=1, ensure_ascii=False))
-        for logger in trainer.loggers:
-            if isinstance(logger, MLflowTracking):
-                log_samples(logger, self._folder / name)
+        write_whole_text(file, json.dumps(rows, indent=1, ensure_ascii=False))
+        for logger in mlflow_loggers(trainer.loggers):
+            log_samples(logger, file)
 
 
 def log_samples(tracking: MLflowTracking, file: Path) -> None:
-    """Send a file of samples as a table."""
+    """Queue a file of `SampleTable` as a table in MLflow."""
     rows = json.loads(file.read_text(encoding="utf-8"))
     if rows:
         columns = {key: [row[key] for row in rows] for key in rows[0]}
         tracking.log_table(columns, f"samples/{file.name}")
+
+
+class RolloutTraces(Callback):
+    """Log the first training samples of rank 0 in every step as traces, which MLflow's pages show.
+
+    Args:
+        count: number of samples per step.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(pl_module, SamplingStage) and trainer.is_global_zero:
+            pl_module.shown_samples = self._count
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        if not isinstance(pl_module, SamplingStage):
+            return
+        step = pl_module.step
+        for sample in pl_module.training_samples:
+            for logger in mlflow_loggers(trainer.loggers):
+                logger.submit(lambda run, sample=sample: log_trace(run, step, sample))  # type: ignore[misc]
+
+
+def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
+    """Log a sample as a trace: the prompt is the input, the response is the output, other values are attributes.
+
+    Args:
+        run: run in MLflow.
+        step: step of the stage's clock.
+        sample: values of the sample: `prompt`, `response`, `score` and others.
+    """
+    import mlflow
+
+    attributes = {
+        key: value for key, value in sample.items() if key not in ("prompt", "response") and value is not None
+    }
+    attributes["step"] = step
+    span = mlflow.start_span_no_context(
+        "rollout",
+        span_type="LLM",
+        inputs={"prompt": sample["prompt"]},
+        attributes=attributes,
+        tags={"step": str(step), "score": str(sample["score"])},
+        metadata={"mlflow.sourceRun": run.run_id},
+        experiment_id=run.experiment_id,
+    )
+    span.end(outputs={"response": sample["response"]})

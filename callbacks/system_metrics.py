@@ -1,23 +1,32 @@
-"""What the machines do while they train: MLflow's system metrics of every node, in one run, on the stage's clock."""
+"""Load of the machines during training: MLflow's system metrics of every node, in one run, on the stage's clock.
+
+The monitors are MLflow's. MLflow's `SystemMetricsMonitor` is not used: it sends from every node with a client of its
+own and counts samples in place of steps. Here only rank 0 logs, through the loggers of the trainer.
+"""
 
 from __future__ import annotations
 
 import socket
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.callbacks.mlflow_import import import_mlflow
 from rl_plugins.stages.stage import clock
+from rl_plugins.tracking.store import import_mlflow
+
+if TYPE_CHECKING:
+    from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
+
+T = TypeVar("T")
 
 
 class SystemMetrics(Callback):
-    """Logs `system/node_0/cpu_utilization_percentage` and its like with each step: the means since the last one.
+    """Log metrics such as `system/node_0/cpu_utilization_percentage` with each step: the means since the last step.
 
-    One rank of each node samples its node; rank 0 logs for all.
+    One rank of each node samples the node's metrics; rank 0 logs the metrics of all nodes.
 
     Args:
         every_s: seconds between two samples.
@@ -39,14 +48,14 @@ class SystemMetrics(Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        values = {} if self._sampler is None else self._sampler.take()
+        means = {} if self._sampler is None else self._sampler.take()
         if self._several_nodes:
-            values = {name: value for node in _gather(trainer, values) for name, value in node.items()}
-        if values and trainer.is_global_zero:
+            means = {name: mean for node in _gather(trainer, means) for name, mean in node.items()}
+        if means and trainer.is_global_zero:
             for logger in trainer.loggers:
-                logger.log_metrics(values, clock(pl_module))
+                logger.log_metrics(means, clock(pl_module))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -55,56 +64,59 @@ class SystemMetrics(Callback):
             self._sampler = None
 
 
-def _gather(trainer: Trainer, value: Any) -> list[Any]:
-    # Of our strategies' contract, which Lightning's type does not know.
-    everyone: list[Any] = trainer.strategy.gather(value)  # type: ignore[attr-defined]
-    return everyone
+def _gather(trainer: Trainer, value: T) -> list[T]:
+    # Lightning's type does not declare the methods of this package's strategies.
+    values: list[T] = trainer.strategy.gather(value)  # type: ignore[attr-defined]
+    return values
 
 
 class Sampler(threading.Thread):
-    """Asks MLflow's monitors now and then, in a thread of its own, which also imports them.
+    """Thread that reads MLflow's monitors at intervals. The thread also imports MLflow, so training does not wait.
 
     Args:
-        prefix: of the metrics' names.
+        prefix: prefix of the metrics' names.
         every_s: seconds between two samples.
+
+    Attributes:
+        ended: event that ends the thread.
     """
 
     def __init__(self, prefix: str, every_s: float) -> None:
         super().__init__(name="system metrics", daemon=True)
         self.prefix, self._every_s = prefix, every_s
         self._lock = threading.Lock()
-        self._monitors: list[Any] = []
+        self._sampled_monitors: list[BaseMetricsMonitor] = []
         self.ended = threading.Event()
 
     @override
     def run(self) -> None:
         import_mlflow()
-        monitors = _monitors()
+        monitors = _create_monitors()
         while not self.ended.wait(self._every_s):
             with self._lock:
-                self._monitors = monitors
+                self._sampled_monitors = monitors
                 for monitor in monitors:
                     monitor.collect_metrics()
 
     def take(self) -> dict[str, float]:
-        """The mean of each metric since the last call; empty if there was no sample."""
-        means: dict[str, float] = {}
+        """Return the mean of each metric since the last call; empty without a new sample."""
+        means: dict[str, Any] = {}
         with self._lock:
-            for monitor in self._monitors:
+            for monitor in self._sampled_monitors:
                 means |= monitor.aggregate_metrics()
                 monitor.clear_metrics()
-            self._monitors = []
-        return {self.prefix + name: float(value) for name, value in means.items()}
+            self._sampled_monitors = []
+        return {self.prefix + name: float(mean) for name, mean in means.items()}
 
 
-def _monitors() -> list[Any]:
+def _create_monitors() -> list[BaseMetricsMonitor]:
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
     from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
-    monitors: list[Any] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
-    # There is no GPU, or nvidia-ml-py is not installed.
+    monitors: list[BaseMetricsMonitor] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+    # Without a GPU or without nvidia-ml-py, the constructor raises an error.
     with suppress(ImportError, RuntimeError):
         monitors.append(GPUMonitor())
     return monitors

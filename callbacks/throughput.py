@@ -1,10 +1,11 @@
-"""Tokens trained and sampled in a second, and how much of the devices' arithmetic training uses (MFU).
+"""Throughput: trained and sampled tokens per second, and model FLOPs utilization (MFU).
 
-Counted are the tokens that really go through the trained engine in passes with a gradient, whatever the stage is.
+The callback counts the tokens in the trained model's forward passes with gradient, in every kind of stage.
 
-The arithmetic of a token follows Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B: 6 N of the matrices and
-12 L H Q T of attention over a sample of T tokens, forward and backward, whatever is recomputed. N leaves out the
-input embedding, which is looked up; a frozen matrix has no gradient of its own and takes 4 in place of 6.
+The operations per token follow Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B, for the forward and backward
+pass: 6 N for matrices, and 12 L H Q T for attention over a sample of T tokens. Recomputed activations do not count. N
+leaves out the input embedding, because an embedding is a lookup. A frozen matrix takes 4 operations per weight in place
+of 6, because it has no weight gradient.
 """
 
 from __future__ import annotations
@@ -36,19 +37,24 @@ PEAK_TFLOPS = {
     "L4": 121.0,  # NVIDIA L4 datasheet: 242 with sparsity
     "4090": 165.2,  # NVIDIA Ada architecture whitepaper, with accumulation in float32
 }
-"""Dense bfloat16 peak of a device, by a part of its name; the first that fits."""
+"""Dense bfloat16 peak of a device in TFLOPS, by a part of its name. The first match counts.
+
+Lightning's table (`lightning.fabric.utilities.throughput`) is not used: in version 2.6 it has no entry for the names
+that an H200 or a B200 reports, takes an L40S for an L4, and has the peak with sparsity for some devices.
+"""
 
 
 class Throughput(Callback):
-    """Adds `throughput/...` to the metrics of every step.
+    """Add `throughput/...` to the metrics of every step.
 
-    `trained_tokens_per_s` counts all ranks over the whole step, a prompt that samples share in a row once;
-    `sampled_tokens_per_s` the responses of one training device while the rollout engine samples; and `mfu` is the share
-    of the devices' peak in the time of the updates.
+    - `trained_tokens_per_s`: trained tokens of all ranks, per second of the whole step. A prompt that several samples
+      share in a packed row counts once.
+    - `sampled_tokens_per_s`: response tokens per second of sampling and per training device.
+    - `mfu`: operations of the update, as a fraction of the devices' peak in the time of the update.
 
     Args:
-        peak_tflops: dense peak of a training device in the precision of the run, in 10^12 operations a second; by
-            default that of `PEAK_TFLOPS`, and without one there is no `mfu`.
+        peak_tflops: dense peak of a training device in the run's precision, in 10^12 operations per second. The default
+            is the value in `PEAK_TFLOPS`. Without a value there is no `mfu`.
     """
 
     def __init__(self, peak_tflops: float | None = None) -> None:
@@ -61,57 +67,60 @@ class Throughput(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         clock(pl_module)
         assert isinstance(pl_module, Stage)
-        model: nn.Module = pl_module.engine_modules()[pl_module.trained]
-        self._matrices, self._attention = flops_per_token(model)
+        model = pl_module.engine_modules()[pl_module.trained]
+        self._flops_per_token, self._flops_per_pair = flops_per_token(model)
         self._peak_tflops = self._peak_tflops or known_peak(pl_module.device)
         self._strategy, self._devices, self._trained = trainer.strategy, trainer.world_size, pl_module.trained
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
-        pl_module.further_metrics.append(self._of_step)
+        pl_module.further_metrics.append(self._metrics_of_step)
 
-    def _count(self, model: nn.Module, arguments: Any, inputs: dict[str, Any]) -> None:
+    def _count(self, model: nn.Module, arguments: tuple[object, ...], inputs: dict[str, Tensor]) -> None:
         if torch.is_grad_enabled():
             positions, mask = inputs["position_ids"], inputs.get("attention_mask")
             mask = torch.ones_like(positions) if mask is None else mask.to(positions)
             tokens = mask.sum()
-            # The squares of the samples' lengths, from the positions of their tokens.
-            self._counts.append(torch.stack([tokens, 2 * (positions * mask).sum() + tokens]))
+            # The sum of the squared sample lengths: the positions 0 .. T-1 add up to (T^2 - T) / 2.
+            pairs = 2 * (positions * mask).sum() + tokens
+            self._counts.append(torch.stack([tokens, pairs]))
 
-    def _of_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _metrics_of_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
         counts = torch.stack(self._counts).sum(dim=0).double().cpu() if self._counts else torch.zeros(2).double()
         self._counts.clear()
-        tokens, squares = self._strategy.sum_over_ranks(counts).tolist()
-        found = {"trained_tokens_per_s": tokens / metrics["time/step"]}
+        tokens, pairs = self._strategy.sum_over_ranks(counts).tolist()
+        rates = {"trained_tokens_per_s": tokens / metrics["time/step"]}
         if "samples_per_s" in metrics and metrics.get("time/rollout"):
             samples = metrics["samples_per_s"] * metrics["time/step"]
             sampled = samples * metrics["train/response_length"]
-            found["sampled_tokens_per_s"] = sampled / metrics["time/rollout"] / self._devices
+            rates["sampled_tokens_per_s"] = sampled / metrics["time/rollout"] / self._devices
         updating = metrics.get(f"time/update_{self._trained}")
         if self._peak_tflops and updating:
-            flops = tokens * self._matrices + squares * self._attention
-            found["mfu"] = flops / (updating * self._peak_tflops * 1e12 * self._devices)
-        return {f"throughput/{name}": value for name, value in found.items()}
+            flops = tokens * self._flops_per_token + pairs * self._flops_per_pair
+            rates["mfu"] = flops / (updating * self._peak_tflops * 1e12 * self._devices)
+        return {f"throughput/{name}": value for name, value in rates.items()}
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._hook is not None:
             assert isinstance(pl_module, Stage)
-            pl_module.further_metrics.remove(self._of_step)
+            pl_module.further_metrics.remove(self._metrics_of_step)
             self._hook.remove()
             self._hook = None
 
 
 def flops_per_token(model: nn.Module) -> tuple[float, float]:
-    """Operations of a forward and backward pass: of matrices for each token, of attention for each pair of tokens.
+    """Return the operations of a forward and backward pass.
 
-    Attention is 0 for a model whose configuration does not tell its layers and heads as transformers' do.
+    Returns:
+        Operations of the matrices per token, and operations of attention per pair of tokens. The second number is 0
+        for a model without the configuration of a transformers model.
     """
     matrices = 0.0
-    looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    heads = {id(p) for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters()}
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    linear = {id(p) for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters()}
     for parameter in model.parameters():
-        # An output head may be the input embedding as well.
-        if id(parameter) not in looked_up or id(parameter) in heads:
-            # Under ZeRO-3 a parameter is empty, and knows its size.
+        # A tied output head is an input embedding as well, and does count.
+        if id(parameter) not in embeddings or id(parameter) in linear:
+            # Under ZeRO-3 a parameter is empty, and `ds_numel` is its whole size.
             matrices += getattr(parameter, "ds_numel", parameter.numel()) * (6 if parameter.requires_grad else 4)
     config: Any = getattr(model, "config", None)
     layers, attention_heads = (getattr(config, name, 0) for name in ("num_hidden_layers", "num_attention_heads"))
@@ -122,7 +131,7 @@ def flops_per_token(model: nn.Module) -> tuple[float, float]:
 
 
 def known_peak(device: torch.device) -> float | None:
-    """Dense bfloat16 peak of a device in TFLOPS, where it is known."""
+    """Return the dense bfloat16 peak of a device in TFLOPS; None for a device that is not in `PEAK_TFLOPS`."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -128,13 +128,13 @@ def _job(arguments: Namespace) -> Job:
 
 def _local_model(policy: str, cache: Path) -> str:
     """The folder of a model in MLflow; every other name as it is."""
-    from rl_plugins.launch.registered_model import fetch, is_in_mlflow
+    from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
 
     if not is_in_mlflow(policy):
         return policy
     # By default where recipes have theirs.
     store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path('outputs', 'mlflow.db').absolute()}"
-    return str(fetch("policy", policy, store, cache))
+    return str(fetch_model("policy", policy, store, cache))
 
 
 def _prepare_process(job: Job) -> None:

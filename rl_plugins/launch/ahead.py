@@ -9,10 +9,10 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch.config import RecipeConfig
 from rl_plugins.launch.model_folder import check_model
 from rl_plugins.launch.offload import check_offload
-from rl_plugins.launch.registered_model import is_in_mlflow
 from rl_plugins.launch.resources import check_this_machine
 from rl_plugins.launch.trials import columns_of
 from rl_plugins.launch.values import generates
+from rl_plugins.tracking.registry import is_in_mlflow
 
 
 def check_ahead(config: RecipeConfig, folder: Path) -> None:

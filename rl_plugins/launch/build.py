@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
+from rl_plugins.callbacks.averages import PolicyAverage
 from rl_plugins.callbacks.checkpoint import callbacks_of
 from rl_plugins.callbacks.graceful_stop import GracefulStop
-from rl_plugins.callbacks.metrics_file import JsonLinesLogger
-from rl_plugins.callbacks.mlflow import MLflowTracking
-from rl_plugins.callbacks.policy_average import PolicyAverage
 from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.launch.callbacks import build_callbacks
 from rl_plugins.launch.config import RecipeConfig, rollout_dtype
@@ -25,6 +23,7 @@ from rl_plugins.launch.values import validates
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.sampling import Scorer
+from rl_plugins.tracking.loggers import JsonLinesLogger, mlflow_loggers
 
 
 def build_trainer(
@@ -99,8 +98,8 @@ def fit(
         with ExitStack() as averaged:
             for one in callbacks:
                 if isinstance(one, PolicyAverage):
-                    averaged.enter_context(one.in_place(lightning))
+                    averaged.enter_context(one.swapped_in(lightning))
             stage.export(folder.path / stage.trained, adapter=config.run.export_lora == "adapter")
-    tracking = next((logger for logger in lightning.loggers if isinstance(logger, MLflowTracking)), None)
-    if config.tracking.register_as and tracking is not None and lightning.is_global_zero:
-        register(config, folder, tracking)
+    if config.tracking.register_as and lightning.is_global_zero:
+        for tracking in mlflow_loggers(lightning.loggers):
+            register(config, folder, tracking)

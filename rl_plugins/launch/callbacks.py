@@ -8,22 +8,18 @@ from pathlib import Path
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 
+from rl_plugins.callbacks.averages import PolicyAverage, ReferenceUpdate
 from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
-from rl_plugins.callbacks.checkpoint_reference import CheckpointReference
-from rl_plugins.callbacks.curves import Curves
-from rl_plugins.callbacks.data_report import DataReport
+from rl_plugins.callbacks.checkpoint_artifacts import CheckpointReference
 from rl_plugins.callbacks.divergence_guard import DivergenceGuard
 from rl_plugins.callbacks.graceful_stop import GracefulStop
-from rl_plugins.callbacks.policy_average import PolicyAverage
-from rl_plugins.callbacks.progress import StepProgress
-from rl_plugins.callbacks.reference_update import ReferenceUpdate
-from rl_plugins.callbacks.report import RunReport
+from rl_plugins.callbacks.progress import DataReport, StepProgress
+from rl_plugins.callbacks.report import Curves, RunReport
 from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
-from rl_plugins.callbacks.samples import SampleTable
+from rl_plugins.callbacks.samples import RolloutTraces, SampleTable
 from rl_plugins.callbacks.system_metrics import SystemMetrics
 from rl_plugins.callbacks.throughput import Throughput
-from rl_plugins.callbacks.traces import RolloutTraces
 from rl_plugins.launch.config import RecipeConfig
 from rl_plugins.launch.duration import seconds_of
 from rl_plugins.launch.tracking import best_upload
@@ -52,7 +48,7 @@ def build_callbacks(
             every=run.checkpoint_every,
             keep_last=run.keep_checkpoints,
             report_to_ray=in_ray,
-            keep_engines={CRITIC: config.critic.keep_checkpoints} if config.critic.keep_checkpoints else {},
+            keep_models={CRITIC: config.critic.keep_checkpoints} if config.critic.keep_checkpoints else {},
         )
     )
     if run.keep_best:

@@ -139,17 +139,16 @@ def run_recipe(
 
     from rl_plugins.launch.batch import describe_batch
     from rl_plugins.launch.build_lock import clear_stale_build_locks
-    from rl_plugins.launch.preflight import preflight, tracking_uri
-    from rl_plugins.launch.provenance import write_provenance
-    from rl_plugins.launch.registered_model import resolve_registered_models
+    from rl_plugins.launch.preflight import fetch_models, preflight, tracking_uri
     from rl_plugins.launch.resources import slow_here
     from rl_plugins.launch.run_report import reported, write_changes
+    from rl_plugins.tracking.provenance import write_provenance
 
     if config.launcher == "local":
         # Before the checks import torch: threads that spin while they wait take the time of all others, up to tenfold.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     config.tracking.uri = tracking_uri(config)
-    resolve_registered_models(config)
+    fetch_models(config)
     preflight(config)
     if when_checked is not None:
         when_checked(config)

@@ -52,7 +52,7 @@ def export_checkpoint(
 
     # DeepSpeed, which transformers imports too, would look for a device and say so.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from rl_plugins.callbacks.policy_average import read_average
+    from rl_plugins.callbacks.averages import read_average
     from rl_plugins.data.tokenization import load_tokenizer
     from rl_plugins.launch.quiet import quiet_libraries
     from rl_plugins.models.export import save_adapter, save_policy, write_policy

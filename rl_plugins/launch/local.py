@@ -15,7 +15,7 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     """Train in this process."""
     # transformers imports DeepSpeed to save a model, and DeepSpeed would say which device it takes.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if config.placement.device == "cuda" else "cpu")
-    from rl_plugins.callbacks.progress_view import redraw_interval_s
+    from rl_plugins.callbacks.progress import redraw_interval_s
     from rl_plugins.launch.build import dtype_of, fit
     from rl_plugins.rewards.inline import InlineScorer
     from rl_plugins.rollout.transformers_engine import TransformersRollout

@@ -15,13 +15,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rl_plugins.callbacks.metrics_tail import MetricsTail
-from rl_plugins.callbacks.mlflow_run import Facts, TrackedRun
-from rl_plugins.callbacks.mlflow_sender import FINISH_TIMEOUT_S, RunSender
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped
 from rl_plugins.launch.config import RecipeConfig
-from rl_plugins.launch.preflight import check_tracking
 from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
+from rl_plugins.tracking.run import RunDescription, TrackedRun
+from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, RunSender
+from rl_plugins.tracking.store import check_store
+from rl_plugins.tracking.unsent_metrics import UnsentMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ class ParentRun:
         config: Any = OmegaConf.load(self._folder.pipeline)
         self.uri = str(config.tracking_uri)
         self.stages = {str(name): RunFolder(folder / str(name)) for name in config.stages}
-        self._sender = RunSender(self.uri, config.experiment, self._folder, Facts(files=(self._folder.pipeline,)))
+        description = RunDescription(files=(self._folder.pipeline,))
+        self._sender = RunSender(self.uri, config.experiment, self._folder, description)
 
     def known_id(self) -> str | None:
         """The id of the run, if it is there."""
@@ -79,7 +80,7 @@ class ParentRun:
 
     def sync(self, deadline_s: float) -> bool:
         """Send what is missing of the pipeline and of its stages; returns whether the store has everything."""
-        check_tracking(self.uri)
+        check_store(self.uri)
         self._sender.send_metrics()
         through = [name for name, stage in self.stages.items() if stage.exported() is not None]
         for name in through:
@@ -123,6 +124,6 @@ def _lacks_something(uri: str, run: RunFolder) -> bool:
     if not run.tracking_run.is_file():
         return True
     client = MlflowClient(uri)
-    known, tail = client.get_run(run.tracking_run.read_text().strip()), MetricsTail(run.metrics)
-    tail.start_over(TrackedRun(client, known.info.run_id, known.info.experiment_id).last_steps())
-    return known.info.status != "FINISHED" or tail.unsent()
+    known, unsent = client.get_run(run.tracking_run.read_text().strip()), UnsentMetrics(run.metrics)
+    unsent.reset(TrackedRun(client, known.info.run_id, known.info.experiment_id).last_steps())
+    return known.info.status != "FINISHED" or unsent.has_points()

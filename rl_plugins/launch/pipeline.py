@@ -23,9 +23,9 @@ from rl_plugins.launch.command_line import compose_config, compose_for_command_l
 from rl_plugins.launch.config import RecipeConfig, parse_config
 from rl_plugins.launch.hydra_errors import explain
 from rl_plugins.launch.parent_run import parent_run
-from rl_plugins.launch.preflight import check_tracking
 from rl_plugins.launch.values import check_values
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.tracking.store import check_store
 
 
 @dataclass
@@ -100,7 +100,7 @@ def run_pipeline(composed: Any) -> Path:
             _with_name(name, partial(check_ahead, config, folder))
     folder.mkdir(parents=True, exist_ok=True)
     if first.tracking.enabled:
-        check_tracking(str(first.tracking.uri))
+        check_store(str(first.tracking.uri))
     resolved = _resolved(composed)
     resolved.tracking_uri = first.tracking.uri
     RunFolder(folder).pipeline.write_text(OmegaConf.to_yaml(resolved), encoding="utf-8")

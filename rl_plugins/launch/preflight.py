@@ -5,11 +5,8 @@ What cannot be judged by looking at it (rewards, prompt lengths, the algorithm) 
 
 from __future__ import annotations
 
-import os
-import socket
 import tempfile
 from pathlib import Path
-from urllib.parse import urlparse
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.batch import check_batch
@@ -20,8 +17,8 @@ from rl_plugins.launch.offload import check_offload
 from rl_plugins.launch.resources import check_this_machine
 from rl_plugins.launch.values import check_values
 from rl_plugins.run_folder import RunFolder
-
-_CONNECT_TIMEOUT_S = 3.0
+from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
+from rl_plugins.tracking.store import check_store
 
 
 def preflight(config: RecipeConfig) -> None:
@@ -38,7 +35,7 @@ def preflight(config: RecipeConfig) -> None:
     _check_output(config)
     # That of a pipeline has answered when the parent run was made: if it is away now, that is an outage like others.
     if config.tracking.enabled and config.tracking.parent_run is None:
-        check_tracking(tracking_uri(config))
+        check_store(tracking_uri(config))
     from rl_plugins.launch.trials import check_algorithm, check_pools, check_prompts
 
     check_prompts(config)
@@ -50,6 +47,21 @@ def preflight(config: RecipeConfig) -> None:
 def tracking_uri(config: RecipeConfig) -> str:
     """The configured store, or the SQLite file beside the runs."""
     return config.tracking.uri or f"sqlite:///{Path(config.run.output_dir).absolute() / 'mlflow.db'}"
+
+
+def fetch_models(config: RecipeConfig) -> None:
+    """Replace the paths of models in MLflow by local folders, and print each folder, whose name has the version.
+
+    Raises:
+        ConfigError: there is no such model, the store does not answer, or the model is in another format.
+    """
+    for group in ("model", "reference", "teacher", "critic", "reward_model"):
+        options = getattr(config, group)
+        if options.path and is_in_mlflow(options.path):
+            cache = Path(config.run.output_dir) / ".models"
+            uri, store = options.path, tracking_uri(config)
+            options.path = str(fetch_model(f"{group}.path", uri, store, cache))
+            print(f"{config.run.name}: {uri} is {options.path}", flush=True)
 
 
 def _check_output(config: RecipeConfig) -> None:
@@ -80,28 +92,3 @@ def _check_output(config: RecipeConfig) -> None:
             )
     elif folder.path.is_file() or (folder.path.is_dir() and any(folder.path.iterdir())):
         raise ConfigError(f"the run {folder.path} exists: continue it with run.resume=true, or give another run.name")
-
-
-def check_tracking(uri: str) -> None:
-    """Look for an MLflow store.
-
-    Raises:
-        ConfigError: no server answers at its address, or its file cannot be written.
-    """
-    url = urlparse(uri)
-    if url.scheme in ("http", "https"):
-        try:
-            port = url.port or (443 if url.scheme == "https" else 80)
-            socket.create_connection((url.hostname or "", port), timeout=_CONNECT_TIMEOUT_S).close()
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"tracking.uri={uri}: no server answers there ({getattr(error, 'strerror', None) or error}): start it "
-                "(mlflow server), correct the address, or switch tracking off with tracking.enabled=false"
-            ) from None
-    elif url.scheme == "sqlite":
-        folder = Path(uri.removeprefix("sqlite:///")).parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(
-                f"tracking.uri={uri}: the folder {folder} does not exist or cannot be written: make it, or leave "
-                "tracking.uri out for a file in run.output_dir"
-            )

@@ -106,7 +106,7 @@ def _train(
     from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
     from rl_plugins.callbacks.graceful_stop import stop_on_sigterm
-    from rl_plugins.callbacks.progress_view import redraw_interval_s
+    from rl_plugins.callbacks.progress import redraw_interval_s
     from rl_plugins.launch.worker_errors import WorkerFailures, config_errors_unwrapped, without_traceback
 
     placement = config.placement

@@ -8,18 +8,18 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from rl_plugins.callbacks.checkpoint_reference import record_checkpoint
-from rl_plugins.callbacks.curves import Curves
-from rl_plugins.callbacks.mlflow import MLflowTracking
-from rl_plugins.callbacks.mlflow_import import import_mlflow
-from rl_plugins.callbacks.mlflow_run import TrackedRun
+from rl_plugins.callbacks.checkpoint_artifacts import record_checkpoint
+from rl_plugins.callbacks.report import Curves
 from rl_plugins.callbacks.samples import log_samples
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.config import RecipeConfig, parse_config
-from rl_plugins.launch.preflight import check_tracking, tracking_uri
+from rl_plugins.launch.preflight import tracking_uri
 from rl_plugins.launch.tracking import best_upload, registration, tracking_logger
 from rl_plugins.report.page import write_report
 from rl_plugins.run_folder import RunFolder, read_metrics
+from rl_plugins.tracking.loggers import MLflowTracking
+from rl_plugins.tracking.run import TrackedRun
+from rl_plugins.tracking.store import check_store, import_mlflow
 
 
 def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
@@ -35,9 +35,9 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     """
     folder = RunFolder(path)
     config = parse_config(OmegaConf.load(folder.config))
-    check_tracking(uri or tracking_uri(config))
+    check_store(uri or tracking_uri(config))
     if uri is not None and uri != tracking_uri(config):
-        _check_store(uri)
+        _check_is_mlflow(uri)
         _move(config, folder, uri)
     tracking = tracking_logger(config, folder)
     tracking.log_metrics({})
@@ -55,7 +55,7 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     return complete
 
 
-def _check_store(uri: str) -> None:
+def _check_is_mlflow(uri: str) -> None:
     """Ask it something: at an address that answers, there may be anything.
 
     Raises:

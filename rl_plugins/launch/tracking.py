@@ -1,40 +1,39 @@
-"""What MLflow is told of a recipe's run: which logger, which facts, and the policy at its end."""
+"""MLflow for a recipe's run: the logger, the description of the run, and the registration of the policy."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 
-from rl_plugins.callbacks.best_upload import BestUpload
-from rl_plugins.callbacks.data_digest import describe_file
-from rl_plugins.callbacks.mlflow import MLflowTracking
-from rl_plugins.callbacks.mlflow_run import Facts, TrackedRun
-from rl_plugins.callbacks.mlflow_sender import FINISH_TIMEOUT_S, Call
-from rl_plugins.callbacks.registry import Evaluation, register_policy
+from rl_plugins.callbacks.checkpoint_artifacts import BestUpload
 from rl_plugins.launch.config import RecipeConfig
 from rl_plugins.launch.preflight import tracking_uri
-from rl_plugins.launch.provenance import code_tags
 from rl_plugins.report.samples import read_samples
 from rl_plugins.run_folder import RunFolder, read_metrics
+from rl_plugins.tracking.loggers import MLflowTracking
+from rl_plugins.tracking.provenance import describe_file, git_tags
+from rl_plugins.tracking.registry import Evaluation, register_policy
+from rl_plugins.tracking.run import RunDescription, TrackedRun
+from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, Call
 
 _REGISTER_TIMEOUT_S = 1800.0
-# The other workers wait for the first one meanwhile, but not for ever.
+# The other workers wait during the upload of the first worker.
 _UPLOAD_TIMEOUT_S = 600.0
 
 
 def tracking_logger(config: RecipeConfig, folder: RunFolder) -> MLflowTracking:
-    """The logger of a run."""
+    """Return the MLflow logger of a run."""
     return MLflowTracking(
         uri=tracking_uri(config),
         experiment=config.tracking.experiment,
         folder=folder,
-        facts=facts_of(config, folder),
+        description=describe_run(config, folder),
         finish_timeout_s=_UPLOAD_TIMEOUT_S if config.tracking.upload_best else FINISH_TIMEOUT_S,
     )
 
 
-def facts_of(config: RecipeConfig, folder: RunFolder) -> Facts:
-    """What is said of a run when it begins; the parameters are those by which runs are compared in a table."""
+def describe_run(config: RecipeConfig, folder: RunFolder) -> RunDescription:
+    """Return the description of a run, with the parameters for the comparison of runs in a table."""
     algorithm = config.algorithm if isinstance(config.algorithm, dict) else {}
     params = {
         "stage": config.stage,
@@ -52,9 +51,9 @@ def facts_of(config: RecipeConfig, folder: RunFolder) -> Facts:
         "workers": 1 if config.launcher == "local" else config.placement.num_workers,
     }
     mixed = [path for part in config.data.mixture.values() for path in part.files]
-    return Facts(
+    return RunDescription(
         params={key: value for key, value in params.items() if value is not None},
-        tags={"run_folder": str(folder.path), **code_tags(folder)},
+        tags={"run_folder": str(folder.path), **git_tags(folder)},
         files=(folder.config, folder.environment, folder.git_state, folder.git_diff),
         data={
             "training": [Path(path) for path in [*config.data.train_files, *mixed]],
@@ -65,19 +64,19 @@ def facts_of(config: RecipeConfig, folder: RunFolder) -> Facts:
 
 
 def best_upload(config: RecipeConfig, folder: RunFolder) -> BestUpload:
-    """What sends MLflow the best checkpoints."""
+    """Return the callback that uploads the best checkpoints."""
     run = config.run
     return BestUpload(folder.path, metric=run.best_metric, mode=run.best_mode, count=config.tracking.upload_best)
 
 
 def register(config: RecipeConfig, folder: RunFolder, tracking: MLflowTracking) -> None:
-    """Register the exported policy, and wait for it."""
+    """Register the exported policy, and wait until MLflow has the policy."""
     tracking.submit(registration(config, folder))
     tracking.finalize("success", _REGISTER_TIMEOUT_S)
 
 
 def registration(config: RecipeConfig, folder: RunFolder) -> Call:
-    """What registers the exported policy under `tracking.register_as`, and says what became of it."""
+    """Return a call that registers the exported policy as `tracking.register_as`, and prints the outcome."""
     name, metric = str(config.tracking.register_as), config.tracking.champion_metric
 
     def send(run: TrackedRun) -> None:
@@ -85,14 +84,14 @@ def registration(config: RecipeConfig, folder: RunFolder) -> Call:
         digests = [describe_file(Path(path)).digest for path in config.data.val_files]
         data = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
         evaluation = Evaluation(metric, values[-1] if values else None, data)
-        said = register_policy(run, folder.export, name, evaluation, _example_prompt(folder))
-        print(f"{config.run.name}: {said}", flush=True)
+        outcome = register_policy(run, folder.export, name, evaluation, _example_prompt(folder))
+        print(f"{config.run.name}: {outcome}", flush=True)
 
     return send
 
 
 def _example_prompt(folder: RunFolder) -> str:
-    """What the policy is told: the first prompt that was validated on."""
+    """Return the first validation prompt, as the example for the registered model."""
     files = folder.sample_files()
     samples = read_samples(files[-1]) if files else None
     return str(samples[0]["prompt"]) if samples else "Hello"

@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePath
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.git_state import SENT_STATE, git_state
+from rl_plugins.tracking.provenance import GIT_STATE_FILE, git_state
 
 NEVER_SENT = (
     ".git", "__pycache__", ".venv", "venv", "node_modules", "outputs", "multirun", "checkpoints", "checkpoint_*",
@@ -75,7 +75,7 @@ def zip_files(files: dict[PurePath, Path], root: Path, archive: Path, *, limit_m
             entry.compress_type = zipfile.ZIP_DEFLATED
             package.writestr(entry, file.read_bytes())
         if (state := git_state(root)) is not None:
-            package.writestr(zipfile.ZipInfo(SENT_STATE, _TIME), json.dumps(state))
+            package.writestr(zipfile.ZipInfo(GIT_STATE_FILE, _TIME), json.dumps(state))
     return total
 
 

@@ -22,7 +22,7 @@ def check_trainer(trainer: Any) -> None:
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(
                 f"{type(callback).__name__} copies the whole module before its models are loaded and sharded, and the "
-                "rollout engine would not see its weights: use rl_plugins.callbacks.policy_average.PolicyAverage"
+                "rollout engine would not see its weights: use rl_plugins.callbacks.averages.PolicyAverage"
             )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(

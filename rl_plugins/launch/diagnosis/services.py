@@ -7,7 +7,7 @@ import socket
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.diagnosis.finding import Finding
-from rl_plugins.launch.preflight import check_tracking
+from rl_plugins.tracking.store import check_store
 
 _CONNECT_TIMEOUT_S = 3.0
 
@@ -37,7 +37,7 @@ def _mlflow(uri: str | None) -> Finding:
     if uri is None:
         return Finding("MLflow", "good", "no store is named: runs write an SQLite file in run.output_dir")
     try:
-        check_tracking(uri)
+        check_store(uri)
     except ConfigError as error:
         said, _, cure = str(error).partition("): ")
         return Finding("MLflow", "broken", f"{said})", cure)

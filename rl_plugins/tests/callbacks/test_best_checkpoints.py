@@ -82,7 +82,9 @@ def test_best_checkpoints_save_after_a_validation_between_checkpoints(tmp_path: 
 
 def test_best_checkpoints_refuse_an_unknown_metric_by_name(tmp_path: Path) -> None:
     keeper = BestCheckpoints(tmp_path, metric="train/rewrad")
-    with pytest.raises(ConfigError, match=r"run\.best_metric=train/rewrad: there is no such metric; .* train/reward,"):
+    with pytest.raises(
+        ConfigError, match=r"metric='train/rewrad'.*run\.best_metric.*: there is no such metric; .* train/reward,"
+    ):
         train(build_stage(2), [PolicyCheckpoint(tmp_path, every=1), keeper])
 
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rl_plugins.callbacks.averages import PolicyAverage, read_average
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
-from rl_plugins.callbacks.policy_average import PolicyAverage, read_average
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.export import export_checkpoint
 from rl_plugins.models.lora import LoraConfig
@@ -26,7 +26,7 @@ STEPS, KEEP = 4, 0.75
 
 def averaged(trainer: Any, average: PolicyAverage) -> dict[str, Tensor]:
     """The whole weights of the average."""
-    with average.in_place(trainer):
+    with average.swapped_in(trainer):
         return {name: tensor.clone() for name, tensor in trainer.strategy.weight_source()}
 
 
@@ -129,7 +129,7 @@ def test_policy_average_of_an_adapter_holds_trained_weights_only(tmp_path: Path)
 
 @pytest.mark.parametrize("keep", [0.0, 1.0])
 def test_policy_average_refuses_a_keep_of_0_or_1(keep: float) -> None:
-    with pytest.raises(ConfigError, match=r"average\.keep="):
+    with pytest.raises(ConfigError, match=r"PolicyAverage\(keep="):
         PolicyAverage(keep=keep)
 
 
@@ -152,7 +152,7 @@ def test_policy_average_of_shards_on_two_ranks(tmp_path: Path, name: str) -> Non
 def test_read_average_refuses_tensor_parallel_blocks(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"PolicyAverage": {"down": torch.zeros(4, 3)}}, tmp_path / f"callbacks_{rank}.pt")
-    with pytest.raises(ConfigError, match=r"strategy\.tensor_parallel.*let it end, its policy/ folder"):
+    with pytest.raises(ConfigError, match=r"strategy\.tensor_parallel.*let it end; the folder policy/"):
         read_average(tmp_path, {"down": torch.Size([4, 6])})
 
 

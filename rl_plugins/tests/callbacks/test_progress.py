@@ -1,4 +1,4 @@
-"""Progress of a run: lines in a file, a bar in a terminal."""
+"""Progress of a run: lines in a file, a bar in a terminal, and the line about dropped prompts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from rl_plugins.callbacks import progress, progress_view
-from rl_plugins.callbacks.progress import StepProgress
-from rl_plugins.callbacks.progress_view import Bar, Lines, State, redraw_interval_s
+from rl_plugins.callbacks import progress
+from rl_plugins.callbacks.progress import Bar, DataReport, Lines, Progress, StepProgress, redraw_interval_s
 from rl_plugins.stages.stage import Stage
 from rl_plugins.tests.patience import wait_until
 
@@ -38,8 +37,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets the clock of the progress; no time goes by between two calls."""
 
     def set_time(seconds: float) -> None:
-        for module in (progress, progress_view):
-            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: seconds))
+        monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: seconds))
 
     set_time(0.0)
     return set_time
@@ -51,7 +49,7 @@ def test_lines_are_ten_seconds_apart_while_steps_end(
     lines = Lines(100, "grpo")
     for second in range(1, 26):
         at(second)
-        lines.show(State(second, "reward 0.5", 1.0, "rollout"))
+        lines.show(Progress(second, "reward 0.5", 1.0, "rollout"))
     assert capsys.readouterr().out == (
         "grpo: step 10 of 100, reward 0.5, 1 s/step, 0:01:30 left, in rollout\n"
         "grpo: step 20 of 100, reward 0.5, 1 s/step, 0:01:20 left, in rollout\n"
@@ -64,15 +62,15 @@ def test_lines_of_a_long_step_are_a_minute_apart(
     lines = Lines(100, "grpo")
     for second in range(1, 200):
         at(second)
-        lines.show(State(3, "", None, "rollout"))
+        lines.show(Progress(3, "", None, "rollout"))
     assert capsys.readouterr().out == "grpo: step 3 of 100, in rollout\n" * 4
 
 
 def test_lines_close_writes_the_last_step_once(at: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
     lines = Lines(2, "sft")
-    lines.show(State(1, "", None, None))
-    lines.close(State(2, "loss 0.1", 0.5, None))
-    lines.close(State(2, "loss 0.1", 0.5, None))
+    lines.show(Progress(1, "", None, None))
+    lines.close(Progress(2, "loss 0.1", 0.5, None))
+    lines.close(Progress(2, "loss 0.1", 0.5, None))
     assert capsys.readouterr().out == "sft: step 2 of 2, loss 0.1, 0.5 s/step\n"
 
 
@@ -81,8 +79,8 @@ def test_lines_close_writes_newer_metrics_of_the_last_step(
 ) -> None:
     lines = Lines(2, "grpo")
     at(11)
-    lines.show(State(2, "reward 0.1", 5.5, "rollout"))
-    lines.close(State(2, "reward 0.1, val 0.2", 5.5, None))
+    lines.show(Progress(2, "reward 0.1", 5.5, "rollout"))
+    lines.close(Progress(2, "reward 0.1, val 0.2", 5.5, None))
     assert capsys.readouterr().out.splitlines()[1:] == ["grpo: step 2 of 2, reward 0.1, val 0.2, 5.5 s/step"]
 
 
@@ -137,7 +135,7 @@ def test_bar_shows_the_time_left_and_the_metrics_that_fit(
     monkeypatch.setattr("tqdm.std.time", lambda: 1e-6 * next(ticks))
     bar = Bar(150, "grpo", 0, in_ray=False)
     metrics = "reward 0.123, kl 0.0123, val 0.625, loss 0.00123, ppo_kl 0.000123, trainer idle 0.223"
-    bar.close(State(100, metrics, 1.0, "update_policy"))
+    bar.close(Progress(100, metrics, 1.0, "update_policy"))
     last = capsys.readouterr().err.rstrip().rpartition("\r")[2]
     assert len(last) <= columns and last.startswith("grpo update_policy, reward 0.123")
     assert "100/150 [00:00<00:00, " in last
@@ -149,3 +147,20 @@ def test_redraw_interval_is_0_in_a_file_and_half_a_second_in_a_notebook(monkeypa
     assert redraw_interval_s() == 0
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     assert redraw_interval_s() == 0.5
+
+
+@pytest.mark.parametrize("is_global_zero", [True, False])
+def test_data_report_prints_dropped_prompts_on_rank_0_only(
+    is_global_zero: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = SimpleNamespace(dropped_prompts={"train": 3, "validation": 0})
+    trainer: Any = SimpleNamespace(is_global_zero=is_global_zero, datamodule=data)
+    DataReport("run").on_train_start(trainer, LightningModule())
+    expected = "run: train: 3 prompts are longer than the limit and left out\n"
+    assert capsys.readouterr().out == (expected if is_global_zero else "")
+
+
+def test_data_report_prints_nothing_without_a_data_module(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer: Any = SimpleNamespace(is_global_zero=True, datamodule=None)
+    DataReport("run").on_train_start(trainer, LightningModule())
+    assert capsys.readouterr().out == ""

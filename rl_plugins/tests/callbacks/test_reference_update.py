@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.callbacks.averages import ReferenceUpdate
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.divergence_guard import DivergenceGuard
 from rl_plugins.callbacks.guard_bounds import Bounds
-from rl_plugins.callbacks.reference_update import ReferenceUpdate
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.callbacks.training import AfterStep, alter, build_stage, sharded, train

@@ -13,13 +13,13 @@ import pytest
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
 
-from rl_plugins.callbacks.mlflow_run import TrackedRun
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch import tracking
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.sync import sync
 from rl_plugins.run_folder import RunFolder, append_metrics
 from rl_plugins.tests.patience import patient
+from rl_plugins.tracking.run import TrackedRun
 
 PROMPT = "17+25="
 DEADLINE_S = patient(60)

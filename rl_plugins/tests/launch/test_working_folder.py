@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.git_state import SENT_STATE, git_state
 from rl_plugins.launch.working_folder import files_to_send, zip_files
+from rl_plugins.tracking.provenance import GIT_STATE_FILE, git_state
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -134,6 +134,6 @@ def test_zip_files_puts_the_state_of_git_into_the_package(project: Path, tmp_pat
     with zipfile.ZipFile(tmp_path / "project.zip") as package:
         package.extractall(tmp_path / "unpacked")
     state = git_state(tmp_path / "unpacked")
-    assert state == git_state(project) == json.loads((tmp_path / "unpacked" / SENT_STATE).read_text())
+    assert state == git_state(project) == json.loads((tmp_path / "unpacked" / GIT_STATE_FILE).read_text())
     assert state is not None and len(state["commit"]) == 40
     assert " M train.py" in state["changes"] and "+changed" in state["diff"]

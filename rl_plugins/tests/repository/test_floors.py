@@ -17,6 +17,7 @@ FLOORS = {
     "planning": 1,
     "report": 1,
     "rollout": 1,
+    "tracking": 1,
     "evaluation": 2,
     "models": 2,
     "rewards": 2,

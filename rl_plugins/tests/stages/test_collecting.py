@@ -14,7 +14,7 @@ from rl_plugins.algorithms.algorithm import Algorithm, EntropyConfig, KLConfig, 
 from rl_plugins.algorithms.group_filter import GroupFilter
 from rl_plugins.algorithms.reward_shaping import OverlongPenalty, RewardShaping
 from rl_plugins.algorithms.rollout_correction import RolloutCorrection
-from rl_plugins.callbacks.reference_update import ReferenceUpdate
+from rl_plugins.callbacks.averages import ReferenceUpdate
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import load_scalar_head
@@ -296,7 +296,7 @@ def test_reference_update_moves_the_reference_towards_the_policy(keep: float, ex
 
 
 def test_reference_update_without_a_reference_or_with_bad_options_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nothing asks for a reference"):
+    with pytest.raises(ConfigError, match="the stage has no reference model"):
         train(Algorithm(), callbacks=[ReferenceUpdate()])
     for wrong, message in (({"every": 0}, "update_every=0"), ({"keep": 1.0}, r"keep=1\.0")):
         with pytest.raises(ConfigError, match=message):

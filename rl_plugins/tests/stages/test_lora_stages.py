@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
-from rl_plugins.callbacks.reference_update import ReferenceUpdate
+from rl_plugins.callbacks.averages import ReferenceUpdate
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import LoraConfig, has_adapter, plain_weights

@@ -1,4 +1,4 @@
-"""`MetricsTail`: the points of the metrics file that a tracking store lacks."""
+"""`UnsentMetrics`: the points of the metrics file that an MLflow store lacks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.callbacks import metrics_tail
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.divergence_guard import DivergenceGuard
 from rl_plugins.callbacks.guard_bounds import Bounds
-from rl_plugins.callbacks.metrics_file import JsonLinesLogger
-from rl_plugins.callbacks.metrics_tail import BATCH, MetricsTail
 from rl_plugins.run_folder import metric_rows
 from rl_plugins.tests.callbacks.training import alter, build_stage, train
 from rl_plugins.tests.cases import case
+from rl_plugins.tracking import unsent_metrics
+from rl_plugins.tracking.loggers import JsonLinesLogger
+from rl_plugins.tracking.unsent_metrics import MAX_BATCH, Point, UnsentMetrics
 
 
-def take(tail: MetricsTail) -> list[tuple[str, int, float]]:
-    return [(point.name, point.step, point.value) for points in tail.batches() for point in points]
+def take(unsent: UnsentMetrics) -> list[tuple[str, int, float]]:
+    return [(point.name, point.step, point.value) for points in unsent.batches() for point in points]
 
 
 @pytest.fixture
@@ -29,34 +29,34 @@ def log(tmp_path: Path) -> JsonLinesLogger:
 
 
 @pytest.fixture
-def tail(tmp_path: Path) -> MetricsTail:
-    return MetricsTail(tmp_path / "metrics.jsonl")
+def unsent(tmp_path: Path) -> UnsentMetrics:
+    return UnsentMetrics(tmp_path / "metrics.jsonl")
 
 
-def test_batches_give_each_point_once_and_in_order(log, tail):
-    assert take(tail) == [] and not tail.unsent()
+def test_batches_give_each_point_once_and_in_order(log, unsent):
+    assert take(unsent) == [] and not unsent.has_points()
     log.log_metrics({"a": 1.0, "b": 2.0}, 1)
-    assert tail.unsent()
-    assert take(tail) == [("a", 1, 1.0), ("b", 1, 2.0)]
-    assert take(tail) == [] and not tail.unsent()
+    assert unsent.has_points()
+    assert take(unsent) == [("a", 1, 1.0), ("b", 1, 2.0)]
+    assert take(unsent) == [] and not unsent.has_points()
     log.log_metrics({"a": 3.0}, 2)
-    assert take(tail) == [("a", 2, 3.0)]
+    assert take(unsent) == [("a", 2, 3.0)]
 
 
-def test_batches_give_the_points_of_a_failed_call_again(log, tail):
+def test_batches_give_the_points_of_a_failed_call_again(log, unsent):
     log.log_metrics({"a": 1.0}, 1)
     with pytest.raises(OSError, match="away"):
-        for _ in tail.batches():
+        for _ in unsent.batches():
             raise OSError("away")
-    assert take(tail) == [("a", 1, 1.0)]
+    assert take(unsent) == [("a", 1, 1.0)]
 
 
-def test_start_over_skips_the_steps_that_the_store_has(log, tail):
+def test_reset_skips_the_steps_that_the_store_has(log, unsent):
     for step in (1, 2, 3, 2, 3, 4):
         log.log_metrics({"a": float(step)}, step)
     log.log_metrics({"b": 1.0}, 2)
-    tail.start_over({"a": 2})
-    assert take(tail) == [("a", 3, 3.0), ("a", 4, 4.0), ("b", 2, 1.0)]
+    unsent.reset({"a": 2})
+    assert take(unsent) == [("a", 3, 3.0), ("a", 4, 4.0), ("b", 2, 1.0)]
 
 
 def log_rolled_back(log: JsonLinesLogger) -> list[tuple[str, int, float]]:
@@ -72,107 +72,105 @@ def log_rolled_back(log: JsonLinesLogger) -> list[tuple[str, int, float]]:
     return [*points[:5], ("guard/rollbacks", 2, 1.0), *points[5:]]
 
 
-def test_batches_include_steps_repeated_after_a_roll_back(log, tail):
-    assert take(tail) == [] and log_rolled_back(log) == take(tail)
+def test_batches_include_steps_repeated_after_a_roll_back(log, unsent):
+    assert take(unsent) == [] and log_rolled_back(log) == take(unsent)
     log.log_metrics({"guard/rollbacks": 1.0}, 2)
     log.log_metrics({"a": 300.0}, 3)
-    assert take(tail) == [("guard/rollbacks", 2, 1.0), ("a", 3, 300.0)]
+    assert take(unsent) == [("guard/rollbacks", 2, 1.0), ("a", 3, 300.0)]
 
 
-def test_start_over_after_a_roll_back_sends_every_missing_point(tmp_path):
+def test_reset_after_a_roll_back_sends_every_missing_point(tmp_path):
     for taken in range(10):
         file = tmp_path / str(taken) / "metrics.jsonl"
         file.parent.mkdir()
         with case(f"the store has {taken} points"):
-            check_start_over(JsonLinesLogger(file), MetricsTail(file), taken)
+            check_reset(JsonLinesLogger(file), UnsentMetrics(file), taken)
 
 
-def check_start_over(log: JsonLinesLogger, tail: MetricsTail, taken: int) -> None:
+def check_reset(log: JsonLinesLogger, unsent: UnsentMetrics, taken: int) -> None:
     """Log points with a roll-back among them, of which the store has the first ones."""
     points = log_rolled_back(log)
-    tail.start_over(
-        {name: max(step for other, step, _ in points[:taken] if other == name) for name, *_ in points[:taken]}
-    )
-    missing, sent = points[taken:], take(tail)
+    unsent.reset({name: max(step for other, step, _ in points[:taken] if other == name) for name, *_ in points[:taken]})
+    missing, sent = points[taken:], take(unsent)
     assert [point for point in sent if point in missing] == missing
     # Points that a roll-back repeats may be sent twice, because the store does not tell how many of them there are.
     assert all(point in points[6:taken] for point in sent if point not in missing)
-    tail.start_over({"a": 5, "guard/rollbacks": 2})
+    unsent.reset({"a": 5, "guard/rollbacks": 2})
     log.log_metrics({"a": 60.0}, 6)
-    assert tail.unsent()
-    tail.start_over({"a": 6, "guard/rollbacks": 2})
-    assert not tail.unsent()
+    assert unsent.has_points()
+    unsent.reset({"a": 6, "guard/rollbacks": 2})
+    assert not unsent.has_points()
 
 
-def test_batches_after_a_failed_call_with_a_roll_back_among_the_points(log, tail, monkeypatch):
-    monkeypatch.setattr(metrics_tail, "BATCH", 4)
+def test_batches_after_a_failed_call_with_a_roll_back_among_the_points(log, unsent, monkeypatch):
+    monkeypatch.setattr(unsent_metrics, "MAX_BATCH", 4)
     points = log_rolled_back(log)
-    came: list[metrics_tail.Point] = []
+    came: list[Point] = []
     with pytest.raises(OSError, match="away"):
-        for batch in tail.batches():
+        for batch in unsent.batches():
             if came:
                 raise OSError("away")
             came += batch
-    assert len(came) == 4 and take(tail) == points[4:]
+    assert len(came) == 4 and take(unsent) == points[4:]
 
 
-def test_store_has_both_values_of_a_repeated_step_once(log, tail, run):
+def test_store_has_both_values_of_a_repeated_step_once(log, unsent, run):
     log_rolled_back(log)
     for _ in range(2):
-        for batch in tail.batches():
+        for batch in unsent.batches():
             run.log_points(batch)
-        tail.start_over(run.last_steps())
+        unsent.reset(run.last_steps())
     history = [(point.step, point.value) for point in run.client.get_metric_history(run.run_id, "a")]
     assert sorted(history)[:6] == [(1, 1), (2, 2), (3, 3), (3, 30), (4, 4), (4, 40)] and len(history) == 8
 
 
-def test_divergence_guard_marks_a_roll_back_in_the_metrics_file(log, tail, tmp_path):
+def test_divergence_guard_marks_a_roll_back_in_the_metrics_file(log, unsent, tmp_path):
     stage = build_stage(4)
     alter(stage, {3: {"train/gradient_norm": math.nan}})
     guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path)
     train(stage, [guard, PolicyCheckpoint(tmp_path, every=2)], loggers=[log])
-    points = take(tail)
+    points = take(unsent)
     assert [step for name, step, _ in points if name == "train/loss"] == [1, 2, 3, 3, 4]
     assert len(points) == sum(len(row) - 2 for row in metric_rows(tmp_path / "metrics.jsonl"))
 
 
-def test_batches_leave_a_line_alone_until_the_end_of_the_line(log, tail, tmp_path):
+def test_batches_leave_a_line_alone_until_the_end_of_the_line(log, unsent, tmp_path):
     line = json.dumps({"step": 1, "time": 5.25, "a": 1.0})
     (tmp_path / "metrics.jsonl").write_text(line)
-    assert take(tail) == []
+    assert take(unsent) == []
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
-    (points,) = tail.batches()
+    (points,) = unsent.batches()
     assert (points[0].value, points[0].time_ms) == (1.0, 5250)
 
 
 @pytest.mark.parametrize("whole", [0, 1])
-def test_log_metrics_replaces_a_last_line_without_an_end(log, tail, tmp_path, whole):
+def test_log_metrics_replaces_a_last_line_without_an_end(log, unsent, tmp_path, whole):
     file = tmp_path / "metrics.jsonl"
     for step in range(whole):
         log.log_metrics({"a": 0.0}, step)
     with file.open("a") as written:
         written.write('{"step": 7, "time": 5.25, "a')
-    assert len(take(tail)) == len(metric_rows(file)) == whole
+    assert len(take(unsent)) == len(metric_rows(file)) == whole
     log.log_metrics({"a": 8.0}, 8)
-    assert take(tail) == [("a", 8, 8.0)]
+    assert take(unsent) == [("a", 8, 8.0)]
     assert [row["step"] for row in metric_rows(file)] == [*range(whole), 8]
 
 
-def test_batches_of_a_long_file_are_within_the_limit_of_the_store(log, tail):
+def test_batches_of_a_long_file_are_within_the_limit_of_the_store(log, unsent):
     for step in range(30):
         log.log_metrics({f"m{number}": float(step) for number in range(100)}, step)
-    batches = list(tail.batches())
-    assert sum(map(len, batches)) == 3000 and max(map(len, batches)) <= BATCH
+    batches = list(unsent.batches())
+    assert sum(map(len, batches)) == 3000 and max(map(len, batches)) <= MAX_BATCH
 
 
-def test_unsent_sees_missing_points_at_the_end_of_a_long_file(log, tail):
+def test_has_points_sees_missing_points_at_the_end_of_a_long_file(log, unsent):
     for step in range(100):
         log.log_metrics({f"m{number}": float(step) for number in range(100)}, step)
     for last, missing in ((99, False), (98, True)):
-        tail.start_over({f"m{number}": last for number in range(100)})
-        assert tail.unsent() == missing
+        unsent.reset({f"m{number}": last for number in range(100)})
+        assert unsent.has_points() == missing
 
 
-def test_batches_replace_characters_in_names_that_mlflow_refuses(log, tail):
+def test_batches_replace_characters_in_names_that_mlflow_refuses(log, unsent):
     log.log_metrics({"val/mean@8": 1.0}, 1)
-    assert take(tail) == [("val/mean_8", 1, 1.0)]
+    assert take(unsent) == [("val/mean_8", 1, 1.0)]

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from rl_plugins.callbacks.mlflow_run import Facts, open_run
-from rl_plugins.callbacks.registry import Evaluation, judge, register_policy
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.registered_model import fetch
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.tracking.registry import Evaluation, compare, fetch_model, register_policy
+from rl_plugins.tracking.run import RunDescription, open_run
 
 GOOD = Evaluation("val/reward", 0.5, "data")
 
@@ -27,8 +26,8 @@ GOOD = Evaluation("val/reward", 0.5, "data")
         (replace(GOOD, value=None), None, False, "the run has no val/reward"),
     ],
 )
-def test_judge_prefers_only_a_better_policy(evaluation, champion, wins, reason):
-    outcome, said = judge(evaluation, champion)
+def test_compare_prefers_only_a_better_policy(evaluation, champion, wins, reason):
+    outcome, said = compare(evaluation, champion)
     assert outcome is wins and reason in said
 
 
@@ -42,14 +41,14 @@ def policies(tmp_path_factory):
     return folder
 
 
-def test_register_policy_and_fetch_of_the_champion(store, experiment, policies, tmp_path):
+def test_register_policy_and_fetch_model_of_the_champion(store, experiment, policies, tmp_path):
     import mlflow
 
     said = []
     for name, value in (("first", 0.5), ("second", 0.6), ("first", 0.4)):
         folder = RunFolder(tmp_path / f"{name}{value}")
         folder.path.mkdir()
-        run = open_run(store, experiment, folder, Facts())
+        run = open_run(store, experiment, folder, RunDescription())
         evaluation = replace(GOOD, value=value)
         for _ in range(2):  # a second call finds the version of the first call
             said.append(register_policy(run, policies / name, experiment, evaluation, "17+25="))
@@ -58,13 +57,13 @@ def test_register_policy_and_fetch_of_the_champion(store, experiment, policies, 
     assert said[5].startswith(f"{experiment} version 3, not the champion: val/reward 0.4 against 0.6")
 
     named = f"models:/{experiment}@champion"
-    champion = fetch("model.path", named, store, tmp_path / "cache")
+    champion = fetch_model("model.path", named, store, tmp_path / "cache")
     assert champion.parent == tmp_path / "cache" / experiment and champion.name.startswith("2-")
     weights = "model.safetensors"
     assert (champion / weights).read_bytes() == (policies / "second" / weights).read_bytes()
     assert (champion / "tokenizer.json").is_file()
     kept = (champion / weights).stat().st_mtime_ns
-    assert fetch("model.path", f"models:/{experiment}/2", store, tmp_path / "cache") == champion
+    assert fetch_model("model.path", f"models:/{experiment}/2", store, tmp_path / "cache") == champion
     assert (champion / weights).stat().st_mtime_ns == kept, "it was fetched again"
 
     pipeline = mlflow.transformers.load_model(named)
@@ -82,14 +81,14 @@ def test_register_policy_and_fetch_of_the_champion(store, experiment, policies, 
     shutil.rmtree(tmp_path / "cache")
 
 
-def test_fetch_of_a_folder_among_the_artifacts_of_a_run(store, run, policies, tmp_path):
+def test_fetch_model_of_a_folder_among_the_artifacts_of_a_run(store, run, policies, tmp_path):
     run.client.log_artifacts(run.run_id, str(policies / "first"), "models/first")
     run.client.log_text(run.run_id, "no model", "notes/read.me")
-    folder = fetch("policy", f"runs:/{run.run_id}/models/first", store, tmp_path / "cache")
+    folder = fetch_model("policy", f"runs:/{run.run_id}/models/first", store, tmp_path / "cache")
     assert folder.parent == tmp_path / "cache" / run.run_id / "models" and folder.name.startswith("first-")
     assert {path.name for path in folder.iterdir()} == {path.name for path in (policies / "first").iterdir()}
     with pytest.raises(ConfigError, match=rf"policy=runs:/{run.run_id}/notes: there is no config.json"):
-        fetch("policy", f"runs:/{run.run_id}/notes", store, tmp_path / "cache")
+        fetch_model("policy", f"runs:/{run.run_id}/notes", store, tmp_path / "cache")
 
 
 @pytest.fixture
@@ -99,29 +98,31 @@ def register(store, experiment, policies, tmp_path):
     def register(policy):
         folder = RunFolder(tmp_path / f"run_{policy}")
         folder.path.mkdir()
-        register_policy(open_run(store, experiment, folder, Facts()), policies / policy, experiment, GOOD, "1+1=")
+        register_policy(
+            open_run(store, experiment, folder, RunDescription()), policies / policy, experiment, GOOD, "1+1="
+        )
         return f"models:/{experiment}/1"
 
     return register
 
 
-def test_fetch_distinguishes_equal_names_and_versions_of_two_stores(register, store, experiment, policies, tmp_path):
+def test_fetch_model_distinguishes_equal_versions_of_two_stores(register, store, experiment, policies, tmp_path):
     from mlflow import MlflowClient
 
     named = register("first")
-    first = fetch("model.path", named, store, tmp_path / "cache")
+    first = fetch_model("model.path", named, store, tmp_path / "cache")
     shutil.copyfile(store.removeprefix("sqlite:///"), tmp_path / "other.db")
-    other = fetch("model.path", named, f"sqlite:///{tmp_path}/other.db", tmp_path / "cache")
+    other = fetch_model("model.path", named, f"sqlite:///{tmp_path}/other.db", tmp_path / "cache")
     assert other != first
     MlflowClient(store).delete_registered_model(experiment)
     assert register("second") == named
-    second = fetch("model.path", named, store, tmp_path / "cache")
+    second = fetch_model("model.path", named, store, tmp_path / "cache")
     for folder, policy in ((first, "first"), (other, "first"), (second, "second")):
         weights = policies / policy / "model.safetensors"
         assert (folder / "model.safetensors").read_bytes() == weights.read_bytes()
 
 
-def test_fetch_by_two_runs_at_once(register, store, tmp_path, monkeypatch):
+def test_fetch_model_by_two_runs_at_once(register, store, tmp_path, monkeypatch):
     import mlflow
 
     named, found = register("first"), []
@@ -130,11 +131,11 @@ def test_fetch_by_two_runs_at_once(register, store, tmp_path, monkeypatch):
     def while_another_does(*arguments, **options):
         monkeypatch.setattr(mlflow.artifacts, "download_artifacts", download)
         fetched = download(*arguments, **options)
-        found.append(fetch("model.path", named, store, tmp_path / "cache"))
+        found.append(fetch_model("model.path", named, store, tmp_path / "cache"))
         return fetched
 
     monkeypatch.setattr(mlflow.artifacts, "download_artifacts", while_another_does)
-    found.append(fetch("model.path", named, store, tmp_path / "cache"))
+    found.append(fetch_model("model.path", named, store, tmp_path / "cache"))
     assert found[0] == found[1] and (found[0] / "config.json").is_file()
     assert list(found[0].parent.iterdir()) == [found[0]], "something is left behind"
     assert found[0].stat().st_mode & 0o777 == (tmp_path / "cache").stat().st_mode & 0o777
@@ -148,6 +149,6 @@ def test_fetch_by_two_runs_at_once(register, store, tmp_path, monkeypatch):
         ("models:/nobody/7", "nobody"),
     ],
 )
-def test_fetch_refuses_a_missing_model_by_name(store, run, named, message, tmp_path):
+def test_fetch_model_refuses_a_missing_model_by_name(store, run, named, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        fetch("model.path", named, store, tmp_path)
+        fetch_model("model.path", named, store, tmp_path)

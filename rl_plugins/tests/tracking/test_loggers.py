@@ -13,15 +13,12 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
-from rl_plugins.callbacks import mlflow_run
-from rl_plugins.callbacks import mlflow_sender as module
-from rl_plugins.callbacks.checkpoint_reference import checkpoint_manifest, manifest_digest, record_checkpoint
-from rl_plugins.callbacks.metrics_file import JsonLinesLogger
-from rl_plugins.callbacks.mlflow import MLflowTracking
-from rl_plugins.callbacks.mlflow_run import Facts, TrackedRun
-from rl_plugins.callbacks.traces import log_trace
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.patience import wait_until
+from rl_plugins.tracking import run as run_module
+from rl_plugins.tracking import sender as sender_module
+from rl_plugins.tracking.loggers import JsonLinesLogger, MLflowTracking
+from rl_plugins.tracking.run import RunDescription, TrackedRun
 
 pytestmark = pytest.mark.usefixtures("quick_sender")
 
@@ -53,14 +50,14 @@ def test_tracking_records_params_tags_files_and_data_of_a_run(store, folder, tra
     data = tmp_path / "data" / "train.parquet"
     pq.write_table(pa.table({"prompt": ["a", "b"]}), data)
     folder.config.write_text("stage: sft\n")
-    facts = Facts(
+    description = RunDescription(
         params={"lr": 0.1},
         tags={"run_folder": str(folder.path)},
         files=[folder.config, folder.git_diff],
         data={"training": [data]},
         parent_run="parent",
     )
-    trained = Trained(folder, tracking(facts))
+    trained = Trained(folder, tracking(description))
     trained.steps(1, 3)
     trained.tracking.finalize("success")
     run = run_of(store, folder)
@@ -75,13 +72,13 @@ def test_tracking_records_params_tags_files_and_data_of_a_run(store, folder, tra
 
 
 def test_tracking_of_a_resumed_run_has_no_gap_and_no_repeated_point(store, folder, tracking):
-    first = Trained(folder, tracking(Facts(params={"lr": 0.1})))
+    first = Trained(folder, tracking(RunDescription(params={"lr": 0.1})))
     first.steps(1, 3)
     first.tracking.finalize("failed")
     # The killed process has written these steps, and not sent them; later steps are repeated with other values.
     for step in (4, 5):
         JsonLinesLogger(folder.metrics).log_metrics({"loss": float(step)}, step)
-    second = Trained(folder, tracking(Facts(params={"lr": 0.2})))
+    second = Trained(folder, tracking(RunDescription(params={"lr": 0.2})))
     second.steps(3, 7, scale=10.0)
     second.tracking.finalize("success")
     assert history(store, folder) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 60), (7, 70)]
@@ -101,7 +98,7 @@ def test_sender_sends_no_point_twice_after_a_call_that_seemed_to_fail(store, fol
     trained = Trained(folder, tracking())
     trained.steps(1, 5)
     sender = trained.tracking.sender
-    wait_until(lambda: sender.failures == 1 and not sender._tail.unsent(), "all points after one failure")
+    wait_until(lambda: sender.failures == 1 and not sender._unsent_metrics.has_points(), "all points after one failure")
     trained.tracking.finalize("success")
     assert history(store, folder) == [(step, step) for step in range(1, 6)]
 
@@ -112,7 +109,7 @@ def test_sender_reports_an_outage_and_a_later_logger_sends_the_metrics(store, fo
 
     trained = Trained(folder, tracking())
     with monkeypatch.context() as outage:
-        outage.setattr(module, "open_run", away)
+        outage.setattr(sender_module, "open_run", away)
         trained.steps(1, 4)
         trained.tracking.finalize("success")
     assert not trained.tracking.all_sent()
@@ -143,7 +140,7 @@ def test_sender_names_a_deleted_experiment_and_waits_for_the_restore(store, fold
     trained = Trained(folder, tracking())
     trained.steps(1, 2)
     wait_until(lambda: trained.tracking.sender.failures > 1, "a second try")
-    (said,) = (record.getMessage() for record in caplog.records if record.name == module.__name__)
+    (said,) = (record.getMessage() for record in caplog.records if record.name == sender_module.__name__)
     assert "does not take the run" in said and f"{experiment!r} is deleted: restore it" in said
     assert f"--experiment-id {experiment_id}" in said and "tracking.experiment" in said
     client.restore_experiment(experiment_id)
@@ -160,7 +157,7 @@ def test_open_run_refuses_a_deleted_or_unknown_run_and_names_the_file(store, fol
         logger.log_metrics({})
         logger.finalize("success")
         assert not logger.all_sent()
-        return next(record.getMessage() for record in caplog.records if record.name == module.__name__)
+        return next(record.getMessage() for record in caplog.records if record.name == sender_module.__name__)
 
     trained = Trained(folder, tracking())
     trained.steps(1, 2)
@@ -189,40 +186,12 @@ def test_log_table_replaces_a_table_of_the_same_name(store, folder, tracking, tm
 
 
 def test_log_table_shows_the_newest_tables(run, monkeypatch):
-    monkeypatch.setattr(mlflow_run, "_SHOWN_TABLES", 2)
+    monkeypatch.setattr(run_module, "_MAX_SHOWN_TABLES", 2)
     for step in (1, 2, 3, 2):
         run.log_table({"prompt": ["a"]}, f"samples/step_{step}.json")
     tag = json.loads(run.client.get_run(run.run_id).data.tags["mlflow.loggedArtifacts"])
     assert tag == [{"path": f"samples/step_{step}.json", "type": "table"} for step in (3, 2)]
     assert len(run.client.list_artifacts(run.run_id, "samples")) == 3
-
-
-def test_record_checkpoint_records_a_digest_of_the_content(store, folder, run, tmp_path):
-    checkpoint = folder.checkpoint(20)
-    (checkpoint / "state").mkdir(parents=True)
-    (checkpoint / "state" / "large").write_bytes(b"a" * 5 * 2**20)
-    digests = set()
-    for last in (b"1", b"2"):
-        (checkpoint / "state" / "clock").write_bytes(last)
-        digests.add(manifest_digest(checkpoint_manifest(checkpoint)))
-        (checkpoint / "state" / "large").open("ab").write(last)
-        digests.add(manifest_digest(checkpoint_manifest(checkpoint)))
-    assert len(digests) == 4
-    record_checkpoint(run, checkpoint)
-    record_checkpoint(run, folder.checkpoint(40))
-    tags = run_of(store, folder).data.tags
-    assert tags["checkpoint.path"] == str(checkpoint) and tags["checkpoint.digest"] in digests
-    path = run.client.download_artifacts(run.run_id, "checkpoints/step_00000020.json", str(tmp_path))
-    assert json.loads(Path(path).read_text())["files"]["state/clock"]["bytes"] == 1
-
-
-def test_log_trace_records_a_rollout_in_the_run(run):
-    log_trace(run, 3, {"prompt": "1+1=", "response": "2", "score": 1.0, "ground_truth": "2", "failure": None})
-    (trace,) = run.client.search_traces(locations=[run.experiment_id], run_id=run.run_id)
-    assert trace.info.tags["step"] == "3"
-    (span,) = trace.data.spans
-    assert (span.inputs, span.outputs) == ({"prompt": "1+1="}, {"response": "2"})
-    assert span.get_attribute("score") == 1.0
 
 
 @pytest.mark.parametrize("named", [None, "http://elsewhere:5000"])

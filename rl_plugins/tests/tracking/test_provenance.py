@@ -5,10 +5,10 @@ import subprocess
 
 import pytest
 
-from rl_plugins.launch.provenance import code_tags, write_provenance
-from rl_plugins.launch.tracking import facts_of
+from rl_plugins.launch.tracking import describe_run
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.launch.configurations import configured
+from rl_plugins.tracking.provenance import git_tags, write_provenance
 
 
 def test_write_provenance_writes_the_versions_and_the_state_of_git(tmp_path, monkeypatch):
@@ -25,14 +25,14 @@ def test_write_provenance_writes_the_versions_and_the_state_of_git(tmp_path, mon
     assert "-old\n+new\n" in folder.git_diff.read_text()
     state = json.loads(folder.git_state.read_text())
     assert state["changes"][0] == " M train.py"
-    assert code_tags(folder)["mlflow.source.git.commit"] == state["commit"]
+    assert git_tags(folder)["mlflow.source.git.commit"] == state["commit"]
 
 
 def test_write_provenance_outside_of_git_writes_the_versions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = RunFolder(tmp_path)
     write_provenance(folder)
-    assert folder.environment.is_file() and code_tags(folder) == {}
+    assert folder.environment.is_file() and git_tags(folder) == {}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_write_provenance_outside_of_git_writes_the_versions(tmp_path, monkeypat
         ("preference_optimization", [], (None, "dpo", 2)),
     ],
 )
-def test_facts_of_a_run_name_algorithm_loss_and_workers(recipe, options, expected, tmp_path):
+def test_describe_run_names_algorithm_loss_and_workers(recipe, options, expected, tmp_path):
     config = configured(recipe, "model.path=model", "placement.num_workers=2", *options)
-    params = facts_of(config, RunFolder(tmp_path)).params
+    params = describe_run(config, RunFolder(tmp_path)).params
     assert tuple(params.get(name) for name in ("advantage", "loss", "workers")) == expected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_plugins.callbacks.curves import draw_curves
+from rl_plugins.callbacks.report import draw_curves
 
 
 def test_draw_curves_draws_known_metrics_only(tmp_path):

@@ -1,4 +1,4 @@
-"""Threads that import MLflow at the same time all get complete modules."""
+"""`import_mlflow` in threads: every thread gets complete modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_plugins.tests.patience import patient
 
 AT_ONCE = """
 import sys, threading
-from rl_plugins.callbacks.mlflow_import import import_mlflow
+from rl_plugins.tracking.store import import_mlflow
 
 start, failures = threading.Barrier(3), []
 

@@ -1,4 +1,4 @@
-"""The best checkpoints in an SQLite store: which and how many there are, also after interruptions."""
+"""Checkpoints in an SQLite store: records, and the best checkpoints, also after interruptions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ import pytest
 from mlflow import MlflowClient
 
 from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
-from rl_plugins.callbacks.best_upload import BestUpload, hold
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
-from rl_plugins.callbacks.mlflow import MLflowTracking
-from rl_plugins.callbacks.mlflow_run import TrackedRun
+from rl_plugins.callbacks.checkpoint_artifacts import (
+    BestUpload,
+    checkpoint_manifest,
+    manifest_digest,
+    record_checkpoint,
+    upload_best,
+)
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.callbacks.training import alter, build_stage, train
 from rl_plugins.tests.patience import patient
+from rl_plugins.tracking.loggers import MLflowTracking
+from rl_plugins.tracking.run import TrackedRun
 
 pytestmark = pytest.mark.usefixtures("quick_sender")
 REWARDS = [0.1, 0.5, 0.3, 0.7, 0.9, 0.2]
@@ -75,7 +81,7 @@ def test_best_upload_keeps_the_best_checkpoints_in_the_store_and_never_more(
         assert len(files) > 2 and all((local / f).read_bytes() == (folder.path / name / f).read_bytes() for f in files)
 
 
-def test_hold_sends_a_checkpoint_again_after_an_outage(
+def test_upload_best_sends_a_checkpoint_again_after_an_outage(
     folder: RunFolder, run: TrackedRun, save: Callable[..., Path], tracking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log_artifacts, left = MlflowClient.log_artifacts, iter(range(2))
@@ -91,7 +97,7 @@ def test_hold_sends_a_checkpoint_again_after_an_outage(
     monkeypatch.setattr(MlflowClient, "log_artifacts", cut_off)
     logger = tracking()
     sent = threading.Event()
-    logger.submit(lambda found: hold(found, best))
+    logger.submit(lambda found: upload_best(found, best))
     logger.submit(lambda _: sent.set())
     assert sent.wait(patient(60)), "the call after the upload was not made"
     logger.finalize("success", patient(60))
@@ -100,24 +106,26 @@ def test_hold_sends_a_checkpoint_again_after_an_outage(
     assert not run.client.list_artifacts(run.run_id, "best_00000003/half")
     # And nothing is sent twice.
     monkeypatch.setattr(MlflowClient, "log_artifacts", None)
-    hold(run, best)
+    upload_best(run, best)
 
 
-def test_hold_replaces_a_checkpoint_of_the_same_step(run: TrackedRun, save: Callable[..., Path]) -> None:
-    hold(run, [save(3, "first")])
-    hold(run, [save(3, "of the resumed run")])
+def test_upload_best_replaces_a_checkpoint_of_the_same_step(run: TrackedRun, save: Callable[..., Path]) -> None:
+    upload_best(run, [save(3, "first")])
+    upload_best(run, [save(3, "of the resumed run")])
     assert stored(run) == {"best_00000003": "of the resumed run"}
 
 
-def test_hold_sends_a_checkpoint_removed_from_the_store_again(run: TrackedRun, save: Callable[..., Path]) -> None:
+def test_upload_best_sends_a_checkpoint_removed_from_the_store_again(
+    run: TrackedRun, save: Callable[..., Path]
+) -> None:
     best = save(3, "three")
-    hold(run, [best])
+    upload_best(run, [best])
     shutil.rmtree(Path(run.client.download_artifacts(run.run_id, "best_00000003")))
-    hold(run, [best])
+    upload_best(run, [best])
     assert stored(run) == {"best_00000003": "three"}
 
 
-def test_hold_removes_the_upload_of_a_checkpoint_that_vanished(
+def test_upload_best_removes_the_upload_of_a_checkpoint_that_vanished(
     run: TrackedRun, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log_artifacts, old, new = MlflowClient.log_artifacts, save(3, "old"), save(7, "new")
@@ -129,15 +137,15 @@ def test_hold_removes_the_upload_of_a_checkpoint_that_vanished(
 
     with monkeypatch.context() as during:
         during.setattr(MlflowClient, "log_artifacts", gone)
-        hold(run, [old])
-    hold(run, [new])
+        upload_best(run, [old])
+    upload_best(run, [new])
     assert stored(run) == {"best_00000007": "new"}
     assert {key for key in run.client.get_run(run.run_id).data.tags if key.startswith("uploaded")} == {
         "uploaded.best_00000007"
     }
 
 
-def test_hold_of_a_refused_checkpoint_does_not_block_later_calls(
+def test_upload_best_of_a_refused_checkpoint_does_not_block_later_calls(
     folder: RunFolder, run: TrackedRun, save: Callable[..., Path], tracking: Any, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -152,8 +160,27 @@ def test_hold_of_a_refused_checkpoint_does_not_block_later_calls(
     best = save(3, "large")
     monkeypatch.setattr(MlflowClient, "log_artifacts", refused)
     logger = tracking()
-    logger.submit(lambda found: hold(found, [best]))
+    logger.submit(lambda found: upload_best(found, [best]))
     logger.submit(lambda found: found.client.set_tag(found.run_id, "after", "it"))
     logger.finalize("success", patient(60))
     assert run.client.get_run(run.run_id).data.tags["after"] == "it" and logger.sender.failures == 0
     assert any("could not be recorded: 413" in record.getMessage() for record in caplog.records)
+
+
+def test_record_checkpoint_records_a_digest_of_the_content(folder: RunFolder, run: TrackedRun, tmp_path: Path) -> None:
+    checkpoint = folder.checkpoint(20)
+    (checkpoint / "state").mkdir(parents=True)
+    (checkpoint / "state" / "large").write_bytes(b"a" * 5 * 2**20)
+    digests = set()
+    for last in (b"1", b"2"):
+        (checkpoint / "state" / "clock").write_bytes(last)
+        digests.add(manifest_digest(checkpoint_manifest(checkpoint)))
+        (checkpoint / "state" / "large").open("ab").write(last)
+        digests.add(manifest_digest(checkpoint_manifest(checkpoint)))
+    assert len(digests) == 4
+    record_checkpoint(run, checkpoint)
+    record_checkpoint(run, folder.checkpoint(40))
+    tags = run.client.get_run(run.run_id).data.tags
+    assert tags["checkpoint.path"] == str(checkpoint) and tags["checkpoint.digest"] in digests
+    path = run.client.download_artifacts(run.run_id, "checkpoints/step_00000020.json", str(tmp_path))
+    assert json.loads(Path(path).read_text())["files"]["state/clock"]["bytes"] == 1

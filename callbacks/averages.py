@@ -1,0 +1,218 @@
+"""Models that follow the policy: a moving average of its weights, and a reference model that is updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from typing_extensions import override
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.stages.stage import Stage, clock
+from rl_plugins.strategies.contract import POLICY, REFERENCE, HasEngines
+
+
+class PolicyAverage(Callback):
+    """Keep an exponential moving average of the trained weights, in float32. Each rank has the average of its shards.
+
+    The average is often better than the trained policy. Validation uses the average; training does not.
+    `PolicyCheckpoint`, placed behind this callback, saves the average. The average continues if as many ranks resume as
+    have saved it, and starts again from the current weights otherwise.
+
+    Args:
+        keep: weight of the old average in a step, above 0 and below 1. With 0.99 the average covers about 100 steps.
+
+    Raises:
+        ConfigError: `keep` is out of range.
+
+    Example:
+        Export the average after training::
+
+            trainer.fit(stage, data)
+            with average.swapped_in(trainer):
+                stage.export(folder)
+    """
+
+    def __init__(self, *, keep: float) -> None:
+        if not 0 < keep < 1:
+            raise ConfigError(f"PolicyAverage(keep={keep}): keep must be above 0 and below 1")
+        self._keep = keep
+        self._average: dict[str, Tensor] = {}
+        self._trained_weights: dict[str, Tensor] = {}
+        self._last_step = -1
+
+    @override
+    @torch.no_grad()
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_step = clock(pl_module)
+        self._average = {name: shard.float().clone() for name, shard in _trained_shards(trainer)}
+
+    @override
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        previous, self._last_step = self._last_step, clock(pl_module)
+        # After a roll-back the clock shows a step again that the average already includes.
+        if self._last_step > previous:
+            for name, shard in _trained_shards(trainer):
+                self._average[name].lerp_(shard.float(), 1 - self._keep)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if _validates_in_training(trainer):
+            self._swap_in(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if _validates_in_training(trainer):
+            self._swap_out(trainer)
+
+    @contextmanager
+    def swapped_in(self, trainer: Trainer) -> Iterator[None]:
+        """Give the model the average as its weights inside this context, for an export or a validation. Collective."""
+        self._swap_in(trainer)
+        try:
+            yield
+        finally:
+            self._swap_out(trainer)
+
+    @torch.no_grad()
+    def _swap_in(self, trainer: Trainer) -> None:
+        for name, shard in _trained_shards(trainer):
+            self._trained_weights[name] = shard.clone()
+            shard.copy_(self._average[name])
+        _strategy(trainer).weights_changed()
+
+    @torch.no_grad()
+    def _swap_out(self, trainer: Trainer) -> None:
+        for name, shard in _trained_shards(trainer):
+            shard.copy_(self._trained_weights.pop(name))
+        _strategy(trainer).weights_changed()
+
+    def rank_state(self) -> dict[str, Tensor]:
+        """Return this rank's shards of the average, on the CPU."""
+        return {name: tensor.cpu() for name, tensor in self._average.items()}
+
+    def load_rank_state(self, state: dict[str, Tensor]) -> str:
+        """Restore `rank_state` if the shards have the same names and shapes; return the outcome, in words."""
+        shapes = {name: tensor.shape for name, tensor in self._average.items()}
+        if shapes != {name: tensor.shape for name, tensor in state.items()}:
+            return "the average begins anew (other shards)"
+        for name, tensor in state.items():
+            self._average[name].copy_(tensor)
+        return "average"
+
+
+def read_average(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Read the whole average from a checkpoint, in one process without a process group.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        shapes: shape of each whole parameter.
+
+    Returns:
+        The average of each parameter, in float32; empty for a run without `PolicyAverage`.
+
+    Raises:
+        ConfigError: the run has split its parameters with tensor parallelism.
+    """
+    files = sorted(checkpoint.glob("callbacks_*.pt"), key=lambda file: int(file.stem.removeprefix("callbacks_")))
+    states = [torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in files]
+    averages = [state[PolicyAverage.__name__] for state in states if PolicyAverage.__name__ in state]
+    names = [name for name in averages[0] if name in shapes] if averages else []
+    if any(averages[0][name].dim() > 1 and averages[0][name].shape[1:] != shapes[name][1:] for name in names):
+        raise ConfigError(
+            f"the average in {checkpoint} is split by tensor parallelism (strategy.tensor_parallel), and the parts "
+            "cannot be joined here: resume the run (run.resume=true) and let it end; the folder policy/ then has the "
+            "average"
+        )
+    return {name: _join_shards([average[name] for average in averages], shapes[name]) for name in names}
+
+
+def _join_shards(shards: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """Join the shards of a parameter: whole copies, blocks of rows, or blocks of numbers with padding at the end."""
+    if shards[0].shape == shape:
+        return shards[0]
+    return torch.cat([shard.flatten() for shard in shards])[: shape.numel()].view(shape)
+
+
+def _trained_shards(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    stage: object = trainer.lightning_module
+    assert isinstance(stage, Stage)
+    model = stage.engine_modules()[stage.trained]
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, shard in _strategy(trainer).shards(stage.trained):
+        if name in trained:
+            yield name, shard
+
+
+def _strategy(trainer: Trainer) -> Any:
+    return trainer.strategy
+
+
+def _validates_in_training(trainer: Trainer) -> bool:
+    # Lightning's sanity check runs before the average exists.
+    return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+
+
+class ReferenceUpdate(Callback):
+    """Move the weights of the reference model towards the policy's weights, at the end of every `every`-th step.
+
+    Every checkpoint holds the moved reference.
+
+    Args:
+        every: number of steps between two moves, at least 1.
+        keep: weight of the old reference in a move, at least 0 and below 1: 0 copies the policy, 0.99 makes an
+            exponential moving average.
+
+    Raises:
+        ConfigError: `every` or `keep` is out of range.
+    """
+
+    def __init__(self, *, every: int = 1, keep: float = 0.0) -> None:
+        if every < 1:
+            raise ConfigError(f"ReferenceUpdate(every={every}): every must be at least 1")
+        if not 0 <= keep < 1:
+            raise ConfigError(f"ReferenceUpdate(keep={keep}): keep must be at least 0 and below 1")
+        self._every, self._keep = every, keep
+        self._last_step = -1
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if getattr(pl_module, "reference_is_base", False):
+            raise ConfigError(
+                "ReferenceUpdate: the reference is the policy with its adapter off, so it cannot follow the "
+                "policy: remove the callback (reference.update_every=0), or give the stage a reference of its own "
+                "(reference.path: another folder of the same model)"
+            )
+        if not isinstance(pl_module, HasEngines) or REFERENCE not in pl_module.engine_modules():
+            raise ConfigError(
+                "ReferenceUpdate: the stage has no reference model: use a KL penalty "
+                "(algorithm.kl.coefficient), or remove the callback (reference.update_every=0)"
+            )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_step = clock(pl_module)
+        # This move changes nothing, but from now on checkpoints hold the reference. A roll-back needs the reference in
+        # checkpoints from before the first real move, too.
+        self._move(trainer, keep=1.0)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        previous, self._last_step = self._last_step, clock(pl_module)
+        # After a roll-back the clock shows the step of the checkpoint again, which already has its move.
+        if self._last_step > previous and self._last_step % self._every == 0:
+            self._move(trainer, self._keep)
+
+    def _move(self, trainer: Trainer, keep: float) -> None:
+        _strategy(trainer).blend_weights(POLICY, REFERENCE, keep)

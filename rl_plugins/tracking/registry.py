@@ -1,0 +1,219 @@
+"""Models in MLflow: register an exported policy as a version of a name, and fetch a model into a local folder.
+
+The best version of a registered model has the alias `champion`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.tracking.run import TrackedRun
+from rl_plugins.tracking.store import check_store, import_mlflow, use_store
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+    from mlflow.models.model import ModelInfo
+
+CHAMPION = "champion"
+_DATA_TAG = "evaluated_on"
+_REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
+_IN_RUN = re.compile(r"runs:/(?P<run>\w+)/(?P<path>.+)")
+_DIGEST_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluation of a policy, for the comparison with the champion.
+
+    Attributes:
+        metric: name of a metric for which more is better.
+        value: value of the metric; None if the run has not measured the metric.
+        data: identifier of the validation data. Values on different data are not compared.
+    """
+
+    metric: str
+    value: float | None
+    data: str
+
+
+def register_policy(run: TrackedRun, policy: Path, name: str, evaluation: Evaluation, example: str) -> str:
+    """Log a Hugging Face folder as a model of the run, and register the model.
+
+    Args:
+        run: run of the policy.
+        policy: folder of the policy.
+        name: name of the registered model; created if it does not exist.
+        evaluation: evaluation of the policy, for the comparison with the champion.
+        example: text of a user message, stored as the model's input example.
+
+    Returns:
+        The version and the outcome of the comparison, in words.
+    """
+    from mlflow.exceptions import MlflowException
+
+    client = run.client
+    tags = {_DATA_TAG: evaluation.data}
+    if evaluation.value is not None:
+        tags[evaluation.metric] = repr(evaluation.value)
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    # After an interrupted call, the store can already have the version.
+    versions = client.search_model_versions(f"name='{name}'")
+    version = next((found for found in versions if found.run_id == run.run_id and found.tags == tags), None)
+    if version is None:
+        logged = _log_model(run, policy, example)
+        version = client.create_model_version(name, logged.model_uri, run.run_id, tags=tags, model_id=logged.model_id)
+    champion = _champion(run, name)
+    wins, reason = compare(evaluation, None if champion is None else champion.tags)
+    if wins:
+        client.set_registered_model_alias(name, CHAMPION, version.version)
+    return f"{name} version {version.version}, {'the' if wins else 'not the'} champion: {reason}"
+
+
+def compare(evaluation: Evaluation, champion: Mapping[str, str] | None) -> tuple[bool, str]:
+    """Compare a policy with the champion.
+
+    Args:
+        evaluation: evaluation of the policy.
+        champion: tags of the champion's version; None if there is no champion.
+
+    Returns:
+        True if the policy becomes the champion, and the reason.
+    """
+    metric, value = evaluation.metric, evaluation.value
+    if value is None:
+        return False, f"the run has no {metric}"
+    if champion is None:
+        return True, f"the first one, {metric} {value:.4g}"
+    if metric not in champion:
+        return False, f"the champion has no {metric} to compare with"
+    if champion.get(_DATA_TAG) != evaluation.data:
+        return False, f"the champion's {metric} is of other data"
+    best = float(champion[metric])
+    return value > best, f"{metric} {value:.4g} against {best:.4g}"
+
+
+def _champion(run: TrackedRun, name: str) -> ModelVersion | None:
+    version = run.client.get_registered_model(name).aliases.get(CHAMPION)
+    return None if version is None else run.client.get_model_version(name, version)
+
+
+def _log_model(run: TrackedRun, policy: Path, example: str) -> ModelInfo:
+    import mlflow
+
+    # MLflow looks for the model card of every folder on the hub, and warns about a missing card.
+    logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
+    with mlflow.start_run(run.run_id):
+        return mlflow.transformers.log_model(
+            # MLflow takes a relative path for a name on the hub.
+            str(policy.absolute()),
+            name=policy.name,
+            # The input is chat messages, rendered with the chat template of training. The output is the answer.
+            task="llm/v1/chat",
+            input_example={"messages": [{"role": "user", "content": example}]},
+            pip_requirements=[f"{name}=={importlib.metadata.version(name)}" for name in ("transformers", "torch")],
+        )
+
+
+def is_in_mlflow(path: str) -> bool:
+    """Return True if a model's path is a URI of MLflow (`models:/...` or `runs:/...`)."""
+    return path.startswith(("models:", "runs:"))
+
+
+def fetch_model(option: str, uri: str, store: str, cache: Path) -> Path:
+    """Return the local folder of a model in MLflow; download the model if the cache does not have it.
+
+    The model is a registered model (`models:/NAME@ALIAS`, `models:/NAME/VERSION`) or an artifact of a run
+    (`runs:/ID/FOLDER`), in MLflow's transformers flavour or as a Hugging Face folder. A version or an artifact does not
+    change, so it is downloaded once. The folder's name ends with a digest of the store and of the origin of the
+    version: other stores use the same names and versions, and so does a model created again under a deleted name.
+
+    Args:
+        option: name of the option with the URI, for error messages.
+        uri: URI of the model.
+        store: address of the MLflow store.
+        cache: parent folder of the downloaded models.
+
+    Raises:
+        ConfigError: the URI is malformed, there is no such model, the store does not answer, or the model is in
+            another format.
+    """
+    registered, in_run = _REGISTERED.fullmatch(uri), _IN_RUN.fullmatch(uri)
+    if registered is None and in_run is None:
+        raise ConfigError(
+            f"{option}={uri}: name a model in MLflow as models:/NAME@ALIAS, models:/NAME/VERSION or runs:/ID/FOLDER"
+        )
+    file = Path(store.removeprefix("sqlite:///"))
+    if store.startswith("sqlite:") and not file.is_file():
+        raise ConfigError(
+            f"{option}={uri}: there is no MLflow store {file}: name the one that has it by MLFLOW_TRACKING_URI"
+        )
+    check_store(store)
+    import_mlflow()
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    use_store(store)
+    try:
+        if registered is not None:
+            client, name = mlflow.MlflowClient(store), registered["name"]
+            version = (
+                client.get_model_version(name, registered["version"])
+                if registered["version"]
+                else client.get_model_version_by_alias(name, registered["alias"])
+            )
+            versioned_uri, origin = f"models:/{name}/{version.version}", version.source
+            folder = cache / name / str(version.version)
+        else:
+            assert in_run is not None
+            versioned_uri, origin = uri, in_run["run"]
+            folder = cache / in_run["run"] / in_run["path"]
+        digest = sha256(f"{store} {versioned_uri} {origin}".encode()).hexdigest()[:_DIGEST_LENGTH]
+        folder = folder.with_name(f"{folder.name}-{digest}")
+        if not folder.is_dir():
+            _download(f"{option}={uri}", versioned_uri, folder)
+    except (MlflowException, OSError) as error:
+        raise ConfigError(f"{option}={uri}: MLflow at {store} does not give it ({error})") from None
+    return folder
+
+
+def _download(option: str, uri: str, folder: Path) -> None:
+    """Download a model; the folder gets its name when the download is complete. Other runs can do the same.
+
+    Raises:
+        ConfigError: the download has no model configuration.
+    """
+    import mlflow
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as partial:
+        # The temporary folder itself can be read by its user only.
+        target = Path(partial, "model")
+        target.mkdir()
+        downloaded = Path(mlflow.artifacts.download_artifacts(uri, dst_path=str(target)))
+        # MLflow's transformers flavour has the model in a subfolder.
+        candidates = (downloaded / "model", downloaded)
+        model = next((candidate for candidate in candidates if (candidate / "config.json").is_file()), None)
+        if model is None:
+            raise ConfigError(
+                f"{option}: there is no config.json in {uri}, so it is neither a model of MLflow's transformers "
+                "flavour nor a Hugging Face folder"
+            )
+        try:
+            model.replace(folder)
+        except OSError:
+            # Another run has finished the same download first.
+            if not folder.is_dir():
+                raise

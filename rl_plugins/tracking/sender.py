@@ -1,0 +1,171 @@
+"""A thread for sending a run to MLflow: callers never wait for the store, and an outage never stops training.
+
+Calls go into a queue, and the thread makes one call after another. Metrics are read from the run's metrics file, which
+outlives the process: after an outage or a restart, the thread sends every missing point. Other calls stay in the
+queue during an outage; `finish` logs the number of unsent calls. If the store refuses the run (its experiment is
+deleted, or its id is unknown), the thread waits until the store accepts the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.tracking.run import RunDescription, TrackedRun, open_run
+from rl_plugins.tracking.store import import_mlflow
+from rl_plugins.tracking.unsent_metrics import UnsentMetrics
+
+logger = logging.getLogger(__name__)
+
+FINISH_TIMEOUT_S = 60.0
+_RETRY_S = 5.0
+_METRICS_INTERVAL_S = 5.0
+
+Call = Callable[[TrackedRun], None]
+
+
+class RunSender:
+    """Sender of one run, with a thread of its own.
+
+    A process opens a store only through its sender: if two threads create one SQLite store at the same time, they
+    damage the store.
+
+    Args:
+        uri: address of the MLflow store.
+        experiment: name of the experiment.
+        folder: folder of the run; its name is the name of the MLflow run.
+        description: description to record when the run starts.
+
+    Attributes:
+        failures: number of failed tries.
+
+    Example:
+        The thread starts with the first call::
+
+            sender = RunSender("sqlite:///mlflow.db", "grpo", folder, RunDescription())
+            sender.send_metrics()
+            sender.submit(lambda run: run.client.set_tag(run.run_id, "team", "math"))
+            sender.finish("FINISHED", deadline_s=60)
+    """
+
+    def __init__(self, uri: str, experiment: str, folder: RunFolder, description: RunDescription) -> None:
+        self._uri, self._experiment, self._folder, self._description = uri, experiment, folder, description
+        self._unsent_metrics = UnsentMetrics(folder.metrics)
+        self._queue: queue.Queue[Call | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._finishing = threading.Event()
+        self._metrics_queued, self._metrics_sent_at = False, -_METRICS_INTERVAL_S
+        self._num_unsent_calls = 0
+        self._logged_reasons: set[str] = set()
+        self.failures = 0
+
+    def send_metrics(self) -> None:
+        """Queue a call for the new points of the metrics file."""
+        if not self._metrics_queued:
+            self._metrics_queued = True
+            self.submit(self._send_metrics)
+
+    def submit(self, call: Call) -> None:
+        """Queue a call, behind all earlier calls. A failed call is made again."""
+        if self._thread is None:
+            self._finishing.clear()
+            self._thread = threading.Thread(target=self._make_calls, name="mlflow", daemon=True)
+            self._thread.start()
+        self._queue.put(call)
+
+    def finish(self, status: str, deadline_s: float) -> None:
+        """Send the queued calls and end the MLflow run. Do nothing if no call was ever queued.
+
+        Args:
+            status: MLflow's name of the status, such as `FINISHED`.
+            deadline_s: seconds to wait for the thread.
+        """
+        if self._thread is None:
+            return
+        # Points that a roll-back has repeated count as unsent until they are sent once more.
+        self.send_metrics()
+        self.submit(lambda run: run.client.set_terminated(run.run_id, status))
+        self._queue.put(None)
+        self._finishing.set()
+        self._thread.join(deadline_s)
+        # The last entry of the queue is the end mark.
+        self._num_unsent_calls = max(0, self._queue.qsize() - 1)
+        if self._thread.is_alive() or not self.all_sent():
+            logger.error(
+                "MLflow at %s did not take the last %d calls; all metrics are in %s: rl-plugins sync %s sends what is "
+                "missing",
+                self._uri,
+                self._num_unsent_calls,
+                self._folder.metrics,
+                self._folder.path,
+            )
+            self._queue, self._metrics_queued = queue.Queue(), False
+        self._thread = None
+
+    def all_sent(self) -> bool:
+        """Return True if the store has everything, after `finish`."""
+        return not self._num_unsent_calls and not self._unsent_metrics.has_points()
+
+    def _send_metrics(self, run: TrackedRun) -> None:
+        # One request with the points of several steps costs little more than a request with the points of one step.
+        self._finishing.wait(max(0.0, self._metrics_sent_at + _METRICS_INTERVAL_S - time.monotonic()))
+        self._metrics_queued, self._metrics_sent_at = False, time.monotonic()
+        for points in self._unsent_metrics.batches():
+            run.log_points(points)
+
+    def _make_calls(self) -> None:
+        import_mlflow()
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        run: TrackedRun | None = None
+        calls = self._queue
+        while (call := calls.get()) is not None:
+            while True:
+                try:
+                    if run is None:
+                        run = open_run(self._uri, self._experiment, self._folder, self._description)
+                        self._unsent_metrics.reset(run.last_steps())
+                    call(run)
+                    break
+                except (MlflowException, SQLAlchemyError, OSError, NotImplementedError, ConfigError) as error:
+                    if run is not None and _is_refused(error):
+                        logger.error("MLflow at %s: something could not be recorded: %s", self._uri, error)
+                        break
+                    # The store may have recorded a part of the call. `open_run` reads the state of the store again.
+                    run = None
+                    self.failures += 1
+                    self._log_reason(error)
+                    if self._finishing.is_set():
+                        calls.put(call)
+                        return
+                    self._finishing.wait(_RETRY_S)
+
+    def _log_reason(self, error: Exception) -> None:
+        """Log why the sender waits, once for each reason."""
+        refused = "does not take the run, metrics wait until it does"
+        reason = refused if _is_refused(error) else "is away, metrics wait for it"
+        if reason not in self._logged_reasons:
+            self._logged_reasons.add(reason)
+            logger.error("MLflow at %s %s: %s", self._uri, reason, error)
+
+
+def _is_refused(error: Exception) -> bool:
+    """Return True if a second try would fail as well: the store refuses the call, or a local file is missing."""
+    from mlflow.exceptions import MlflowException
+    from requests import HTTPError
+
+    if isinstance(error, FileNotFoundError | NotImplementedError | ConfigError):
+        return True
+    status = 500
+    if isinstance(error, MlflowException):
+        status = error.get_http_status_code()
+    # Artifact stores raise errors of requests.
+    elif isinstance(error, HTTPError) and error.response is not None:
+        status = error.response.status_code
+    return 400 <= status < 500 and status not in (401, 403, 408, 429)

@@ -1,0 +1,121 @@
+"""An MLflow store: a server (`http://...`) or an SQLite file (`sqlite:///...`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlparse
+
+from rl_plugins.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+DELETED = "deleted"
+"""Lifecycle stage of a deleted experiment or run."""
+
+_CONNECT_TIMEOUT_S = 3.0
+_STORE_VARIABLE = "MLFLOW_TRACKING_URI"
+
+
+def import_mlflow() -> None:
+    """Import MLflow with the settings of `configure_mlflow`.
+
+    Every thread calls this function before its first import of a module inside `mlflow`. MLflow's modules import each
+    other in circles. If two threads begin with different modules, each thread can wait for the module of the other;
+    Python breaks such a deadlock by giving one thread an incomplete module. If all threads begin with `mlflow` itself,
+    Python's lock of this module lets the threads in one after another.
+    """
+    configure_mlflow()
+    import mlflow  # noqa: F401
+
+
+def configure_mlflow() -> None:
+    """Set defaults in the environment, before MLflow is imported: few messages and short timeouts.
+
+    By default MLflow retries a request for two minutes.
+    """
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT", "600")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    # Training machines often have no access to the internet.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # The sender thread logs a trace, so the training thread does not wait for the store.
+    os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def check_store(uri: str) -> None:
+    """Check a store: a server must answer; the folder of an SQLite file must be writable.
+
+    Raises:
+        ConfigError: no server answers, or the folder is missing or read-only.
+    """
+    url = urlparse(uri)
+    if url.scheme in ("http", "https"):
+        try:
+            port = url.port or (443 if url.scheme == "https" else 80)
+            socket.create_connection((url.hostname or "", port), timeout=_CONNECT_TIMEOUT_S).close()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"MLflow store {uri}: no server answers there ({getattr(error, 'strerror', None) or error}): start the "
+                "server (mlflow server), correct tracking.uri or MLFLOW_TRACKING_URI, or switch tracking off with "
+                "tracking.enabled=false"
+            ) from None
+    elif url.scheme == "sqlite":
+        folder = Path(uri.removeprefix("sqlite:///")).parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ConfigError(
+                f"MLflow store {uri}: the folder {folder} does not exist or cannot be written: make the folder, or "
+                "leave out tracking.uri and MLFLOW_TRACKING_URI for a file in run.output_dir"
+            )
+
+
+def use_store(uri: str) -> None:
+    """Set the store for MLflow's functions without a client: tables, traces, downloads.
+
+    `mlflow.set_tracking_uri` also sets an environment variable, which would give this store to later runs of the
+    process and to child processes. The variable is restored here.
+    """
+    import mlflow
+
+    previous = os.environ.get(_STORE_VARIABLE)
+    mlflow.set_tracking_uri(uri)
+    if previous is None:
+        os.environ.pop(_STORE_VARIABLE, None)
+    else:
+        os.environ[_STORE_VARIABLE] = previous
+
+
+def find_experiment(client: MlflowClient, uri: str, name: str) -> str:
+    """Return the id of an experiment. A missing experiment is created.
+
+    Raises:
+        ConfigError: the experiment is deleted. MLflow does not give its name to a new experiment.
+    """
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        return client.create_experiment(name, _artifact_location(uri))
+    if experiment.lifecycle_stage == DELETED:
+        raise ConfigError(
+            f"the experiment {name!r} is deleted: restore it (mlflow experiments restore --experiment-id "
+            f"{experiment.experiment_id}), or choose another name (tracking.experiment; of a pipeline: experiment)"
+        )
+    return experiment.experiment_id
+
+
+def _artifact_location(uri: str) -> str | None:
+    """Return the folder of a new experiment's artifacts: beside an SQLite file; None lets a server choose.
+
+    For SQLite, MLflow's default is the working directory, and the working directory of a Ray worker is temporary.
+    """
+    prefix = "sqlite:///"
+    if not uri.startswith(prefix):
+        return None
+    return (Path(uri.removeprefix(prefix)).absolute().parent / "mlartifacts").as_uri()
