@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -83,7 +84,7 @@ def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
     """
     import mlflow
 
-    attributes = {
+    attributes: dict[str, Any] = {
         key: value for key, value in sample.items() if key not in ("prompt", "response") and value is not None
     }
     attributes["step"] = step

@@ -121,7 +121,7 @@ def test_graceful_stop_saves_once_for_a_notice_of_ray_train_and_goes_on(
 
 
 def test_graceful_stop_refuses_a_trainer_without_policy_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="saves by PolicyCheckpoint, and the trainer has none"):
+    with pytest.raises(ConfigError, match="a callback needs PolicyCheckpoint: add PolicyCheckpoint to Trainer"):
         train(build_stage(STEPS), [GracefulStop(tmp_path)])
 
 
