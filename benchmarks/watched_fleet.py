@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from rl_plugins.data.experience import Experience
+from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.vllm.fleet import Fleet
-from rl_plugins.strategies import sharded
 
 NOTES = "SAMPLE_PATH_NOTES"
 """Environment variable: the folder for the notes."""
 STRETCH = 8
 """Tokens by which a response is recognised."""
 
-_exchange_objects = sharded.exchange_objects
+_exchange = Ranks.exchange
 
 
 class WatchedFleet(Fleet):
@@ -39,7 +39,7 @@ class WatchedFleet(Fleet):
         for part in result if isinstance(result, tuple) else ():
             if isinstance(part, Generations):
                 self._note_samples(part, self.actors[engine]._actor_id.hex())
-                sharded.exchange_objects = self._exchange
+                self._watch_exchange()
         return result
 
     def _note_samples(self, samples: Generations, actor: str) -> None:
@@ -54,9 +54,14 @@ class WatchedFleet(Fleet):
             stretches=[response[:STRETCH] for response in samples.responses() if len(response) >= STRETCH][:2],
         )
 
-    def _exchange(self, parcels: list[Any], rank: int, device: Any) -> list[Any]:
-        self._note(moved=sum(_samples_in(parcel) for to, parcel in enumerate(parcels) if to != rank))
-        return _exchange_objects(parcels, rank, device)
+    def _watch_exchange(self) -> None:
+        fleet = self
+
+        def exchange(ranks: Ranks, parcels: list[Any]) -> list[Any]:
+            fleet._note(moved=sum(_samples_in(parcel) for to, parcel in enumerate(parcels) if to != ranks.rank))
+            return _exchange(ranks, parcels)
+
+        setattr(Ranks, "exchange", exchange)  # noqa: B010
 
     def _note(self, **values: Any) -> None:
         with (Path(os.environ[NOTES]) / f"{self.rank}.jsonl").open("a") as notes:

@@ -140,7 +140,7 @@ def work(
                 for event in self.profiler.key_averages():
                     spent[event.key] = spent.get(event.key, 0.0) + event.self_cpu_time_total / 1e6
                 measured["profile"] = spent
-            parameters = list(trainer.strategy.engine(POLICY).module.parameters())
+            parameters = list(trainer.strategy.model_engine(POLICY).module.parameters())
             whole = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if getattr(p, "ds_persist", stage < 3))
             measured["whole"] = whole / sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
 

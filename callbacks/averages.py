@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,7 +14,7 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.stages.stage import Stage, clock
-from rl_plugins.strategies.contract import POLICY, REFERENCE, HasEngines
+from rl_plugins.strategies.contract import POLICY, REFERENCE, HasNamedModels, strategy_of
 
 
 class PolicyAverage(Callback):
@@ -88,13 +87,13 @@ class PolicyAverage(Callback):
         for name, shard in _trained_shards(trainer):
             self._trained_weights[name] = shard.clone()
             shard.copy_(self._average[name])
-        _strategy(trainer).weights_changed()
+        strategy_of(trainer).rollout.weights_changed()
 
     @torch.no_grad()
     def _swap_out(self, trainer: Trainer) -> None:
         for name, shard in _trained_shards(trainer):
             shard.copy_(self._trained_weights.pop(name))
-        _strategy(trainer).weights_changed()
+        strategy_of(trainer).rollout.weights_changed()
 
     def rank_state(self) -> dict[str, Tensor]:
         """Return this rank's shards of the average, on the CPU."""
@@ -146,15 +145,11 @@ def _join_shards(shards: Sequence[Tensor], shape: torch.Size) -> Tensor:
 def _trained_shards(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     stage: object = trainer.lightning_module
     assert isinstance(stage, Stage)
-    model = stage.engine_modules()[stage.trained]
+    model = stage.named_models()[stage.trained]
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for name, shard in _strategy(trainer).shards(stage.trained):
+    for name, shard in strategy_of(trainer).shards(stage.trained):
         if name in trained:
             yield name, shard
-
-
-def _strategy(trainer: Trainer) -> Any:
-    return trainer.strategy
 
 
 def _validates_in_training(trainer: Trainer) -> bool:
@@ -192,7 +187,7 @@ class ReferenceUpdate(Callback):
                 "policy: remove the callback (reference.update_every=0), or give the stage a reference of its own "
                 "(reference.path: another folder of the same model)"
             )
-        if not isinstance(pl_module, HasEngines) or REFERENCE not in pl_module.engine_modules():
+        if not isinstance(pl_module, HasNamedModels) or REFERENCE not in pl_module.named_models():
             raise ConfigError(
                 "ReferenceUpdate: the stage has no reference model: use a KL penalty "
                 "(algorithm.kl.coefficient), or remove the callback (reference.update_every=0)"
@@ -215,4 +210,4 @@ class ReferenceUpdate(Callback):
             self._move(trainer, self._keep)
 
     def _move(self, trainer: Trainer, keep: float) -> None:
-        _strategy(trainer).blend_weights(POLICY, REFERENCE, keep)
+        strategy_of(trainer).blend_weights(POLICY, REFERENCE, keep)

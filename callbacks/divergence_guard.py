@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
@@ -17,6 +16,7 @@ from rl_plugins.callbacks.guard_bounds import Bounds
 from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.stage import Stage, clock
+from rl_plugins.strategies.contract import strategy_of
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +87,8 @@ class DivergenceGuard(Callback):
     ) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         violations = list(self._violations(metrics))
-        strategy: Any = trainer.strategy
         # Metrics are equal on all ranks. If they differ on one rank all the same, all ranks still act together.
-        if not bool(strategy.max_over_ranks(torch.tensor([float(bool(violations))]))):
+        if not strategy_of(trainer).ranks.any(bool(violations)):
             self._warned = False
             return
         description = "; ".join(map(str, violations)) or "another rank found a metric beyond its bound"

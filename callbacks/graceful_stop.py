@@ -14,16 +14,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import psutil
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.stage import clock
+from rl_plugins.strategies.contract import strategy_of
 
 
 class GracefulStop(Callback):
@@ -75,8 +74,7 @@ class GracefulStop(Callback):
         if self._ray_notices:
             self._save_on_notice(trainer, pl_module)
         reason = self._reason() if trainer.is_global_zero else None
-        strategy: Any = trainer.strategy
-        requested = bool(strategy.max_over_ranks(torch.tensor([float(reason is not None)])))
+        requested = strategy_of(trainer).ranks.any(reason is not None)
         if not requested or trainer.should_stop:
             return
         PolicyCheckpoint.of(trainer).save_once(trainer, pl_module)

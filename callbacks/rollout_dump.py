@@ -18,7 +18,7 @@ from typing_extensions import override
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.records import Score
-from rl_plugins.stages.collecting import CollectingStage
+from rl_plugins.stages.policy_optimization import PolicyOptimization
 
 _SCORES = "scored"
 _STEP = re.compile(r"step_(\d{8})$")
@@ -47,7 +47,7 @@ class RolloutDump(Callback):
             name = f"draw_{draw}_rank_{trainer.global_rank}_of_{trainer.world_size}.pt"
             kept.save(_step_folder(self._folder, stage.step + 1) / name)
 
-        stage.on_rollout = write
+        stage.rollouts.on_collected = write
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
@@ -62,7 +62,7 @@ class RolloutDump(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _collecting(pl_module).on_rollout = None
+        _collecting(pl_module).rollouts.on_collected = None
 
 
 class RolloutReplay(Callback):
@@ -91,11 +91,11 @@ class RolloutReplay(Callback):
             samples = whole.reorder(rows[trainer.global_rank :: trainer.world_size].flatten())
             return samples, list(samples.columns[_SCORES])
 
-        stage.replayed = read
+        stage.rollouts.replay = read
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _collecting(pl_module).replayed = None
+        _collecting(pl_module).rollouts.replay = None
 
     def _read(self, step: int, draw: int, num_samples: int) -> Experience:
         """Return the samples of all ranks, in the order of the prompts in the global batch."""
@@ -119,8 +119,8 @@ class RolloutReplay(Callback):
         return Experience.concat(parts).reorder(rows.flatten())
 
 
-def _collecting(module: LightningModule) -> CollectingStage:
-    if not isinstance(module, CollectingStage):
+def _collecting(module: LightningModule) -> PolicyOptimization:
+    if not isinstance(module, PolicyOptimization):
         raise ConfigError(
             f"{type(module).__name__} collects no experience, so RolloutDump and RolloutReplay cannot be used with it"
         )

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.stages.sampling import SamplingStage
+from rl_plugins.stages.stage import Stage
 from rl_plugins.tracking.loggers import MLflowTracking, mlflow_loggers
 from rl_plugins.tracking.run import TrackedRun
 from rl_plugins.whole_file import write_whole_text
@@ -29,9 +29,9 @@ class SampleTable(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero or not isinstance(pl_module, SamplingStage):
+        if not trainer.is_global_zero or not isinstance(pl_module, Stage) or pl_module.validation is None:
             return
-        rows = pl_module.validation_samples[: self._rows]
+        rows = pl_module.shown_samples.validation[: self._rows]
         file = self._folder / f"step_{pl_module.step:08d}.json"
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole_text(file, json.dumps(rows, indent=1, ensure_ascii=False))
@@ -59,17 +59,17 @@ class RolloutTraces(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(pl_module, SamplingStage) and trainer.is_global_zero:
-            pl_module.shown_samples = self._count
+        if isinstance(pl_module, Stage) and trainer.is_global_zero:
+            pl_module.shown_samples.limit = self._count
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        if not isinstance(pl_module, SamplingStage):
+        if not isinstance(pl_module, Stage):
             return
         step = pl_module.step
-        for sample in pl_module.training_samples:
+        for sample in pl_module.shown_samples.training:
             for logger in mlflow_loggers(trainer.loggers):
                 logger.submit(lambda run, sample=sample: log_trace(run, step, sample))  # type: ignore[misc]
 

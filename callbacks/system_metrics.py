@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rl_plugins.stages.stage import clock
+from rl_plugins.strategies.contract import strategy_of
 from rl_plugins.tracking.store import import_mlflow
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class SystemMetrics(Callback):
 
 def _gather(trainer: Trainer, value: T) -> list[T]:
     # Lightning's type does not declare the methods of this package's strategies.
-    values: list[T] = trainer.strategy.gather(value)  # type: ignore[attr-defined]
+    values = strategy_of(trainer).ranks.gather(value)
     return values
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from rl_plugins.ranks import Ranks
 from rl_plugins.stages.stage import Stage, clock
 
 PEAK_TFLOPS = {
@@ -60,17 +61,17 @@ class Throughput(Callback):
     def __init__(self, peak_tflops: float | None = None) -> None:
         self._peak_tflops = peak_tflops
         self._hook: RemovableHandle | None = None
-        self._strategy: Any = None
+        self._ranks = Ranks()
         self._counts: list[Tensor] = []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         clock(pl_module)
         assert isinstance(pl_module, Stage)
-        model = pl_module.engine_modules()[pl_module.trained]
+        model = pl_module.named_models()[pl_module.trained]
         self._flops_per_token, self._flops_per_pair = flops_per_token(model)
         self._peak_tflops = self._peak_tflops or known_peak(pl_module.device)
-        self._strategy, self._devices, self._trained = trainer.strategy, trainer.world_size, pl_module.trained
+        self._ranks, self._devices, self._trained = pl_module.strategy.ranks, trainer.world_size, pl_module.trained
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
         pl_module.further_metrics.append(self._metrics_of_step)
 
@@ -86,7 +87,7 @@ class Throughput(Callback):
     def _metrics_of_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
         counts = torch.stack(self._counts).sum(dim=0).double().cpu() if self._counts else torch.zeros(2).double()
         self._counts.clear()
-        tokens, pairs = self._strategy.sum_over_ranks(counts).tolist()
+        tokens, pairs = self._ranks.sum(counts).tolist()
         rates = {"trained_tokens_per_s": tokens / metrics["time/step"]}
         if "samples_per_s" in metrics and metrics.get("time/rollout"):
             samples = metrics["samples_per_s"] * metrics["time/step"]

@@ -10,7 +10,7 @@ import pytest
 from integration_tests.conftest import Recipe
 from integration_tests.pace import Pace
 from rl_plugins.data.experience import Experience
-from rl_plugins.stages.trajectories import row_of
+from rl_plugins.stages.trajectory_queue import row_of
 
 pytestmark = pytest.mark.extended
 

@@ -157,7 +157,7 @@ def test_engine_lost_in_a_weight_update_is_replaced_while_the_other_samples(
     try:
         with pytest.raises(EngineLost):
             rollout.update_weights(source, 2)
-        assert rollout.replace_lost() == 1
+        assert rollout.drop_lost_engines() == 1
         rollout.update_weights(ModuleWeightSource(policy), 2)
         assert_engines_have(policy, rollout, 1 - lost)
         sampled = rollout.generate([[5, 6], [7, 8]], SamplingConfig(max_tokens=4), [1, 2])
@@ -180,13 +180,13 @@ def test_engine_that_ray_has_restarted_is_lost_in_generate_and_in_update_weights
     # The new process has the weights that engines start with, and must not sample from them.
     with pytest.raises(EngineLost):
         rollout.generate([[5, 6], [7, 8]], SamplingConfig(max_tokens=4), [1, 2])
-    assert rollout.replace_lost() == 1
+    assert rollout.drop_lost_engines() == 1
     update_until_both_have(policy, rollout)
 
     kill_and_wait_until_ray_has_started_another(rollout, 0)
     with pytest.raises(EngineLost):
         rollout.update_weights(ModuleWeightSource(policy), 3)
-    assert rollout.replace_lost() == 1
+    assert rollout.drop_lost_engines() == 1
     update_until_both_have(policy, rollout)
 
 
@@ -201,7 +201,7 @@ def test_fetch_returns_none_for_groups_of_a_lost_engine_and_submit_samples_again
     before.kill()
     before.wait(patient(60))
     assert rollout.fetch(held) == [None]
-    assert rollout.replace_lost() == 1
+    assert rollout.drop_lost_engines() == 1
     # The engine is on its way back, and is not asked.
     assert rollout.fetch(held) == [None]
     rollout.update_weights(ModuleWeightSource(policy), 9)
@@ -227,6 +227,6 @@ def test_update_weights_reaches_and_needs_both_processes_of_a_tensor_parallel_en
     second.kill()
     with pytest.raises(EngineLost):
         rollout.update_weights(ModuleWeightSource(policy), 3)
-    assert rollout.replace_lost() == 1
+    assert rollout.drop_lost_engines() == 1
     rollout.update_weights(ModuleWeightSource(policy), 3)
     assert_engines_have(policy, rollout, 0)

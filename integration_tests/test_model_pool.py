@@ -23,8 +23,8 @@ from rl_plugins.models.pool_actor import PoolConfig, start_pool
 from rl_plugins.models.scalar_head import load_scalar_head, response_scores
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
 from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.collecting import RewardModelConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.stages.scoring import RewardModelConfig
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.stages import canned

@@ -91,7 +91,7 @@ def is_engine_folder(folder: Path) -> bool:
 
 def _read_metadata(folder: Path) -> Metadata:
     if not is_engine_folder(folder):
-        raise ConfigError(f"{folder} holds no shards of engine {folder.name!r}, or those of another strategy")
+        raise ConfigError(f"{folder} holds no shards of model {folder.name!r}, or the shards of another strategy")
     metadata = dcp.FileSystemReader(folder).read_metadata()
     for part in sorted({part.relative_path for part in metadata.storage_data.values()}):
         if not (folder / part).is_file():

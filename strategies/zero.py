@@ -1,19 +1,20 @@
-"""DeepSpeed ZeRO for Lightning with several named engines, on CUDA and on CPU, sharing devices with a rollout engine.
+"""DeepSpeed ZeRO for Lightning with several named models, on CUDA and on CPU, sharing devices with a rollout engine.
 
-Lightning's own DeepSpeed strategy wraps the whole LightningModule in one engine and insists on CUDA. Here every model
-that a stage names in `engine_modules()` becomes an engine of its own: trainable ones with an optimizer, gradient
-clipping and a checkpoint each, frozen ones for inference only. A LightningModule that names none is wrapped whole, as
-Lightning does it.
+Lightning's own DeepSpeed strategy wraps the whole LightningModule in one DeepSpeed engine and needs CUDA. Here every
+model that a stage names in `named_models()` becomes a model engine: a trained model with its own optimizer, gradient
+clipping and checkpoint, a frozen model for inference only. A LightningModule without named models is wrapped whole, as
+Lightning wraps it.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,34 +29,48 @@ from typing_extensions import override
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.models.remote import RemoteLearner, RemoteModel
+from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.strategies.contract import POLICY, HasEngines
-from rl_plugins.strategies.host_memory import HostMemory
+from rl_plugins.strategies.blending import BlendedModels
+from rl_plugins.strategies.contract import POLICY, HasNamedModels
+from rl_plugins.strategies.memory import OffloadedStates
 from rl_plugins.strategies.offload import Offload
 from rl_plugins.strategies.phases import PhaseLog
-from rl_plugins.strategies.sharded import LIGHTNING_FILE, ShardedStrategy, optimizers_of_engines, states_of
+from rl_plugins.strategies.rollout_phase import RolloutPhases
+from rl_plugins.strategies.sequence_parallel import SequenceShards
+from rl_plugins.strategies.sharded import (
+    LIGHTNING_FILE,
+    RESTORED_LEARNER,
+    check_divides,
+    optimizer_states,
+    optimizers_of,
+    save_learners,
+    share_sequences,
+)
+from rl_plugins.strategies.weight_sources import ZeroWeightSource
 from rl_plugins.strategies.zero_shards import ZeroShards
-from rl_plugins.strategies.zero_weights import ZeroWeightSource
 
 _TAG = "zero"
 _WEIGHTS_FILE = "weights.pt"
 
 
-class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
-    """ZeRO stages 1 to 3 with named engines and a rollout engine.
+class ZeroStrategy(DeepSpeedStrategy):
+    """ZeRO stages 1 to 3 with named models and a rollout engine.
 
     Args:
-        stage: what is sharded: 1 optimizer states, 2 gradients too, 3 parameters too.
-        rollout: the engine to sample with; None for stages that do not sample.
-        offload: engine to where it keeps its states, see `Offload`; by default trained engines move them to the host
-            while the rollout engine works (on CUDA: on CPU there is nothing to move).
-        offload_folder: for the files of engines that are offloaded to `nvme`.
-        sequence_parallel: the number of neighbouring ranks over which the tokens of micro-batches are cut.
-        timeout_s: deadline of every collective.
+        stage: 1 shards optimizer states, 2 also gradients, 3 also parameters.
+        rollout: rollout engine; None for stages that do not sample.
+        offload: for each model, where it keeps its states, see `Offload`. By default, trained models on CUDA move their
+            states to the host while the rollout engine samples.
+        offload_folder: folder for the files of models that are offloaded to `nvme`.
+        sequence_parallel: number of neighbouring ranks over which the tokens of micro-batches are cut.
+        timeout_s: deadline of every collective, in seconds.
         **kwargs: further arguments of Lightning's `DeepSpeedStrategy`.
     """
+
+    restored: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -68,31 +83,30 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         timeout_s: float = 1800.0,
         **kwargs: Any,
     ) -> None:
-        # Small buckets: the defaults reserve 0.8 GB a rank, whatever the size of the model.
+        # The default buckets reserve 0.8 GB on each rank, also for a small model.
         for name in ("allgather_bucket_size", "reduce_bucket_size"):
             kwargs.setdefault(name, 50_000_000)
         kwargs.setdefault("overlap_comm", torch.cuda.is_available())
         kwargs.setdefault("logging_batch_size_per_gpu", 1)
         self._offload = Offload(offload or {}, Path(offload_folder) if offload_folder else None)
         self._offload.check(stage)
-        self._on_host = HostMemory()
         self._sequence_parallel = sequence_parallel
-        self._sequences = []
+        self._sequences: list[SequenceShards] = []
         super().__init__(stage=stage, timeout=timedelta(seconds=timeout_s), **kwargs)
-        self._rollout = rollout
+        self.ranks = Ranks()
+        self.phases = PhaseLog()
+        self.rollout = RolloutPhases(rollout, self, OffloadedStates(self._optimizer_tensors, self._model_tensors))
         self._engines: dict[str, Any] = {}
         self._engine_of_optimizer: dict[int, Any] = {}
         self._scheduled: set[str] = set()
-        self._moved: set[str] = set()
-        self._masters: dict[str, dict[str, Tensor]] = {}
-        self.phases = PhaseLog()
+        self._blended = BlendedModels()
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         for stage in (1, 2, 3):
             strategy_registry.register(
-                f"rl_zero_{stage}", cls, description=f"ZeRO stage {stage} with named engines", stage=stage
+                f"rl_zero_{stage}", cls, description=f"ZeRO stage {stage} with named models", stage=stage
             )
 
     # Set-up -----------------------------------------------------------------------------------------------------
@@ -102,7 +116,8 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
-        self._check_groups("sequence_parallel", self._sequence_parallel)
+        check_divides("sequence_parallel", self._sequence_parallel, self.world_size)
+        self.ranks = Ranks(self.global_rank, self.world_size, self.root_device)
         self.phases.device = self.root_device
 
     @override
@@ -125,13 +140,13 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
     @override
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        self.connect_rollout(self.global_rank, self.world_size)
+        self.rollout.connect(self.ranks)
 
     @contextmanager
     @override
     def model_sharded_context(self) -> Iterator[None]:
         # zero.Init patches every module built in the process; stages scope it to each model with `sharded_init`.
-        if isinstance(self.lightning_module, HasEngines):
+        if isinstance(self.lightning_module, HasNamedModels):
             yield
             return
         with super().model_sharded_context():
@@ -139,11 +154,11 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
 
     @contextmanager
     def sharded_init(self, frozen: str | None = None) -> Iterator[None]:
-        """Under stage 3, models loaded inside with `from_pretrained` are sharded as they come into being.
+        """Shard models while they are loaded with `from_pretrained` inside this context, under stage 3.
 
         Args:
-            frozen: engine that the model is for, if that is only run: the shards of one that is offloaded come into
-                being on the host or in files. DeepSpeed does not move them later.
+            frozen: name of the model if it is frozen. The shards of an offloaded model are made on the host or in
+                files, because DeepSpeed does not move them later.
         """
         self._init_config_if_needed()
         if not self.zero_stage_3:
@@ -151,8 +166,8 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
             return
         from transformers.integrations import HfDeepSpeedConfig
 
-        # While this object lives, transformers loads under its own zero.Init. A second zero.Init around it would turn
-        # every tensor into bfloat16, rotary frequencies included, without a word.
+        # While this object lives, transformers loads under its own zero.Init. A second zero.Init would silently turn
+        # every tensor into bfloat16, rotary frequencies included.
         keep_alive = HfDeepSpeedConfig(self.config if frozen is None else self._frozen_config(frozen))
         yield
         del keep_alive
@@ -160,16 +175,16 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
     @override
     def init_deepspeed(self) -> None:
         module = self.lightning_module
-        if not isinstance(module, HasEngines):
+        if not isinstance(module, HasNamedModels):
             super().init_deepspeed()
             return
         assert isinstance(module, LightningModule)
         optimizers: list[Optimizer] = []
         if module.trainer.state.fn == TrainerFn.FITTING:
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
-        models = module.engine_modules()
-        self._share_sequences(models)
-        own = optimizers_of_engines(models, optimizers)
+        models = module.named_models()
+        self._sequences = share_sequences(models, self._sequence_parallel)
+        own = optimizers_of(models, optimizers)
         trained = []
         for name, model in models.items():
             if name in own:
@@ -181,7 +196,7 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
             else:
                 self._engines[name] = self._frozen_engine(name, model)
         self.optimizers = trained
-        # Lightning calls training_step on `self.model`; the engines inside it do their own wrapping.
+        # Lightning calls training_step on `self.model`. The models inside it are wrapped one by one.
         self.model = module
 
     def _train_engine(self, name: str, model: nn.Module, optimizer: Optimizer, gradient_clip: float) -> Any:
@@ -193,7 +208,7 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
                 **self.config,
                 "gradient_clipping": gradient_clip,
                 "zero_optimization": {**self.config["zero_optimization"], **self._offload.of_trained(name)},
-                # The optimizer is the stage's, wherever it works.
+                # Keep the stage's optimizer, also where DeepSpeed offloads its states.
                 "zero_force_ds_cpu_optimizer": False,
             },
             model=model,
@@ -208,11 +223,13 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         if isinstance(model, RemoteModel):
             return model
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            # Not when validating: a later fit may train it.
+            # In validation the model stays trainable: a later fit may train it.
             model.eval().requires_grad_(False)
         if not self.zero_stage_3:
             if self._offload.of_frozen(name):
-                raise ConfigError(f"offload of {name}: under ZeRO stages 1 and 2 it stays on its device; use stage 3")
+                raise ConfigError(
+                    f"offload of {name}: ZeRO stages 1 and 2 keep a frozen model on its device; use stage 3"
+                )
             return model.to(self.root_device)
         import deepspeed
 
@@ -226,35 +243,36 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
 
     # Running ----------------------------------------------------------------------------------------------------
 
-    def engine(self, name: str) -> Any:
-        """The engine that runs model `name`."""
-        return self._engines[name]
+    def model_engine(self, name: str) -> nn.Module:
+        """Return the DeepSpeed engine of a trained or sharded model, or the model itself."""
+        engine: nn.Module = self._engines[name]
+        return engine
 
     def accumulate_gradients(self, name: str, *, last: bool) -> None:
-        """Tell the engine whether the coming backward pass is the last before its step."""
+        """Announce a backward pass; `last` is True for the last one before the optimizer step."""
         self._engines[name].set_gradient_accumulation_boundary(last)
 
     def optimizer_index(self, name: str) -> int:
-        """Where the optimizer of engine `name` stands in `optimizers`."""
+        """Return the index of the optimizer of model `name` in `optimizers`."""
         return list(self._trained_engines()).index(name)
 
     def gradient_norm(self, name: str) -> float | None:
-        """Global gradient norm of the last step, before clipping."""
+        """Return the global norm of the last step's gradient before clipping."""
         norm = self._engines[name].get_global_grad_norm()
         return None if norm is None else float(norm)
 
     @override
     def backward(
-        self, closure_loss: Tensor, optimizer: Any, *args: Any, engine: str | None = None, **kwargs: Any
+        self, closure_loss: Tensor, optimizer: Any, *args: Any, model_name: str | None = None, **kwargs: Any
     ) -> Tensor:
-        with self._as_model(self._engines[engine] if engine else self.model):
+        with self._as_model(self._engines[model_name] if model_name else self.model):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         with self._as_model(self._engine_of_optimizer.get(id(optimizer), self.model)):
             result = super().optimizer_step(optimizer, closure, model or self.lightning_module, **kwargs)
-        self.weights_changed()
+        self.rollout.weights_changed()
         return result
 
     @contextmanager
@@ -268,8 +286,8 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
 
     # Weights and memory -----------------------------------------------------------------------------------------
 
-    @override
     def weight_source(self, name: str = POLICY) -> WeightSource:
+        """Return the weights of a model, for a rollout engine or an export."""
         module = self._module_of(name)
         place = self.global_rank, self.world_size
         source: WeightSource = (
@@ -277,57 +295,61 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         )
         return plain_weights(source, module)
 
-    @override
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and this rank's shard of each parameter. Collective."""
         for key, parameter in self._module_of(name).named_parameters():
             if self.zero_stage_3:
-                # Small parameters stay gathered: given up, they are gathered anew from shards that were written.
+                # Small parameters stay gathered. After `partition` they are gathered again from the written shards.
                 parameter.partition()  # type: ignore[attr-defined]
             yield key, _shard(parameter)
+
+    def blend_weights(self, source: str, target: str, keep: float) -> None:
+        """Set the weights of a frozen model to `keep * target + (1 - keep) * source`. Collective."""
+        self._blended.blend(target, self.shards(target), self.shards(source), keep)
 
     def _module_of(self, name: str) -> nn.Module:
         module: nn.Module = getattr(self._engines[name], "module", self._engines[name])
         return module
 
-    @override
-    def _trained(self) -> list[str]:
-        return list(self._trained_engines())
+    def _optimizer_tensors(self) -> Iterable[Tensor]:
+        for _, engine in self._engines_on_host_while_sampling():
+            optimizer = engine.optimizer
+            yield from optimizer_states(optimizer.optimizer)
+            # Master weights of stage 3, of stages 1 and 2, and of stage 1 in bfloat16.
+            yield from getattr(optimizer, "fp32_partitioned_groups_flat", ())
+            yield from getattr(optimizer, "single_partition_of_fp32_groups", ())
+            yield from getattr(optimizer, "fp32_groups_flat_partition", ())
 
-    @override
-    def _optimizer_tensors(self, name: str) -> Iterator[Tensor]:
-        optimizer = self._engines[name].optimizer
-        yield from states_of(optimizer.optimizer)
-        # Master weights of stage 3, of stages 1 and 2, and of stage 1 in bfloat16.
-        yield from getattr(optimizer, "fp32_partitioned_groups_flat", ())
-        yield from getattr(optimizer, "single_partition_of_fp32_groups", ())
-        yield from getattr(optimizer, "fp32_groups_flat_partition", ())
+    def _model_tensors(self) -> Iterable[Tensor]:
+        # DeepSpeed's own `offload_states` accepts only its FusedAdam.
+        for name, engine in self._engines_on_host_while_sampling():
+            for parameter in self._module_of(name).parameters():
+                yield parameter.data
+                if self.zero_stage_3:
+                    yield parameter.ds_tensor  # type: ignore[attr-defined]
+            gradients = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)
+            if gradients is not None:
+                yield gradients
 
-    @override
-    def _engine_tensors(self, name: str) -> Iterator[Tensor]:
-        # DeepSpeed's own `offload_states` takes nothing but its FusedAdam.
-        for parameter in self._module_of(name).parameters():
-            yield parameter.data
-            if self.zero_stage_3:
-                yield parameter.ds_tensor  # type: ignore[attr-defined]
-        gradients = getattr(self._engines[name].optimizer, "grad_partitions_flat_buffer", None)
-        if gradients is not None:
-            yield gradients
+    def _engines_on_host_while_sampling(self) -> list[tuple[str, Any]]:
+        return [(name, engine) for name, engine in self._trained_engines().items() if self._offload.moves(name)]
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a folder: `lightning.ckpt` (loops, callbacks, stage state), and the shards of each trained engine."""
+        """Write a folder: `lightning.ckpt` (loops, callbacks, stage), and the shards of each trained model."""
         if not self._engines:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         folder = Path(self.broadcast(os.fspath(filepath)))
         folder.mkdir(parents=True, exist_ok=True)
         for name, engine in self._trained_engines().items():
-            # What an adapter was added to stays in its own folder.
+            # A model with an adapter: its frozen weights stay in the folder that they were loaded from.
             engine.save_checkpoint(str(folder / name), tag=_TAG, exclude_frozen_parameters=has_adapter(engine.module))
-        self._save_learners(folder)
-        for name in sorted(self._moved):
+        if self.is_global_zero:
+            save_learners(self._engines, folder)
+        for name in sorted(self._blended.names):
             weights = {key: tensor.to("cpu", copy=True) for key, tensor in self.weight_source(name)}
             if self.is_global_zero:
                 (folder / name).mkdir(exist_ok=True)
@@ -342,17 +364,18 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(checkpoint_path)
         if not (folder / LIGHTNING_FILE).is_file():
-            raise ConfigError(f"{folder} is not a checkpoint of this project: it has no {LIGHTNING_FILE}")
+            raise ConfigError(f"{folder} is not a checkpoint of this package: it has no file {LIGHTNING_FILE}")
         trained = self._trained_engines()
         for name in trained:
             self._check_shards(folder, name)
-        self._begin_load(folder)
+        self._blended.reset_averages()
+        self._blended.check_in(folder)
         self.restored = {
             name: self._load_engine(folder, name) if name in trained else self._load_frozen(folder, name)
             for name in self._engines
         }
-        self.weights_changed()
-        # The file holds loop and callback states (plain Python objects); it was written by this program.
+        self.rollout.weights_changed()
+        # The file holds plain Python objects (states of loops and callbacks), and was written by this program.
         checkpoint: dict[str, Any] = torch.load(folder / LIGHTNING_FILE, map_location="cpu", weights_only=False)
         return checkpoint
 
@@ -361,15 +384,15 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
             return
         run, needed = RunFolder(folder.absolute().parent.parent), self._trained_engines()
         whole = [path for path in run.checkpoints() if all((path / folder.name / n / _TAG).is_dir() for n in needed)]
-        way_out = f"{whole[-1]} is the newest that holds all engines" if whole else "no checkpoint beside it holds all"
-        raise ConfigError(f"{folder / name} holds no shards of engine {name!r}: {way_out}")
+        way_out = f"{whole[-1]} is the newest that holds all models" if whole else "no checkpoint beside it holds all"
+        raise ConfigError(f"{folder / name} holds no shards of model {name!r}: {way_out}")
 
     def _load_engine(self, folder: Path, name: str) -> str:
-        """Load the shards of a trained engine; returns what they were."""
+        """Load the shards of a trained model; return the restored states in words."""
         engine, shards = self._engines[name], ZeroShards(folder / name / _TAG)
         words = "weights, optimizer, schedule" if name in self._scheduled else "weights, optimizer"
         if shards.fit(engine, self.world_size):
-            # What an adapter was added to is not in it.
+            # The frozen weights that an adapter was added to are not in the checkpoint.
             engine.load_checkpoint(str(folder / name), tag=_TAG, load_module_strict=not has_adapter(engine.module))
             return words
         shards.restore(engine, self.global_rank, self.world_size)
@@ -380,7 +403,10 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
 
     def _load_frozen(self, folder: Path, name: str) -> str:
         if isinstance(self._engines[name], RemoteLearner):
-            return self._load_learner(name, folder)
+            if self.is_global_zero:
+                self._engines[name].load(folder / name)
+            self.barrier(f"{name} loaded")
+            return RESTORED_LEARNER
         file = folder / name / _WEIGHTS_FILE
         if not file.is_file():
             return "from its own file"
@@ -390,7 +416,7 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
     def _load_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
         import deepspeed
 
-        self._moved.add(name)
+        self._blended.names.add(name)
         for key, parameter in self._module_of(name).named_parameters():
             whole = (
                 deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if self.zero_stage_3 else nullcontext()
@@ -404,12 +430,29 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
         if not self._engines:
             super().load_model_state_dict(checkpoint, strict)
 
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # The model engines save their own shards.
+        return {} if self._engines else super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {} if self._engines else super().optimizer_state(optimizer)
+
+    @override
+    def teardown(self) -> None:
+        for sequences in self._sequences:
+            sequences.remove()
+        self._sequences = []
+        self.rollout.close()
+        super().teardown()
+
     def _trained_engines(self) -> dict[str, Any]:
         trained = {id(engine) for engine in self._engine_of_optimizer.values()}
         return {name: engine for name, engine in self._engines.items() if id(engine) in trained}
 
 
 def _shard(parameter: nn.Parameter) -> Tensor:
-    """What this rank has of a parameter, without gradient."""
+    """Return this rank's shard of a parameter, without gradient."""
     tensor: Tensor = getattr(parameter, "ds_tensor", parameter).data
     return tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from integration_tests.gpu import NEEDS_CUDA
-from rl_plugins.strategies.host_memory import HostMemory
+from rl_plugins.strategies.memory import HostMemory
 
 pytestmark = NEEDS_CUDA
 

@@ -22,7 +22,7 @@ from rl_plugins.launch.tracking import register, tracking_logger
 from rl_plugins.launch.values import validates
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.sampling import Scorer
+from rl_plugins.stages.scoring import Scorer
 from rl_plugins.tracking.loggers import JsonLinesLogger, mlflow_loggers
 
 

@@ -177,8 +177,8 @@ def train_worker(arguments: dict[str, Any]) -> None:
     from rl_plugins.launch.build import dtype_of, fit
     from rl_plugins.launch.config import parse_config
     from rl_plugins.models.pool import ModelPool
+    from rl_plugins.ranks import broadcast
     from rl_plugins.rewards.pool import RewardPool
-    from rl_plugins.rollout.ranks import broadcast
     from rl_plugins.rollout.transformers_engine import TransformersRollout
     from rl_plugins.stages.critic_pool import CriticPool
 
@@ -229,12 +229,12 @@ def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
         "sequence_parallel": options.sequence_parallel,
     }
     if options.name == "fsdp":
-        from rl_plugins.strategies.ray_fsdp import RayFSDPStrategy
+        from rl_plugins.strategies.ray import RayFSDPStrategy
 
         return RayFSDPStrategy(
             accumulate_shards=options.accumulate_shards, tensor_parallel=options.tensor_parallel, **common
         )
-    from rl_plugins.strategies.ray_zero import RayZeroStrategy
+    from rl_plugins.strategies.ray import RayZeroStrategy
 
     return RayZeroStrategy(stage=options.zero_stage, offload_folder=options.offload.folder, **common)
 

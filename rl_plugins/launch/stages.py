@@ -20,18 +20,17 @@ from rl_plugins.launch.trials import curriculum_config, training_data
 from rl_plugins.models.lora import LoraConfig
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.collecting import RewardModelConfig
 from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.environment import EnvironmentConfig
-from rl_plugins.stages.online_preference_optimization import OnlinePreferenceOptimization
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
-from rl_plugins.stages.preference_optimization import PreferenceOptimization
-from rl_plugins.stages.prime import PRIME
+from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization, PreferenceOptimization
+from rl_plugins.stages.process_rewards import ProcessRewardConfig
 from rl_plugins.stages.reward_modeling import RewardModeling
-from rl_plugins.stages.sampling import Scorer, greedy
+from rl_plugins.stages.sampling import greedy
 from rl_plugins.stages.schedule import Schedule
+from rl_plugins.stages.scoring import RewardModelConfig, Scorer
 from rl_plugins.stages.sft import SFT
 from rl_plugins.stages.stage import Stage
 
@@ -160,8 +159,8 @@ def _policy_optimization(config: RecipeConfig, tokenizer: Any, scorer: Scorer | 
 
 def _prime(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> Stage:
     options = _policy_optimization_options(config, tokenizer, scorer)
-    process_reward_model = instantiate(config.process_reward_model, _convert_="all")
-    return PRIME(config.model.path, process_reward_model=process_reward_model, **options)
+    process_reward_model = instantiate(config.process_reward_model, _convert_="all") or ProcessRewardConfig()
+    return PolicyOptimization(config.model.path, process_reward_model=process_reward_model, **options)
 
 
 def _reward_modeling(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> Stage:

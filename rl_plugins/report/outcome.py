@@ -33,7 +33,7 @@ def print_outcome(sft: RunFolder, grpo: RunFolder, sft_rows: str, grpo_rows: str
     plot_learning_curve([sft, grpo], curve)
     first, second = summarize(sft), summarize(grpo)
     console = Console()
-    accuracy = Table(title="Held-out accuracy (greedy, exact match)")
+    accuracy = Table(title="RemoteSamples-out accuracy (greedy, exact match)")
     for column in ("stage", "rows", "before", "after", "samples/s", "s/step"):
         accuracy.add_column(column, justify="left" if column in ("stage", "rows") else "right")
     for stage, rows, of in (("SFT", sft_rows, first), ("GRPO", grpo_rows, second)):

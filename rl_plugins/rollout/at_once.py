@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from rl_plugins.rollout.engine import Generations, GroupRequest, Held, SamplingConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, SamplingConfig
 
 
 class SampledAtOnce:
@@ -38,12 +38,12 @@ class SampledAtOnce:
             self._finished |= zip([one.ticket for one in those], parts, strict=True)
         self.busy_s += time.perf_counter() - start
 
-    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | Held]:
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | RemoteSamples]:
         """All groups that were submitted."""
         finished, self._finished = self._finished, {}
         return finished
 
-    def fetch(self, finished: Sequence[Generations | Held]) -> list[Generations | None]:
+    def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
         """They are in this process."""
         return [one for one in finished if isinstance(one, Generations)]
 
@@ -56,6 +56,6 @@ class SampledAtOnce:
         """None: this process is the engine's."""
         return []
 
-    def replace_lost(self) -> int:
+    def drop_lost_engines(self) -> int:
         """Nobody: this process is the engine's."""
         return 0

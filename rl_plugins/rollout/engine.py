@@ -150,7 +150,7 @@ class Generations:
 
 
 @dataclass(frozen=True)
-class Held:
+class RemoteSamples:
     """Responses that an engine in another process keeps until a rank, any one, fetches them.
 
     Attributes:
@@ -204,7 +204,7 @@ class GroupSampler(Protocol):
                 on who came first. Otherwise the groups begin now.
         """
 
-    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | Held]:
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | RemoteSamples]:
         """Wait for groups that this rank has submitted; returns those that are finished, by their tickets.
 
         Args:
@@ -215,7 +215,7 @@ class GroupSampler(Protocol):
             EngineLost: see `lost_tickets`.
         """
 
-    def fetch(self, finished: Sequence[Generations | Held]) -> list[Generations | None]:
+    def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
         """Responses of finished groups, whichever rank collected them, once; None of what went with a lost engine."""
 
     def drop(self, tickets: Sequence[int]) -> None:
@@ -256,7 +256,7 @@ class RolloutEngine(GroupSampler, Protocol):
             seeds: one per prompt: the same seed, weights and prompt give the same responses. None: unseeded.
         """
 
-    def replace_lost(self) -> int:
+    def drop_lost_engines(self) -> int:
         """Go on without the engines that any rank has lost; returns how many. Collective.
 
         They come back with a later weight update. The next one is due now.

@@ -15,7 +15,7 @@ from rl_plugins.data.tokenization import TurnTokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.failures import check_failure_rate
 from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rollout.engine import Generations, GroupRequest, Held, RolloutEngine, SamplingConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, RolloutEngine, SamplingConfig
 from rl_plugins.stages.environment import Ending, Environment, EnvironmentConfig, Trajectory
 from rl_plugins.stages.seeds import seed_of
 
@@ -110,7 +110,7 @@ class Conversations:
         taken = ended if count or not required else required
         return {ticket: Generations.concat([one.generations() for one in self._groups.pop(ticket)]) for ticket in taken}
 
-    def fetch(self, finished: Sequence[Generations | Held]) -> list[Generations | None]:
+    def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
         """They are in this process."""
         return [one for one in finished if isinstance(one, Generations)]
 

@@ -16,7 +16,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.evaluation.measures import Summary
 from rl_plugins.rewards.failures import failure_counts
 from rl_plugins.rewards.records import Score
-from rl_plugins.stages.trajectories import row_of
+from rl_plugins.stages.trajectory_queue import row_of
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -137,13 +137,8 @@ _FAILURES = ("raised", "timeout", "not_finite", "died")
 
 @dataclass
 class SampleMetrics:
-    """What is said of all samples of a step, those that an algorithm leaves out included.
+    """Collects metrics of all samples of a step, also of samples that an algorithm leaves out."""
 
-    Attributes:
-        numbers: further metrics of the step, already averaged over ranks.
-    """
-
-    numbers: dict[str, float] = field(default_factory=dict)
     _groups: list[tuple[Tensor, GroupStatistics]] = field(default_factory=list)
     _batches: list[dict[str, tuple[Tensor, Tensor]]] = field(default_factory=list)
     _failed: Tensor = field(default_factory=lambda: torch.zeros(len(_FAILURES), dtype=torch.float64))
@@ -202,4 +197,4 @@ class SampleMetrics:
         if len(self._batches) > 1:
             metrics["generation_batches"] = float(len(self._batches))
         throughput = {"time/step": seconds, "samples_per_s": samples / seconds, "tokens_per_s": tokens / seconds}
-        return {**{f"{prefix}/{name}": value for name, value in {**metrics, **self.numbers}.items()}, **throughput}
+        return {**{f"{prefix}/{name}": value for name, value in metrics.items()}, **throughput}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
-from rl_plugins.stages.dealing import Table
+from rl_plugins.ranks import Ranks
 from rl_plugins.stages.micro_batches import Lengths
 
 PAIR_INPUTS = frozenset({
@@ -169,7 +169,7 @@ def best_against_worst(experience: Experience, num_samples: int) -> PreferenceEx
     return PreferenceExamples.pairs(samples, members_N2, margins_N.tolist())
 
 
-def mismatched(examples: PreferenceExamples, pad_token_id: int, table: Table) -> Experience | None:
+def mismatched(examples: PreferenceExamples, pad_token_id: int, ranks: Ranks) -> Experience | None:
     """The prompts of judged responses, each with the response to another prompt of the global batch. Collective.
 
     The good responses of all ranks in the order of their rows, then the bad ones: a prompt gets the response after its
@@ -180,16 +180,16 @@ def mismatched(examples: PreferenceExamples, pad_token_id: int, table: Table) ->
     """
     samples, places = examples.samples, examples.members_NK[:, 0].tolist()
     keys = [
-        (0 if desirable else 1, int(samples.groups[place]), table.rank, index)
+        (0 if desirable else 1, int(samples.groups[place]), ranks.rank, index)
         for index, (place, desirable) in enumerate(zip(places, examples.desirable_N.tolist(), strict=True))
     ]
-    mine = dict(zip(keys, (_response(samples, place) for place in places), strict=True))
-    everyones = {key: response for theirs in table.gather(mine) for key, response in theirs.items()}
-    if len({row for _, row, _, _ in everyones}) < 2:
+    own = dict(zip(keys, (_response(samples, place) for place in places), strict=True))
+    responses_of = {key: response for gathered in ranks.gather(own) for key, response in gathered.items()}
+    if len({row for _, row, _, _ in responses_of}) < 2:
         return None
-    order = sorted(everyones)
+    order = sorted(responses_of)
     after = dict(zip(order, [*order[1:], order[0]], strict=True))
-    responses = [everyones[after[key]] for key in keys]
+    responses = [responses_of[after[key]] for key in keys]
     return Experience.from_responses(
         [_prompt(samples, place) for place in places],
         [ids for ids, _ in responses],

@@ -1,4 +1,4 @@
-"""Reward modelling: a model with a scalar head learns which response is better, or which steps are right."""
+"""Reward modelling: a model with a scalar head learns which response is better, or which steps are correct."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.data.preferences import PairBatch
 from rl_plugins.data.process_rewards import ProcessRewardBatch
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.scalar_head import load_scalar_head, response_scores
+from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.stages.labelled_examples import Pairs, Steps, labelled_examples, placeholder
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
-from rl_plugins.stages.stage import Stage, StageOptions
+from rl_plugins.stages.stage import Stage, StageArguments
 from rl_plugins.strategies.contract import REWARD_MODEL
 
 
 class RewardModeling(Stage):
     """Minimises a loss of `REWARD_MODEL_LOSSES`, averaged over the pairs (or labelled tokens) of the global batch.
 
-    Which batches it takes follows from the loss: pairs (`PairBatch`) for one that asks for the scores of whole
-    responses, steps (`ProcessRewardBatch`) for one that asks for those of tokens.
+    A loss of the scores of whole responses takes pairs (`PairBatch`). A loss of the scores of tokens takes labelled
+    steps (`ProcessRewardBatch`).
 
     Args:
-        model: see `Stage`; of a causal language model the body is taken, and the head is new. A model that is given as
-            such has the forward of a token classification model with one label.
-        loss: name or function.
+        model: see `Stage`. The body of a causal language model gets a new head. A model object has the forward of a
+            token classification model with one label.
+        loss: name in `REWARD_MODEL_LOSSES`, or a function.
         loss_options: keyword arguments of the loss, such as `centering`.
         **stage: arguments of `Stage`.
     """
@@ -46,7 +46,7 @@ class RewardModeling(Stage):
         *,
         loss: str | RewardModelLoss = "bradley_terry",
         loss_options: Mapping[str, Any] | None = None,
-        **stage: Unpack[StageOptions],
+        **stage: Unpack[StageArguments],
     ) -> None:
         super().__init__(model, **stage)
         self.loss_options = dict(loss_options or {})
@@ -65,11 +65,11 @@ class RewardModeling(Stage):
         start = time.perf_counter()
         examples = self._examples(batch)
         self._metrics = TokenMetrics()
-        with self._phase("update_reward_model"):
+        with self.strategy.phases.measure("update_reward_model"):
             self.optimize(self._losses(examples))
-        metrics = self._metrics.averages(self._strategy.sum_over_ranks, self._strategy.max_over_ranks)
+        metrics = self._metrics.averages(self.strategy.ranks.sum, self.strategy.ranks.max)
         seconds = time.perf_counter() - start
-        tokens = float(self._strategy.sum_over_ranks(examples.tokens.double()))
+        tokens = float(self.strategy.ranks.sum(examples.tokens.double()))
         self.end_step({**metrics, "time/step": seconds, "tokens_per_s": tokens / seconds})
 
     def _examples(self, batch: PairBatch | ProcessRewardBatch) -> Pairs | Steps:
@@ -77,30 +77,29 @@ class RewardModeling(Stage):
         missing = [name for name in required_inputs(self.loss, self.loss_options) if name not in examples.given]
         if missing:
             raise ConfigError(
-                f"the loss {self.loss.__name__} needs {missing[0]}, which a {type(batch).__name__} does not have: it "
-                f"gives {', '.join(sorted(examples.given))}. Choose the loss that fits the data"
+                f"the loss {self.loss.__name__} needs {missing[0]}, and a {type(batch).__name__} has only "
+                f"{', '.join(sorted(examples.given))}: choose a loss that fits the data"
             )
         return examples
 
     def _losses(self, examples: Pairs | Steps) -> Iterator[tuple[Tensor, bool]]:
         everything = torch.arange(len(examples))
-        total = self._strategy.sum_over_ranks(examples.label_mask(everything).sum().double())
+        total = self.strategy.ranks.sum(examples.label_mask(everything).sum().double())
         counts = GlobalCounts(float(total), float(total), self.trainer.world_size)
-        micro_batches = self.cutter.indices(examples.lengths)
+        micro_batches = self.passes.cutter.indices(examples.lengths)
         for position, indices in enumerate(micro_batches):
             losses, metrics, mask = self._evaluate(examples, indices)
             self._metrics.add({"loss": losses, **metrics}, mask)
             yield aggregate(losses, mask, "token-mean", counts), position == len(micro_batches) - 1
 
     def _evaluate(self, examples: Pairs | Steps, indices: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Losses and metrics of some examples, and which of them count: [B] of pairs, [B, T] of steps."""
+        """Return losses, metrics and the mask of counted losses of some examples: [B] for pairs, [B, T] for steps."""
         scores_RT = self._scores(examples.samples(indices))
         losses, metrics = call_with(self.loss, examples.loss_inputs(scores_RT, indices), self.loss_options)
         return losses, metrics, examples.label_mask(indices).to(losses.device)
 
     def _scores(self, samples: Experience) -> Tensor:
-        inputs = self.forward_inputs(samples.to(self.device))
-        return response_scores(self._strategy.engine(REWARD_MODEL), **inputs)
+        return self.passes.scores(REWARD_MODEL, samples.to(self.passes.device))
 
     # Validation -------------------------------------------------------------------------------------------------
 
@@ -111,12 +110,12 @@ class RewardModeling(Stage):
     @override
     def validation_step(self, batch: PairBatch | ProcessRewardBatch, batch_idx: int) -> None:
         examples = self._examples(batch)
-        # Parameters that a sharded engine gathers in inference mode could not be trained afterwards.
-        with self._phase("validate"), torch.inference_mode(False), torch.no_grad():
-            # As many on every rank, though the ranks' rows may differ by one; some may be empty.
-            for indices in self.cutter.indices(examples.lengths):
+        # Parameters that are gathered in inference mode cannot be trained afterwards.
+        with self.strategy.phases.measure("validate"), torch.inference_mode(False), torch.no_grad():
+            # The number of micro-batches is equal on all ranks. Some may be empty.
+            for indices in self.passes.cutter.indices(examples.lengths):
                 if not len(indices):
-                    # Ranks meet in every forward pass, also those that have no more rows.
+                    # All ranks take part in every forward pass, also a rank without rows.
                     self._scores(placeholder(self.tokenizer.pad_token_id))
                     continue
                 losses, metrics, mask = self._evaluate(examples, indices)
@@ -125,10 +124,10 @@ class RewardModeling(Stage):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        # A rank without rows has no names, and its part in the sums is 0.
-        everyones = self._strategy.gather(set(self._validated))
+        # A rank without rows has no names, and adds 0 to the sums.
+        names = set.union(*self.strategy.ranks.gather(set(self._validated)))
         nothing = [torch.zeros(0, dtype=torch.float64)]
-        columns = {name: torch.cat(self._validated.get(name, nothing)) for name in sorted(set.union(*everyones))}
+        columns = {name: torch.cat(self._validated.get(name, nothing)) for name in sorted(names)}
         counted = {name: (values, torch.ones_like(values).bool()) for name, values in columns.items()}
-        metrics = mean_over_ranks(counted, self._strategy.sum_over_ranks)
-        self.track({f"val/{name}": value for name, value in {**metrics, **self._strategy.phases.drain()}.items()})
+        metrics = mean_over_ranks(counted, self.strategy.ranks.sum)
+        self.track_validation(metrics)

@@ -4,58 +4,78 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack, override
 
-from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate, local_counts
+from rl_plugins.algorithms.aggregation import aggregate
 from rl_plugins.data.experience import Experience
-from rl_plugins.models.log_probs import response_log_probs
+from rl_plugins.rewards.default import Reward, default_scorer
 from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.micro_batches import Lengths
-from rl_plugins.stages.sampling import SamplingOptions, SamplingStage
-from rl_plugins.strategies.contract import POLICY
+from rl_plugins.stages.environment import EnvironmentConfig
+from rl_plugins.stages.sampling import PromptSampler, conversations_with, with_stop_token
+from rl_plugins.stages.scoring import SampleScorer, Scorer
+from rl_plugins.stages.stage import Stage, StageArguments
+from rl_plugins.stages.validation import GenerationValidation
+from rl_plugins.strategies.contract import POLICY, Strategy
 
 
-class SFT(SamplingStage):
+class SFT(Stage):
     """Maximises the log-likelihood of responses, averaged over the tokens of the global batch.
 
     Args:
         policy: see `Stage`.
-        eval_sampling: see `SamplingStage`.
-        **sampling_stage: arguments of `SamplingStage`.
+        scorer: scores responses in validation. A reward function, or its configuration, gets `default_scorer`.
+        eval_sampling: sampling settings of validation.
+        environment: bounds on conversations, if the scorer answers the policy; by default the policy answers once.
+        seed: seed of sampling in validation.
+        **stage: arguments of `Stage`.
     """
+
+    policy: Any
 
     def __init__(
         self,
         policy: str | nn.Module,
         *,
+        scorer: Scorer | Reward,
         eval_sampling: SamplingConfig,
-        **sampling_stage: Unpack[SamplingOptions],
+        environment: EnvironmentConfig | None = None,
+        seed: int = 0,
+        **stage: Unpack[StageArguments],
     ) -> None:
-        super().__init__(policy, eval_sampling=eval_sampling, **sampling_stage)
+        super().__init__(policy, **stage)
+        self.scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
+        self.eval_sampling, self.seed = with_stop_token(eval_sampling, self.tokenizer), seed
+        self._conversations = conversations_with(self.scorer, self.tokenizer, environment)
+
+    @override
+    def make_parts(self, strategy: Strategy) -> None:
+        super().make_parts(strategy)
+        sampler = PromptSampler(strategy, self.tokenizer, self.seed, self._conversations)
+        scorer = SampleScorer(self.scorer, self._conversations, strategy.phases)
+        self.validation = GenerationValidation(sampler, scorer, self.eval_sampling)
 
     @override
     def training_step(self, batch: dict[str, list[list[int]]], batch_idx: int) -> None:
         start = time.perf_counter()
         examples = Experience.from_responses(batch["prompt_ids"], batch["response_ids"], self.tokenizer.pad_token_id)
-        with self._phase("update_policy"):
+        with self.strategy.phases.measure("update_policy"):
             self._loss = torch.zeros(())
             self.optimize(self._losses(examples))
-        loss = float(self._strategy.sum_over_ranks(self._loss.double().cpu()))
+        loss = float(self.strategy.ranks.sum(self._loss.double().cpu()))
         seconds = time.perf_counter() - start
-        tokens = float(self._strategy.sum_over_ranks(examples.sequence_lengths.sum().double()))
+        tokens = float(self.strategy.ranks.sum(examples.sequence_lengths.sum().double()))
         self.end_step({"train/loss": loss, "time/step": seconds, "tokens_per_s": tokens / seconds})
 
     def _losses(self, examples: Experience) -> Iterator[tuple[Tensor, bool]]:
-        totals = self._strategy.sum_over_ranks(local_counts(examples.response_mask))
-        counts = GlobalCounts(float(totals[0]), float(totals[1]), self.trainer.world_size)
-        micro_batches = self.cutter.indices(Lengths.of(examples))
+        counts = self.passes.counts(examples.response_mask)
+        micro_batches = self.passes.micro_batches(examples)
         for position, indices in enumerate(micro_batches):
-            micro = examples[indices].trimmed().to(self.device)
-            engine = self._strategy.engine(POLICY)
-            log_probs_BT = response_log_probs(engine, **self.forward_inputs(micro)).log_probs_BT
+            micro = examples[indices].trimmed().to(self.passes.device)
+            log_probs_BT = self.passes.log_probs(POLICY, micro).log_probs_BT
             loss = aggregate(-log_probs_BT, micro.response_mask, "token-mean", counts)
-            self._loss = self._loss + loss.detach().cpu() / self.trainer.world_size
+            self._loss = self._loss + loss.detach().cpu() / self.strategy.ranks.world_size
             yield loss, position == len(micro_batches) - 1

@@ -1,13 +1,13 @@
-"""What every stage shares: a model, one clock, metrics on that clock, and optimizer steps over micro-batches.
+"""The base of all stages: a model, one clock, metrics on that clock, and optimizer steps over micro-batches.
 
 A batch of Lightning is one step of the stage's clock (`step`), however many optimizer steps it takes. Checkpoints,
-evaluation, logging and schedules use this clock; Lightning's `global_step` counts optimizer steps.
+evaluation, logging and schedules use this clock. Lightning's `global_step` counts optimizer steps and is not used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
@@ -18,27 +18,26 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from typing_extensions import override
 
-from rl_plugins.data.experience import Experience
 from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import LoraConfig, MergedWeightSource, adapted_layers, add_adapter, has_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
-from rl_plugins.models.packing import shares_prompts
-from rl_plugins.models.remote import RemoteModel
-from rl_plugins.stages.micro_batches import Cutter
+from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.optimizer import OptimizerConfig, only_one
+from rl_plugins.stages.sampling import ShownSamples
 from rl_plugins.stages.trainer_flags import check_trainer, take_gradient_clip
-from rl_plugins.strategies.contract import POLICY
+from rl_plugins.stages.validation import GenerationValidation
+from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
 
 _DTYPES = {
     "64-true": torch.float64, "32-true": torch.float32, "16-true": torch.float16, "16-mixed": torch.float32
 }  # fmt: skip
 
 
-class StageOptions(TypedDict, total=False):
-    """Arguments that every stage hands on to `Stage`."""
+class StageArguments(TypedDict, total=False):
+    """Arguments that every stage passes on to `Stage`."""
 
     tokenizer: Any
     optimizer: OptimizerConfig | None
@@ -50,31 +49,37 @@ class StageOptions(TypedDict, total=False):
 
 
 class Stage(LightningModule):
-    """A stage that trains a model, the one it is about (`trained`), and perhaps others beside it.
+    """A stage that trains one model (`trained`), and may train or run further models.
 
     Attributes:
-        further_metrics: called on every rank with the metrics of a step; what they give is added.
+        step: number of steps that the stage has taken.
+        passes: forward passes of the stage's models, since `setup`.
+        validation: samples and scores responses to validation prompts, in stages that validate by generation.
+        shown_samples: samples that callbacks show.
+        reference_is_base: True if the reference is the policy without its adapter.
+        further_metrics: functions that every rank calls with the metrics of a step; their results are added.
 
     Args:
-        model: a Hugging Face name or folder, a model with the forward of a Hugging Face causal language model, or a
-            LightningModule that holds one as `.model` (since its constructor or its `configure_model`), whose
-            `configure_optimizers` is used. Its other hooks are not called.
-        tokenizer: the one in the model's folder by default.
-        optimizer: for models that do not bring their own. `Trainer(gradient_clip_val=...)` goes before its bound on
-            gradient norms, and before that of every other engine.
-        gradient_checkpointing: recompute activations (models loaded by name).
-        lora: train an adapter in place of the model (models loaded by name; others may be peft models themselves).
+        model: Hugging Face name or folder; a model with the forward of a Hugging Face causal language model; or a
+            LightningModule with such a model as `.model` (since its constructor or its `configure_model`). The
+            `configure_optimizers` of a LightningModule is used, its other hooks are not called.
+        tokenizer: tokenizer of the model; by default the tokenizer in the model's folder.
+        optimizer: settings of the optimizer, for models without `configure_optimizers`.
+            `Trainer(gradient_clip_val=...)` replaces the bound on gradient norms of this and every other optimizer.
+        gradient_checkpointing: recompute activations in the backward pass (models loaded by name).
+        lora: train an adapter instead of the model (models loaded by name; other models may be peft models).
         max_steps: steps of the clock after which training stops; 0 for no bound.
-        tokens_per_micro_batch: tokens of one forward and backward pass on one rank: real ones with `packing`, padded
-            ones without. What belongs together, such as a pair, is never split.
-        packing: the samples of a micro-batch go through the models as one row without padding. A model of transformers
-            that attends by `sdpa` is set to `packed_sdpa` (see `rl_plugins.models.packed_attention`), also one that is
-            given as such, and runs a prompt only once for all its samples in a micro-batch; a model that lets packed
-            samples see each other is refused.
+        tokens_per_micro_batch: tokens of one forward and backward pass on one rank: real tokens with `packing`, padded
+            tokens without. Samples that belong together, such as a pair, stay together.
+        packing: run the samples of a micro-batch as one row without padding. A model of transformers that attends by
+            `sdpa` is set to `packed_sdpa` (see `rl_plugins.models.packed_attention`), which also runs a prompt only
+            once for all its samples in a micro-batch. A model in which packed samples influence each other is refused.
     """
 
     trained: ClassVar[str] = POLICY
-    """Name of the engine, and of the attribute, of the model that the stage is about."""
+    """Name, and attribute, of the model that the stage trains."""
+
+    passes: ForwardPasses
 
     def __init__(
         self,
@@ -91,7 +96,7 @@ class Stage(LightningModule):
         super().__init__()
         if lora is not None and not isinstance(model, str):
             raise ConfigError(
-                f"lora is for a model that is named, and this one is given as {type(model).__name__}: leave lora out, "
+                f"lora needs a model that is loaded by name, and the model is a {type(model).__name__}: leave lora out "
                 "and wrap the model with peft.get_peft_model"
             )
         self.automatic_optimization = False
@@ -100,25 +105,54 @@ class Stage(LightningModule):
         self.max_steps = max_steps
         self.tokens_per_micro_batch, self.packing = tokens_per_micro_batch, packing
         self.step = 0
+        self.reference_is_base = False
+        self.validation: GenerationValidation | None = None
+        self.shown_samples = ShownSamples()
         setattr(self, self.trained, None)
-        # In a list, so that nn.Module does not register it: its parameters are those of the trained model.
+        # In a list, so that nn.Module does not register the model a second time.
         self._source = [model]
         self._gradient_checkpointing, self._lora = gradient_checkpointing, lora
-        self._engine_of_optimizer: dict[int, str] = {}
+        self._model_of_optimizer: dict[int, str] = {}
         self._stepped: set[str] = set()
         self._trainers_clip: float | None = None
+        self._parts_of: Strategy | None = None
         self.further_metrics: list[Callable[[Mapping[str, float]], Mapping[str, float]]] = []
 
     @override
     def configure_callbacks(self) -> Any:
-        # The hook before Lightning refuses flags in manual optimization.
+        # Lightning calls this hook before it refuses flags in manual optimization.
         check_trainer(self.trainer)
         self._trainers_clip = take_gradient_clip(self.trainer)
         return super().configure_callbacks()
 
     @override
+    def setup(self, stage: str) -> None:
+        if self._parts_of is not self.strategy:
+            self._parts_of = self.strategy
+            self.make_parts(self.strategy)
+
+    def make_parts(self, strategy: Strategy) -> None:
+        """Make the parts of the stage, once for each strategy that it runs with."""
+        self.passes = ForwardPasses(
+            strategy,
+            self.named_models,
+            tokens_per_micro_batch=self.tokens_per_micro_batch,
+            packing=self.packing,
+            dtype=self.model_dtype,
+        )
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of the trainer.
+
+        Raises:
+            ConfigError: the trainer has a strategy that cannot run a stage.
+        """
+        return strategy_of(self.trainer)
+
+    @override
     def teardown(self, stage: str) -> None:
-        # For the next stage that the trainer is given.
+        # Another stage may use the same trainer.
         self.trainer.gradient_clip_val = self._trainers_clip
 
     # Models -----------------------------------------------------------------------------------------------------
@@ -135,17 +169,18 @@ class Stage(LightningModule):
             model = self.load_model(source)
             return model if self._lora is None else add_adapter(model, self._lora)
         if isinstance(source, LightningModule):
-            # Its configure_optimizers may ask the trainer for the number of steps.
+            # Its configure_optimizers may read the number of steps from the trainer.
             source.trainer = self.trainer
             with self.sharded_init():
                 source.configure_model()
             model = getattr(source, "model", None)
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                f"{type(source).__name__} has no `.model` that is an nn.Module: there is no model to train"
+                f"{type(source).__name__}.model is not an nn.Module: set the model to train as `.model` in its "
+                "constructor or its configure_model"
             )
         if has_adapter(model):
-            # Those that cannot be handled are refused before anything is trained.
+            # Refuse unsupported adapters before training.
             adapted_layers(model)
         if self.packing:
             use_packed_attention(model.get_base_model() if has_adapter(model) else model)
@@ -156,42 +191,50 @@ class Stage(LightningModule):
 
         Args:
             path: Hugging Face name or folder.
-            frozen: engine that it is for, if that is only run.
+            frozen: name of the model, if it is frozen.
         """
         with self.sharded_init(frozen):
             return load_causal_lm(path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing)
 
+    def load_reference(self, path: str | None) -> nn.Module | None:
+        """Load the reference model; return None if the reference is the policy without its adapter.
+
+        Args:
+            path: Hugging Face name or folder; None for the model that the policy's adapter was added to.
+        """
+        policy = getattr(self, self.trained)
+        if has_adapter(policy):
+            base = getattr(policy.get_base_model(), "name_or_path", None)
+            self.reference_is_base = path in (None, base)
+        return None if self.reference_is_base else self.load_model(str(path), REFERENCE)
+
     def sharded_init(self, frozen: str | None = None) -> AbstractContextManager[None]:
-        """Models loaded inside are sharded as the strategy shards them, and the engine `frozen` that is only run."""
-        strategy: Any = self.trainer.strategy
-        context: AbstractContextManager[None] = (
-            strategy.sharded_init(frozen) if hasattr(strategy, "sharded_init") else nullcontext()
-        )
-        return context
+        """Shard models that are loaded inside this context; `frozen` is the name of a frozen model."""
+        return self.strategy.sharded_init(frozen)
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """The dtype of parameters that the trainer's `precision` asks for."""
+        """Dtype of the parameters, from the trainer's `precision`."""
         return _DTYPES.get(str(self.trainer.precision), torch.bfloat16)
 
-    def engine_modules(self) -> dict[str, nn.Module]:
-        """The models that the strategy makes engines of."""
+    def named_models(self) -> dict[str, nn.Module]:
+        """Return the models that the strategy makes model engines of, by name."""
         return {self.trained: getattr(self, self.trained)}
 
     def optimizer_configs(self) -> dict[str, OptimizerConfig]:
-        """The optimizer of each engine that is trained; the first is the one that the stage is about."""
+        """Return the optimizer settings of each trained model; the model that the stage trains comes first."""
         return {self.trained: self.optimizer_config}
 
-    def gradient_clip(self, engine: str) -> float:
-        """Bound on the global gradient norm of an engine; 0 for no bound."""
-        return self._bound_or(self.optimizer_configs()[engine])
+    def gradient_clip(self, name: str) -> float:
+        """Return the bound on the global gradient norm of a model; 0 for no bound."""
+        return self._bound_or(self.optimizer_configs()[name])
 
     def _bound_or(self, config: OptimizerConfig) -> float:
         return config.gradient_clip if self._trainers_clip is None else self._trainers_clip
 
     @override
     def configure_optimizers(self) -> Any:
-        models = self.engine_modules()
+        models = self.named_models()
         source = self._source[0]
         brings_own = isinstance(source, LightningModule) and is_overridden("configure_optimizers", source)
         own = source if isinstance(source, LightningModule) and brings_own else None
@@ -201,61 +244,45 @@ class Stage(LightningModule):
                 one = only_one(own.configure_optimizers(), own)
             else:
                 one = config.adamw(p for p in models[name].parameters() if p.requires_grad)
-            self._engine_of_optimizer[id(one["optimizer"])] = name
+            self._model_of_optimizer[id(one["optimizer"])] = name
             configured.append(one)
         return configured
 
     # The step ---------------------------------------------------------------------------------------------------
 
-    @property
-    def cutter(self) -> Cutter:
-        """How the stage cuts what a rank holds into micro-batches."""
-        models = [model for model in self.engine_modules().values() if not isinstance(model, RemoteModel)]
-        together = self.packing and all(map(shares_prompts, models))
-        return Cutter(self.tokens_per_micro_batch, self.packing, together, self._strategy.max_over_ranks)
-
-    def forward_inputs(self, samples: Experience) -> dict[str, Any]:
-        """The arguments of a forward pass over the responses of samples."""
-        return {
-            "input_ids_BS": samples.input_ids,
-            "attention_mask_BS": samples.attention_mask,
-            "position_ids_BS": samples.position_ids,
-            "response_width": samples.responses.shape[1],
-            "packed": self.packing,
-        }
-
-    def optimize(self, losses: Iterable[tuple[Tensor, bool]], engine: str | None = None) -> None:
-        """Accumulate the gradients of `(loss, is the last)` and take one optimizer step of an engine.
+    def optimize(self, losses: Iterable[tuple[Tensor, bool]], name: str | None = None) -> None:
+        """Accumulate the gradients of micro-batches and take one optimizer step.
 
         Args:
-            losses: scalars; the next is asked for after the backward pass of the one before.
-            engine: `trained` by default.
+            losses: scalar loss of each micro-batch, and True for the last one. The next loss is computed after the
+                backward pass of the loss before.
+            name: name of the model; `trained` by default.
         """
-        engine = engine or self.trained
+        name = name or self.trained
         for loss, last in losses:
-            self._strategy.accumulate_gradients(engine, last=last)
-            self.manual_backward(loss, engine=engine)
-        self._optimizer_of(engine).step()
-        self._stepped.add(engine)
+            self.strategy.accumulate_gradients(name, last=last)
+            self.manual_backward(loss, model_name=name)
+        self._optimizer_of(name).step()
+        self._stepped.add(name)
 
-    def _optimizer_of(self, engine: str) -> Any:
+    def _optimizer_of(self, name: str) -> Any:
         optimizers = self.optimizers()
-        return optimizers[self._strategy.optimizer_index(engine)] if isinstance(optimizers, list) else optimizers
+        return optimizers[self.strategy.optimizer_index(name)] if isinstance(optimizers, list) else optimizers
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
-        """Schedules, metrics and the clock, once per step."""
+        """End a step: step the schedules, advance the clock, and log the metrics."""
         rates = {}
-        for engine in sorted(self._stepped):
-            prefix = "train" if engine == self.trained else f"train/{engine}"
-            # The rate of this step, before the schedules set that of the next.
-            rates[f"{prefix}/lr"] = float(self._optimizer_of(engine).param_groups[0]["lr"])
-            norm = self._strategy.gradient_norm(engine)
+        for name in sorted(self._stepped):
+            prefix = "train" if name == self.trained else f"train/{name}"
+            # The rate of this step, before the schedules set the rate of the next step.
+            rates[f"{prefix}/lr"] = float(self._optimizer_of(name).param_groups[0]["lr"])
+            norm = self.strategy.gradient_norm(name)
             if norm is not None:
                 rates[f"{prefix}/gradient_norm"] = norm
         self.step += 1
         self._step_schedulers("step", self.step)
         self._stepped.clear()
-        metrics = {**metrics, **rates, **self._strategy.phases.drain()}
+        metrics = {**metrics, **rates, **self.strategy.phases.drain()}
         for further in self.further_metrics:
             metrics = {**metrics, **further(metrics)}
         self.track(metrics)
@@ -263,7 +290,7 @@ class Stage(LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        # A checkpoint of the last step is where a run goes on that failed after its training.
+        # A run that failed after its training resumes from the checkpoint of its last step.
         self._stop_after_last_step()
 
     def _stop_after_last_step(self) -> None:
@@ -275,25 +302,18 @@ class Stage(LightningModule):
         self._step_schedulers("epoch", self.trainer.current_epoch + 1)
 
     def _step_schedulers(self, interval: str, count: int) -> None:
-        # What Lightning does by itself in automatic optimization only.
+        # Lightning does this in automatic optimization only.
         for config in self.trainer.lr_scheduler_configs:
             scheduler: Any = config.scheduler
             if config.interval != interval or count % config.frequency:
                 continue
-            # The schedule of an engine that waits (a policy whose critic warms up) waits with it.
-            if interval == "epoch" or self._engine_of_optimizer[id(scheduler.optimizer)] in self._stepped:
+            # The schedule of a model that is not trained in this step (a policy whose critic warms up) waits.
+            if interval == "epoch" or self._model_of_optimizer[id(scheduler.optimizer)] in self._stepped:
                 scheduler.step()
 
-    @property
-    def _strategy(self) -> Any:
-        return self.trainer.strategy
-
-    def _phase(self, name: str) -> Any:
-        return self._strategy.phases.measure(name)
-
     def track(self, metrics: Mapping[str, float]) -> None:
-        """Send metrics to every logger on the stage's clock, and make them known to callbacks and progress bars."""
-        # Of `trainer.validate` Lightning returns what it logs itself; it takes a metric `step` for the axis.
+        """Send metrics to every logger on the stage's clock, and to callbacks and progress bars."""
+        # `trainer.validate` returns the metrics that Lightning logs itself; a metric `step` is its axis.
         alone = self.trainer.state.fn == TrainerFn.VALIDATING
         if alone:
             metrics = {**metrics, "step": float(self.step)}
@@ -307,15 +327,37 @@ class Stage(LightningModule):
         """Write the trained model and its tokenizer as a Hugging Face folder. Collective.
 
         Args:
-            folder: where; an older export there is replaced.
-            adapter: of a model with an adapter, write that alone, as peft does; by default it is merged.
+            folder: folder to write; an older export in it is replaced.
+            adapter: True to write only the adapter of a model, as peft does; by default it is merged into the model.
         """
-        model, source = getattr(self, self.trained), self._strategy.weight_source(self.trained)
+        model, source = getattr(self, self.trained), self.strategy.weight_source(self.trained)
         if adapter and isinstance(source, MergedWeightSource):
             save_adapter(model, source.adapter(), self.tokenizer, folder, self.trainer.is_global_zero)
         else:
             save_policy(model, source, self.tokenizer, folder, self.trainer.is_global_zero)
-        self._strategy.barrier("export")
+        self.strategy.barrier("export")
+
+    # Validation by generation -----------------------------------------------------------------------------------
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        if self.validation is not None:
+            self.validation.start()
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.validation is not None:
+            self.validation.add(batch, self.step)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        if self.validation is not None:
+            self.track_validation(self.validation.metrics())
+            self.shown_samples.validation = self.validation.rows
+
+    def track_validation(self, metrics: Mapping[str, float]) -> None:
+        """Log metrics and times of a validation as `val/<name>`."""
+        self.track({f"val/{name}": value for name, value in {**metrics, **self.strategy.phases.drain()}.items()})
 
     # State ------------------------------------------------------------------------------------------------------
 
@@ -328,40 +370,40 @@ class Stage(LightningModule):
         self.step = checkpoint["stage"]["step"]
 
     def restore(self, state: Path) -> None:
-        """Go back to a checkpoint while training goes on. Collective.
+        """Go back to a checkpoint while training continues. Collective.
 
-        The engines get their weights, optimizers and schedules back, and the stage its clock and controllers.
-        Lightning's loops and the position in the data stay where they are.
+        This restores weights, optimizers, schedules, the clock and the controllers. Lightning's loops and the position
+        in the data stay as they are.
 
         Args:
-            state: `state` of a checkpoint's folder.
+            state: subfolder `state` of a checkpoint.
         """
-        checkpoint = self._strategy.load_checkpoint(state, weights_only=False)
+        checkpoint = self.strategy.load_checkpoint(state, weights_only=False)
         self.on_load_checkpoint(checkpoint)
-        self._strategy.load_model_state_dict(checkpoint)
-        if self._strategy.lightning_restore_optimizer:
-            self._strategy.load_optimizer_state_dict(checkpoint)
+        self.strategy.load_model_state_dict(checkpoint)
+        if self.strategy.lightning_restore_optimizer:
+            self.strategy.load_optimizer_state_dict(checkpoint)
         for config, saved in zip(self.trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(saved)
         if self.step < self.max_steps:
-            # The last step may have been the bad one.
+            # The last step may be the step that is undone.
             self.trainer.should_stop = False
 
 
 def comes_with_adapter(model: str | nn.Module) -> bool:
-    """Whether a model that is given to a stage has an adapter already; one that is made later is not known yet."""
+    """Return True if a model has an adapter before `configure_model`."""
     inner = getattr(model, "model", None) if isinstance(model, LightningModule) else model
     return isinstance(inner, nn.Module) and has_adapter(inner)
 
 
 def clock(module: LightningModule) -> int:
-    """The stage's clock.
+    """Return the step of a stage's clock.
 
     Raises:
         ConfigError: the module is not a stage.
     """
     if not isinstance(module, Stage):
-        raise ConfigError(f"{type(module).__name__} is not a stage: this callback follows the clock of one")
+        raise ConfigError(f"{type(module).__name__} is not a stage: this callback needs the clock of a stage")
     return module.step
 
 
@@ -369,5 +411,5 @@ def _own_tokenizer(model: str | nn.Module) -> Any:
     inner = getattr(model, "model", model)
     name = model if isinstance(model, str) else getattr(inner, "name_or_path", None)
     if not name:
-        raise ConfigError(f"{type(model).__name__} does not say where it was loaded from: pass tokenizer=...")
+        raise ConfigError(f"{type(model).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=...")
     return load_tokenizer(name)

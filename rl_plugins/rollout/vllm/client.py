@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, Held, SamplingConfig
+from rl_plugins.ranks import barrier, broadcast
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, RemoteSamples, SamplingConfig
 from rl_plugins.rollout.gloo_transport import GlooSender
 from rl_plugins.rollout.memory import MemoryChange
-from rl_plugins.rollout.ranks import barrier, broadcast
 from rl_plugins.rollout.shared_memory import ReceiverLost, Run, SharedMemorySender
 from rl_plugins.rollout.shared_parameters import dtype_named
 from rl_plugins.rollout.vllm.config import VLLMConfig
@@ -119,11 +119,11 @@ class VLLMRollout:
         """Have groups sampled. Collective if they begin together."""
         self._sampling.submit(requests, sampling, together=together)
 
-    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Held]:
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, RemoteSamples]:
         """Wait for groups; returns those that are finished."""
         return self._sampling.collect(required, count)
 
-    def fetch(self, finished: Sequence[Generations | Held]) -> list[Generations | None]:
+    def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
         """Responses that any rank has collected."""
         return self._sampling.fetch(finished)
 
@@ -135,7 +135,7 @@ class VLLMRollout:
         """Of groups that went with an engine that was lost; to be submitted again."""
         return self._sampling.lost_tickets()
 
-    def replace_lost(self) -> int:
+    def drop_lost_engines(self) -> int:
         """Go on without the engines that any rank has lost; returns how many they are. Collective."""
         lost = self._fleet.leave_lost()
         self._disconnect()

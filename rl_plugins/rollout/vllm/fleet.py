@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from rl_plugins.errors import DeadlineExceeded
+from rl_plugins.ranks import broadcast, gather
 from rl_plugins.rollout.engine import EngineLost
-from rl_plugins.rollout.ranks import broadcast, gather
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.row import beside, shares
 

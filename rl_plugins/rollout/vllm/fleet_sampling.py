@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, Held, SamplingConfig
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, RemoteSamples, SamplingConfig
 from rl_plugins.rollout.vllm.fleet import Fleet, Patience
 
 
@@ -28,7 +28,7 @@ class FleetSampling:
         self._engine_of: dict[int, int] = {}
         self._submitted: dict[Any, int] = {}
         self._polls: dict[Any, int] = {}
-        self._finished: dict[int, Held] = {}
+        self._finished: dict[int, RemoteSamples] = {}
         self._lost_tickets: list[int] = []
         self._busy_s: dict[int, float] = {}
         fleet.on_lost = self._forget
@@ -69,7 +69,7 @@ class FleetSampling:
                 reference = self._fleet.actors[engine].submit.remote(self._fleet.rank, ranks, mine, sampling)
                 self._submitted[reference] = engine
 
-    def collect(self, required: Sequence[int], count: int) -> dict[int, Held]:
+    def collect(self, required: Sequence[int], count: int) -> dict[int, RemoteSamples]:
         """Wait for groups; returns those that are finished."""
         self._fleet.check_lost()
         patience = self._fleet.patience()
@@ -117,13 +117,13 @@ class FleetSampling:
         for ticket, of_responses in lengths.items():
             # One that was dropped in the meantime is of no use.
             if self._engine_of.pop(ticket, None) is not None:
-                self._finished[ticket] = Held(engine, self._fleet.rank, ticket, np.array(of_responses))
+                self._finished[ticket] = RemoteSamples(engine, self._fleet.rank, ticket, np.array(of_responses))
 
-    def fetch(self, finished: Sequence[Generations | Held]) -> list[Generations | None]:
+    def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
         """Responses that any rank has collected; None of what went with a lost engine."""
-        theirs: dict[int, dict[int, Held]] = {}
+        theirs: dict[int, dict[int, RemoteSamples]] = {}
         for place, one in enumerate(finished):
-            if isinstance(one, Held) and one.engine in self._fleet.living:
+            if isinstance(one, RemoteSamples) and one.engine in self._fleet.living:
                 theirs.setdefault(one.engine, {})[place] = one
         timeout_s = self._fleet.config.update_timeout_s
         waits = {

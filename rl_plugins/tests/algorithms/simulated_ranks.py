@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from threading import Barrier, BrokenBarrierError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from rl_plugins.stages.dealing import Table
+from rl_plugins.ranks import Ranks
 from rl_plugins.tests.patience import patient
 
 Collective = Callable[[Tensor], Tensor]
+T = TypeVar("T")
 
 
 def run_with_all_gather(num_ranks: int, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
@@ -62,13 +65,25 @@ def run_on_ranks(num_ranks: int, function: Callable[[int, Collective, Collective
     return run_with_all_gather(num_ranks, on_rank)
 
 
-def run_with_table(num_ranks: int, function: Callable[[Table], Any]) -> list[Any]:
-    """`function(table)` of every rank."""
+@dataclass(frozen=True)
+class SimulatedRanks(Ranks):
+    """A rank in a thread."""
+
+    all_gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+    @override
+    def gather(self, value: T) -> list[T]:
+        return self.all_gather(value)
+
+    @override
+    def exchange(self, parcels: list[T]) -> list[T]:
+        return [sent[self.rank] for sent in self.all_gather(parcels)]
+
+
+def run_with_ranks(num_ranks: int, function: Callable[[SimulatedRanks], Any]) -> list[Any]:
+    """`function(ranks)` of every rank."""
 
     def on_rank(rank: int, all_gather: Callable[[Any], list[Any]]) -> Any:
-        def exchange(parcels: list[Any]) -> list[Any]:
-            return [sent[rank] for sent in all_gather(parcels)]
-
-        return function(Table(rank, num_ranks, all_gather, exchange))
+        return function(SimulatedRanks(rank, num_ranks, all_gather=all_gather))
 
     return run_with_all_gather(num_ranks, on_rank)

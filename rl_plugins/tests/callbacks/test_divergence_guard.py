@@ -97,13 +97,19 @@ def test_guard_roll_back_restores_weights_and_optimizer_and_skips_the_data(tmp_p
     checkpoint = PolicyCheckpoint(tmp_path, every=2, keep_last=9)
     seen: list[list[int]] = []
     stage = bad_at(3)
-    offer = stage.offer
+    make_parts = stage.make_parts
 
-    def watched(prompts: Any) -> None:
-        seen.append(list(prompts.rows))
-        offer(prompts)
+    def make_watched_parts(strategy: Any) -> None:
+        make_parts(strategy)
+        offer = stage.rollouts.ahead.offer
 
-    stage.offer = watched
+        def watched(prompts: Any) -> None:
+            seen.append(list(prompts.rows))
+            offer(prompts)
+
+        stage.rollouts.ahead.offer = watched
+
+    stage.make_parts = make_watched_parts
     kept: dict[str, Any] = {}
     look = AfterStep([2], once(lambda _, module: kept.update(weights=weights(module))))
 

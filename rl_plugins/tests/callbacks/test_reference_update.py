@@ -75,7 +75,7 @@ def test_blend_weights_adds_up_small_moves_of_a_bfloat16_reference(monkeypatch: 
     torch.nn.init.constant_(models["policy"].weight, 2.0)
     torch.nn.init.constant_(models["reference"].weight, 1.0)
     strategy = SingleDeviceRolloutStrategy()
-    monkeypatch.setattr(strategy, "engine", models.get)
+    monkeypatch.setattr(strategy, "model_engine", models.get)
     for _ in range(100):
         strategy.blend_weights("policy", "reference", 0.999)
     torch.testing.assert_close(models["reference"].weight, torch.full((2, 2), 2 - 0.999**100, dtype=torch.bfloat16))

@@ -43,7 +43,9 @@ def test_system_metrics_sample_each_node_once_and_rank_0_logs_all_nodes(monkeypa
             global_rank=rank,
             is_global_zero=rank == 0,
             loggers=[logger],
-            strategy=SimpleNamespace(gather=lambda _, gathers=gathers: next(gathers)),
+            strategy=SimpleNamespace(
+                model_engine=None, ranks=SimpleNamespace(gather=lambda _, gathers=gathers: next(gathers))
+            ),
         )
         callback = SystemMetrics()
         callback.on_train_start(trainer, stage)

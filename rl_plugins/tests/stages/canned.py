@@ -29,17 +29,16 @@ from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
+from rl_plugins.ranks import Ranks
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.at_once import SampledAtOnce
 from rl_plugins.rollout.engine import Generations, SamplingConfig
 from rl_plugins.rollout.memory import MemoryChange
-from rl_plugins.rollout.ranks import gather
 from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
-from rl_plugins.stages.prime import PRIME, ProcessRewardConfig
-from rl_plugins.strategies.contract import exchange_objects, small_all_reduce
+from rl_plugins.stages.process_rewards import ProcessRewardConfig
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
 # Prompt -> responses. `!` makes the reward fail; the responses of 4+4 all score alike; one response is empty.
@@ -184,6 +183,7 @@ class AllReduceStrategy(SingleDeviceRolloutStrategy):
     def __init__(self, rank: int, world_size: int, **options: Any) -> None:
         super().__init__(**options)
         self.global_rank, self.world_size = rank, world_size
+        self.ranks = Ranks(rank, world_size, self.root_device)
 
     @property
     @override
@@ -193,22 +193,6 @@ class AllReduceStrategy(SingleDeviceRolloutStrategy):
     @override
     def barrier(self, *arguments: Any, **options: Any) -> None:
         torch.distributed.barrier()
-
-    @override
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        return small_all_reduce(values, self.root_device, torch.distributed.ReduceOp.SUM)
-
-    @override
-    def max_over_ranks(self, values: Tensor) -> Tensor:
-        return small_all_reduce(values, self.root_device, torch.distributed.ReduceOp.MAX)
-
-    @override
-    def gather(self, value: Any) -> list[Any]:
-        return gather(value)
-
-    @override
-    def exchange(self, parcels: list[Any]) -> list[Any]:
-        return exchange_objects(parcels, self.global_rank, self.root_device)
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -308,11 +292,9 @@ def gradients(
         if isinstance(optimizer, torch.optim.AdamW):
             of_others.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
 
-    stage_class: Any = PolicyOptimization
     if "process_rewards_BT" in algorithm.needs:
-        stage_class = PRIME
         options["process_reward_model"] = replace(process_reward_model, path=other_model())
-    stage = stage_class(
+    stage = PolicyOptimization(
         own,
         tokenizer=tokenizer,
         scorer=CannedScorer(),

@@ -13,7 +13,7 @@ from typing_extensions import override
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rewards import InlineScorer, RewardFailureError, ScoringRequest
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, Held, SamplingConfig
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, RemoteSamples, SamplingConfig
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.conversations import Conversations, Opening
 from rl_plugins.stages.environment import EnvironmentConfig
@@ -23,7 +23,7 @@ from rl_plugins.stages.schedule import Schedule
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
-from rl_plugins.tests.stages.test_scheduled import Loader
+from rl_plugins.tests.stages.test_scheduled_sampler import Loader
 
 tokenizer = canned.tokenizer
 SAMPLING = SamplingConfig(max_tokens=60, num_samples=2)
@@ -62,7 +62,7 @@ class Scripted(canned.CannedRollout):
                 super().submit([one], sampling)
 
     @override
-    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | Held]:
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | RemoteSamples]:
         if self._gone and not self._finished:
             raise EngineLost("gone")
         return super().collect(required, count)

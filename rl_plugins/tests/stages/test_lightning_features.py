@@ -129,7 +129,7 @@ def test_validate_before_and_after_fit_logs_on_the_clock_of_the_stage(tmp_path: 
     fit(trainer, module)
     (after,) = trainer.validate(module, canned.loader([BATCH]), verbose=False)
     assert before["val/reward"] == pytest.approx(after["val/reward"])
-    assert len(module.validation_samples) == len(canned.PROMPTS)
+    assert len(module.shown_samples.validation) == len(canned.PROMPTS)
     # Before, in the sanity check of Lightning, after the epoch, and after training: once each, by the stage's clock.
     assert [int(row["step"]) for row in logged(tmp_path) if row["val/reward"]] == [0, 0, 3, 3]
 

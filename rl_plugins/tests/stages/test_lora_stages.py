@@ -93,7 +93,7 @@ def test_policy_with_the_adapter_off_equals_a_separate_reference(
 ) -> None:
     alone, beside = make(policy, lora=LORA), make(policy, lora=LORA, reference=copy)
     metrics = [fit(stage, batches) for stage in (alone, beside)]
-    assert set(alone.engine_modules()) == {"policy"} and set(beside.engine_modules()) == {"policy", "reference"}
+    assert set(alone.named_models()) == {"policy"} and set(beside.named_models()) == {"policy", "reference"}
     for name, value in metrics[1].items():
         assert metrics[0][name] == value or name.startswith(("time/", "memory/", "idle/")) or name.endswith("_per_s")
     expected = weights(beside)
@@ -123,7 +123,7 @@ def test_policy_given_as_a_peft_model_gets_the_weights_of_the_lora_option(policy
     own = OwnModule(policy)
     stage = policy_optimization(own if as_module else own.model)
     fit(stage, PROMPTS)
-    assert set(stage.engine_modules()) == {"policy"}
+    assert set(stage.named_models()) == {"policy"}
     by_name = policy_optimization(policy, lora=LORA)
     fit(by_name, PROMPTS)
     expected = weights(by_name)

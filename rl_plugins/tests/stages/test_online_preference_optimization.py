@@ -12,8 +12,8 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.online_preference_optimization import OnlinePreferenceOptimization
 from rl_plugins.stages.preference_examples import best_against_worst
+from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned, canned_preferences
 from rl_plugins.tests.stages.test_preference_optimization import assert_same, plain_log_prob
@@ -103,7 +103,7 @@ def test_update_without_pairs_is_skipped() -> None:
 
 def test_online_preference_optimization_refuses_wrong_options() -> None:
     one = SamplingConfig(max_tokens=20, num_samples=1)
-    with pytest.raises(ConfigError, match=r"num_samples=1: a pair takes two responses .* batch\.samples_per_prompt"):
+    with pytest.raises(ConfigError, match=r"num_samples=1: a pair needs at least two responses"):
         canned_preferences.stage_of(canned.OwnPolicy(), OnlinePreferenceOptimization, sampling=one)
     with pytest.raises(ConfigError, match="updates_per_step=3 does not divide the 4 prompts of a rank"):
         canned_preferences.online_gradients(canned.PROMPTS, updates_per_step=3)

@@ -111,5 +111,5 @@ def test_stop_token_ids_default_to_the_end_token_of_the_tokenizer(path):
 
 
 def test_model_without_a_path_and_tokenizer_is_refused():
-    with pytest.raises(ConfigError, match="Qwen2ForCausalLM does not say where it was loaded from"):
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no name_or_path to load a tokenizer from"):
         PolicyOptimization(build_model(), scorer=length, sampling=SAMPLING)

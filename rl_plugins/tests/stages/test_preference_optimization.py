@@ -20,6 +20,7 @@ from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.preference_learner import PreferenceLearner
 from rl_plugins.stages.preference_optimization import PreferenceOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.ranks import run_ranks
@@ -127,9 +128,9 @@ def test_both_responses_of_a_preference_pair_share_a_micro_batch(
     monkeypatch: pytest.MonkeyPatch, packing: bool
 ) -> None:
     sizes = []
-    log_probs = PreferenceOptimization._log_probs
+    log_probs = PreferenceLearner._log_probs
 
-    def counted(self: PreferenceOptimization, name: str, samples: Any) -> Tensor:
+    def counted(self: PreferenceLearner, name: str, samples: Any) -> Tensor:
         if torch.is_grad_enabled():
             mask = samples.trimmed().attention_mask
             # Packed, the responses of a pair run their prompt once.
@@ -138,7 +139,7 @@ def test_both_responses_of_a_preference_pair_share_a_micro_batch(
             assert samples.groups[: len(samples) // 2].equal(samples.groups[len(samples) // 2 :])
         return log_probs(self, name, samples)
 
-    monkeypatch.setattr(PreferenceOptimization, "_log_probs", counted)
+    monkeypatch.setattr(PreferenceLearner, "_log_probs", counted)
     budget = 80 if packing else 120
     canned_preferences.gradients("dpo", tokens_per_micro_batch=budget, packing=packing)
     # More pairs fit without padding.
@@ -151,7 +152,7 @@ def test_reference_is_loaded_only_for_losses_that_need_a_reference() -> None:
         stage = canned_preferences.stage_of(canned.OwnPolicy(), loss=loss)
         batch = canned_preferences.batch_of(True, [0, 1])
         metrics = canned_preferences.fit(stage, [batch], 0, 1)
-        assert set(stage.engine_modules()) == engines
+        assert set(stage.named_models()) == engines
         assert ("train/time/ref_log_probs" in metrics or "time/ref_log_probs" in metrics) == (loss == "dpo")
         before = other_model().state_dict()
         if loss == "dpo":
@@ -217,7 +218,7 @@ def test_dpo_raises_the_margin_of_six_pairs_and_validates_by_generation(tmp_path
     assert seen[0]["train/margin"] == pytest.approx(0, abs=1e-5)
     assert seen[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert seen[-1]["train/margin"] > 0.5 and seen[-1]["train/accuracy"] == 1 and seen[-1]["train/loss"] < 0.5
-    assert "val/reward" in metrics and len(stage.validation_samples) == len(canned.PROMPTS)
+    assert "val/reward" in metrics and len(stage.shown_samples.validation) == len(canned.PROMPTS)
 
 
 def test_preference_optimization_refuses_wrong_losses_options_and_data() -> None:
@@ -235,9 +236,9 @@ def test_preference_optimization_refuses_wrong_losses_options_and_data() -> None
     def odd(*, chosen_log_probs_N: Tensor, desirable_N: Tensor) -> Any:
         raise NotImplementedError
 
-    with pytest.raises(ConfigError, match="the loss odd needs chosen_log_probs_N, desirable_N: there is"):
+    with pytest.raises(ConfigError, match="the loss odd needs chosen_log_probs_N, desirable_N: pairs have"):
         stage(loss=odd)
-    assert stage(loss=dpo).takes_pairs
+    assert stage(loss=dpo).objective.takes_pairs
     unpaired = canned_preferences.batch_of(False, [0, 1])
     with pytest.raises(ConfigError, match="the loss dpo takes pairs, and the data is single responses with labels"):
         canned_preferences.fit(canned_preferences.stage_of(canned.OwnPolicy()), [unpaired], 0, 1)

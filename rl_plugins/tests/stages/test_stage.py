@@ -189,7 +189,7 @@ def test_greedy_keeps_max_tokens_and_stops() -> None:
 
 
 def test_lightning_module_without_a_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"LightningModule has no `\.model` that is an nn\.Module"):
+    with pytest.raises(ConfigError, match=r"LightningModule\.model is not an nn\.Module"):
         fit(policy_optimization(LightningModule()))
 
 

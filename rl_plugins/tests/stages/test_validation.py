@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from rl_plugins.evaluation.measures import best_at
+from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
@@ -15,11 +17,20 @@ from rl_plugins.tests.stages import canned
 ENDS = ("", "_low", "_high")
 
 
-class SecondOfTwo(SingleDeviceRolloutStrategy):
+class SecondRank(Ranks):
     """The second of two ranks; the first has measured a prompt of another data source."""
 
+    @override
     def gather(self, value: Any) -> list[Any]:
         return [({-1: ("elsewhere", {"mean@1": 0.125})}, {"elsewhere": (0.5, 1)}), value]
+
+
+class SecondOfTwo(SingleDeviceRolloutStrategy):
+    """The strategy of the second rank."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.ranks = SecondRank()
 
 
 def validate(num_samples: int, strategy: type[SingleDeviceRolloutStrategy] = SingleDeviceRolloutStrategy) -> Any:
@@ -66,7 +77,7 @@ def test_validation_with_several_samples_logs_best_and_majority() -> None:
     assert metrics["val/rewards/format"] == pytest.approx(mean(response.isdigit() for response in counted))
     assert metrics["val/canned/mean_at_3"] == pytest.approx(mean(mean(row) for row in scores(3)))
     assert metrics["val/canned/best_at_3"] == pytest.approx(mean(best_at(row, 3) for row in whole))
-    assert len(stage.validation_samples) == 12
+    assert len(stage.shown_samples.validation) == 12
 
 
 def test_validation_counts_the_prompts_of_all_ranks() -> None:

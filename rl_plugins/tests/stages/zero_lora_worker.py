@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class Inspect(PolicyOptimization):
     folder: Path
 
     def on_train_end(self) -> None:
-        strategy = self._strategy
+        strategy: Any = self.strategy
         assert set(strategy._engines) == set(strategy._trained_engines()) == {"policy", "critic"}
         self.trainer.save_checkpoint(self.folder / "state")
         self.export(self.folder / "policy")
@@ -33,7 +34,7 @@ class Inspect(PolicyOptimization):
 
     def check_checkpoint(self, name: str) -> None:
         """The checkpoint holds the trained weights, and restores weights and optimizer state bit for bit."""
-        strategy = self._strategy
+        strategy: Any = self.strategy
         files = list((self.folder / "state" / name / "zero").glob("*model_states.pt"))
         (module,) = [torch.load(file, weights_only=False)["module"] for file in files]
         trained = {key for key, parameter in getattr(self, name).named_parameters() if parameter.requires_grad}
@@ -58,7 +59,8 @@ def merged(strategy: ZeroStrategy, name: str) -> dict[str, Tensor]:
 
 def tensors_of(strategy: ZeroStrategy, name: str) -> list[Tensor]:
     """Moments and master weights."""
-    optimizer = strategy.engine(name).optimizer.optimizer
+    engine: Any = strategy.model_engine(name)
+    optimizer = engine.optimizer.optimizer
     tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return [tensor for tensor in tensors if tensor.numel() > 1]
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from rl_plugins.stages.online_preference_optimization import OnlinePreferenceOptimization
-from rl_plugins.stages.preference_optimization import PreferenceOptimization
+from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization, PreferenceOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.stages import canned, canned_preferences
@@ -41,7 +40,7 @@ def train(case: str, rank: int, world_size: int, strategy: Any, **options: Any) 
 
     class Inspect(base):  # type: ignore[misc,valid-type]
         def on_train_end(self) -> None:
-            weights.update({name: tensor.clone() for name, tensor in self._strategy.weight_source()})
+            weights.update({name: tensor.clone() for name, tensor in self.strategy.weight_source()})
 
     stage = canned_preferences.stage_of(OwnPolicy(), Inspect, tokens_per_micro_batch=80, **stage_options)
     batches: list[Any] = [

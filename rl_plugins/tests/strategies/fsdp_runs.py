@@ -202,19 +202,19 @@ class Inspected(Recorded):
         self.trainer.save_checkpoint(self.folder / "moved")
         strategy.blend_weights("policy", "reference", keep=0.0)
         tokens = torch.arange(6)[None]
-        logits = {name: strategy.engine(name)(input_ids=tokens).logits for name in ("policy", "reference")}
+        logits = {name: strategy.model_engine(name)(input_ids=tokens).logits for name in ("policy", "reference")}
         assert torch.equal(logits["policy"], logits["reference"])
         strategy.load_checkpoint(self.folder / "moved")
         restored = weights_of(strategy, "reference")
         assert all(torch.equal(restored[name], weight) for name, weight in moved.items())
-        with pytest.raises(ConfigError, match="does not hold engine 'reference', which has moved"):
+        with pytest.raises(ConfigError, match="does not hold model 'reference', whose weights have changed"):
             strategy.load_checkpoint(self.folder / "before")
 
     def check_load_checkpoint(self, strategy: FSDPStrategy) -> None:
         """Folders that are no checkpoint, or no whole one, are refused."""
         saved = self.folder / "saved"
         self.trainer.save_checkpoint(saved)
-        with pytest.raises(ConfigError, match=r"is not a checkpoint of this project: it has no lightning\.ckpt"):
+        with pytest.raises(ConfigError, match=r"is not a checkpoint of this package: it has no file lightning\.ckpt"):
             strategy.load_checkpoint(self.folder)
         part = next((saved / "critic").glob("__0_*"))
         strategy.barrier()
@@ -227,14 +227,14 @@ class Inspected(Recorded):
         if strategy.is_global_zero:
             (saved / "critic" / ".metadata").unlink()
         strategy.barrier()
-        with pytest.raises(ConfigError, match="critic holds no shards of engine 'critic'"):
+        with pytest.raises(ConfigError, match="critic holds no shards of model 'critic'"):
             strategy.load_checkpoint(saved)
 
 
 def course(rank: int, layout: Layout, folder: Path, options: dict[str, Any]) -> Course:
     """The course of a rank, see `trained`."""
     module = trained(layout, rank, folder, **options)
-    rollout: Any = module.trainer.strategy.rollout  # type: ignore[attr-defined]
+    rollout: Any = module.trainer.strategy.rollout.engine  # type: ignore[attr-defined]
     # Each step samples with the weights of the last one.
     assert [call for call in rollout.calls if call.startswith("update_weights")] == [
         f"update_weights {module.step - len(module.course) + step}" for step in range(len(module.course))
@@ -258,7 +258,7 @@ def course_with_adapters(rank: int, layout: Layout, folder: Path, options: dict[
     # Ranks whose random numbers differ have one adapter all the same: rank 0's.
     torch.manual_seed(rank)
     module = trained(layout, rank, folder, **ADAPTERS, **options)
-    assert "reference" not in module.engine_modules()
+    assert "reference" not in module.named_models()
     return module.course
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from typing_extensions import override
 
 from rl_plugins.rollout.engine import Generations, SamplingConfig
-from rl_plugins.strategies.host_memory import HostMemory
-from rl_plugins.strategies.sharded import ShardedStrategy
+from rl_plugins.strategies.fsdp import FSDPStrategy
+from rl_plugins.strategies.memory import HostMemory, OffloadedStates
+from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.stages import canned
 
 
@@ -19,26 +21,28 @@ class WatchingRollout(canned.CannedRollout):
 
     @override
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
-        host, tensors = self.strategy._on_host, tensors_of_trained_engines(self.strategy)
+        memory = self.strategy.rollout.memory
+        host, tensors = memory.host, tensors_of_trained_models(memory)
         assert tensors and host.nbytes(tensors) == 0
         host.give_back()
         assert (held := host.nbytes(tensors)) > 0
         # What was expected in advance is what there was to free.
-        assert self.strategy.optimizer_bytes() + self.strategy.parameter_bytes() == held
-        self.strategy.offload_optimizer()
-        self.strategy.offload_parameters()
+        assert memory.optimizer_bytes() + memory.parameter_bytes() == held
+        memory.offload_optimizer()
+        memory.offload_parameters()
         return super().generate(prompts, sampling, seeds)
 
 
-def tensors_of_trained_engines(strategy: Any) -> list[Any]:
-    """All tensors of the trained engines and of their optimizers."""
-    names = strategy._trained()
-    return [t for name in names for of in (strategy._optimizer_tensors, strategy._engine_tensors) for t in of(name)]
+def tensors_of_trained_models(memory: OffloadedStates) -> list[Tensor]:
+    """All tensors of the trained models and of their optimizers."""
+    return [*memory.optimizer_tensors(), *memory.model_tensors()]
 
 
-def moving(strategy: ShardedStrategy) -> ShardedStrategy:
+def moving(strategy: ZeroStrategy | FSDPStrategy) -> Any:
     """The strategy, which has a `WatchingRollout`, made to move memory of the CPU."""
-    strategy._on_host = HostMemory("cpu")
-    rollout: Any = strategy.rollout
-    rollout.strategy = strategy
+    memory = strategy.rollout.memory
+    assert isinstance(memory, OffloadedStates)
+    memory.host = HostMemory("cpu")
+    engine: Any = strategy.rollout.engine
+    engine.strategy = strategy
     return strategy

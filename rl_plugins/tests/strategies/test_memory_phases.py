@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typing_extensions import override
 
+from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.at_once import SampledAtOnce
 from rl_plugins.rollout.engine import Generations, SamplingConfig
 from rl_plugins.rollout.memory import MemoryChange, MemoryNotFreed
 from rl_plugins.rollout.weight_check import PROBE, WeightsDiffer
 from rl_plugins.rollout.weights import WeightSource
-from rl_plugins.strategies.contract import RolloutMixin
+from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.phases import PhaseLog
+from rl_plugins.strategies.rollout_phase import RolloutPhases
 
 GIB = 2**30
 SAMPLING = SamplingConfig(max_tokens=1)
@@ -50,7 +53,7 @@ class RecordingEngine(SampledAtOnce):
 
     def prompt_log_probs(self, prompt: list[int]) -> list[float]:
         self.calls.append("prompt_log_probs")
-        # The model of `Strategy` says the same of every token.
+        # The model `Policy` says the same of every token.
         return [-(torch.tensor(10.0).log().item()) + self.gap for _ in prompt[1:]]
 
     def sleep(self) -> MemoryChange | None:
@@ -77,36 +80,40 @@ class Memory(PhaseLog):
         return self.in_use
 
 
-class Strategy(RolloutMixin):
-    """Gives up 4 GiB of optimizer states and 3 of parameters."""
+class NotingRanks(Ranks):
+    """One rank, which notes when ranks agree."""
 
-    def __init__(self, engine: RecordingEngine, *, stuck: str = "") -> None:
-        self._rollout, self._calls, self._stuck = engine, engine.calls, stuck
-        self.phases = self.memory = Memory()
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        object.__setattr__(self, "calls", calls)
 
     @override
-    def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        self._calls.append("agree")
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        self.calls.append("agree")  # type: ignore[attr-defined]
         return values
 
-    @override
-    def weight_source(self, name: str = "policy") -> Any:
-        return []
 
-    @override
-    def engine(self, name: str) -> Any:
-        class Output:
-            logits = torch.zeros(1, len(PROBE), 10)
+class Policy(torch.nn.Module):
+    """A model that says the same of every token."""
 
-        def forward(input_ids: torch.Tensor) -> Output:
-            self._calls.append("policy forward")
-            return Output()
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self.calls = calls
 
-        return forward
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        self.calls.append("policy forward")
+        return SimpleNamespace(logits=torch.zeros(1, len(PROBE), 10))
+
+
+class Offloaded(TrainingMemory):
+    """Gives up 4 GiB of optimizer states and 3 of parameters."""
+
+    def __init__(self, device: Memory, calls: list[str], stuck: str) -> None:
+        self._device, self._calls, self._stuck = device, calls, stuck
 
     def _free(self, what: str, nbytes: int) -> None:
         self._calls.append(f"offload {what}")
-        self.memory.in_use -= 0 if what == self._stuck else nbytes
+        self._device.in_use -= 0 if what == self._stuck else nbytes
 
     @override
     def offload_optimizer(self) -> None:
@@ -127,15 +134,31 @@ class Strategy(RolloutMixin):
     @override
     def reload(self) -> None:
         self._calls.append("reload")
-        self.memory.in_use = 10 * GIB
+        self._device.in_use = 10 * GIB
+
+
+class Strategy:
+    """The training side of a rollout phase."""
+
+    def __init__(self, engine: RecordingEngine, *, stuck: str = "") -> None:
+        self.calls = engine.calls
+        self.phases: PhaseLog = (device := Memory())
+        self.ranks: Ranks = NotingRanks(engine.calls)
+        self.rollout = RolloutPhases(engine, self, Offloaded(device, engine.calls, stuck))
+
+    def weight_source(self, name: str = "policy") -> Any:
+        return []
+
+    def model_engine(self, name: str) -> torch.nn.Module:
+        return Policy(self.calls)
 
 
 def roll_out(strategy: Strategy, version: int = 1) -> list[str]:
     """One rollout; the calls that it made."""
-    strategy._calls.clear()
-    with strategy.rollout_phase(version) as engine:
+    strategy.calls.clear()
+    with strategy.rollout.phase(version) as engine:
         engine.generate([], SAMPLING, None)
-    return list(strategy._calls)
+    return list(strategy.calls)
 
 
 # Ranks agree that all are as far: an engine may be on the device of another one.
@@ -143,10 +166,10 @@ FIRST = ["offload optimizer", "agree", "wake_up weights", "update_weights 1", "a
 REST = ["offload parameters", "agree", "wake_up kv_cache", "generate", "sleep", "agree", "reload"]
 
 
-def test_sampled_lets_the_engine_sleep_after_all_ranks_agree() -> None:
+def test_run_sampling_lets_the_engine_sleep_after_all_ranks_agree() -> None:
     strategy = Strategy(RecordingEngine())
-    strategy.sampled(1, lambda engine: engine.generate([], SAMPLING, None))
-    assert strategy._calls[-5:] == ["generate", "agree", "sleep", "agree", "reload"]
+    strategy.rollout.run_sampling(1, lambda engine: engine.generate([], SAMPLING, None))
+    assert strategy.calls[-5:] == ["generate", "agree", "sleep", "agree", "reload"]
 
 
 def test_rollout_phase_offloads_updates_and_reloads_in_order() -> None:
@@ -154,7 +177,7 @@ def test_rollout_phase_offloads_updates_and_reloads_in_order() -> None:
     assert roll_out(strategy) == FIRST + REST
     # The weights are still there.
     assert roll_out(strategy) == FIRST[:3] + REST
-    strategy.weights_changed()
+    strategy.rollout.weights_changed()
     assert roll_out(strategy) == FIRST + REST
     assert set(strategy.phases.drain()) == {
         f"{kind}/{phase}" for kind in ("time", "memory") for phase in ("offload", "update_weights", "reload")
@@ -180,24 +203,24 @@ def test_rollout_phase_raises_when_offload_frees_nothing(what: str) -> None:
     with pytest.raises(MemoryNotFreed, match=rf"phase 'offload {what}' gave back 0 MiB and should have given back"):
         roll_out(strategy)
     # The engine has not taken the room that is not there.
-    assert "wake_up kv_cache" not in strategy._calls and "generate" not in strategy._calls
+    assert "wake_up kv_cache" not in strategy.calls and "generate" not in strategy.calls
 
 
 def test_rollout_phase_raises_after_reload_when_sleep_frees_nothing() -> None:
     strategy = Strategy(RecordingEngine(slept=MemoryChange(3 * GIB, 3 * GIB, 2 * GIB)))
     with pytest.raises(MemoryNotFreed, match=r"phase 'sleep of the rollout engine' gave back 0 MiB .* 2048 MiB"):
         roll_out(strategy)
-    assert strategy._calls[-3:] == ["sleep", "agree", "reload"]
+    assert strategy.calls[-3:] == ["sleep", "agree", "reload"]
 
 
 def test_check_updates_of_2_checks_each_second_update() -> None:
     strategy = Strategy(RecordingEngine(check_updates=2))
     assert roll_out(strategy) == FIRST + REST
-    strategy.weights_changed()
+    strategy.rollout.weights_changed()
     checked = [*FIRST, "check_weights", "policy forward", *REST[:3], "prompt_log_probs", *REST[3:]]
     assert roll_out(strategy) == checked
     assert roll_out(strategy) == FIRST[:3] + REST
-    strategy.weights_changed()
+    strategy.rollout.weights_changed()
     assert roll_out(strategy) == FIRST + REST
 
 

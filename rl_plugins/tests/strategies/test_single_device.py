@@ -10,9 +10,9 @@ from lightning.pytorch import Trainer
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model
+from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
-from rl_plugins.strategies.contract import small_all_reduce
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.stages import canned
 
@@ -100,6 +100,6 @@ def test_rollout_without_an_engine_is_refused() -> None:
         trainer.fit(stage(), loader())
 
 
-def test_small_all_reduce_without_a_process_group_is_the_identity() -> None:
+def test_sum_without_a_process_group_is_the_identity() -> None:
     values = torch.tensor([1.0, 2.0])
-    assert small_all_reduce(values, torch.device("cpu"), None) is values
+    assert Ranks(device=torch.device("cpu")).sum(values) is values

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_plugins.strategies.zero_weights import ZeroWeightSource, layer_of
+from rl_plugins.strategies.weight_sources import ZeroWeightSource, layer_of
 from rl_plugins.tests.loops import for_each
 
 SHAPES = [(1,), (2,), (3, 5), (7,), (4, 4), ()]

@@ -68,7 +68,7 @@ class Record(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         source: Any = trainer.strategy
-        for engine in pl_module.engine_modules():
+        for engine in pl_module.named_models():
             self.weights[engine] = {name: tensor.clone() for name, tensor in source.weight_source(engine)}
 
 

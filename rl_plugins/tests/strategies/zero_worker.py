@@ -47,24 +47,24 @@ class Inspect(PolicyOptimization):
         before = weights_of(strategy, "reference")
         self.trainer.save_checkpoint(self.folder / "before")
         tokens = torch.arange(6)[None]
-        strategy.engine("reference")(input_ids=tokens)  # Small parameters stay gathered after a pass.
+        strategy.model_engine("reference")(input_ids=tokens)  # Small parameters stay gathered after a pass.
         strategy.blend_weights("policy", "reference", keep=0.25)
         moved = weights_of(strategy, "reference")
         for name, weight in moved.items():
             torch.testing.assert_close(weight, 0.25 * before[name] + 0.75 * self.weights[name])
-        logits = strategy.engine("reference")(input_ids=tokens).logits
+        logits = strategy.model_engine("reference")(input_ids=tokens).logits
         strategy.blend_weights("policy", "reference", keep=0.0)
         assert torch.equal(weights_of(strategy, "reference")["model.norm.weight"], self.weights["model.norm.weight"])
-        copied = strategy.engine("reference")(input_ids=tokens).logits
-        torch.testing.assert_close(copied, strategy.engine("policy")(input_ids=tokens).logits)
+        copied = strategy.model_engine("reference")(input_ids=tokens).logits
+        torch.testing.assert_close(copied, strategy.model_engine("policy")(input_ids=tokens).logits)
         assert not torch.equal(logits, copied)
         self.trainer.save_checkpoint(self.folder / "moved")
         weights = [getattr(parameter, "ds_tensor", parameter).data for parameter in self.reference.parameters()]
         for tensor in weights:
             tensor.zero_()
         strategy.load_checkpoint(self.folder / "moved")
-        torch.testing.assert_close(strategy.engine("reference")(input_ids=tokens).logits, copied)
-        with pytest.raises(ConfigError, match="does not hold engine 'reference', which has moved"):
+        torch.testing.assert_close(strategy.model_engine("reference")(input_ids=tokens).logits, copied)
+        with pytest.raises(ConfigError, match="does not hold model 'reference', whose weights have changed"):
             strategy.load_checkpoint(self.folder / "before")
 
     def check_shards(self, strategy: ZeroStrategy) -> None:
@@ -82,7 +82,8 @@ class Inspect(PolicyOptimization):
         expected = optimizer_state(strategy)
         assert expected
         with torch.no_grad():
-            strategy.engine("policy").optimizer.param_groups[0]["lr"] = 1e9
+            engine: Any = strategy.model_engine("policy")
+            engine.optimizer.param_groups[0]["lr"] = 1e9
             weights = [getattr(parameter, "ds_tensor", parameter).data for parameter in self.policy.parameters()]
             for tensor in [*optimizer_tensors(strategy), *weights]:
                 tensor.zero_()
@@ -93,8 +94,8 @@ class Inspect(PolicyOptimization):
         assert optimizer_state(strategy) == expected
         restored = weights_of(strategy, "policy")
         assert all(torch.equal(restored[name], weight) for name, weight in self.weights.items())
-        assert strategy.engine("policy").optimizer.param_groups[0]["lr"] != 1e9
-        with pytest.raises(ConfigError, match=r"is not a checkpoint of this project: it has no lightning\.ckpt"):
+        assert engine.optimizer.param_groups[0]["lr"] != 1e9
+        with pytest.raises(ConfigError, match=r"is not a checkpoint of this package: it has no file lightning\.ckpt"):
             strategy.load_checkpoint(self.folder)
         self.check_retention()
 
@@ -105,7 +106,7 @@ class Inspect(PolicyOptimization):
             self.trainer.save_checkpoint(run.checkpoint(step) / "state")
         for step in (1, 3):
             shutil.rmtree(run.checkpoint(step) / "state" / "critic")
-        message = "state/critic holds no shards of engine 'critic': .*/checkpoint_00000002 is the newest that holds all"
+        message = "state/critic holds no shards of model 'critic': .*/checkpoint_00000002 is the newest that holds all"
         with pytest.raises(ConfigError, match=message):
             self.trainer.strategy.load_checkpoint(run.checkpoint(1) / "state")
 
@@ -116,7 +117,8 @@ def weights_of(strategy: ZeroStrategy, name: str) -> dict[str, Tensor]:
 
 def optimizer_tensors(strategy: ZeroStrategy) -> list[Tensor]:
     """Moments and master weights."""
-    optimizer = strategy.engine("policy").optimizer.optimizer
+    engine: Any = strategy.model_engine("policy")
+    optimizer = engine.optimizer.optimizer
     tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return [tensor for tensor in tensors if tensor.numel() > 1]
 

@@ -1,15 +1,28 @@
-"""Dealing samples to ranks: order, even shares and mini-batches, for any number of ranks."""
+"""Distribution of samples to ranks: order, even shares and mini-batches, for any number of ranks."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from rl_plugins.data.experience import Experience
-from rl_plugins.stages.dealing import Hand, Table, all_hands, deal, deal_groups, even_shares, even_turns
-from rl_plugins.tests.algorithms.simulated_ranks import run_with_table
+from rl_plugins.ranks import Ranks
+from rl_plugins.stages.balancing import (
+    SampleSet,
+    even_order,
+    even_shares,
+    gather_sets,
+    redistribute,
+    redistribute_groups,
+)
+from rl_plugins.tests.algorithms.simulated_ranks import SimulatedRanks, run_with_ranks
 from rl_plugins.tests.loops import for_each
+
+T = TypeVar("T")
 
 GROUP = 2
 PROMPTS = 6
@@ -34,48 +47,48 @@ def tokens_of(experience: Experience) -> list[int]:
     return [int(n) for n in experience.sequence_lengths.view(-1, GROUP).sum(dim=1)]
 
 
-def evened(experience: Experience, mini_batches: int, table: Table) -> Experience:
-    """The samples of this rank after all groups are dealt evenly."""
+def evened(experience: Experience, mini_batches: int, ranks: Ranks) -> Experience:
+    """The samples of this rank after all groups are distributed evenly."""
     groups = torch.arange(len(experience)).split(GROUP)
     keys = [(int(experience.groups[group[0]]),) for group in groups]
-    hands = all_hands(keys, GROUP, tokens_of(experience), table)
-    turns = even_turns(hands, mini_batches, table)
-    # `deal_groups`, which has no samples, deals in the same way.
+    sets = gather_sets(keys, GROUP, tokens_of(experience), ranks)
+    turns = even_order(sets, mini_batches, ranks.world_size)
+    # `redistribute_groups`, which has no samples, gives ranks the same groups.
     names = [experience.columns["name"][group[0]] for group in groups]
-    dealt = deal(experience, groups, turns, table)
-    assert deal_groups(names, turns, table) == dealt.columns["name"][::GROUP]
+    dealt = redistribute(experience, groups, turns, ranks)
+    assert redistribute_groups(names, turns, ranks) == dealt.columns["name"][::GROUP]
     return dealt
 
 
 @for_each("world_size", [1, 2, 3])
-def test_deal_sends_chosen_hands_to_ranks_in_turn(world_size: int) -> None:
+def test_redistribute_sends_chosen_sets_to_ranks_in_turn(world_size: int) -> None:
     wanted = [5, 0, 0, 3, 2, 4]
 
-    def on_rank(table: Table) -> list[str]:
-        experience = experience_of(table.rank, world_size)
+    def on_rank(ranks: Ranks) -> list[str]:
+        experience = experience_of(ranks.rank, world_size)
         groups = torch.arange(len(experience)).split(GROUP)
         keys = [(int(experience.groups[group[0]]),) for group in groups]
-        hands = all_hands(keys, GROUP, tokens_of(experience), table)
-        assert [hand.key for hand in hands] == [(prompt,) for prompt in range(PROMPTS)]
-        chosen = [hands[place] for place in wanted]
-        dealt = deal(experience, groups, chosen, table)
+        sets = gather_sets(keys, GROUP, tokens_of(experience), ranks)
+        assert [one.key for one in sets] == [(prompt,) for prompt in range(PROMPTS)]
+        chosen = [sets[place] for place in wanted]
+        dealt = redistribute(experience, groups, chosen, ranks)
         assert dealt.responses[:, 0].tolist() == [10 * int(n[0]) + int(n[-1]) for n in dealt.columns["name"]]
         assert dealt.response_lengths.tolist() == [1 + int(n[0]) % 3 for n in dealt.columns["name"]]
         return list(dealt.columns["name"])
 
-    of_ranks = run_with_table(world_size, on_rank)
-    # The hands of all ranks, taken in turn, are the chosen ones in their order.
+    of_ranks = run_with_ranks(world_size, on_rank)
+    # The sets of all ranks, taken in turn, are the chosen sets in their order.
     prompts = [[name.split("/")[0] for name in names[::GROUP]] for names in of_ranks]
     in_turn = [prompts[place % world_size][place // world_size] for place in range(len(wanted))]
     assert in_turn == [str(prompt) for prompt in wanted]
 
 
 @for_each("world_size", [2, 3])
-def test_even_turns_moves_groups_until_the_tokens_of_ranks_are_even(world_size: int) -> None:
-    def on_rank(table: Table) -> Experience:
-        return evened(experience_of(table.rank, world_size), 1, table)
+def test_even_order_moves_groups_until_the_tokens_of_ranks_are_even(world_size: int) -> None:
+    def on_rank(ranks: Ranks) -> Experience:
+        return evened(experience_of(ranks.rank, world_size), 1, ranks)
 
-    of_ranks = run_with_table(world_size, on_rank)
+    of_ranks = run_with_ranks(world_size, on_rank)
     assert [len(mine) for mine in of_ranks] == [GROUP * PROMPTS // world_size] * world_size
     names = [mine.columns["name"] for mine in of_ranks]
     assert sorted(name for mine in names for name in mine) == [f"{p}/{s}" for p in range(PROMPTS) for s in range(GROUP)]
@@ -90,37 +103,44 @@ def test_even_turns_moves_groups_until_the_tokens_of_ranks_are_even(world_size: 
 @given(st.integers(1, 4), st.lists(st.integers(1, 99), min_size=4, max_size=24))
 def test_even_shares_have_equal_counts_and_no_larger_maximum_of_tokens(ranks: int, sizes: list[int]) -> None:
     del sizes[len(sizes) // ranks * ranks :]
-    hands = [Hand((n,), n % ranks, n // ranks, 1, size) for n, size in enumerate(sizes)]
-    shares = even_shares(hands, ranks)
+    sets = [SampleSet((n,), n % ranks, n // ranks, 1, size) for n, size in enumerate(sizes)]
+    shares = even_shares(sets, ranks)
     assert [len(share) for share in shares] == [len(sizes) // ranks] * ranks
-    assert sorted(hand for share in shares for hand in share) == hands
+    assert sorted(one for share in shares for one in share) == sets
     before = [sum(sizes[rank::ranks]) for rank in range(ranks)]
-    assert max(sum(hand.tokens for hand in share) for share in shares) <= max(before)
+    assert max(sum(one.tokens for one in share) for share in shares) <= max(before)
 
 
-def test_even_shares_of_repeated_hands_are_even() -> None:
-    (long, short), other = (Hand((n,), 0, n, 1, 10 - 9 * n) for n in range(2)), Hand((2,), 1, 0, 1, 1)
+def test_even_shares_of_repeated_sets_are_even() -> None:
+    (long, short), other = (SampleSet((n,), 0, n, 1, 10 - 9 * n) for n in range(2)), SampleSet((2,), 1, 0, 1, 1)
     shares = even_shares([long, long, short, other, short, short], 2)
     assert [len(share) for share in shares] == [3, 3]
-    assert [sum(hand.tokens for hand in share) for share in shares] == [12, 12]
+    assert [sum(one.tokens for one in share) for share in shares] == [12, 12]
 
 
-def test_even_turns_sends_nothing_between_ranks_that_are_nearly_even() -> None:
-    def on_rank(table: Table) -> list[str]:
-        def exchange(parcels: list[object]) -> list[object]:
-            raise AssertionError("a rank sent a group")
+class NoExchange(SimulatedRanks):
+    """A rank that may not send."""
 
-        hands = [Hand((n,), n % 2, n // 2, 1, tokens) for n, tokens in enumerate([50, 49, 50, 51])]
-        names = [f"{table.rank}/{n}" for n in range(2)]
-        return deal_groups(names, even_turns(hands, 1, table), Table(table.rank, 2, table.gather, exchange))
-
-    assert run_with_table(2, on_rank) == [["0/0", "0/1"], ["1/0", "1/1"]]
+    @override
+    def exchange(self, parcels: list[T]) -> list[T]:
+        raise AssertionError("a rank sent a group")
 
 
-def test_even_turns_keeps_the_groups_of_each_mini_batch() -> None:
-    def on_rank(table: Table) -> list[set[int]]:
-        mine = evened(experience_of(table.rank, 2), 3, table)
+def test_even_order_sends_nothing_between_ranks_that_are_nearly_even() -> None:
+    def on_rank(ranks: SimulatedRanks) -> list[str]:
+        sets = [SampleSet((n,), n % 2, n // 2, 1, tokens) for n, tokens in enumerate([50, 49, 50, 51])]
+        names = [f"{ranks.rank}/{n}" for n in range(2)]
+        return redistribute_groups(
+            names, even_order(sets, 1, 2), NoExchange(ranks.rank, 2, all_gather=ranks.all_gather)
+        )
+
+    assert run_with_ranks(2, on_rank) == [["0/0", "0/1"], ["1/0", "1/1"]]
+
+
+def test_even_order_keeps_the_groups_of_each_mini_batch() -> None:
+    def on_rank(ranks: Ranks) -> list[set[int]]:
+        mine = evened(experience_of(ranks.rank, 2), 3, ranks)
         return [set(part.groups.tolist()) for part in mine.chunk(3)]
 
-    first, second = run_with_table(2, on_rank)
+    first, second = run_with_ranks(2, on_rank)
     assert [one | other for one, other in zip(first, second, strict=True)] == [{0, 1}, {2, 3}, {4, 5}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, Held, SamplingConfig
+from rl_plugins.ranks import Ranks
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, RemoteSamples, SamplingConfig
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.schedule import Schedule
+from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
@@ -59,7 +62,7 @@ class Distant(canned.CannedRollout):
             self.asked.append(text)
 
     @override
-    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | Held]:
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | RemoteSamples]:
         self.collects += 1
         if self.collects in self.loses_at:
             self._gone, self._open = list(self._open), {}
@@ -79,7 +82,7 @@ class Distant(canned.CannedRollout):
         return gone
 
     @override
-    def replace_lost(self) -> int:
+    def drop_lost_engines(self) -> int:
         return 1
 
 
@@ -96,17 +99,17 @@ class Remote(Distant):
         self.kept: dict[int, Generations] = {}
 
     @override
-    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | Held]:
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | RemoteSamples]:
         finished = super().collect(required, count)
         self.kept |= {ticket: one for ticket, one in finished.items() if isinstance(one, Generations)}
-        return {ticket: Held(0, 0, ticket, one.lengths) for ticket, one in finished.items()}
+        return {ticket: RemoteSamples(0, 0, ticket, one.lengths) for ticket, one in finished.items()}
 
     @override
-    def fetch(self, finished: Sequence[Generations | Held]) -> list[Generations | None]:
+    def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
         self.fetches += 1
         if self.fetches in self.loses_fetched:
             self.kept.clear()
-        return [self.kept.pop(one.ticket, None) if isinstance(one, Held) else one for one in finished]
+        return [self.kept.pop(one.ticket, None) if isinstance(one, RemoteSamples) else one for one in finished]
 
     @override
     def drop(self, tickets: Sequence[int]) -> None:
@@ -119,7 +122,7 @@ class Keeping(canned.Keeping):
     """Gives the prompts of each step, and the age of their tokens."""
 
     @property
-    def prompts(self) -> list[list[str]]:
+    def texts(self) -> list[list[str]]:
         """The prompts of each step."""
         return [[message[0]["content"] for message in one.columns["prompt"][::3]] for one in self.trained_on]
 
@@ -183,7 +186,7 @@ def train(
 def test_steps_train_on_prompts_in_order_with_tokens_as_old_as_max_staleness(staleness: int) -> None:
     engine = Distant()
     stage = train(engine, Schedule(staleness))
-    assert stage.prompts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
+    assert stage.texts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
     assert stage.ages == [[min(step, staleness)] for step in range(4)]
     # No group is requested that no step will train on.
     assert engine.asked == TEXTS * 2
@@ -195,7 +198,7 @@ def test_steps_train_on_prompts_in_order_with_tokens_as_old_as_max_staleness(sta
 def test_training_is_the_same_where_the_engine_holds_finished_groups_until_fetch(schedule: Schedule) -> None:
     engine = Remote(slow=["12+30"])
     kept, direct = train(engine, schedule), train(Distant(slow=["12+30"]), schedule)
-    assert kept.prompts == direct.prompts
+    assert kept.texts == direct.texts
     assert all(torch.equal(a, b) for a, b in zip(kept.policy.parameters(), direct.policy.parameters(), strict=True))
     assert len(engine.kept) == 0
 
@@ -204,7 +207,7 @@ def test_training_is_the_same_where_the_engine_holds_finished_groups_until_fetch
 def test_groups_lost_before_fetch_are_sampled_again(staleness: int) -> None:
     engine = Remote(loses_fetched=[2])
     stage = train(engine, Schedule(staleness))
-    assert stage.prompts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
+    assert stage.texts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
     # The groups of the steps that had samples there are requested twice, and their samples are new.
     assert stage.ages == [[0], [0], [0], [staleness]]
     assert len(engine.asked) == 8 + 2 * (1 + staleness)
@@ -214,14 +217,14 @@ def test_groups_lost_before_fetch_are_sampled_again(staleness: int) -> None:
 
 def test_schedule_waits_for_slow_groups_only_before_max_staleness() -> None:
     stage = train(Distant(slow=["12+30"]), Schedule(1, ahead=0.5), steps=3)
-    assert stage.prompts == [["1+1", "100+1"], ["12+30", "1+1"], ["1+1", "12+30"]]
+    assert stage.texts == [["1+1", "100+1"], ["12+30", "1+1"], ["1+1", "12+30"]]
     assert stage.ages == [[0], [0, 1], [0, 1]]
 
 
 def test_schedule_without_staleness_drops_late_groups() -> None:
     engine = Distant(slow=["12+30"])
     stage = train(engine, Schedule(0, ahead=0.5), steps=2)
-    assert stage.prompts == [["1+1", "100+1"], ["1+1", "1+1"]]
+    assert stage.texts == [["1+1", "100+1"], ["1+1", "1+1"]]
     assert engine.dropped == ["12+30", "12+30"]
     assert stage.ages == [[0], [0]]
 
@@ -230,7 +233,7 @@ def test_schedule_without_staleness_drops_late_groups() -> None:
 def test_groups_of_a_lost_engine_are_sampled_again(staleness: int) -> None:
     engine = Distant(loses_at=[2])
     stage = train(engine, Schedule(staleness))
-    assert stage.prompts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
+    assert stage.texts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
     assert [metrics["rollout/engines_lost"] for metrics in stage.metrics] == [0, 1, 0, 0]
     # The two groups that were being sampled are requested twice.
     assert len(engine.asked) == 10
@@ -246,14 +249,14 @@ def test_group_filter_replaces_uniform_groups_by_groups_in_flight() -> None:
     engine = Distant()
     stage = train(engine, Schedule(1), steps=2, texts=texts, algorithm=Algorithm(group_filter=GroupFilter()))
     # The samples of 4+4 score alike: the third group in flight takes its place.
-    assert stage.prompts[0] == ["1+1", "12+30"]
+    assert stage.texts[0] == ["1+1", "12+30"]
     assert stage.metrics[0]["train/generation_batches"] == 2
     assert engine.asked[:5] == ["1+1", "4+4", "12+30", "100+1", "1+1"]
 
 
 def test_max_token_age_masks_tokens_of_older_policies() -> None:
     stage = train(Distant(slow=["12+30"]), Schedule(1, ahead=0.5, max_token_age=0), steps=3)
-    assert stage.prompts == [["1+1", "100+1"], ["12+30", "1+1"], ["1+1", "12+30"]]
+    assert stage.texts == [["1+1", "100+1"], ["12+30", "1+1"], ["1+1", "12+30"]]
     # The groups that began before are in the batch, and all their tokens are masked.
     assert stage.ages == [[0], [0], [0]]
     shares = [metrics["train/rollout/too_old"] for metrics in stage.metrics]
@@ -280,24 +283,40 @@ def test_samples_do_not_age_while_the_critic_warms_up() -> None:
     assert stage.ages == [[0], [1], [1], [1], [1]]
 
 
-class BesideAnother(SingleDeviceRolloutStrategy):
+@dataclass(frozen=True)
+class RanksBesideAnother(Ranks):
     """One of two ranks; the other rank has groups to begin in each step."""
 
-    begins = False
+    begins: list[bool] = field(default_factory=list)
 
     @override
-    def on_any_rank(self, happened: bool) -> bool:
-        begins, self.begins = self.begins, False
-        return happened or begins
+    def any(self, flag: bool) -> bool:
+        return flag or bool(self.begins and self.begins.pop())
+
+
+class BesideAnother(SingleDeviceRolloutStrategy):
+    """One of two ranks."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.ranks = RanksBesideAnother()
 
 
 class NotesBegins(Keeping):
     """Tells the strategy when groups begin."""
 
     @override
-    def take_groups(self, count: int, of_step: int, mini_batches: int) -> tuple[PromptBatch, Experience]:
-        self._strategy.begins = True
-        return super().take_groups(count, of_step, mini_batches)
+    def make_parts(self, strategy: Strategy) -> None:
+        super().make_parts(strategy)
+        ahead, ranks = self.rollouts.ahead, strategy.ranks
+        assert isinstance(ranks, RanksBesideAnother)
+        take_groups = ahead.take_groups
+
+        def take(count: int, **options: Any) -> tuple[PromptBatch, Experience]:
+            ranks.begins.append(True)
+            return take_groups(count, **options)
+
+        ahead.take_groups = take  # type: ignore[method-assign]
 
 
 class NotesSubmits(Distant):
@@ -322,7 +341,7 @@ def test_submit_is_called_without_groups_when_only_another_rank_begins_groups() 
 
 
 def test_group_filter_oversampling_with_a_schedule_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"group_filter.oversampling=2 with a schedule"):
+    with pytest.raises(ConfigError, match=r"group_filter.oversampling=2 cannot be combined with schedule"):
         train(Distant(), Schedule(1), algorithm=Algorithm(group_filter=GroupFilter(oversampling=2)))
 
 
@@ -337,16 +356,23 @@ class SamplesDirectly(Keeping):
     """The synchronous mode in one function: one call of the engine for the prompts of the step."""
 
     @override
-    def take_groups(self, count: int, of_step: int, mini_batches: int) -> tuple[PromptBatch, Experience]:
-        groups = [self._queue[ticket] for ticket in self._queue.begin(count, self.step)]
-        self._queue.drop_but(0)
-        prompts = PromptBatch(
-            [one.prompt.prompt_ids[0] for one in groups],
-            [one.prompt.rows[0] for one in groups],
-            {name: [one.prompt.columns[name][0] for one in groups] for name in groups[0].prompt.columns},
-            0,
-        )
-        return prompts, self.sample(prompts, self.sampling, self._seeds(prompts))
+    def make_parts(self, strategy: Strategy) -> None:
+        super().make_parts(strategy)
+        ahead = self.rollouts.ahead
+
+        def take(count: int, *, step: int, **_: Any) -> tuple[PromptBatch, Experience]:
+            queue = ahead._queue
+            groups = [queue[ticket] for ticket in queue.start(count, step)]
+            queue.drop_started(keep=0)
+            prompts = PromptBatch(
+                [one.prompt.prompt_ids[0] for one in groups],
+                [one.prompt.rows[0] for one in groups],
+                {name: [one.prompt.columns[name][0] for one in groups] for name in groups[0].prompt.columns},
+                0,
+            )
+            return prompts, ahead._sampler.sample(prompts, self.sampling, step)
+
+        ahead.take_groups = take  # type: ignore[method-assign]
 
 
 def test_schedule_without_sampling_ahead_equals_direct_sampling_bit_for_bit(tmp_path: Any) -> None:

@@ -16,7 +16,8 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
-from rl_plugins.stages.prime import PRIME, ProcessRewardConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.stages.process_rewards import ProcessRewardConfig
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.algorithms.reference import process_rewards as reference
 from rl_plugins.tests.loops import for_each
@@ -163,7 +164,7 @@ def test_passes_per_step_repeat_only_the_policy_updates() -> None:
     assert len(gradients) == 6 + 2
 
 
-def stage(policy: Any, **options: Any) -> PRIME:
+def stage(policy: Any, **options: Any) -> PolicyOptimization:
     arguments: dict[str, Any] = {
         "tokenizer": canned.tokenizer,
         "scorer": canned.CannedScorer(),
@@ -171,10 +172,10 @@ def stage(policy: Any, **options: Any) -> PRIME:
         "process_reward_model": canned.PROCESS_REWARDS,
         **options,
     }
-    return PRIME(policy, **arguments)
+    return PolicyOptimization(policy, **arguments)
 
 
-def fit(module: PRIME, steps: int) -> dict[str, float]:
+def fit(module: PolicyOptimization, steps: int) -> dict[str, float]:
     """The metrics of the last step."""
     metrics = canned.metrics_of(module)
     trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()))
@@ -231,5 +232,5 @@ def test_prime_refuses_a_loaded_policy_without_a_process_reward_model_path() -> 
 
 
 def test_prime_refuses_an_algorithm_without_process_rewards() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.advantage='grpo' has no use for process rewards"):
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage='grpo' does not use process rewards"):
         stage(build_model(), algorithm=Algorithm())

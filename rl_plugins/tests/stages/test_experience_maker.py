@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from rl_plugins.algorithms.algorithm import Algorithm, EntropyConfig, KLConfig, LossModifiers
 from rl_plugins.algorithms.group_filter import GroupFilter
@@ -21,11 +22,12 @@ from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.rewards.failures import RewardFailureError
 from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.collecting import RewardModelConfig
 from rl_plugins.stages.critic import CriticConfig, explained_variance
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.schedule import Schedule
+from rl_plugins.stages.scoring import RewardModelConfig, RewardModelScorer
+from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
@@ -104,7 +106,9 @@ def test_group_filter_with_oversampling_trains_on_a_share_of_the_prompts() -> No
 
 
 def test_group_filter_refuses_a_metric_that_the_reward_does_not_return() -> None:
-    with pytest.raises(ConfigError, match=r"group_filter\.metric names 'luck', and the reward returns correct, format"):
+    with pytest.raises(
+        ConfigError, match=r"group_filter\.metric names 'luck', and the reward function returns correct, format"
+    ):
         train(Algorithm(group_filter=GroupFilter(metric="luck")))
 
 
@@ -150,13 +154,25 @@ def test_reward_model_scores_are_added_to_the_scores_of_the_rules(tmp_path: Path
     torch.testing.assert_close(scores(3.0, 0.5), 3 * of_model + 0.5 * rules)
 
 
+class WithoutNumbersScorer(RewardModelScorer):
+    """Scores every fourth sample NaN."""
+
+    @override
+    def _model_scores(self, samples: Experience) -> Tensor:
+        scores_B = torch.arange(float(len(samples)))
+        scores_B[::4] = torch.nan
+        return scores_B
+
+
 class WithoutNumbers(Keeping):
     """A stage whose reward model scores every fourth sample NaN."""
 
-    def _reward_model_scores(self, experience: Experience) -> Tensor:
-        scores_B = torch.arange(float(len(experience)))
-        scores_B[::4] = torch.nan
-        return scores_B
+    @override
+    def make_parts(self, strategy: Strategy) -> None:
+        super().make_parts(strategy)
+        scorer = self.rollouts._reward_model
+        assert scorer is not None
+        self.rollouts._reward_model = WithoutNumbersScorer(scorer.config, scorer.passes)
 
 
 def test_samples_without_a_finite_reward_model_score_are_masked_and_counted(tmp_path: Path) -> None:
@@ -277,7 +293,7 @@ def test_choose_tokens_keeps_the_tokens_with_the_highest_entropy() -> None:
     algorithm = Algorithm(modifiers=LossModifiers(top_entropy=0.25))
     stage = train(algorithm)
     (experience,) = stage.collected
-    stage.choose_tokens(experience)
+    stage._choose_tokens(experience)
     chosen_BT, mask_BT = filled(experience.loss_mask).bool(), experience.response_mask.bool()
     entropy_BT = filled(experience.entropy)
     assert 0.2 <= chosen_BT.sum() / mask_BT.sum() <= 0.35 and not (chosen_BT & ~mask_BT).any()

@@ -1,4 +1,4 @@
-"""Groups of samples on their way: to be asked for, being sampled, finished, and not yet trained on."""
+"""Groups of samples between their prompt and the step that trains on them: waiting, being sampled, or finished."""
 
 from __future__ import annotations
 
@@ -7,52 +7,52 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.rollout.engine import Generations, Held
+from rl_plugins.rollout.engine import Generations, RemoteSamples
 from rl_plugins.stages.schedule import Schedule
 
-_SLOT = 2**32
+_BATCH = 2**32
 
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt, and what has become of it.
+    """A prompt and its responses.
 
     Attributes:
-        prompt: a batch of this prompt alone.
-        slot: the batch of prompts that it came with, counted from 0.
-        place: in that batch of all ranks.
-        begun: version of the policy with which its sampling began; None before that.
-        generations: its responses, when they are finished, or where they are.
+        prompt: batch of this prompt alone.
+        slot: index of the batch of prompts that it came with, from 0.
+        place: index of the prompt in that batch of all ranks.
+        begun: version of the policy when its sampling began; None while the group waits.
+        generations: responses of a finished group, or the engine that keeps them.
     """
 
     prompt: PromptBatch
     slot: int
     place: int
     begun: int | None = None
-    generations: Generations | Held | None = None
+    generations: Generations | RemoteSamples | None = None
 
     @property
     def number(self) -> int:
-        """Of the group among all that a step may train on: a row may come twice."""
-        return self.slot * _SLOT + self.prompt.rows[0]
+        """Number of the group among all groups of a run. A row of the data may be in several groups."""
+        return self.slot * _BATCH + self.prompt.rows[0]
 
     @property
-    def sampled(self) -> Generations | Held:
-        """The responses of a group that is finished."""
+    def responses(self) -> Generations | RemoteSamples:
+        """Responses of a finished group."""
         assert self.generations is not None, "the group is not finished"
         return self.generations
 
 
 def row_of(number: int) -> int:
-    """The row in the data of the prompt of a group."""
-    return number % _SLOT
+    """Return the row in the data of the prompt of a group."""
+    return number % _BATCH
 
 
 class TrajectoryQueue:
-    """The groups of one rank, by tickets that rise in the order in which they came.
+    """The groups of one rank, by tickets: numbers that rise in the order in which the groups came.
 
     Args:
-        schedule: what bounds them.
+        schedule: bounds on staleness and on groups in flight.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -69,64 +69,68 @@ class TrajectoryQueue:
         return self._groups[ticket]
 
     def offer(self, prompts: PromptBatch, *, slot: int, rank: int, world_size: int) -> None:
-        """Take in this rank's prompts of a batch."""
+        """Add a group for each of this rank's prompts of a batch."""
         for position in range(len(prompts)):
             self.add(Group(single(prompts, position), slot, position * world_size + rank))
 
     def add(self, group: Group) -> int:
-        """Take in a group; returns its ticket."""
+        """Add a group; return its ticket."""
         self._groups[self._tickets] = group
         self._tickets += 1
         return self._tickets - 1
 
-    def begin(self, in_flight: int, version: int) -> list[int]:
-        """The tickets of the groups to be asked for now, so that so many are on their way or finished."""
+    def start(self, in_flight: int, version: int) -> list[int]:
+        """Mark waiting groups as started until `in_flight` groups are started or finished; return their tickets."""
         waiting = [ticket for ticket, group in self._groups.items() if group.begun is None]
         chosen = waiting[: max(0, in_flight - (len(self) - len(waiting)))]
-        self.begun_anew(chosen, version)
+        self.mark_started(chosen, version)
         return chosen
 
-    def begun(self) -> list[int]:
-        """Tickets of the groups whose sampling has begun."""
+    def started(self) -> list[int]:
+        """Return the tickets of groups that are being sampled or finished."""
         return [ticket for ticket, group in self._groups.items() if group.begun is not None]
 
-    def begun_anew(self, tickets: Iterable[int], version: int) -> None:
-        """Their sampling begins now."""
+    def mark_started(self, tickets: Iterable[int], version: int) -> None:
+        """Mark groups as started with a version of the policy."""
         for ticket in tickets:
             self._groups[ticket] = replace(self._groups[ticket], begun=version)
 
-    def finish(self, finished: Mapping[int, Generations | Held]) -> None:
-        """Take in responses."""
+    def finish(self, finished: Mapping[int, Generations | RemoteSamples]) -> None:
+        """Store the responses of groups."""
         for ticket, generations in finished.items():
             self._groups[ticket] = replace(self._groups[ticket], generations=generations)
 
-    def held(self) -> dict[int, Held]:
-        """Those that are finished and still with their engines, by their tickets."""
-        return {ticket: one.generations for ticket, one in self._groups.items() if isinstance(one.generations, Held)}
+    def remote(self) -> dict[int, RemoteSamples]:
+        """Return the responses that engines still keep, by tickets."""
+        return {
+            ticket: group.generations
+            for ticket, group in self._groups.items()
+            if isinstance(group.generations, RemoteSamples)
+        }
 
     def lose(self, tickets: Iterable[int]) -> None:
-        """Their responses are gone: they are to be asked for anew."""
+        """Mark groups as waiting again, because their responses are lost."""
         for ticket in tickets:
             self._groups[ticket] = replace(self._groups[ticket], begun=None, generations=None)
 
     def due(self, version: int) -> list[int]:
-        """Tickets of the groups that would be too stale for the step after this one."""
+        """Return the tickets of groups that would be too stale for the step after this one."""
         if self._schedule.drops:
             return []
         last = version - self._schedule.max_staleness
-        return [ticket for ticket, one in self._groups.items() if one.begun is not None and one.begun <= last]
+        return [ticket for ticket, group in self._groups.items() if group.begun is not None and group.begun <= last]
 
     def unfinished(self, tickets: Iterable[int]) -> list[int]:
-        """Those of them that are not finished."""
+        """Return the tickets among `tickets` whose groups are not finished."""
         return [ticket for ticket in tickets if self._groups[ticket].generations is None]
 
     @property
     def num_finished(self) -> int:
-        """How many are finished."""
+        """Number of finished groups."""
         return sum(group.generations is not None for group in self._groups.values())
 
     def take(self, count: int, version: int) -> list[Group]:
-        """Take out so many finished groups: those that are due, and then the oldest; in the order of their tickets."""
+        """Remove and return finished groups, due groups first, then the oldest, in the order of their tickets."""
         due = set(self.due(version))
         finished = [ticket for ticket, group in self._groups.items() if group.generations is not None]
         chosen = sorted(sorted(finished, key=lambda ticket: (ticket not in due, ticket))[:count])
@@ -134,24 +138,24 @@ class TrajectoryQueue:
         return self.take_out(chosen)
 
     def take_out(self, tickets: Iterable[int]) -> list[Group]:
-        """Take out these groups."""
+        """Remove and return groups."""
         return [self._groups.pop(ticket) for ticket in tickets]
 
-    def begin_again(self) -> list[int]:
-        """All groups are to be asked for anew; returns the tickets of those that had been."""
-        begun = self.begun()
+    def reset(self) -> list[int]:
+        """Give all groups new tickets and mark them as waiting; return the old tickets of started groups."""
+        started = self.started()
         groups = [replace(group, begun=None, generations=None) for group in self._groups.values()]
         self._groups.clear()
         for group in groups:
             self.add(group)
-        return begun
+        return started
 
-    def drop_but(self, count: int) -> list[int]:
-        """Forget all groups whose sampling has begun but so many finished ones; returns their tickets."""
-        begun = self.begun()
-        unfinished = set(self.unfinished(begun))
-        kept = set([ticket for ticket in begun if ticket not in unfinished][:count])
-        dropped = [ticket for ticket in begun if ticket not in kept]
+    def drop_started(self, keep: int) -> list[int]:
+        """Remove all started groups except for `keep` finished groups; return the tickets of the removed groups."""
+        started = self.started()
+        unfinished = set(self.unfinished(started))
+        kept = set([ticket for ticket in started if ticket not in unfinished][:keep])
+        dropped = [ticket for ticket in started if ticket not in kept]
         for ticket in dropped:
             del self._groups[ticket]
         return dropped
@@ -159,7 +163,7 @@ class TrajectoryQueue:
     # State ------------------------------------------------------------------------------------------------------
 
     def state(self) -> list[dict[str, Any]]:
-        """All groups, as `torch.save` can write them; none is with an engine."""
+        """Return all groups for `torch.save`. Responses that an engine keeps are left out."""
         return [
             {
                 "prompt": {name: getattr(group.prompt, name) for name in PromptBatch.__slots__},
@@ -172,19 +176,21 @@ class TrajectoryQueue:
         ]
 
     def load(self, shares: Sequence[Sequence[Mapping[str, Any]]], rank: int, world_size: int, *, own: bool) -> str:
-        """Take over this rank's share of what the ranks of a checkpoint held; says in words what that is.
-
-        What was not finished is sampled from the start.
+        """Restore this rank's share of the groups of a checkpoint; unfinished groups are sampled from the start.
 
         Args:
-            shares: the state of every rank of then, or this rank's own alone.
-            rank: this one.
-            world_size: ranks of now.
-            own: it is this rank's own, as there were as many ranks as now.
+            shares: states of all ranks that wrote the checkpoint; only this rank's own state if `own`.
+            rank: number of this rank.
+            world_size: number of ranks now.
+            own: True if the checkpoint has as many ranks as now.
+
+        Returns:
+            The number of restored groups, in words.
         """
-        held = sorted((group for share in shares for group in share), key=lambda one: (one["slot"], one["place"]))
+        saved = [group for share in shares for group in share]
+        saved.sort(key=lambda group: (group["slot"], group["place"]))
         self._groups, self._tickets = {}, 0
-        for state in held if own else held[rank::world_size]:
+        for state in saved if own else saved[rank::world_size]:
             generations = None if state["generations"] is None else Generations(**state["generations"])
             begun = None if generations is None else state["begun"]
             prompt = PromptBatch(**state["prompt"])
@@ -193,13 +199,13 @@ class TrajectoryQueue:
 
 
 def single(prompts: PromptBatch, position: int) -> PromptBatch:
-    """One prompt of a batch."""
+    """Return a batch of one prompt of a batch."""
     columns = {name: [values[position]] for name, values in prompts.columns.items()}
     return PromptBatch([prompts.prompt_ids[position]], [prompts.rows[position]], columns, prompts.epoch)
 
 
 def together(prompts: Sequence[PromptBatch]) -> PromptBatch:
-    """The prompts of several batches; a column that one lacks is None there."""
+    """Return one batch of the prompts of several; a column that a batch lacks is None for its prompts."""
     names = {name: None for batch in prompts for name in batch.columns}
     return PromptBatch(
         [ids for batch in prompts for ids in batch.prompt_ids],

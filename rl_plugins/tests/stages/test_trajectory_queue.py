@@ -10,7 +10,7 @@ from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.stages.schedule import Schedule
-from rl_plugins.stages.trajectories import TrajectoryQueue, row_of, together
+from rl_plugins.stages.trajectory_queue import TrajectoryQueue, row_of, together
 from rl_plugins.tests.loops import for_each
 
 
@@ -56,21 +56,21 @@ def test_schedule_refuses_impossible_settings(wrong: dict[str, Any]) -> None:
 
 def test_take_is_first_in_first_out_with_max_staleness_1() -> None:
     queue = filled(Schedule(1))
-    assert queue.begin(4, version=0) == [0, 1, 2, 3]
+    assert queue.start(4, version=0) == [0, 1, 2, 3]
     queue.finish({ticket: answer(ticket) for ticket in (3, 2, 1, 0)})
     assert queue.due(0) == []
     assert rows(queue, 2, version=0) == [0, 1]
-    assert queue.begin(4, version=1) == [4, 5]
+    assert queue.start(4, version=1) == [4, 5]
     # Groups that began under version 0 cannot wait for version 2.
     assert queue.due(1) == [2, 3]
 
 
 def test_unfinished_group_is_left_for_one_more_step() -> None:
     queue = filled(Schedule(1, ahead=0.5))
-    queue.begin(3, version=0)
+    queue.start(3, version=0)
     queue.finish({0: answer(0), 2: answer(2)})
     assert rows(queue, 2, version=0) == [0, 10]
-    assert queue.begin(3, version=1) == [3, 4]
+    assert queue.start(3, version=1) == [3, 4]
     assert queue.due(1) == [1]
     assert queue.unfinished(queue.due(1)) == [1]
     queue.finish({3: answer(3), 4: answer(4), 1: answer(1)})
@@ -78,12 +78,12 @@ def test_unfinished_group_is_left_for_one_more_step() -> None:
     assert rows(queue, 2, version=1) == [1, 11]
 
 
-def test_drop_but_forgets_unfinished_groups() -> None:
+def test_drop_started_forgets_unfinished_groups() -> None:
     queue = filled(Schedule(0, ahead=0.5))
-    queue.begin(3, version=0)
+    queue.start(3, version=0)
     queue.finish({1: answer(1), 2: answer(2)})
     assert queue.due(0) == []
-    assert queue.drop_but(1) == [0, 2]
+    assert queue.drop_started(keep=1) == [0, 2]
     assert rows(queue, 1, version=0) == [1]
     assert len(queue) == 3
 
@@ -92,38 +92,38 @@ def test_offer_makes_two_groups_of_the_same_row_in_two_batches() -> None:
     queue = TrajectoryQueue(Schedule(1))
     for slot in range(2):
         queue.offer(batch(7), slot=slot, rank=0, world_size=1)
-    queue.begin(2, version=0)
+    queue.start(2, version=0)
     queue.finish({0: answer(0), 1: answer(1)})
     numbers = [group.number for group in queue.take(2, 0)]
     assert len(set(numbers)) == 2 and {row_of(number) for number in numbers} == {7}
 
 
-def test_load_keeps_sampled_groups_and_begins_the_rest_again() -> None:
+def test_load_keeps_sampled_groups_and_starts_other_groups_again() -> None:
     queue = filled(Schedule(1))
-    queue.begin(4, version=5)
+    queue.start(4, version=5)
     queue.finish({1: answer(1)})
     again = TrajectoryQueue(Schedule(1))
     said = again.load([queue.state()], rank=0, world_size=1, own=True)
     assert said == "6 groups of each worker's queue, 1 of them sampled"
-    assert again.begin(6, version=6) == [0, 2, 3, 4, 5]
+    assert again.start(6, version=6) == [0, 2, 3, 4, 5]
     assert again.due(6) == [1]
-    kept = again[1].sampled
+    kept = again[1].responses
     assert isinstance(kept, Generations) and kept.responses() == [[1]]
     assert [again[ticket].prompt.rows for ticket in range(6)] == [queue[ticket].prompt.rows for ticket in range(6)]
 
 
-def test_begin_again_asks_for_all_groups_under_new_tickets() -> None:
+def test_reset_gives_all_groups_new_tickets() -> None:
     queue = filled(Schedule(1))
-    queue.begin(3, version=4)
+    queue.start(3, version=4)
     queue.finish({0: answer(0)})
-    assert queue.begin_again() == [0, 1, 2]
+    assert queue.reset() == [0, 1, 2]
     assert queue.num_finished == 0
-    assert queue.begin(6, version=2) == [6, 7, 8, 9, 10, 11]
+    assert queue.start(6, version=2) == [6, 7, 8, 9, 10, 11]
     assert [queue[ticket].prompt.rows for ticket in range(6, 12)] == [[0], [1], [10], [11], [20], [21]]
 
 
 @for_each(("earlier", "world_size"), [(2, 1), (2, 3), (1, 2), (1, 4)])
-def test_load_on_another_number_of_ranks_deals_all_groups_once(earlier: int, world_size: int) -> None:
+def test_load_on_another_number_of_ranks_distributes_all_groups_once(earlier: int, world_size: int) -> None:
     held = [filled(Schedule(1), rank=rank, world_size=earlier) for rank in range(earlier)]
     shares = [queue.state() for queue in held]
     new = [TrajectoryQueue(Schedule(1)) for _ in range(world_size)]

@@ -1,0 +1,119 @@
+"""The training ranks: what a process learns from the others, and gives to them."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the training ranks.
+
+    Every method is collective: all ranks call it, in the same order.
+
+    Attributes:
+        rank: number of this process, from 0.
+        world_size: number of training ranks.
+        device: device that the process group communicates from; None for a process that trains alone.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device | None = None
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up a small tensor over all ranks, element by element, in float64."""
+        return self._all_reduce(values, "SUM")
+
+    def max(self, values: Tensor) -> Tensor:
+        """Return the element-wise maximum of a small tensor over all ranks, in float64."""
+        return self._all_reduce(values, "MAX")
+
+    def any(self, flag: bool) -> bool:
+        """Return True if the flag is set on at least one rank."""
+        import torch
+
+        return bool(self.max(torch.tensor([float(flag)])).item())
+
+    def wait(self) -> None:
+        """Wait until all ranks have come here."""
+        self.any(False)
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in the order of the ranks."""
+        return [value] if self.device is None else gather(value)
+
+    def exchange(self, parcels: list[T]) -> list[T]:
+        """Send `parcels[i]` to rank i; return the parcels for this rank, in the order of their senders.
+
+        The parcel of this rank for itself is not copied.
+        """
+        if self.world_size == 1 or self.device is None:
+            return list(parcels)
+        import torch
+
+        packed = [b"" if rank == self.rank else pickle.dumps(parcel) for rank, parcel in enumerate(parcels)]
+        sizes = torch.tensor([len(parcel) for parcel in packed], device=self.device)
+        received_sizes = torch.empty_like(sizes)
+        torch.distributed.all_to_all_single(received_sizes, sizes)
+        sent = torch.frombuffer(bytearray(b"".join(packed)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
+        received = torch.empty(int(received_sizes.sum()), dtype=torch.uint8, device=self.device)
+        torch.distributed.all_to_all_single(received, sent.to(self.device), received_sizes.tolist(), sizes.tolist())
+        parts = received.cpu().split(received_sizes.tolist())
+        return [
+            parcels[rank] if rank == self.rank else pickle.loads(part.numpy().tobytes())
+            for rank, part in enumerate(parts)
+        ]
+
+    def _all_reduce(self, values: Tensor, operation: str) -> Tensor:
+        import torch
+
+        if self.device is None or not _has_process_group():
+            return values
+        reduced = values.to(device=self.device, dtype=torch.float64, copy=True)
+        torch.distributed.all_reduce(reduced, op=getattr(torch.distributed.ReduceOp, operation))
+        return reduced.to(values.device)
+
+
+def barrier() -> None:
+    """Wait for all ranks of the process group; return at once in a process without a group."""
+    import torch
+
+    if _has_process_group():
+        torch.distributed.barrier()
+
+
+def broadcast(value: T) -> T:
+    """Return the value of rank 0; in a process without a group, its own value."""
+    import torch
+
+    if not _has_process_group():
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather(value: T) -> list[T]:
+    """Return the values of all ranks, in the order of the ranks; in a process without a group, its own value."""
+    import torch
+
+    if not _has_process_group():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def _has_process_group() -> bool:
+    import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

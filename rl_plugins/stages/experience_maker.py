@@ -1,0 +1,173 @@
+"""From scored samples to experience: log-probs, values and advantages, as far as the algorithm needs them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.kl import KLController
+from rl_plugins.algorithms.rollout_correction import diagnostics
+from rl_plugins.data.experience import Experience
+from rl_plugins.stages.fields import filled, named_tensors
+from rl_plugins.stages.forward_passes import ForwardPasses
+from rl_plugins.stages.process_rewards import ProcessRewards
+from rl_plugins.stages.schedule import Schedule
+from rl_plugins.strategies.contract import POLICY, REFERENCE, TEACHER
+
+
+class ExperienceMaker:
+    """Adds to samples everything that the update needs.
+
+    Args:
+        algorithm: names the tensors that it needs.
+        passes: forward passes of the models.
+        schedule: bound on the age of tokens.
+        kl_controller: coefficient of the KL penalty in the rewards.
+        updates: optimizer steps of a step.
+        has_critic: True if there is a critic whose values are needed.
+        process_rewards: model that rewards every token; None without.
+
+    Attributes:
+        metrics: metrics of the last experience, averaged over all ranks.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        passes: ForwardPasses,
+        schedule: Schedule,
+        kl_controller: KLController,
+        *,
+        updates: int,
+        has_critic: bool,
+        process_rewards: ProcessRewards | None,
+    ) -> None:
+        self._algorithm, self._passes, self._schedule = algorithm, passes, schedule
+        self._kl_controller, self._updates, self._has_critic = kl_controller, updates, has_critic
+        self._process_rewards = process_rewards
+        self._strategy = passes.strategy
+        self.metrics: dict[str, float] = {}
+
+    def make(self, samples: Experience, step: int) -> Experience:
+        """Fill the fields of scored samples that the update needs. Collective.
+
+        Args:
+            samples: scored samples; changed in place.
+            step: the step.
+        """
+        self.metrics = {}
+        if self._process_rewards is not None:
+            # A correct response stays correct, however its length changes its reward.
+            self._process_rewards.add_outcomes(samples, step)
+        shape_rewards(samples, self._algorithm)
+        self._add_log_probs(samples)
+        self._add_values(samples)
+        self._mask_old_tokens(samples, step)
+        self._correct_for_rollout(samples)
+        self._add_advantages(samples)
+        return samples
+
+    @property
+    def ratio_to_rollout(self) -> bool:
+        """True if the loss compares the policy with the policies that sampled, instead of the policy before the update.
+
+        That is so if the algorithm says so, or if samples are stale and nothing else corrects for their age.
+        """
+        correction = self._algorithm.rollout_correction
+        return correction.bypass or (self._schedule.max_staleness > 0 and not correction.decoupled)
+
+    def _add_log_probs(self, samples: Experience) -> None:
+        needs = self._algorithm.needs
+        if self.ratio_to_rollout:
+            samples.old_log_probs = samples.rollout_log_probs
+        if "old_log_probs_BT" in needs or (self._updates > 1 and not self.ratio_to_rollout):
+            with self._strategy.phases.measure("old_log_probs"):
+                squares = "sum_pi_squared_BT" in needs
+                old = self._passes.per_token(samples, partial(self._log_probs, POLICY, sum_pi_squared=squares))
+            samples.entropy, samples.sum_pi_squared = old["entropy"], old.get("sum_pi_squared")
+            if not self.ratio_to_rollout:
+                samples.old_log_probs = old["log_probs"]
+        if "ref_log_probs_BT" in needs:
+            with self._strategy.phases.measure("ref_log_probs"):
+                reference = self._passes.per_token(samples, partial(self._log_probs, REFERENCE))
+            samples.ref_log_probs = reference["log_probs"]
+        if needs & {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"}:
+            with self._strategy.phases.measure("teacher_log_probs"):
+                teacher = self._passes.per_token(samples, partial(self._log_probs, TEACHER))
+            samples.teacher_log_probs = teacher["log_probs"]
+            if "top_ids" in teacher:
+                samples.teacher_top_ids = teacher["top_ids"]
+                samples.teacher_top_log_probs = teacher["top_log_probs"]
+
+    def _log_probs(self, name: str, micro: Experience, *, sum_pi_squared: bool = False) -> dict[str, Tensor]:
+        result = self._passes.log_probs(name, micro, sum_pi_squared=sum_pi_squared)
+        columns = {
+            "log_probs": result.log_probs_BT,
+            "entropy": result.entropy_BT,
+            "sum_pi_squared": result.sum_pi_squared_BT,
+            "top_ids": result.top_ids_BTK,
+            "top_log_probs": result.top_log_probs_BTK,
+        }
+        return {column: values for column, values in columns.items() if values is not None}
+
+    def _add_values(self, samples: Experience) -> None:
+        if self._has_critic:
+            with self._strategy.phases.measure("values"):
+                columns = self._passes.per_token(samples, lambda micro: {"values": self._passes.values(micro)})
+            samples.values = columns["values"]
+        if self._process_rewards is not None:
+            self.metrics |= self._process_rewards.add(samples)
+
+    def _mask_old_tokens(self, samples: Experience, step: int) -> None:
+        """Mask the tokens that are older than the schedule allows."""
+        max_age, mask_BT = self._schedule.max_token_age, samples.response_mask
+        if max_age is None:
+            return
+        samples.response_mask = mask_BT * (step - samples.policy_versions <= max_age)
+        counts = torch.stack([mask_BT.sum(), samples.response_mask.sum()]).double()
+        tokens, kept = self._strategy.ranks.sum(counts).tolist()
+        self.metrics["rollout/too_old"] = 1 - kept / max(tokens, 1)
+
+    def _correct_for_rollout(self, samples: Experience) -> None:
+        """Weigh or reject samples by the gap between the policy that sampled and the policy that is trained."""
+        correction, ranks = self._algorithm.rollout_correction, self._strategy.ranks
+        if not correction.decoupled:
+            return
+        policies: dict[str, Tensor] = {
+            "log_probs_BT": filled(samples.old_log_probs),
+            "rollout_log_probs_BT": samples.rollout_log_probs,
+        }
+        mask_BT = samples.response_mask
+        kept_BT, weights_BT = correction.correct(**policies, response_mask_BT=mask_BT, sum_over_ranks=ranks.sum)
+        measured = diagnostics(
+            **policies,
+            response_mask_BT=mask_BT,
+            weights_BT=weights_BT,
+            sum_over_ranks=ranks.sum,
+            max_over_ranks=ranks.max,
+        )
+        self.metrics |= {f"rollout/{name}": value for name, value in measured.items()}
+        kept, tokens = ranks.sum(torch.stack([kept_BT.sum(), mask_BT.sum()]).double()).tolist()
+        self.metrics["rollout/rejected"] = 1 - kept / max(tokens, 1)
+        samples.response_mask, samples.rollout_weights = kept_BT, weights_BT
+
+    def _add_advantages(self, samples: Experience) -> None:
+        with self._strategy.phases.measure("advantages"):
+            samples.token_level_rewards, samples.advantages, samples.returns = self._algorithm.advantages(
+                named_tensors(samples),
+                kl_coefficient=self._kl_controller.coefficient,
+                sum_over_ranks=self._strategy.ranks.sum,
+            )
+
+
+def shape_rewards(samples: Experience, algorithm: Algorithm) -> None:
+    """Change `scores` as the algorithm's reward shaping says."""
+    samples.scores = algorithm.shaping.shaped(
+        scores_B=filled(samples.scores),
+        response_lengths_B=samples.response_lengths,
+        groups_B=samples.groups,
+        valid_B=samples.valid,
+    )

@@ -1,0 +1,143 @@
+"""Forward passes of the models of a stage, over the micro-batches of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
+from rl_plugins.data.experience import Experience
+from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
+from rl_plugins.models.lora import adapter_off
+from rl_plugins.models.packing import shares_prompts
+from rl_plugins.models.remote import RemoteModel
+from rl_plugins.models.scalar_head import response_scores, response_values
+from rl_plugins.stages.micro_batches import Cutter, Lengths
+from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, TEACHER, Strategy
+
+
+class ForwardInputs(TypedDict):
+    """Arguments of a forward pass; see `rl_plugins.models.log_probs.response_log_probs`."""
+
+    input_ids_BS: Tensor
+    attention_mask_BS: Tensor
+    position_ids_BS: Tensor
+    response_width: int
+    packed: bool
+
+
+@dataclass(frozen=True)
+class ForwardPasses:
+    """Runs the models of a stage.
+
+    Attributes:
+        strategy: owner of the model engines.
+        named_models: returns the models of the stage by name.
+        tokens_per_micro_batch: tokens of one forward pass: real tokens with packing, padded tokens without.
+        packing: True if the samples of a micro-batch run as one row without padding.
+        dtype: dtype of the models' parameters.
+        temperature: divisor of the logits.
+        teacher_top_k: number of the teacher's most likely tokens that are kept for each response token.
+    """
+
+    strategy: Strategy
+    named_models: Callable[[], Mapping[str, nn.Module]]
+    tokens_per_micro_batch: int
+    packing: bool
+    dtype: torch.dtype
+    temperature: float = 1.0
+    teacher_top_k: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the models."""
+        return self.strategy.phases.device
+
+    @property
+    def cutter(self) -> Cutter:
+        """Cutter that divides the samples of a rank into micro-batches."""
+        models = [model for model in self.named_models().values() if not isinstance(model, RemoteModel)]
+        prompts_together = self.packing and all(map(shares_prompts, models))
+        return Cutter(self.tokens_per_micro_batch, self.packing, prompts_together, self.strategy.ranks.max)
+
+    def micro_batches(self, samples: Experience) -> list[Tensor]:
+        """Return the indices of the samples of each micro-batch; the number of micro-batches is equal on all ranks."""
+        return self.cutter.indices(Lengths.of(samples))
+
+    def inputs(self, samples: Experience) -> ForwardInputs:
+        """Return the arguments of a forward pass over the responses of samples."""
+        return {
+            "input_ids_BS": samples.input_ids,
+            "attention_mask_BS": samples.attention_mask,
+            "position_ids_BS": samples.position_ids,
+            "response_width": samples.responses.shape[1],
+            "packed": self.packing,
+        }
+
+    def log_probs(
+        self, name: str, samples: Experience, *, sum_pi_squared: bool = False, entropy_gradient: bool = False
+    ) -> ResponseLogProbs:
+        """Run a causal language model over a micro-batch; see `response_log_probs`."""
+        with self._running(name) as model:
+            return response_log_probs(
+                model,
+                **self.inputs(samples),
+                temperature=self.temperature,
+                sum_pi_squared=sum_pi_squared,
+                entropy_gradient=entropy_gradient,
+                top_k=self.teacher_top_k if name == TEACHER else 0,
+                # The policy learns from the log-probs of the teacher's most likely tokens.
+                tokens_BTK=samples.teacher_top_ids if name == POLICY else None,
+            )
+
+    def scores(self, name: str, samples: Experience) -> Tensor:
+        """Run a model with a scalar head over a micro-batch; return its scores, [B, T]."""
+        return response_scores(self.strategy.model_engine(name), **self.inputs(samples))
+
+    def values(self, samples: Experience) -> Tensor:
+        """Run the critic over a micro-batch; return its values, [B, T]."""
+        return response_values(self.strategy.model_engine(CRITIC), **self.inputs(samples))
+
+    @torch.no_grad()
+    def per_token(self, samples: Experience, run: Callable[[Experience], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Run a function on every micro-batch, without gradient.
+
+        Args:
+            samples: samples of this rank.
+            run: function of a micro-batch on the device; returns named tensors [B, T, ...].
+
+        Returns:
+            The tensors of all samples, [B, T, ...], on the CPU.
+        """
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        columns: dict[str, Tensor] = {}
+        for indices in self.micro_batches(samples):
+            for name, values in run(samples[indices].trimmed().to(self.device)).items():
+                kind = dtype if values.is_floating_point() else values.dtype
+                shape = (*samples.rollout_log_probs.shape, *values.shape[2:])
+                column = columns.setdefault(name, torch.zeros(shape, dtype=kind))
+                column[indices, : values.shape[1]] = values.to(column)
+        return columns
+
+    def counts(self, response_mask_BT: Tensor) -> GlobalCounts:
+        """Return the numbers of tokens and sequences of a mini-batch over all ranks. Collective."""
+        tokens, sequences = self.strategy.ranks.sum(local_counts(response_mask_BT)).tolist()
+        return GlobalCounts(tokens, sequences, self.strategy.ranks.world_size)
+
+    @contextmanager
+    def _running(self, name: str) -> Iterator[nn.Module]:
+        models = self.named_models()
+        if name == REFERENCE and REFERENCE not in models:
+            # The reference is the policy without its adapter.
+            policy = models[POLICY]
+            assert isinstance(policy, PeftModel)
+            with adapter_off(policy):
+                yield self.strategy.model_engine(POLICY)
+        else:
+            yield self.strategy.model_engine(name)

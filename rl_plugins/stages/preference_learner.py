@@ -1,0 +1,191 @@
+"""Updates of the policy on preferences: pairs of responses, or responses that are good or bad.
+
+Every loss of `PREFERENCE_LOSSES` is used the same way: log-probs under the reference (if the loss needs them), then one
+update over micro-batches that never split a pair, averaged over the examples of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
+from rl_plugins.algorithms.injection import call_with, named_function, required_inputs
+from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, kto_reference_point
+from rl_plugins.data.experience import Experience
+from rl_plugins.errors import ConfigError
+from rl_plugins.stages.forward_passes import ForwardPasses
+from rl_plugins.stages.labelled_examples import placeholder
+from rl_plugins.stages.metrics import TokenMetrics
+from rl_plugins.stages.preference_examples import JUDGED_INPUTS, PAIR_INPUTS, PreferenceExamples, mismatched
+from rl_plugins.strategies.contract import POLICY, REFERENCE
+
+Optimize = Callable[[Iterable[tuple[Tensor, bool]]], None]
+"""`Stage.optimize`."""
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """A preference loss, and the inputs that it needs.
+
+    Args:
+        loss: name in `PREFERENCE_LOSSES`, or a function like the functions there.
+        options: keyword arguments of the loss, such as `beta`.
+
+    Raises:
+        ConfigError: the loss needs inputs that neither pairs nor judged responses have.
+    """
+
+    loss: str | PreferenceLoss = "dpo"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Look up the loss and check its inputs."""
+        object.__setattr__(self, "loss", named_function(PREFERENCE_LOSSES, self.loss, self.options))
+        if not self.takes_pairs and not self.needs <= JUDGED_INPUTS:
+            raise ConfigError(
+                f"the loss {self.name} needs {', '.join(sorted(self.needs))}: pairs have "
+                f"{', '.join(sorted(PAIR_INPUTS))}, and single responses have {', '.join(sorted(JUDGED_INPUTS))}"
+            )
+
+    @property
+    def function(self) -> PreferenceLoss:
+        """The loss."""
+        assert not isinstance(self.loss, str)
+        return self.loss
+
+    @property
+    def name(self) -> str:
+        """Name of the loss."""
+        return self.function.__name__
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of the inputs of the loss."""
+        return frozenset(required_inputs(self.function, self.options))
+
+    @property
+    def takes_pairs(self) -> bool:
+        """True if the loss compares the two responses of a pair."""
+        return self.needs <= PAIR_INPUTS
+
+    @property
+    def needs_reference_point(self) -> bool:
+        """True if the loss needs KTO's reference point."""
+        return "reference_point" in self.needs
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss needs log-probs under the reference."""
+        return self.needs_reference_point or any(name.startswith("ref_") for name in self.needs)
+
+
+@dataclass(frozen=True)
+class PreferenceLearner:
+    """Takes optimizer steps of the policy on preferences.
+
+    Attributes:
+        objective: the loss.
+        passes: forward passes of policy and reference.
+        optimize: takes an optimizer step of the policy; `Stage.optimize`.
+        pad_token_id: token that fills rows.
+    """
+
+    objective: PreferenceObjective
+    passes: ForwardPasses
+    optimize: Optimize
+    pad_token_id: int
+
+    def update(self, mini_batches: Sequence[PreferenceExamples]) -> dict[str, float]:
+        """Take an optimizer step on each mini-batch; return metrics averaged over all examples. Collective.
+
+        A rank may have no example of a mini-batch. A mini-batch that is empty on all ranks has no optimizer step.
+        """
+        metrics = TokenMetrics()
+        total = 0.0
+        for mini_batch in mini_batches:
+            is_split = self.objective.takes_pairs or mini_batch.members_NK.shape[1] == 1
+            examples = mini_batch if is_split else mini_batch.split()
+            count = float(self.passes.strategy.ranks.sum(torch.tensor(len(examples), dtype=torch.float64)))
+            total += count
+            if count:
+                examples = self._with_reference(examples)
+                with self.passes.strategy.phases.measure("update_policy"):
+                    self.optimize(self._losses(examples, count, metrics))
+        return {"train/examples": total, **(self._averages(metrics) if total else {})}
+
+    def _averages(self, metrics: TokenMetrics) -> dict[str, float]:
+        ranks = self.passes.strategy.ranks
+        averages = metrics.averages(ranks.sum, ranks.max)
+        if not self.objective.takes_pairs and "train/chosen_reward" in averages:
+            averages["train/margin"] = averages["train/chosen_reward"] - averages["train/rejected_reward"]
+        return averages
+
+    def _with_reference(self, examples: PreferenceExamples) -> PreferenceExamples:
+        """Fill the inputs of the loss that the reference gives."""
+        phases = self.passes.strategy.phases
+        if self.objective.needs_reference:
+            with phases.measure("ref_log_probs"):
+                log_probs_R = self._log_probs_without_gradient(REFERENCE, examples.samples)
+            examples = replace(examples, ref_log_probs_R=log_probs_R)
+        if self.objective.needs_reference_point:
+            with phases.measure("reference_point"):
+                examples = replace(examples, reference_point=self._reference_point(examples))
+        return examples
+
+    def _reference_point(self, examples: PreferenceExamples) -> Tensor:
+        ranks = self.passes.strategy.ranks
+        samples = mismatched(examples, self.pad_token_id, ranks)
+        if samples is None:
+            # With one prompt there is no mismatched response, and the reference point is at its lower bound.
+            return torch.zeros((), dtype=torch.float64)
+        return kto_reference_point(
+            mismatched_log_probs_N=self._log_probs_without_gradient(POLICY, samples),
+            mismatched_ref_log_probs_N=self._log_probs_without_gradient(REFERENCE, samples),
+            sum_over_ranks=ranks.sum,
+        )
+
+    def _losses(
+        self, examples: PreferenceExamples, count: float, metrics: TokenMetrics
+    ) -> Iterator[tuple[Tensor, bool]]:
+        counts = GlobalCounts(count, count, self.passes.strategy.ranks.world_size)
+        cutter = self.passes.cutter
+        micro_batches = cutter.common_number(examples.lengths)
+        examples = examples.padded(micro_batches)
+        for position, indices in enumerate(cutter.split(examples.lengths, micro_batches)):
+            log_probs_R = self._log_probs(POLICY, examples.samples[examples.members(indices)])
+            inputs = examples.loss_inputs(log_probs_R, indices)
+            losses_N, values = call_with(self.objective.function, inputs, self.objective.options)
+            counted_N = examples.counted_N[indices].to(losses_N.device)
+            metrics.add({"loss": losses_N}, counted_N)
+            if examples.reference_point is not None:
+                metrics.add({"reference_point": examples.reference_point.to(losses_N).expand_as(losses_N)}, counted_N)
+            if not self.objective.takes_pairs and "reward" in values:
+                # The rewards of good and bad responses are separate metrics, like the rewards of pairs.
+                reward_N, desirable_N = values.pop("reward"), examples.desirable_N[indices].to(losses_N.device)
+                metrics.add({"chosen_reward": reward_N}, counted_N & desirable_N)
+                metrics.add({"rejected_reward": reward_N}, counted_N & ~desirable_N)
+            metrics.add(values, counted_N)
+            yield aggregate(losses_N, counted_N.float(), "token-mean", counts), position == micro_batches - 1
+
+    @torch.no_grad()
+    def _log_probs_without_gradient(self, name: str, samples: Experience) -> Tensor:
+        """Return the log-prob of each response, [R]. Collective."""
+        log_probs_R = torch.zeros(len(samples), dtype=torch.promote_types(self.passes.dtype, torch.float32))
+        for indices in self.passes.micro_batches(samples):
+            # All ranks take part in every forward pass, also a rank without further samples.
+            is_empty = len(indices) == 0
+            sums_R = self._log_probs(name, placeholder(self.pad_token_id) if is_empty else samples[indices])
+            if not is_empty:
+                log_probs_R[indices] = sums_R.to(log_probs_R)
+        return log_probs_R
+
+    def _log_probs(self, name: str, samples: Experience) -> Tensor:
+        """Return the log-prob of each response, which is the sum over its tokens, [R]."""
+        micro = samples.trimmed().to(self.passes.device)
+        log_probs_BT = self.passes.log_probs(name, micro).log_probs_BT
+        return torch.where(micro.response_mask.bool(), log_probs_BT, 0).sum(dim=-1)

@@ -1,0 +1,200 @@
+"""The samples of a step: sampled, scored, and chosen as the algorithm wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.data.experience import Experience
+from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.records import Score
+from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.stages.balancing import GroupBuffer, resample_over_ranks
+from rl_plugins.stages.experience_maker import shape_rewards
+from rl_plugins.stages.fields import filled
+from rl_plugins.stages.metrics import SampleMetrics
+from rl_plugins.stages.sampling import PromptSampler, ShownSamples, greedy, sample_rows
+from rl_plugins.stages.schedule import Schedule
+from rl_plugins.stages.scheduled_sampler import ScheduledSampler
+from rl_plugins.stages.scoring import RewardModelScorer, SampleScorer, keep_reward_details
+
+
+class Rollouts:
+    """Collects the samples that a step trains on.
+
+    Args:
+        sampler: sampler of responses.
+        scorer: reward function.
+        algorithm: says which scores and groups it needs.
+        sampling: sampling settings; `num_samples` is the size of a group.
+        schedule: bounds on staleness and on groups in flight.
+        reward_model: reward model whose scores are added; None for the reward function alone.
+        updates_per_step: number of mini-batches that the groups of a step are cut into.
+        max_steps: number of steps of the run; 0 for no bound.
+        first_slot: number of batches of prompts before this run.
+        draw: returns this rank's next batch of prompts.
+        shown: samples that callbacks show.
+
+    Attributes:
+        sampled: metrics of all samples of a step, also of samples that the algorithm leaves out.
+        on_collected: function that gets the samples of a batch of prompts, their scores, and how many batches the step
+            drew before. The samples change later.
+        replay: function that returns the same by that number, instead of sampling.
+    """
+
+    def __init__(
+        self,
+        sampler: PromptSampler,
+        scorer: SampleScorer,
+        algorithm: Algorithm,
+        sampling: SamplingConfig,
+        schedule: Schedule,
+        *,
+        reward_model: RewardModelScorer | None,
+        updates_per_step: int,
+        max_steps: int,
+        first_slot: int,
+        draw: Callable[[], PromptBatch],
+        shown: ShownSamples,
+    ) -> None:
+        self._sampler, self._scorer, self._reward_model = sampler, scorer, reward_model
+        self._algorithm, self._sampling, self._schedule = algorithm, sampling, schedule
+        self._updates_per_step, self._shown = updates_per_step, shown
+        self._ranks = sampler.strategy.ranks
+        self.ahead = ScheduledSampler(
+            sampler, sampling, schedule, max_steps=max_steps, first_slot=first_slot, draw=draw
+        )
+        self.sampled = SampleMetrics()
+        self.on_collected: Callable[[Experience, list[Score], int], None] | None = None
+        self.replay: Callable[[int], tuple[Experience, list[Score]]] | None = None
+        self._draws = 0
+
+    def collect(self, prompts: PromptBatch, step: int) -> Experience:
+        """Return the scored samples that a step trains on. Collective.
+
+        Args:
+            prompts: this rank's prompts of the step's batch. The samples may belong to earlier prompts (schedule).
+            step: the step.
+        """
+        self._draws, self.sampled = 0, SampleMetrics()
+        num_groups = len(prompts)
+        if self.replay is None:
+            self.ahead.start_metrics()
+            self.ahead.offer(prompts)
+        if self._algorithm.group_filter is None:
+            samples = self._draw_groups(num_groups, step, num_groups)
+        else:
+            samples = self._informative_groups(step, num_groups)
+        if self._algorithm.resampling is not None:
+            samples = resample_over_ranks(
+                samples,
+                self._algorithm.resampling,
+                self._sampling.num_samples,
+                self._updates_per_step,
+                step_seed(self._sampler.seed, step),
+                self._ranks,
+            )
+        return samples
+
+    def _draw_groups(self, count: int, step: int, groups_per_step: int) -> Experience:
+        samples, scores = (
+            self._sample_and_score(count, step, groups_per_step) if self.replay is None else self.replay(self._draws)
+        )
+        if self.on_collected is not None:
+            self.on_collected(samples, scores, self._draws)
+        self._draws += 1
+        self.sampled.add(samples, scores)
+        return samples
+
+    def _informative_groups(self, step: int, num_groups: int) -> Experience:
+        """Draw groups until enough of them are informative (dynamic sampling). Collective.
+
+        A synchronous schedule draws a whole batch of prompts again. A schedule with groups in flight takes as many
+        groups as are missing, while the engine samples others.
+
+        Raises:
+            ConfigError: `max_batches` did not yield enough groups, or the data loader cannot draw further prompts.
+        """
+        group_filter = self._algorithm.group_filter
+        assert group_filter is not None
+        world_size = self._ranks.world_size
+        wanted = num_groups // group_filter.oversampling * world_size
+        buffer = GroupBuffer(self._ranks, self._sampling.num_samples)
+        taken, missing = 0, num_groups
+        while True:
+            samples = self._draw_groups(missing, step, num_groups)
+            taken += missing
+            kept_B = group_filter.informative(
+                scores_B=self._filtered_scores(samples),
+                groups_B=samples.groups,
+                valid_B=samples.valid,
+                truncated_B=samples.truncated,
+            )
+            groups = buffer.add(samples, kept_B, self._draws)
+            if len(groups) >= wanted:
+                return buffer.take(groups[:wanted], self._updates_per_step)
+            if taken >= group_filter.max_batches * num_groups:
+                raise ConfigError(
+                    f"step {step}: {taken * world_size} prompts gave {len(groups)} groups that teach something, "
+                    f"and the step needs {wanted}: the prompts are too easy or too hard for this policy. Change the "
+                    "data, raise batch.samples_per_prompt or algorithm.group_filter.max_batches, or widen the filter"
+                )
+            if self._schedule.active:
+                missing = -(-(wanted - len(groups)) // world_size)
+
+    def _filtered_scores(self, samples: Experience) -> Tensor:
+        assert self._algorithm.group_filter is not None
+        if self._algorithm.group_filter.metric is None:
+            return filled(samples.scores)
+        return torch.tensor(list(samples.columns["filtered_by"]))
+
+    def _sample_and_score(self, count: int, step: int, groups_per_step: int) -> tuple[Experience, list[Score]]:
+        # If scores decide which groups are trained on, groups change ranks after scoring.
+        chosen_by_scores = self._algorithm.group_filter is not None or self._algorithm.resampling is not None
+        prompts, samples = self.ahead.take_groups(
+            count,
+            step=step,
+            groups_per_step=groups_per_step,
+            mini_batches=0 if chosen_by_scores else self._updates_per_step,
+        )
+        scores = self._score(samples)
+        if "baseline_rewards_B" in self._algorithm.needs:
+            self._add_greedy_baseline(samples, prompts, step)
+        return samples, scores
+
+    def _score(self, samples: Experience) -> list[Score]:
+        scores = self._scorer.score(samples)
+        if self._shown.limit:
+            self._shown.training = sample_rows(samples, scores)[: self._shown.limit]
+        keep_reward_details(samples, scores, self._algorithm)
+        return scores if self._reward_model is None else self._reward_model.add(samples, scores)
+
+    def _add_greedy_baseline(self, samples: Experience, prompts: PromptBatch, step: int) -> None:
+        """Fill `baseline_scores` with the shaped score of a greedy response to each prompt. Collective."""
+        baseline = self._sampler.sample(prompts, greedy(self._sampling), step)
+        self._score(baseline)
+        shape_rewards(baseline, self._algorithm)
+        # Without a score of the greedy response there is no baseline for the group.
+        samples.valid = samples.valid & baseline.valid.repeat_interleave(self._sampling.num_samples)
+        samples.response_mask = samples.response_mask * samples.valid[:, None]
+        samples.baseline_scores = filled(baseline.scores).repeat_interleave(self._sampling.num_samples)
+
+    def metrics(self, samples: Experience, step: int, seconds: float) -> dict[str, float]:
+        """Return the metrics of a step's samples, and of the schedule. Collective.
+
+        Args:
+            samples: samples that the step trained on.
+            step: the step.
+            seconds: duration of the step.
+        """
+        metrics = self.sampled.averages("train", self._ranks.sum, self._ranks.gather, seconds)
+        return metrics if self.replay is not None else metrics | self.ahead.metrics(samples, step, seconds)
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Return the seed of random choices in a step, equal on all ranks."""
+    return seed * 1_000_003 + step

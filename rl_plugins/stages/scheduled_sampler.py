@@ -1,0 +1,245 @@
+"""Sampling of groups ahead of the step that trains on them, as far as the schedule allows.
+
+While a step trains, the engine samples for later steps. Weights change in flight, and every token carries the version
+of the policy that sampled it. Synchronous sampling is the same code with no groups ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rl_plugins.data.experience import Experience
+from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, GroupSampler, RolloutEngine, SamplingConfig
+from rl_plugins.stages.balancing import even_order, gather_sets, redistribute_groups
+from rl_plugins.stages.sampling import PromptSampler
+from rl_plugins.stages.schedule import Schedule
+from rl_plugins.stages.seeds import seed_of
+from rl_plugins.stages.trajectory_queue import Group, TrajectoryQueue, together
+from rl_plugins.strategies.rollout_phase import MAX_LOSSES, lost_too_often
+
+
+class ScheduledSampler:
+    """Samples groups of responses; holds the queue of groups that were asked for.
+
+    Args:
+        sampler: sampler of responses.
+        sampling: sampling settings; `num_samples` is the size of a group.
+        schedule: bounds on staleness and on groups in flight.
+        max_steps: number of steps of the run; 0 for no bound.
+        first_slot: number of batches of prompts before this run.
+        draw: returns this rank's next batch of prompts.
+
+    Attributes:
+        slots: number of batches of prompts that came so far.
+    """
+
+    def __init__(
+        self,
+        sampler: PromptSampler,
+        sampling: SamplingConfig,
+        schedule: Schedule,
+        *,
+        max_steps: int,
+        first_slot: int,
+        draw: Callable[[], PromptBatch],
+    ) -> None:
+        self._sampler, self._sampling, self._schedule = sampler, sampling, schedule
+        self._max_steps, self._draw = max_steps, draw
+        self._strategy = sampler.strategy
+        self._queue = TrajectoryQueue(schedule)
+        self.slots = first_slot
+        self._busy_before_s, self._lost_before = 0.0, 0
+
+    def offer(self, prompts: PromptBatch) -> None:
+        """Put this rank's prompts of a batch into the queue."""
+        ranks = self._strategy.ranks
+        self._queue.offer(prompts, slot=self.slots, rank=ranks.rank, world_size=ranks.world_size)
+        self.slots += 1
+
+    def take_groups(
+        self, count: int, *, step: int, groups_per_step: int, mini_batches: int
+    ) -> tuple[PromptBatch, Experience]:
+        """Return prompts and samples of `count` groups for this rank. Collective.
+
+        Args:
+            count: number of groups, equal on all ranks.
+            step: step that trains on the groups.
+            groups_per_step: groups that a step takes on this rank.
+            mini_batches: number of mini-batches that the groups are cut into. Inside each mini-batch, groups change
+                ranks until all ranks have about the same number of tokens. With 0 no group changes ranks.
+        """
+        queue, ranks = self._queue, self._strategy.ranks
+        in_flight = self._in_flight(count, step, groups_per_step)
+        self._draw_until(in_flight, groups_per_step)
+        unfinished = queue.unfinished(queue.started())
+        new = queue.start(in_flight, step)
+        due = queue.due(step)
+        # All ranks submit together, also a rank without new groups (after a restart).
+        submitted = not ranks.any(bool(new))
+
+        def sample(engine: RolloutEngine) -> None:
+            nonlocal submitted
+            groups = self._sampler.groups(engine)
+            if unfinished and not submitted:
+                # The engine answers between two steps: ask before it is busy with the new groups.
+                queue.finish(groups.collect((), 0))
+            if not submitted:
+                groups.submit(self._requests(new), self._sampling)
+                submitted = True
+            self._submit_again(groups, groups.lost_tickets(), step)
+            queue.finish(groups.collect(queue.unfinished(due), max(0, count - queue.num_finished)))
+            if self._schedule.drops:
+                groups.drop(queue.drop_started(keep=count))
+
+        self._strategy.rollout.run_sampling(step, sample)
+        groups = queue.take(count, step)
+        if mini_batches and ranks.world_size > 1:
+            with self._strategy.phases.measure("balance"):
+                groups = self._balance(groups, mini_batches)
+        return self._experience(self._fetch(groups, step))
+
+    def _balance(self, groups: list[Group], mini_batches: int) -> list[Group]:
+        """Return as many groups with about as many tokens as other ranks have; mini-batches stay equal. Collective."""
+        ranks, size = self._strategy.ranks, self._sampling.num_samples
+        keys = [(place * ranks.world_size + ranks.rank,) for place in range(len(groups))]
+        tokens = [size * len(group.prompt.prompt_ids[0]) + int(group.responses.lengths.sum()) for group in groups]
+        ordered = even_order(gather_sets(keys, size, tokens, ranks), mini_batches, ranks.world_size)
+        return redistribute_groups(groups, ordered, ranks)
+
+    def _fetch(self, groups: list[Group], step: int) -> list[Group]:
+        """Fetch the responses that engines keep; sample the groups of a lost engine again. Collective."""
+        for _ in range(MAX_LOSSES):
+            with self._strategy.phases.measure("rollout"):
+                fetched = self._sampler.groups(self._strategy.rollout.engine).fetch(
+                    [group.responses for group in groups]
+                )
+            groups = [replace(group, generations=responses) for group, responses in zip(groups, fetched, strict=True)]
+            lost = [place for place, responses in enumerate(fetched) if responses is None]
+            if not self._strategy.ranks.any(bool(lost)):
+                return groups
+            sampled = self._sample_again([groups[place] for place in lost], step)
+            for place, group in zip(lost, sampled, strict=True):
+                groups[place] = group
+        raise lost_too_often()
+
+    def _sample_again(self, groups: Sequence[Group], step: int) -> list[Group]:
+        tickets = [self._queue.add(group) for group in groups]
+        new = list(tickets)
+
+        def sample(engine: RolloutEngine) -> None:
+            sampler = self._sampler.groups(engine)
+            self._submit_again(sampler, [*sampler.lost_tickets(), *new], step)
+            new.clear()
+            self._queue.finish(sampler.collect(self._queue.unfinished(tickets), 0) if tickets else {})
+
+        self._strategy.rollout.run_sampling(step, sample)
+        return self._queue.take_out(tickets)
+
+    def _submit_again(self, sampler: GroupSampler, tickets: Sequence[int], step: int) -> None:
+        if tickets:
+            self._queue.mark_started(tickets, step)
+            sampler.submit(self._requests(tickets), self._sampling, together=False)
+
+    def _in_flight(self, count: int, step: int, groups_per_step: int) -> int:
+        """Return how many groups should be in flight; at most as many as the rest of the run trains on."""
+        wanted = self._schedule.in_flight(groups_per_step) - (groups_per_step - count)
+        if self._schedule.drops:
+            return wanted
+        steps_left = self._max_steps - step if self._max_steps else self._schedule.max_staleness + 2
+        return max(count, min(wanted, steps_left * groups_per_step))
+
+    def _draw_until(self, in_flight: int, groups_per_step: int) -> None:
+        missing = max(0, -(-(in_flight - len(self._queue)) // groups_per_step))
+        if self._schedule.active:
+            # After a restart with another number of ranks, a rank may hold a group more. All ranks draw equally often.
+            missing = int(self._strategy.ranks.max(torch.tensor([float(missing)])).item())
+        for _ in range(missing):
+            self.offer(self._draw())
+
+    def _requests(self, tickets: Sequence[int]) -> list[GroupRequest]:
+        groups = [self._queue[ticket] for ticket in tickets]
+        # The seed of a sample does not depend on the rank, or on the step that trains on it.
+        return [
+            self._sampler.request(
+                ticket, group.prompt, 0, seed_of(self._sampler.seed, group.slot, group.prompt.rows[0])
+            )
+            for ticket, group in zip(tickets, groups, strict=True)
+        ]
+
+    def _experience(self, groups: Sequence[Group]) -> tuple[PromptBatch, Experience]:
+        prompts = together([group.prompt for group in groups])
+        generations = [group.generations for group in groups if isinstance(group.generations, Generations)]
+        numbers = [group.number for group in groups]
+        size = self._sampling.num_samples
+        return prompts, self._sampler.experience(prompts, Generations.concat(generations), size, numbers)
+
+    # Metrics ----------------------------------------------------------------------------------------------------
+
+    def start_metrics(self) -> None:
+        """Start the measurements of a step."""
+        self._busy_before_s = self._strategy.rollout.engine.busy_s
+        self._lost_before = self._strategy.rollout.engines_lost
+
+    def metrics(self, samples: Experience, step: int, seconds: float) -> dict[str, float]:
+        """Return idle shares of a step on this rank, the age of its samples, and lost engines. Collective.
+
+        Args:
+            samples: samples that the step trained on.
+            step: the step.
+            seconds: duration of the step.
+        """
+        strategy = self._strategy
+        engine = strategy.rollout.engine
+        busy_s = engine.busy_s - self._busy_before_s
+        metrics = {
+            "idle/trainer": min(1.0, strategy.phases.seconds("rollout") / seconds),
+            "idle/engine": min(1.0, max(0.0, 1 - busy_s / seconds)),
+            "rollout/engines": float(engine.num_living),
+            "rollout/engines_lost": float(strategy.rollout.engines_lost - self._lost_before),
+        }
+        if self._schedule.max_staleness:
+            mask_BT = samples.response_mask.double()
+            age_BT = (step - samples.policy_versions) * mask_BT
+            tokens, age = strategy.ranks.sum(torch.stack([mask_BT.sum(), age_BT.sum()])).tolist()
+            metrics["rollout/staleness"] = age / max(tokens, 1)
+            metrics["rollout/staleness_max"] = float(strategy.ranks.max(age_BT.max()[None]).item())
+        return metrics
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    def state(self) -> list[dict[str, Any]] | None:
+        """Return this rank's part of the queue with all samples so far; None if no group outlives a step."""
+        if not self._schedule.active:
+            return None
+        queue, sampler = self._queue, self._sampler.groups(self._strategy.rollout.engine)
+        # The next step finds a lost engine, and samples its groups again.
+        with suppress(EngineLost):
+            queue.finish(sampler.collect((), 0))
+        remote = queue.remote()
+        fetched = dict(zip(remote, sampler.fetch(list(remote.values())), strict=True))
+        queue.finish({ticket: responses for ticket, responses in fetched.items() if responses is not None})
+        queue.lose(ticket for ticket, responses in fetched.items() if responses is None)
+        return queue.state()
+
+    def load_state(self, shares: Sequence[Any], *, own: bool) -> str:
+        """Restore the queue of a checkpoint; see `TrajectoryQueue.load`."""
+        ranks = self._strategy.ranks
+        return self._queue.load(shares, ranks.rank, ranks.world_size, own=own)
+
+    def roll_back(self, slots: int) -> None:
+        """Sample all groups again, because the policy that sampled them is gone.
+
+        The data goes on after the undone steps, so the number of batches never falls.
+
+        Args:
+            slots: number of batches of prompts in the checkpoint.
+        """
+        self.slots = max(self.slots, slots)
+        if started := self._queue.reset():
+            self._sampler.groups(self._strategy.rollout.engine).drop(started)

@@ -1,0 +1,146 @@
+"""Device memory that training gives to the rollout engine: tensors whose storage moves to the host and back.
+
+The tensor objects stay, and so does everything that refers to them. `HostMemory` moves storages, so tensors that share
+one (flat buffers, views, shards) need no special case.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+
+class TrainingMemory:
+    """The device memory of training that the rollout engine may use while it samples. By default there is none."""
+
+    def optimizer_bytes(self) -> int:
+        """Return the bytes that `offload_optimizer` must free."""
+        return 0
+
+    def offload_optimizer(self) -> None:
+        """Free the device memory of optimizer states."""
+
+    def parameter_bytes(self) -> int:
+        """Return the bytes that `offload_parameters` must free."""
+        return 0
+
+    def offload_parameters(self) -> None:
+        """Free the device memory of parameters and gradients."""
+
+    def reload(self) -> None:
+        """Bring everything back to the device."""
+
+
+class OffloadedStates(TrainingMemory):
+    """The tensors of trained models, which are in host memory while the rollout engine samples.
+
+    Args:
+        optimizer_tensors: returns the tensors of the optimizers: states and master weights.
+        model_tensors: returns the tensors of the models: parameters and gradients.
+        host: memory that the tensors move to.
+    """
+
+    def __init__(
+        self,
+        optimizer_tensors: Callable[[], Iterable[Tensor]],
+        model_tensors: Callable[[], Iterable[Tensor]],
+        host: HostMemory | None = None,
+    ) -> None:
+        self.optimizer_tensors, self.model_tensors = optimizer_tensors, model_tensors
+        self.host = host or HostMemory()
+
+    @override
+    def optimizer_bytes(self) -> int:
+        return self.host.nbytes(self.optimizer_tensors())
+
+    @override
+    def offload_optimizer(self) -> None:
+        self.host.take(self.optimizer_tensors())
+
+    @override
+    def parameter_bytes(self) -> int:
+        return self.host.nbytes(self.model_tensors())
+
+    @override
+    def offload_parameters(self) -> None:
+        self.host.take(self.model_tensors())
+
+    @override
+    def reload(self) -> None:
+        self.host.give_back()
+
+
+class HostMemory:
+    """Holds the contents of device storages until they are given back.
+
+    The host buffers are kept for the next time. They are pinned, so that copies run at the speed of the bus.
+
+    Args:
+        device_type: type of the device whose memory is freed; tensors on other devices stay as they are.
+    """
+
+    def __init__(self, device_type: str = "cuda") -> None:
+        self._device_type = device_type
+        self._taken: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._buffers: dict[int, list[Tensor]] = defaultdict(list)
+
+    def nbytes(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes of device memory that `take` would free."""
+        return sum(storage.nbytes() for storage in self._storages(tensors))
+
+    def take(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the storages of tensors to the host and free their device memory; of a DTensor, this rank's shard.
+
+        Nobody may read or write the tensors until `give_back`.
+        """
+        for storage in self._storages(tensors):
+            copy = self._buffer(storage.nbytes())
+            copy.copy_(_bytes_of(storage), non_blocking=True)
+            self._taken.append((storage, copy))
+        self._wait_for_copies()
+        for storage, _ in self._taken:
+            storage.resize_(0)
+        if self._on_cuda:
+            torch.cuda.empty_cache()
+
+    def give_back(self) -> None:
+        """Copy all storages back to the device."""
+        while self._taken:
+            storage, copy = self._taken.pop()
+            storage.resize_(copy.numel())
+            _bytes_of(storage).copy_(copy, non_blocking=True)
+            self._buffers[copy.numel()].append(copy)
+        self._wait_for_copies()
+
+    @property
+    def _on_cuda(self) -> bool:
+        # A strategy on the CPU has no CUDA tensors, and PyTorch may be a build without CUDA.
+        return self._device_type == "cuda" and torch.cuda.is_initialized()
+
+    def _wait_for_copies(self) -> None:
+        if self._on_cuda:
+            torch.cuda.synchronize()
+
+    def _storages(self, tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+        """Yield each storage of the tensors on the device once."""
+        seen = set()
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            if storage.device.type == self._device_type and storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                yield storage
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        if self._buffers[nbytes]:
+            return self._buffers[nbytes].pop()
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device_type == "cuda")
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,67 @@
+"""The strategies inside a Ray Train worker: device and ranks are Ray's, and all workers share the engine of rank 0.
+
+Ray's `prepare_trainer` accepts `RayZeroStrategy`. It refuses every strategy but three of its own, and none of them is
+FSDP2: leave the call out with `RayFSDPStrategy`. Pass `plugins=[RayLightningEnvironment()]` to the trainer with both.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray.train.torch
+import torch
+from ray.train.lightning import RayDeepSpeedStrategy
+from typing_extensions import override
+
+from rl_plugins.strategies.fsdp import FSDPStrategy
+from rl_plugins.strategies.zero import ZeroStrategy
+
+
+class RayZeroStrategy(ZeroStrategy, RayDeepSpeedStrategy):
+    """DeepSpeed ZeRO with named models and a rollout engine, under Ray Train's `TorchTrainer`.
+
+    Args: see `ZeroStrategy`.
+    """
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for stage in (1, 2, 3):
+            strategy_registry.register(
+                f"rl_ray_zero_{stage}", cls, description=f"ZeRO stage {stage} under Ray Train", stage=stage
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        if self.root_device.type == "cpu":
+            # DeepSpeed chooses a device type at its first use, and would choose any device of the machine.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        super().setup_environment()
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        # A train function runs on every rank and may have made an engine on each.
+        self.rollout.share(self.broadcast)
+        super().setup(trainer)
+
+
+class RayFSDPStrategy(FSDPStrategy):
+    """FSDP2 with named models and a rollout engine, under Ray Train's `TorchTrainer`. Args: see `FSDPStrategy`."""
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("rl_ray_fsdp", cls, description="FSDP2 under Ray Train")
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        device: torch.device = ray.train.torch.get_device()
+        return device
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        # A train function runs on every rank and may have made an engine on each.
+        self.rollout.share(self.broadcast)
+        super().setup(trainer)

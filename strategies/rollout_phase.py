@@ -1,0 +1,229 @@
+"""The rollout phase: training gives its device to the rollout engine, which samples with the policy's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.ranks import Ranks
+from rl_plugins.rollout.engine import EngineLost, RolloutEngine
+from rl_plugins.rollout.memory import MemoryChange
+from rl_plugins.rollout.weight_check import PROBE, check_log_probs, tolerance_of
+from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.strategies.contract import POLICY
+from rl_plugins.strategies.memory import TrainingMemory
+from rl_plugins.strategies.phases import PhaseLog
+
+T = TypeVar("T")
+
+MAX_LOSSES = 5
+"""Times that engines may be lost in one phase. After more, the work itself must be what kills them."""
+
+
+class TrainingSide(Protocol):
+    """What a rollout phase asks of its strategy; see `Strategy`."""
+
+    ranks: Ranks
+    phases: PhaseLog
+
+    def model_engine(self, name: str) -> nn.Module:
+        """Return the model engine that runs model `name`."""
+
+    def weight_source(self, name: str = POLICY) -> WeightSource:
+        """Return the weights of model `name`."""
+
+
+class RolloutPhases:
+    """The rollout engine of a strategy, and the phases in which it samples.
+
+    Args:
+        engine: the rollout engine; None for stages that do not sample.
+        training: the strategy.
+        memory: device memory that training frees while the engine samples.
+
+    Attributes:
+        engines_lost: number of rollout engines that were lost and replaced so far.
+
+    Example:
+        >>> responses = strategy.rollout.run_sampling(step, lambda engine: engine.generate(prompts, sampling, seeds))
+    """
+
+    def __init__(self, engine: RolloutEngine | None, training: TrainingSide, memory: TrainingMemory) -> None:
+        self._engine, self._training, self.memory = engine, training, memory
+        self._connected = False
+        # Version of the engine's weights; None if the policy has changed since the last update.
+        self._version: int | None = None
+        self._updates = 0
+        self.engines_lost = 0
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The rollout engine.
+
+        Raises:
+            ConfigError: the strategy was made without one.
+        """
+        if self._engine is None:
+            raise ConfigError(
+                f"{type(self._training).__name__} has no rollout engine to sample with: "
+                "pass rollout=VLLMRollout(...) or rollout=TransformersRollout(...) to it"
+            )
+        return self._engine
+
+    def share(self, broadcast: Callable[[RolloutEngine | None], RolloutEngine | None]) -> None:
+        """Use the engine of rank 0 on all ranks, where the engine is not connected yet. Collective."""
+        if not self._connected:
+            self._engine = broadcast(self._engine)
+
+    def connect(self, ranks: Ranks) -> None:
+        """Connect this rank to the engine, once. The next phase updates the weights: the model may be a new one."""
+        self.weights_changed()
+        if self._engine is not None and not self._connected:
+            self._engine.connect(ranks.rank, ranks.world_size)
+            self._connected = True
+
+    def close(self) -> None:
+        """Disconnect this rank from the engine."""
+        if self._engine is not None and self._connected:
+            self._engine.close()
+            self._connected = False
+
+    def weights_changed(self) -> None:
+        """Mark the engine's copy of the policy as out of date: the next phase updates it."""
+        self._version = None
+
+    def run_sampling(self, version: int, sample: Callable[[RolloutEngine], T]) -> T:
+        """Run a function in a rollout phase, and again after an engine was lost. Collective.
+
+        Args:
+            version: version of the policy, which the samples carry.
+            sample: function that submits and collects samples. Every rank calls it. It is called again after an
+                engine was lost on any rank, so it must remember which samples it has already received.
+
+        Returns:
+            The result of `sample`.
+
+        Raises:
+            EngineLost: engines were lost `MAX_LOSSES` times.
+        """
+        for _ in range(MAX_LOSSES):
+            with self.phase(version) as engine, self._training.phases.measure("rollout"):
+                try:
+                    result, lost = sample(engine), False
+                except EngineLost:
+                    lost = True
+                # The ranks agree before the engine sleeps: it may still sample for another rank.
+                lost_on_any_rank = self._training.ranks.any(lost)
+            if not lost_on_any_rank:
+                return result
+            self._drop_lost_engines()
+        raise lost_too_often()
+
+    @contextmanager
+    def phase(self, version: int) -> Iterator[RolloutEngine]:
+        """Give the device to the rollout engine, with the policy's current weights.
+
+        The order bounds the memory. Training frees its optimizer states, the engine allocates its weights, the weights
+        are sent, training frees its parameters, and then the engine allocates its KV cache. Each step that frees memory
+        is measured, and must free what was expected. Training keeps its memory if the engine never sleeps.
+
+        Args:
+            version: version of the policy, which the samples carry.
+
+        Raises:
+            MemoryNotFreed: a step freed less memory than expected.
+            WeightsDiffer: the engine checks its updates, and its weights differ from the policy's.
+        """
+        engine, phases, memory = self.engine, self._training.phases, self.memory
+        slept: MemoryChange | None = None
+        with phases.measure("offload"):
+            if engine.sleeps:
+                self._free("offload optimizer", memory.offload_optimizer, memory.optimizer_bytes())
+                self._training.ranks.wait()
+            engine.wake_up(["weights"])
+        checked_log_probs = self._bring_up_to_date(engine, version)
+        with phases.measure("offload"):
+            if engine.sleeps:
+                self._free("offload parameters", memory.offload_parameters, memory.parameter_bytes())
+                # The engine may be on the device of another rank than the rank that wakes it.
+                self._training.ranks.wait()
+            engine.wake_up(["kv_cache"])
+        if checked_log_probs is not None:
+            with phases.measure("check_weights"), suppress(EngineLost):
+                log_probs, tolerance = checked_log_probs
+                check_log_probs(log_probs, engine.prompt_log_probs(PROBE), max(tolerance, engine.log_prob_tolerance))
+        failed = True
+        try:
+            yield engine
+            failed = False
+        finally:
+            with phases.measure("reload"):
+                slept = engine.sleep()
+                if engine.sleeps and not failed:
+                    self._training.ranks.wait()
+                memory.reload()
+            if not engine.keeps_weights:
+                self.weights_changed()
+        if slept is not None:
+            phases.note("engine_awake", slept.before)
+            phases.note("engine_asleep", slept.after)
+            slept.check("sleep of the rollout engine")
+
+    def _bring_up_to_date(self, engine: RolloutEngine, version: int) -> tuple[list[float], float] | None:
+        """Update the engine's weights if the policy has changed; check every `check_updates`-th update.
+
+        Returns:
+            The policy's log-probs of the probe and their tolerance, to compare with the engine's; None without a check.
+        """
+        if self._version is not None:
+            return None
+        with self._training.phases.measure("update_weights"):
+            self._update_weights(engine, version)
+        self._version = version
+        self._updates += 1
+        if not engine.check_updates or self._updates % engine.check_updates:
+            return None
+        with self._training.phases.measure("check_weights"):
+            # An engine that is lost here is replaced when it is about to sample.
+            with suppress(EngineLost):
+                engine.check_weights(self._training.weight_source())
+            return self._probe()
+
+    def _update_weights(self, engine: RolloutEngine, version: int) -> None:
+        for _ in range(MAX_LOSSES):
+            lost = False
+            try:
+                engine.update_weights(self._training.weight_source(), version)
+            except EngineLost:
+                lost = True
+            if not self._training.ranks.any(lost):
+                return
+            self._drop_lost_engines()
+        raise lost_too_often()
+
+    def _drop_lost_engines(self) -> None:
+        self.engines_lost += self.engine.drop_lost_engines()
+        self.weights_changed()
+
+    def _free(self, phase: str, offload: Callable[[], None], expected: int) -> None:
+        before = self._training.phases.bytes_in_use()
+        offload()
+        MemoryChange(before, self._training.phases.bytes_in_use(), expected).check(phase)
+
+    @torch.no_grad()
+    def _probe(self) -> tuple[list[float], float]:
+        """Return the policy's log-probs of the probe's tokens, and their tolerance. Collective."""
+        ids_1T = torch.tensor([PROBE], device=self._training.phases.device)
+        logits_TV = self._training.model_engine(POLICY)(input_ids=ids_1T).logits[0, :-1]
+        log_probs_T = logits_TV.float().log_softmax(-1).gather(-1, ids_1T[0, 1:, None]).squeeze(-1)
+        return log_probs_T.tolist(), tolerance_of(logits_TV.dtype)
+
+
+def lost_too_often() -> EngineLost:
+    """Return the error of a run whose engines were lost `MAX_LOSSES` times in one phase."""
+    return EngineLost(f"rollout engines were lost {MAX_LOSSES} times in one phase: their output says why")

@@ -1,0 +1,128 @@
+"""The weights of sharded models, as whole tensors that are gathered one after the other or as each rank's shards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from rl_plugins.rollout.weights import WeightMeta
+
+
+def layer_of(name: str) -> str:
+    """Return the part of a parameter's name up to its first index; a layer's parameters are gathered together.
+
+    `model.layers.3.mlp.up_proj.weight` belongs to `model.layers.3`. A name without an index is a layer of its own.
+    """
+    match = re.match(r"(.*?\.\d+)\.", name)
+    return match.group(1) if match else name
+
+
+class ZeroWeightSource:
+    """The weights of a model that ZeRO-3 shards.
+
+    Args:
+        module: model whose parameters DeepSpeed has partitioned (`ds_tensor`, `ds_shape`).
+        rank: number of this rank.
+        world_size: number of training ranks.
+    """
+
+    def __init__(self, module: nn.Module, rank: int, world_size: int) -> None:
+        # DeepSpeed adds ds_shape, ds_numel and ds_tensor to the parameters that it partitions.
+        self._named: list[tuple[str, Any]] = list(module.named_parameters())
+        self._rank, self._world_size = rank, world_size
+
+    def metadata(self) -> list[WeightMeta]:
+        """Return names, dtypes and full shapes, without gathering anything."""
+        return [WeightMeta(name, p.dtype, tuple(p.ds_shape)) for name, p in self._named]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield full tensors. One layer is gathered at a time. Collective."""
+        import deepspeed
+
+        for _, members in groupby(self._named, key=lambda named: layer_of(named[0])):
+            layer = list(members)
+            with deepspeed.zero.GatheredParameters([p for _, p in layer]):
+                for name, parameter in layer:
+                    yield name, parameter.detach()
+
+    def shards(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield name, offset and values of this rank's part of each flat tensor, without padding. Not collective."""
+        for name, parameter in self._named:
+            partition: Tensor = parameter.ds_tensor
+            if partition.numel() != -(-parameter.ds_numel // self._world_size):
+                raise AssertionError(f"{name} is not partitioned over the {self._world_size} ranks")
+            start = min(self._rank * partition.numel(), parameter.ds_numel)
+            stop = min(start + partition.numel(), parameter.ds_numel)
+            yield name, start, partition.detach().view(-1)[: stop - start]
+
+
+class FSDPWeightSource:
+    """The weights of a model that `fully_shard` cuts along the first axis of its parameters.
+
+    With tensor parallelism, a tensor is cut twice. Tensors that all ranks of a group hold, or that are cut by columns
+    and gathered, are divided among the ranks by rows, so that no row is sent twice.
+
+    Args:
+        module: the model.
+        dtype: dtype in which the weights are sent; None for the dtype of the parameters.
+        group_rank: number of this rank in its tensor-parallel group.
+        group_size: ranks of a tensor-parallel group.
+    """
+
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype | None = None, group_rank: int = 0, group_size: int = 1
+    ) -> None:
+        self._named: list[tuple[str, Any]] = list(module.named_parameters())
+        self._dtype, self._group_rank, self._group_size = dtype, group_rank, group_size
+
+    def metadata(self) -> list[WeightMeta]:
+        """Return names, dtypes and full shapes, without gathering anything."""
+        return [WeightMeta(name, self._dtype or p.dtype, tuple(p.shape)) for name, p in self._named]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield full tensors. One tensor is gathered at a time. Collective."""
+        for name, parameter in self._named:
+            yield name, parameter.detach().to(self._dtype or parameter.dtype).full_tensor()
+
+    def shards(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield name, offset and values of this rank's rows of each tensor. Collective in a tensor-parallel group."""
+        for name, parameter in self._named:
+            first, rows = self._rows(parameter)
+            numel_of_row = parameter.numel() // max(parameter.shape[0], 1)
+            yield name, first * numel_of_row, rows.to(self._dtype or rows.dtype).reshape(-1)
+
+    def _rows(self, parameter: Any) -> tuple[int, Tensor]:
+        """Return the rows of a tensor that this rank sends, and the index of the first row."""
+        mesh, rows = parameter.device_mesh, parameter.shape[0]
+        own = shard_of(parameter)
+        rank, size = mesh.get_local_rank(0), mesh.size(0)
+        if mesh.ndim == 1 and mesh.size() == torch.distributed.get_world_size():
+            return chunk(rows, size, rank)[0], own
+        cut = parameter.placements[-1] if mesh.ndim == 2 else Replicate()
+        if cut.is_shard(0):
+            first, count = chunk(rows, self._group_size, self._group_rank)
+            return first + chunk(count, size, rank)[0], own
+        if cut.is_shard():
+            own = parameter.detach().redistribute(placements=[Shard(0), Replicate()]).to_local()
+        first, count = chunk(rows, size, rank)
+        start, count = chunk(count, self._group_size, self._group_rank)
+        return first + start, own[start : start + count]
+
+
+def chunk(total: int, parts: int, index: int) -> tuple[int, int]:
+    """Return start and length of one part as `torch.chunk` cuts them; the last parts may be shorter or empty."""
+    size = -(-total // parts)
+    start = min(index * size, total)
+    return start, min(size, total - start)
+
+
+def shard_of(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's shard of a parameter, without gradient. A write to the shard changes the parameter."""
+    assert isinstance(parameter, DTensor), f"{type(parameter).__name__}: the parameter is not in shards"
+    return parameter.to_local().detach()
