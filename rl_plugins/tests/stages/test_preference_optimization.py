@@ -240,5 +240,5 @@ def test_preference_optimization_refuses_wrong_losses_options_and_data() -> None
         stage(loss=odd)
     assert stage(loss=dpo).objective.takes_pairs
     unpaired = canned_preferences.batch_of(False, [0, 1])
-    with pytest.raises(ConfigError, match="the loss dpo takes pairs, and the data is single responses with labels"):
+    with pytest.raises(ConfigError, match="the loss dpo takes pairs, and the data has single responses with labels"):
         canned_preferences.fit(canned_preferences.stage_of(canned.OwnPolicy()), [unpaired], 0, 1)
