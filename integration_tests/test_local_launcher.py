@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from integration_tests.conftest import Recipe
+from rl_plugins.commands.export import export_checkpoint
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.export import export_checkpoint
 from rl_plugins.run_folder import read_metrics
 
 LOCAL = (
@@ -62,7 +62,7 @@ def test_local_launcher_trains_resumes_and_exports(start_recipe: Callable[..., R
         export_checkpoint(broken / "checkpoint_00000003", tmp_path / "other", lora="adapter")
     config = (broken / "config.yaml").read_text()
     (broken / "config.yaml").write_text(config.replace("/tiny\n", "/moved\n"))
-    with pytest.raises(ConfigError, match=r"config.yaml names .*/moved, which is not there: .*--model"):
+    with pytest.raises(ConfigError, match=r"config.yaml names .*/moved, which does not exist: .*--model"):
         export_checkpoint(broken / "checkpoint_00000003", tmp_path / "other")
     export_checkpoint(broken / "checkpoint_00000003", tmp_path / "other", model=str(whole.run / "policy"))
     assert (tmp_path / "other" / "model.safetensors").read_bytes() == (

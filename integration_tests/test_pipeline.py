@@ -12,9 +12,9 @@ from mlflow import MlflowClient
 from safetensors.torch import load_file
 
 from integration_tests.command_server import run_command
+from rl_plugins.commands.export import export_checkpoint
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows, preference_rows
-from rl_plugins.launch.export import export_checkpoint
 from rl_plugins.run_folder import read_metrics
 
 pytestmark = pytest.mark.extended
@@ -82,9 +82,9 @@ def test_pipeline_trains_three_stages_under_one_mlflow_run_and_resumes(folder: P
     assert all(runs[stage].data.tags["mlflow.parentRunId"] == parent for stage in STAGES)
     assert all(one.info.status == "FINISHED" for one in runs.values())
     assert {"sft/val/reward", "reward_model/val/accuracy", "ppo/val/reward"} <= set(runs["sft_rm_ppo"].data.metrics)
-    # Again: what exists is not touched unless asked to, and what is through is left alone.
+    # Again: what exists is not touched unless asked to, and complete stages are left alone.
     again = run(folder, workplace)
     assert again.returncode == 2 and "exists: continue it with resume=true" in again.stderr
     resumed = run(folder, workplace, "resume=true")
     assert resumed.returncode == 0, resumed.stderr[-2000:]
-    assert resumed.stdout.count("through, see") == 3
+    assert resumed.stdout.count("complete, see") == 3

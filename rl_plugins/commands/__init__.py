@@ -1,5 +1,5 @@
-"""The console script `rl-plugins`: one module for each subcommand.
+"""The console script `rl-plugins`, with one module for each subcommand.
 
-A module's docstring is its help, `add_arguments(parser)` declares its arguments and `run(arguments)` returns the exit
-status. What is heavy is imported inside `run`, after the arguments have been checked.
+The docstring of a module is the help of its command. `add_arguments(parser)` declares the arguments, and
+`run(arguments)` returns the exit status. Heavy libraries are imported inside `run`, after the arguments are checked.
 """

@@ -1,8 +1,9 @@
-"""Score samples, sum them up by data source, and compare two policies.
+"""Score samples, print measures for each data source, and compare two policies.
 
-Given are files that `rl-plugins generate` made, or policies, which are sampled from first (--data, --output, and how
-to sample: as of `generate`). Printed are mean, best@k, maj@k and pass@k with 95 % bootstrap intervals over prompts;
-they are written as JSON beside the samples. Of two, the second is compared with the first, prompt by prompt.
+Each argument is a file from `rl-plugins generate`, or a policy. A policy is sampled first, which needs
+--data and --output, and takes the sampling options of `generate`. The measures are mean, best@k, maj@k and pass@k, with
+95 % bootstrap intervals over prompts. They are printed, and written as JSON beside the samples. With two arguments, the
+second is compared with the first, prompt by prompt.
 
   rl-plugins evaluate samples.parquet --reward gsm8k
   rl-plugins evaluate base.parquet trained.parquet --reward my_rewards.py:score
@@ -10,7 +11,7 @@ they are written as JSON beside the samples. Of two, the second is compared with
   rl-plugins evaluate MODEL outputs/run/policy --data test.parquet --output evaluation --reward outputs/run/config.yaml
 
 --reward names a built-in scorer (exact_match, gsm8k, math_verify, correct_and_format), a function in a file or in a
-module, or a run's config.yaml, whose rewards by data source it takes.
+module, or the config.yaml of a run, which has rewards for each data source.
 """
 
 from __future__ import annotations
@@ -28,68 +29,77 @@ from rl_plugins.commands.generate import add_sampling_arguments
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from rl_plugins.evaluation.measures import Summary
     from rl_plugins.evaluation.results import PolicyComparison, Results
     from rl_plugins.rewards.inline import InlineScorer
     from rl_plugins.rewards.pool import RewardPool
 
-_SAMPLING = ("samples", "max_tokens", "temperature", "top_p", "seed", "engine", "device", "dtype", "save_every")
+_SAMPLING_OPTIONS = ("samples", "max_tokens", "temperature", "top_p", "seed", "engine", "device", "dtype", "save_every")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("given", nargs="+", metavar="SAMPLES_OR_POLICY", help="one, or two that are compared")
-    parser.add_argument("--reward", required=True, help="what scores a response, see above")
+    parser.add_argument("inputs", nargs="+", metavar="SAMPLES_OR_POLICY", help="one input, or two to compare")
+    parser.add_argument("--reward", required=True, help="scorer, function or config.yaml, see above")
     parser.add_argument(
-        "--right-from", type=float, default=1.0, help="score from which a sample passes (default: %(default)s)"
+        "--right-from", type=float, default=1.0, help="lowest score of a passing sample (default: %(default)s)"
     )
-    parser.add_argument("--answer", help="file.py:name or module.name of what gives a response's answer, for maj@k")
-    parser.add_argument("--workers", type=int, default=0, help="score in so many processes of Ray (default: in this)")
+    parser.add_argument(
+        "--answer", help="function that returns the answer in a response, for maj@k: file.py:name or module.name"
+    )
+    parser.add_argument("--workers", type=int, default=0, help="number of Ray processes that score (default: this one)")
     parser.add_argument("--deadline", type=float, default=30.0, help="seconds for one call of the reward (default: 30)")
     parser.add_argument(
-        "--max-failure-rate", type=float, default=0.1, help="share of failed rewards that is borne (default: 0.1)"
+        "--max-failure-rate", type=float, default=0.1, help="largest share of failed rewards (default: 0.1)"
     )
-    policies = parser.add_argument_group("to sample from policies")
+    policies = parser.add_argument_group("sampling from policies")
     policies.add_argument("--data", nargs="+", default=[], help="parquet files of prompts")
     policies.add_argument("--output", type=Path, help="folder for the samples")
     add_sampling_arguments(parser)
 
 
 def run(arguments: Namespace) -> int:
-    """Evaluate."""
+    """Score all inputs, print and write the measures, and compare two inputs.
+
+    Raises:
+        ConfigError: An argument is wrong, or too many rewards failed.
+    """
     from rich.console import Console
 
     from rl_plugins.evaluation.results import compare, evaluate, load_samples
     from rl_plugins.rewards.failures import RewardFailureError
     from rl_plugins.rewards.routing import check_routes
 
-    if len(arguments.given) > 2:
-        raise ConfigError(f"{len(arguments.given)} are given: evaluate one, or two to compare them")
+    if len(arguments.inputs) > 2:
+        raise ConfigError(f"there are {len(arguments.inputs)} inputs: give one, or two to compare")
     reward, answer_of = reward_config(arguments.reward), _answer_function(arguments.answer)
-    files = [_samples_of(given, arguments) for given in arguments.given]
+    files = [_samples_file(name, arguments) for name in arguments.inputs]
     console, results = Console(), []
-    samples = [load_samples(path) for path in files]
-    check_routes(reward, frozenset().union(*(one.sources for one in samples)))
-    with closing(_scorer(reward, arguments)) as scorer:
-        for of_policy in samples:
+    all_samples = [load_samples(path) for path in files]
+    check_routes(reward, frozenset().union(*(samples.sources for samples in all_samples)))
+    with closing(_build_scorer(reward, arguments)) as scorer:
+        for samples in all_samples:
             try:
                 result = evaluate(
-                    of_policy,
+                    samples,
                     scorer.score,
                     answer_of,
                     right_from=arguments.right_from,
                     max_failure_rate=arguments.max_failure_rate,
                 )
             except RewardFailureError as error:
-                raise ConfigError(f"{of_policy.path}: --reward {arguments.reward}: {error}") from None
+                raise ConfigError(f"{samples.path}: --reward {arguments.reward}: {error}") from None
             results.append(result)
-            _print(console, result)
+            _print_results(console, result)
     comparison = compare(*results) if len(results) == 2 else None
     if comparison is not None:
-        _print_comparison(console, comparison, arguments.given)
-    for path, of in zip(files, results, strict=True):
-        content = {"reward": arguments.reward, **of.plain()}
-        if comparison is not None and of is results[-1]:
+        _print_comparison(console, comparison, arguments.inputs)
+    for path, result in zip(files, results, strict=True):
+        content = {"reward": arguments.reward, **result.plain()}
+        if comparison is not None and result is results[-1]:
             content["against"] = {"samples": str(files[0]), **comparison.plain()}
         target = path.with_suffix(".evaluation.json")
         target.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -98,10 +108,10 @@ def run(arguments: Namespace) -> int:
 
 
 def reward_config(name: str) -> Mapping[str, Any]:
-    """What `--reward` names, as rewards are configured.
+    """Return the value of `reward.functions` for --reward: one reward, or rewards by data source.
 
     Raises:
-        ConfigError: there is no such reward.
+        ConfigError: There is no such reward.
     """
     from omegaconf import OmegaConf
 
@@ -116,11 +126,11 @@ def reward_config(name: str) -> Mapping[str, Any]:
         content: Any = OmegaConf.to_container(OmegaConf.load(file))
         functions = (content.get("reward") or content).get("functions")
         if not functions:
-            raise ConfigError(f"--reward {name}: it has no `reward.functions`")
+            raise ConfigError(f"--reward {name}: the file has no `reward.functions`")
         turns = (content.get("environment") or {}).get("max_turns", 1)
         if turns > 1:
             raise ConfigError(
-                f"--reward {name}: its run has conversations (environment.max_turns={turns}), and samples are single "
+                f"--reward {name}: its run has conversations (environment.max_turns={turns}), but samples are single "
                 "responses: validate the policy in a recipe with model.path and run.eval_before=true"
             )
         return dict(functions)
@@ -141,34 +151,39 @@ def _answer_function(name: str | None) -> Callable[[str], str]:
     return final_answer if name is None else load_reward(_function(name))[1]
 
 
-def _samples_of(given: str, arguments: Namespace) -> Path:
-    """The file of samples that is given, or that of the policy."""
-    if given.endswith(".parquet"):
-        return Path(given)
+def _samples_file(name: str, arguments: Namespace) -> Path:
+    """Return the file of samples, after sampling from a policy.
+
+    Args:
+        name: Parquet file of samples, or policy.
+        arguments: Arguments of the command.
+    """
+    if name.endswith(".parquet"):
+        return Path(name)
     if not arguments.data or arguments.output is None:
-        raise ConfigError(f"{given} is no parquet file, so it is a policy: give --data and --output to sample from it")
-    name = "-".join(part for part in given.replace(":", "/").split("/")[-3:] if part not in ("", ".", ".."))
-    path: Path = arguments.output / f"{name}.parquet"
+        raise ConfigError(f"{name} is no parquet file, so it is a policy: give --data and --output to sample from it")
+    stem = "-".join(part for part in name.replace(":", "/").split("/")[-3:] if part not in ("", ".", ".."))
+    path: Path = arguments.output / f"{stem}.parquet"
     arguments.output.mkdir(parents=True, exist_ok=True)
     options = [
         word
-        for option in _SAMPLING
+        for option in _SAMPLING_OPTIONS
         if (value := getattr(arguments, option)) is not None
         for word in (f"--{option.replace('_', '-')}", str(value))
     ]
-    # An engine has its process to itself, and ends with it.
-    command = [sys.executable, "-m", "rl_plugins", "generate", given, "--data", *arguments.data, "--output", str(path)]
+    # A rollout engine needs a separate process, and ends with the process.
+    command = [sys.executable, "-m", "rl_plugins", "generate", name, "--data", *arguments.data, "--output", str(path)]
     status = subprocess.run([*command, *options]).returncode
     if status:
-        raise ConfigError(f"sampling from {given} ended with status {status}, see above; the same command goes on")
+        raise ConfigError(f"sampling from {name} ended with status {status}, see above; the same command continues")
     return path
 
 
-def _scorer(reward: Mapping[str, Any], arguments: Namespace) -> InlineScorer | RewardPool:
+def _build_scorer(reward: Mapping[str, Any], arguments: Namespace) -> InlineScorer | RewardPool:
     from rl_plugins.rewards.inline import InlineScorer
     from rl_plugins.rewards.pool import RewardPool
 
-    # It sees a part of the samples at a time; `evaluate` judges them all.
+    # The scorer gets the samples in parts and accepts all failures. `evaluate` checks the rate over all samples.
     options = {"deadline_s": arguments.deadline, "max_failure_rate": 1.0}
     if not arguments.workers:
         return InlineScorer(reward, **options)
@@ -180,7 +195,7 @@ def _scorer(reward: Mapping[str, Any], arguments: Namespace) -> InlineScorer | R
     return RewardPool(reward, num_workers=arguments.workers, **options)
 
 
-def _print(console: Any, results: Results) -> None:
+def _print_results(console: Console, results: Results) -> None:
     failed = ", ".join(f"{count} {kind}" for kind, count in results.failures.items()) or "none"
     console.print(
         f"\n{results.path}: {len(results.prompts)} prompts x {results.samples_per_prompt} samples, "
@@ -189,38 +204,39 @@ def _print(console: Any, results: Results) -> None:
         markup=False,
         soft_wrap=True,
     )
-    console.print(_table(results.summary))
+    console.print(_build_table(results.summary))
 
 
-def _table(summary: Summary) -> Any:
+def _build_table(summary: Summary) -> Table:
     from rich.table import Table
 
     table = Table("data source", "measure", show_edge=False)
     for column in ("value", "95 % interval", "prompts"):
         table.add_column(column, justify="right")
     for source, measures in summary.items():
-        for position, (name, of) in enumerate(measures.items(), start=1):
+        for position, (name, measure) in enumerate(measures.items(), start=1):
             table.add_row(
                 source if position == 1 else "",
                 name,
-                f"{of.value:.3f}",
-                f"{of.low:.3f}..{of.high:.3f}",
-                str(of.prompts),
+                f"{measure.value:.3f}",
+                f"{measure.low:.3f}..{measure.high:.3f}",
+                str(measure.prompts),
                 end_section=position == len(measures),
             )
     return table
 
 
-def _print_comparison(console: Any, comparison: PolicyComparison, names: Sequence[str]) -> None:
+def _print_comparison(console: Console, comparison: PolicyComparison, names: Sequence[str]) -> None:
     from rich.table import Table
 
     console.print("\nsecond less first, prompt by prompt")
     table = Table("measure", show_edge=False)
     for column in ("difference", "95 % interval", "prompts"):
         table.add_column(column, justify="right")
-    for name, of in comparison.summary.items():
-        table.add_row(name, f"{of.value:+.3f}", f"{of.low:+.3f}..{of.high:+.3f}", str(of.prompts))
+    for name, measure in comparison.summary.items():
+        interval = f"{measure.low:+.3f}..{measure.high:+.3f}"
+        table.add_row(name, f"{measure.value:+.3f}", interval, str(measure.prompts))
     console.print(table)
     if comparison.unpaired:
-        console.print(f"{comparison.unpaired} prompts are in one of the two files only, and were left out")
+        console.print(f"{comparison.unpaired} prompts are in only one of the two files, and were left out")
     console.print(comparison.sentence(*names), style="bold", markup=False, highlight=False, soft_wrap=True)

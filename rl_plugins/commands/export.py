@@ -1,9 +1,9 @@
-"""Turn a checkpoint of a run into a Hugging Face folder, for transformers, vLLM and everything else.
+"""Convert a checkpoint of a run into a Hugging Face folder, for transformers, vLLM and other programs.
 
-Of most runs that is the policy, of one that trains a reward model the reward model. It needs neither a cluster nor a
-GPU, nor as many processes as trained: shards of FSDP2 or of any ZeRO stage, and of any world size, are put together
-here. Of a run with `average.keep` it is the moving average. A run writes its last policy by itself (`policy/`); this is
-for the checkpoints before it.
+The folder contains the policy, or the reward model if the run trains one. The command needs no cluster, no GPU and
+only one process, and joins the shards of FSDP2 or of any ZeRO stage, for any number of workers. If the run has
+`average.keep`, the folder contains the moving average. A run writes its last policy itself (`policy/`). This command is
+for earlier checkpoints.
 
   rl-plugins export outputs/run/checkpoint_00000050 outputs/step_50
   rl-plugins export outputs/run/checkpoint_00000050 outputs/adapter --lora adapter
@@ -11,26 +11,239 @@ for the checkpoints before it.
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
+    from torch import Tensor
+    from torch.nn import Parameter
+    from transformers import PreTrainedModel
+
+    from rl_plugins.models.lora import LoraConfig, MergedWeightSource
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", type=Path, help="checkpoint_00000050 in the folder of a run")
-    parser.add_argument("output", type=Path, help="the Hugging Face folder to write; must not exist")
-    parser.add_argument("--model", help="Hugging Face name or folder of the architecture; the run's own by default")
+    parser.add_argument("checkpoint", type=Path, help="folder of the checkpoint, such as RUN/checkpoint_00000050")
+    parser.add_argument("output", type=Path, help="Hugging Face folder to write; must not exist")
+    parser.add_argument("--model", help="Hugging Face name or folder of the architecture (default: the run's own)")
     parser.add_argument(
         "--lora",
         choices=("merged", "adapter"),
-        help="of a run with an adapter: whole weights, or the adapter alone; by default as run.export_lora of the run",
+        help="for a run with an adapter: merged weights, or the adapter alone (default: run.export_lora of the run)",
     )
 
 
 def run(arguments: Namespace) -> int:
-    """Export."""
-    from rl_plugins.launch.export import export_checkpoint
-
+    """Export the checkpoint."""
     export_checkpoint(arguments.checkpoint, arguments.output, arguments.model, lora=arguments.lora)
     print(f"{arguments.checkpoint} is now {arguments.output}")
     return 0
+
+
+def export_checkpoint(
+    checkpoint: Path, out: Path, model: str | None = None, *, lora: Literal["merged", "adapter"] | None = None
+) -> None:
+    """Write the trained model of a checkpoint as a Hugging Face folder, in the dtype of the exports of the run.
+
+    Args:
+        checkpoint: Folder of the checkpoint, such as `checkpoint_00000050` of a run.
+        out: New folder to write.
+        model: Hugging Face name or folder of the architecture and the tokenizer. By default the run's `model.path`.
+        lora: For a run with an adapter, write the merged model or the adapter alone. By default `run.export_lora` of
+            the run.
+
+    Raises:
+        ConfigError: `checkpoint` is not a checkpoint, or its weights are those of another model; the architecture
+            cannot be found; an adapter is requested from a run without one; the average is stored in parts of tensors;
+            or `out` exists.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists: give another folder, or remove it")
+    state = checkpoint / "state"
+    if not state.exists():
+        raise ConfigError(f"{checkpoint} is not a checkpoint of a run: it has no {state.name}")
+    trained = _read_trained_model(checkpoint, model)
+
+    # transformers imports DeepSpeed, which would look for a device and print the result.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from rl_plugins.callbacks.averages import read_average
+    from rl_plugins.data.tokenization import load_tokenizer
+    from rl_plugins.launch.quiet import quiet_libraries
+    from rl_plugins.models.export import save_adapter, save_policy, write_policy
+
+    quiet_libraries()
+    lora_config, as_adapter = _read_lora_options(checkpoint)
+    if lora is not None:
+        as_adapter = lora == "adapter"
+    if lora == "adapter" and lora_config is None:
+        raise ConfigError(f"{checkpoint} is of a run without an adapter (model.lora.rank=0): leave --lora out")
+    read_weights = _read_sharded_weights if state.is_dir() else _read_unsharded_weights
+    weights = read_weights(state, trained.engine)
+    weights |= read_average(checkpoint, {name: tensor.shape for name, tensor in weights.items()})
+    description, tokenizer = f"{trained.path} ({state})", load_tokenizer(trained.path)
+    if lora_config is None:
+        policy = _build_architecture(trained)
+        weights = _select_weights(weights, dict(policy.named_parameters()), description)
+        write_policy(policy, weights, tokenizer, out)
+        return
+    adapted, source = _build_adapted_model(trained, lora_config, weights, description)
+    if as_adapter:
+        save_adapter(adapted, source.adapter(), tokenizer, out, is_writer=True)
+    else:
+        save_policy(adapted, source, tokenizer, out, is_writer=True)
+
+
+@dataclass(frozen=True)
+class _TrainedModel:
+    """The trained model of a run.
+
+    Attributes:
+        path: Hugging Face name or folder of the architecture and the tokenizer.
+        precision: `model.precision` of the run.
+        engine: Name of the model engine in the checkpoint.
+    """
+
+    path: str
+    precision: str
+    engine: str
+
+    @property
+    def is_policy(self) -> bool:
+        """True for a language model, False for a reward model."""
+        from rl_plugins.strategies.contract import POLICY
+
+        return self.engine == POLICY
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the export."""
+        import torch
+
+        return torch.float32 if self.precision == "32-true" else torch.bfloat16
+
+
+def _read_trained_model(checkpoint: Path, model: str | None) -> _TrainedModel:
+    from omegaconf import OmegaConf
+
+    from rl_plugins.strategies.contract import POLICY, REWARD_MODEL
+
+    file = RunFolder(checkpoint.absolute().parent).config
+    config: Any = OmegaConf.load(file) if file.is_file() else OmegaConf.create()
+    path = model or OmegaConf.select(config, "model.path")
+    if path is None:
+        raise ConfigError(f"{file} does not name the model that was trained: name its folder with --model")
+    if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
+        origin = "--model" if model else str(file)
+        raise ConfigError(
+            f"{origin} names {path}, which does not exist: name a folder of the architecture with --model"
+        )
+    engine = REWARD_MODEL if OmegaConf.select(config, "stage") == "reward_modeling" else POLICY
+    return _TrainedModel(path, OmegaConf.select(config, "model.precision") or "32-true", engine)
+
+
+def _read_lora_options(checkpoint: Path) -> tuple[LoraConfig | None, bool]:
+    """Return the adapter of the run, or None, and True if the run exports the adapter alone."""
+    from omegaconf import OmegaConf
+
+    from rl_plugins.models.lora import LoraConfig
+
+    file = RunFolder(checkpoint.absolute().parent).config
+    config: Any = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
+    options = config.get("model", {}).get("lora", {})
+    as_adapter = config.get("run", {}).get("export_lora") == "adapter"
+    return (LoraConfig(**options) if options.get("rank") else None), as_adapter
+
+
+def _read_sharded_weights(state: Path, engine: str) -> dict[str, Tensor]:
+    from rl_plugins.strategies.fsdp_checkpoint import is_engine_folder, read_weights
+
+    folder = state / engine
+    if is_engine_folder(folder):
+        return read_weights(folder)
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    if not (folder / "latest").is_file():
+        raise ConfigError(f"{state} holds no shards of the model {engine!r}")
+    # DeepSpeed prints a line for each shard.
+    with redirect_stdout(None), open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        weights: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+    return weights
+
+
+def _read_unsharded_weights(state: Path, engine: str) -> dict[str, Tensor]:
+    import torch
+
+    # The file also holds Python objects with the states of loops and callbacks. This project wrote the file.
+    checkpoint = torch.load(state, map_location="cpu", weights_only=False, mmap=True)
+    prefix = f"{engine}."
+    weights = checkpoint.get("state_dict", {})
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def _build_architecture(trained: _TrainedModel) -> PreTrainedModel:
+    """Return the model without weights, in the dtype of the export."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
+
+    from rl_plugins.models.scalar_head import scalar_head_config
+
+    model: PreTrainedModel
+    with torch.device("meta"):
+        if not trained.is_policy:
+            config = scalar_head_config(trained.path)
+            return AutoModelForTokenClassification.from_config(config, dtype=trained.dtype)
+        config = AutoConfig.from_pretrained(trained.path)
+        model = AutoModelForCausalLM.from_config(config, dtype=trained.dtype)
+    # A model need not have this file.
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(trained.path)
+    return model
+
+
+def _build_adapted_model(
+    trained: _TrainedModel, lora: LoraConfig, weights: dict[str, Tensor], description: str
+) -> tuple[PeftModel, MergedWeightSource]:
+    """Return the initial model of the run with the adapter of the checkpoint, and the source of its weights."""
+    import torch
+
+    from rl_plugins.models.loading import load_causal_lm
+    from rl_plugins.models.lora import MergedWeightSource, add_adapter
+    from rl_plugins.models.scalar_head import load_scalar_head
+    from rl_plugins.rollout.weights import ModuleWeightSource
+
+    load: Any = load_causal_lm if trained.is_policy else load_scalar_head
+    model = add_adapter(load(trained.path, dtype=trained.dtype), lora)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for name, weight in _select_weights(weights, parameters, description).items():
+            parameters[name].copy_(weight)
+    return model, MergedWeightSource(ModuleWeightSource(model), model)
+
+
+def _select_weights(
+    weights: dict[str, Tensor], parameters: dict[str, Parameter], description: str
+) -> dict[str, Tensor]:
+    """Return the weights of the parameters, each in the dtype of the parameter. Tied weights appear once.
+
+    Raises:
+        ConfigError: A parameter has no weight, or a weight of another shape.
+    """
+    wrong = [
+        name for name, parameter in parameters.items() if name not in weights or weights[name].shape != parameter.shape
+    ]
+    if wrong:
+        raise ConfigError(
+            f"the checkpoint is not of the model {description}: {len(wrong)} of {len(parameters)} parameters are "
+            f"missing or have another shape, {wrong[0]} first"
+        )
+    return {name: weights[name].to(parameter.dtype) for name, parameter in parameters.items()}

@@ -1,11 +1,11 @@
 """Sample responses to the prompts of parquet files.
 
-The file that is written has the rows and columns of the prompts, and for each row the lists `responses`,
-`finish_reasons` and `response_lengths`. It is made in parts: a run that was killed goes on where it was when the same
-command is given again, and ends with the same file. Other settings are refused.
+The output file has the rows and columns of the prompts, and for each row the lists `responses`, `finish_reasons` and
+`response_lengths`. The command writes the file in parts: after a kill, the same command continues, and the file is the
+same as without the kill. A command with other settings is refused.
 
 The policy may be in MLflow: `models:/NAME@ALIAS`, `models:/NAME/VERSION`, or an artifact `runs:/ID/FOLDER`. The store
-is that of MLFLOW_TRACKING_URI, or outputs/mlflow.db, where recipes have theirs.
+is MLFLOW_TRACKING_URI, or outputs/mlflow.db, the default of the recipes.
 
   rl-plugins generate outputs/run/policy --data data/test.parquet --output samples.parquet
   rl-plugins generate Qwen/Qwen2.5-0.5B-Instruct --data a.parquet b.parquet --output samples.parquet \\
@@ -41,31 +41,33 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def add_sampling_arguments(parser: ArgumentParser) -> None:
-    """Declare how to sample; `evaluate` takes the same."""
-    parser.add_argument("--samples", type=int, default=1, help="responses to each prompt (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="longest response (default: %(default)s)")
+    """Declare the sampling options, which `evaluate` has, too."""
+    parser.add_argument("--samples", type=int, default=1, help="responses per prompt (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=512, help="longest response in tokens (default: %(default)s)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: 0 for one sample, 1 for several)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of all samples (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all samples (default: %(default)s)")
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm", help="(default: %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of the weights (default: float32 on CPU, bfloat16 on CUDA)",
+        help="dtype of the weights (default: float32 on CPU, bfloat16 on CUDA)",
     )
-    parser.add_argument(
-        "--save-every", type=int, default=256, help="prompts that are sampled and written together (default: 256)"
-    )
+    parser.add_argument("--save-every", type=int, default=256, help="prompts per part of the file (default: 256)")
 
 
 def run(arguments: Namespace) -> int:
-    """Generate."""
+    """Sample the missing parts of the file.
+
+    Raises:
+        ConfigError: An argument is wrong, or a prompt is too long for the model.
+    """
     from rl_plugins.data.parquet import UNSCORED_COLUMNS, load_rows
     from rl_plugins.evaluation.generation import generate, open_samples
     from rl_plugins.models.loading import check_model_folder
 
-    job = _job(arguments)
+    job = _build_job(arguments)
     if arguments.output.suffix != ".parquet":
         raise ConfigError(f"--output {arguments.output}: must end in .parquet")
     rows = load_rows(arguments.data, UNSCORED_COLUMNS)
@@ -80,23 +82,23 @@ def run(arguments: Namespace) -> int:
         num_parts = len(samples.missing())
         print(f"{samples.path}: {len(rows)} prompts x {job.num_samples} samples, {num_parts} parts to make")
         prompt_ids, tokenizer = _tokenize(rows, model, job)
-        longest = max(map(len, prompt_ids))
-        engine = _vllm(model, job, longest) if job.engine == "vllm" else _transformers(model, job)
-        for made in generate(samples, rows, prompt_ids, job, tokenizer, engine):
-            rates = f"{made['samples_per_s']:.0f} samples/s, {made['tokens_per_s']:.0f} tokens/s"
-            print(f"  part {made['parts']:.0f} of {num_parts}: {rates}", flush=True)
+        longest_prompt = max(map(len, prompt_ids))
+        engine = _start_vllm(model, job, longest_prompt) if job.engine == "vllm" else _load_transformers(model, job)
+        for progress in generate(samples, rows, prompt_ids, job, tokenizer, engine):
+            rates = f"{progress['samples_per_s']:.0f} samples/s, {progress['tokens_per_s']:.0f} tokens/s"
+            print(f"  part {progress['parts']:.0f} of {num_parts}: {rates}", flush=True)
     print(f"{samples.path} is complete")
     return 0
 
 
-def _job(arguments: Namespace) -> Job:
+def _build_job(arguments: Namespace) -> Job:
     from rl_plugins.evaluation.generation import Job
-    from rl_plugins.launch.resources import local_gpus
+    from rl_plugins.launch.preflight import local_gpus
 
     temperature = arguments.temperature
     if temperature is None:
         temperature = float(arguments.samples > 1)
-    for option, value, good in (
+    for option, value, is_valid in (
         ("--samples", arguments.samples, arguments.samples >= 1),
         ("--max-tokens", arguments.max_tokens, arguments.max_tokens >= 1),
         ("--save-every", arguments.save_every, arguments.save_every >= 1),
@@ -104,10 +106,12 @@ def _job(arguments: Namespace) -> Job:
         ("--top-p", arguments.top_p, 0 < arguments.top_p <= 1),
         ("--seed", arguments.seed, arguments.seed >= 0),
     ):
-        if not good:
+        if not is_valid:
             raise ConfigError(f"{option} {value} is out of range")
     if arguments.samples > 1 and temperature == 0:
-        raise ConfigError(f"--samples {arguments.samples} with --temperature 0 are all the same: raise the temperature")
+        raise ConfigError(
+            f"--samples {arguments.samples} with --temperature 0 would all be the same: raise the temperature"
+        )
     if arguments.device == "cuda" and not local_gpus():
         raise ConfigError("--device cuda, but this machine has no NVIDIA GPU: use --device cpu, or leave it out")
     on_gpu = arguments.device == "cuda" or (arguments.device == "auto" and local_gpus() > 0)
@@ -127,29 +131,28 @@ def _job(arguments: Namespace) -> Job:
 
 
 def _local_model(policy: str, cache: Path) -> str:
-    """The folder of a model in MLflow; every other name as it is."""
+    """Return the folder of a model in MLflow, after a download into `cache`. Other names are returned unchanged."""
     from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
 
     if not is_in_mlflow(policy):
         return policy
-    # By default where recipes have theirs.
     store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path('outputs', 'mlflow.db').absolute()}"
     return str(fetch_model("policy", policy, store, cache))
 
 
 def _prepare_process(job: Job) -> None:
-    """Set what torch and vLLM look for when they are imported."""
+    """Set the environment variables for torch and vLLM before their import."""
     from rl_plugins.rollout.vllm.config import VLLMConfig
 
     environment = VLLMConfig(job.policy, device=job.device).environment if job.engine == "vllm" else {}
     for name, value in {"OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": job.device, **environment}.items():
         os.environ.setdefault(name, value)
-    # Deprecations inside the libraries are for their authors.
+    # Warnings about deprecated calls inside libraries do not concern the user.
     warnings.simplefilter("ignore", FutureWarning)
 
 
 def _tokenize(rows: PromptRows, model: str, job: Job) -> tuple[Sequence[list[int]], PreTrainedTokenizerBase]:
-    """The prompts' token ids, and the tokenizer."""
+    """Return the token ids of each prompt, and the tokenizer."""
     from transformers import AutoConfig
 
     from rl_plugins.data.tokenization import accepted_messages, check_chat_template, load_tokenizer, tokenize_prompts
@@ -160,16 +163,16 @@ def _tokenize(rows: PromptRows, model: str, job: Job) -> tuple[Sequence[list[int
     check_chat_template(tokenizer)
     prompt_ids = tokenize_prompts(accepted_messages(rows, tokenizer, {}), tokenizer, {})
     window = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
-    worst = max(range(len(prompt_ids)), key=lambda number: len(prompt_ids[number]))
-    if window is not None and len(prompt_ids[worst]) + job.max_tokens > window:
+    longest = max(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
+    if window is not None and len(prompt_ids[longest]) + job.max_tokens > window:
         raise ConfigError(
-            f"{rows.location(worst)}: the prompt has {len(prompt_ids[worst])} tokens, with --max-tokens "
+            f"{rows.location(longest)}: the prompt has {len(prompt_ids[longest])} tokens, with --max-tokens "
             f"{job.max_tokens} more than the {window} that the model takes: lower --max-tokens, or remove the row"
         )
     return prompt_ids, tokenizer
 
 
-def _vllm(model: str, job: Job, longest_prompt: int) -> Sample:
+def _start_vllm(model: str, job: Job, longest_prompt: int) -> Sample:
     from rl_plugins.rollout.vllm.config import VLLMConfig
     from rl_plugins.rollout.vllm.offline import OfflineVLLM
 
@@ -178,14 +181,14 @@ def _vllm(model: str, job: Job, longest_prompt: int) -> Sample:
         device=job.device,
         dtype=job.dtype,
         max_model_len=longest_prompt + job.max_tokens,
-        # The machine is this process's own.
+        # No trainer shares the GPU with this process.
         gpu_memory_utilization=0.9,
         sleep="none",
     )
     return OfflineVLLM(config).generate
 
 
-def _transformers(model: str, job: Job) -> Sample:
+def _load_transformers(model: str, job: Job) -> Sample:
     import torch
 
     from rl_plugins.rollout.transformers_engine import TransformersRollout

@@ -1,4 +1,4 @@
-"""`rl-plugins COMMAND ...`: finds the command, and imports no other."""
+"""Run `rl-plugins COMMAND ...`: import the module of the command, and no other command."""
 
 from __future__ import annotations
 
@@ -7,42 +7,54 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 
 from rl_plugins import __version__
 from rl_plugins.errors import ConfigError
+from rl_plugins.run_folder import RunFolder
 
 COMMANDS = {
-    "doctor": "say what is installed here and what will work",
-    "prepare": "make data files from raw ones, and check them",
-    "generate": "sample responses to prompts, parquet in and out",
+    "doctor": "show the installation, this machine, and what will work",
+    "prepare": "make data files from raw files, and check data files",
+    "generate": "sample responses to the prompts of parquet files",
     "evaluate": "score samples, and compare two policies",
-    "export": "turn a checkpoint into a Hugging Face folder",
-    "submit": "run a recipe as a Ray job, and follow it",
-    "sync": "send MLflow what a run could not send itself",
-    "show": "a run's curves, times and samples in the terminal",
-    "report": "a run on one page, for a browser",
-    "plan": "memory and time of a step by placement, before there is a machine",
+    "export": "convert a checkpoint into a Hugging Face folder",
+    "submit": "run a recipe as a Ray job, and print its output",
+    "sync": "send MLflow the content that a run could not send",
+    "show": "show curves, times and samples of a run in the terminal",
+    "report": "write the report of a run, one page for a browser",
+    "plan": "estimate memory and time of a step for each placement",
 }
-"""Every command, a module of this package, with what it does."""
+"""Summary of every command. The command `x` is the module `rl_plugins.commands.x`."""
 
-_USAGE = "usage: rl-plugins COMMAND ...\n\ncommands:\n{}\n\n`rl-plugins COMMAND --help` explains one, with examples."
+_USAGE = (
+    "usage: rl-plugins COMMAND ...\n\ncommands:\n{}\n\n`rl-plugins COMMAND --help` shows its arguments and examples."
+)
 _INTERRUPTED = 130
 _INTERMIXED = {"plan"}
+"""Commands whose options may stand between positional arguments."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status, which is 2 where the user has something to mend."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
+    """Run a command.
+
+    Args:
+        arguments: Words of the command line behind the program. By default those of this process.
+
+    Returns:
+        Exit status of the command; 2 after a `ConfigError` or a wrong argument, 130 after Ctrl-C.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
         print(_USAGE.format("\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())))
-        return 0 if given else 2
-    if given[0] == "--version":
+        return 0 if words else 2
+    if words[0] == "--version":
         print(f"rl-plugins {__version__}")
         return 0
-    name = given.pop(0)
+    name = words.pop(0)
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there is: {', '.join(COMMANDS)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"the commands are: {', '.join(COMMANDS)}"
         print(f"error: there is no command {name!r}; {hint}", file=sys.stderr)
         return 2
     command = import_module(f"rl_plugins.commands.{name}")
@@ -50,8 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog=f"rl-plugins {name}", description=command.__doc__, formatter_class=RawDescriptionHelpFormatter
     )
     command.add_arguments(parser)
-    # Options may stand between a recipe's `key=value`, which argparse takes in one row only unless it is asked.
-    parsed = parser.parse_intermixed_args(given) if name in _INTERMIXED else parser.parse_args(given)
+    parsed = parser.parse_intermixed_args(words) if name in _INTERMIXED else parser.parse_args(words)
     try:
         status: int = command.run(parsed)
     except ConfigError as error:
@@ -61,3 +72,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     return status
+
+
+def add_run_argument(parser: ArgumentParser) -> None:
+    """Declare the argument `run`, the folder of a run."""
+    parser.add_argument("run", type=Path, help="folder of the run, such as outputs/grpo")
+
+
+def existing_run(path: Path) -> RunFolder:
+    """Return the run in a folder.
+
+    Raises:
+        ConfigError: The folder is not the folder of a run. The message names the runs below the folder.
+    """
+    folder = RunFolder(path)
+    if not folder.metrics.is_file():
+        runs = sorted(file.parent.name for file in path.glob(f"*/{folder.metrics.name}"))
+        hint = f"; there are runs in it: {', '.join(runs)}" if runs else ""
+        raise ConfigError(f"{path} is not the folder of a run: it has no {folder.metrics.name}{hint}")
+    return folder

@@ -1,4 +1,4 @@
-"""Make data files for the recipes, and check them.
+"""Make data files for the recipes, and check data files.
 
 examples:
   rl-plugins prepare gsm8k --input raw/gsm8k --output data/gsm8k
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from rl_plugins.data.parquet import Row
     from rl_plugins.data.validation import Findings
 
-_SHOWN = 50
+_MAX_SHOWN = 50
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare a subcommand for each layout, for the conversions and for the check."""
+    """Declare a subcommand for each task, for both conversions, and for the check."""
     commands = parser.add_subparsers(dest="source", required=True, metavar="source")
 
     def command(name: str, summary: str, execute: Callable[[Namespace], int]) -> ArgumentParser:
@@ -53,24 +53,34 @@ def add_arguments(parser: ArgumentParser) -> None:
         return added
 
     for name, task in TASKS.items():
-        made = command(name, task.summary, _make)
-        task.add_arguments(made)
-        _add_output(made)
-    lines = command("jsonl", "JSON lines or parquet files of any layout", lambda o: _convert(o, json_records))
-    lines.add_argument("--train", type=Path, nargs="+", required=True, help="files to train on")
+        task_parser = command(name, task.summary, _make)
+        task.add_arguments(task_parser)
+        _add_output(task_parser)
+    lines = command(
+        "jsonl", "JSON lines or parquet files of any layout", lambda options: _convert(options, json_records)
+    )
+    lines.add_argument("--train", type=Path, nargs="+", required=True, help="training files")
     lines.add_argument("--test", type=Path, nargs="+", default=[], help="held-out files")
-    saved = command("hf", "a data set of Hugging Face, saved with save_to_disk", lambda o: _convert(o, saved_records))
-    saved.add_argument("--input", type=Path, required=True, help="its folder")
-    saved.add_argument("--train-split", default="train", help="split to train on (default: %(default)s)")
+    saved = command(
+        "hf",
+        "a data set of Hugging Face, saved with save_to_disk",
+        lambda options: _convert(options, saved_records),
+    )
+    saved.add_argument("--input", type=Path, required=True, help="folder of the data set")
+    saved.add_argument("--train-split", default="train", help="training split (default: %(default)s)")
     saved.add_argument("--test-split", help="held-out split, such as test")
-    for converting in (lines, saved):
-        _add_output(converting)
-        add_conversion_arguments(converting)
+    for conversion_parser in (lines, saved):
+        _add_output(conversion_parser)
+        add_conversion_arguments(conversion_parser)
     _add_validate(command("validate", "every bad row of data files, duplicates and prompt lengths", _validate))
 
 
 def run(arguments: Namespace) -> int:
-    """Make or check the files; returns 1 if what was checked is not good."""
+    """Make or check data files.
+
+    Returns:
+        1 if a checked file has faults, else 0.
+    """
     status: int = arguments.execute(arguments)
     return status
 
@@ -82,14 +92,22 @@ def _add_output(parser: ArgumentParser) -> None:
 def _add_validate(parser: ArgumentParser) -> None:
     parser.add_argument("train", type=Path, nargs="+", help="parquet files")
     parser.add_argument(
-        "--test", type=Path, nargs="*", default=[], help="held-out files, which share no prompt with them"
+        "--test",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="held-out files, which must share no prompt with the training files",
     )
-    parser.add_argument("--format", choices=[*FORMATS], default="prompts", help="of the rows (default: %(default)s)")
+    parser.add_argument(
+        "--format", choices=[*FORMATS], default="prompts", help="format of the rows (default: %(default)s)"
+    )
     for key in fields(RowKeys):
-        parser.add_argument(f"--{key.name.replace('_', '-')}", default=key.default, help=f"as data.{key.name}")
+        parser.add_argument(
+            f"--{key.name.replace('_', '-')}", default=key.default, help=f"like the option data.{key.name}"
+        )
     parser.add_argument(
         "--tokenizer",
-        help="folder or name of a model, to measure prompts in tokens, and to find those that its chat "
+        help="folder or name of a model, to count the tokens of prompts, and to find prompts that the model's chat "
         "template refuses",
     )
     parser.add_argument("--max-prompt-tokens", type=int, help="count longer prompts (needs --tokenizer)")
@@ -99,27 +117,27 @@ def _add_validate(parser: ArgumentParser) -> None:
 def _make(options: Namespace) -> int:
     splits = TASKS[options.source].build(options)
     paths = write_splits(splits, options.output)
-    _say({path: len(splits[split]) for split, path in paths.items()}, splits["train"][0], "grpo")
+    _print_files({path: len(splits[split]) for split, path in paths.items()}, splits["train"][0], "grpo")
     return 0
 
 
 def _convert(options: Namespace, records: Callable[[Namespace], dict[str, Any]]) -> int:
-    made = conversion_of(options)
-    counts = write_rows(convert(records(options), made, options.test_share), made.schema, options.output)
+    conversion = conversion_of(options)
+    counts = write_rows(convert(records(options), conversion, options.test_share), conversion.schema, options.output)
     files = {options.output / f"{split}.parquet": count for split, count in counts.items()}
-    _say(files, next(read_records(next(iter(files))))[1], made.recipe)
+    _print_files(files, next(read_records(next(iter(files))))[1], conversion.recipe)
     return 0
 
 
-def _say(files: dict[Path, int], row: Row, recipe: str) -> None:
-    """What was made, a row of it, and what to do next."""
+def _print_files(files: dict[Path, int], row: Row, recipe: str) -> None:
+    """Print the number of rows of each file, an example of a row, and the command to train on the files."""
     for path, count in files.items():
         print(f"{path}: {count} rows")
-    print(f"\nA row of them:\n{json.dumps(row, indent=2, ensure_ascii=False)}")
-    used = {path.stem: path for path in files}
+    print(f"\nAn example of a row:\n{json.dumps(row, indent=2, ensure_ascii=False)}")
+    splits = {path.stem: path for path in files}
     options = (("data.train_files", "train"), ("data.val_files", "test"))
-    named = shlex.join(override(option, [used[split]]) for option, split in options if split in used)
-    print(f"\nNext:\n  python -m rl_plugins.recipes.{recipe} model.path=MODEL {named}")
+    overrides = shlex.join(override(option, [splits[split]]) for option, split in options if split in splits)
+    print(f"\nNext:\n  python -m rl_plugins.recipes.{recipe} model.path=MODEL {overrides}")
 
 
 def _validate(options: Namespace) -> int:
@@ -131,17 +149,17 @@ def _validate(options: Namespace) -> int:
         options.test,
         kind=options.format,
         keys=keys,
-        tokenizer=None if options.tokenizer is None else _with_template(options.tokenizer),
+        tokenizer=None if options.tokenizer is None else _load_chat_tokenizer(options.tokenizer),
         max_prompt_tokens=options.max_prompt_tokens,
     )
     if options.json:
         print(json.dumps(asdict(findings), indent=2))
     else:
-        _print(findings)
+        _print_findings(findings)
     return 0 if findings.good else 1
 
 
-def _with_template(name: str) -> PreTrainedTokenizerBase:
+def _load_chat_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from rl_plugins.data.tokenization import check_chat_template, load_tokenizer
 
     tokenizer = load_tokenizer(name)
@@ -149,7 +167,7 @@ def _with_template(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _print(findings: Findings) -> None:
+def _print_findings(findings: Findings) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -158,8 +176,8 @@ def _print(findings: Findings) -> None:
         bad = sum(bad_row.file == path for bad_row in findings.bad_rows)
         console.print(f"{path}: {rows} rows, {bad} bad, {findings.duplicates[path]} duplicates", highlight=False)
     if findings.prompt_tokens:
-        measured = ", ".join(f"{name} {value:g}" for name, value in findings.prompt_tokens.items())
-        console.print(f"prompt tokens: {measured}", highlight=False)
+        statistics = ", ".join(f"{name} {value:g}" for name, value in findings.prompt_tokens.items())
+        console.print(f"prompt tokens: {statistics}", highlight=False)
     if findings.max_prompt_tokens is not None and findings.prompt_tokens:
         console.print(f"longer than {findings.max_prompt_tokens} tokens: {findings.too_long} prompts", highlight=False)
     if findings.bad_rows:
@@ -167,10 +185,10 @@ def _print(findings: Findings) -> None:
         for bad_row in findings.bad_rows:
             table.add_row(bad_row.file, "" if bad_row.row is None else str(bad_row.row), bad_row.field, bad_row.reason)
         console.print(table)
-    for shared in findings.shared[:_SHOWN]:
+    for shared in findings.shared[:_MAX_SHOWN]:
         console.print(
             f"{shared.test_file}, row {shared.test_row} is also in {shared.train_file}, row {shared.train_row}",
             highlight=False,
         )
-    if len(findings.shared) > _SHOWN:
-        console.print(f"... and {len(findings.shared) - _SHOWN} more rows that both have; --json names all")
+    if len(findings.shared) > _MAX_SHOWN:
+        console.print(f"... and {len(findings.shared) - _MAX_SHOWN} more rows that both files have; --json names all")

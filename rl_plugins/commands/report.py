@@ -1,6 +1,6 @@
-"""Write a run on one page: report.html in its folder, which needs no network and no other file.
+"""Write the report of a run: report.html in the folder of the run, one page without links to other files.
 
-A run writes it by itself when it ends; this writes it anew, of a run that is going on too.
+A run writes the report when the run ends. This command writes the report again, also during a run.
 
   rl-plugins report outputs/grpo
   rl-plugins report outputs/grpo --output grpo.html
@@ -11,22 +11,22 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from rl_plugins.commands.run_argument import add_run, run_of
+from rl_plugins.commands.main import add_run_argument, existing_run
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run(parser)
-    parser.add_argument("--output", type=Path, help="the file to write (default: report.html in the folder)")
+    add_run_argument(parser)
+    parser.add_argument("--output", type=Path, help="file to write (default: report.html in the folder)")
 
 
 def run(arguments: Namespace) -> int:
-    """Write the page.
+    """Write the report.
 
     Raises:
-        ConfigError: the folder is not that of a run.
+        ConfigError: The folder is not the folder of a run.
     """
     from rl_plugins.report.page import write_report
 
-    print(f"the report is in {write_report(run_of(arguments.run), arguments.output)}")
+    print(f"the report is in {write_report(existing_run(arguments.run), arguments.output)}")
     return 0

@@ -1,6 +1,6 @@
-"""Show a run in the terminal: its curves, the seconds of its phases, samples of its last validation, where things are.
+"""Show a run in the terminal: curves, seconds of each phase, samples of the last validation, and paths of files.
 
-Of a run that is going on it shows what there is so far.
+During a run, the command shows all finished steps.
 
   rl-plugins show outputs/run
   rl-plugins show outputs/run --samples 10
@@ -16,7 +16,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rl_plugins.commands.run_argument import add_run, run_of
+from rl_plugins.commands.main import add_run_argument, existing_run
 from rl_plugins.errors import ConfigError
 from rl_plugins.report.samples import read_samples
 from rl_plugins.report.summary import summarize
@@ -30,7 +30,7 @@ MAIN = (
     "train/loss", "train/kl", "train/entropy", "train/response_length", "train/truncated", "train/gradient_norm",
     "train/rollout_gap_max", "train/critic/loss", "tokens_per_s", "time/step",
 )  # fmt: skip
-"""Metrics that are shown where none are asked for."""
+"""Patterns of the metrics that are shown without --metrics."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 20
@@ -39,16 +39,20 @@ _SHOWN_CHARACTERS = 400
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run(parser)
-    parser.add_argument("--metrics", nargs="+", default=MAIN, metavar="PATTERN", help="other curves, such as 'time/*'")
+    add_run_argument(parser)
+    parser.add_argument("--metrics", nargs="+", default=MAIN, metavar="PATTERN", help="metrics, such as 'time/*'")
     parser.add_argument("--samples", type=int, default=3, help="samples of the last validation (default: %(default)s)")
 
 
 def run(arguments: Namespace) -> int:
-    """Show."""
+    """Show the run.
+
+    Raises:
+        ConfigError: The folder is not the folder of a run, or the run has none of the metrics.
+    """
     from rich.console import Console
 
-    folder = run_of(arguments.run)
+    folder = existing_run(arguments.run)
     series = read_metrics(folder.metrics)
     chosen = [name for pattern in arguments.metrics for name in series if fnmatch(name, pattern)]
     if not chosen:
@@ -59,14 +63,14 @@ def run(arguments: Namespace) -> int:
     _show_curves(console, {name: series[name] for name in chosen})
     _show_phases(console, folder)
     _show_samples(console, folder, arguments.samples)
-    _show_places(console, folder)
+    _show_paths(console, folder)
     return 0
 
 
 def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
-    """A curve of at most `width` characters, each the mean of as many values."""
+    """Return a curve of at most `width` characters. Each character shows the mean of an equal share of the values."""
     count = min(width, len(values))
-    edges = [round(place * len(values) / count) for place in range(count + 1)]
+    edges = [round(index * len(values) / count) for index in range(count + 1)]
     means = [fmean(values[start:stop]) for start, stop in pairwise(edges)]
     low, high = min(means), max(means)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
@@ -94,13 +98,14 @@ def _show_curves(console: Console, series: Mapping[str, Mapping[int, float]]) ->
 
 
 def _show_phases(console: Console, folder: RunFolder) -> None:
-    """Median seconds of each phase that a step usually has."""
+    """Print the median seconds of each phase of a step, and the share of the phase in the step."""
     seconds = summarize(folder).phases_s
-    whole = sum(seconds.values())
-    if whole:
+    total = sum(seconds.values())
+    if total:
         console.print("\nseconds of a step by phase (medians):")
-        for phase, of in sorted(seconds.items(), key=lambda item: -item[1]):
-            console.print(f"  {phase:<22}{of:8.3f}  {of / whole:4.0%} {'█' * round(of / whole * _WIDTH)}")
+        for phase, median in sorted(seconds.items(), key=lambda item: -item[1]):
+            share = median / total
+            console.print(f"  {phase:<22}{median:8.3f}  {share:4.0%} {'█' * round(share * _WIDTH)}")
 
 
 def _show_samples(console: Console, folder: RunFolder, count: int) -> None:
@@ -111,17 +116,17 @@ def _show_samples(console: Console, folder: RunFolder, count: int) -> None:
     console.print(f"\n{min(count, len(rows))} of {len(rows)} samples in {file}:", soft_wrap=True)
     for row in rows[:count]:
         score = f"failed ({row['failure']})" if row["failure"] else f"{row['score']:.4g}"
-        console.print(f"  score {score}, ground truth {_cut(row['ground_truth'])}", markup=False)
+        console.print(f"  score {score}, ground truth {_shorten(row['ground_truth'])}", markup=False)
         for key in ("prompt", "response"):
-            console.print(f"    {key}: {_cut(row[key])}", markup=False)
+            console.print(f"    {key}: {_shorten(row[key])}", markup=False)
 
 
-def _cut(text: object) -> str:
-    shown = " ".join(str(text).split())
-    return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
+def _shorten(text: object) -> str:
+    line = " ".join(str(text).split())
+    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..."
 
 
-def _show_places(console: Console, folder: RunFolder) -> None:
+def _show_paths(console: Console, folder: RunFolder) -> None:
     console.print()
     for name, path in folder.places().items():
         console.print(f"{name:<17}{path}", markup=False, soft_wrap=True)

@@ -1,8 +1,9 @@
-"""Run a recipe as a Ray job: send the project, follow the job, return its exit code.
+"""Run a recipe as a Ray job: send the project, print the output of the job, and return the job's exit code.
 
-Sent is what git tracks in the current folder, and what is new and not ignored; never .git, environments, data, outputs
-and checkpoints. Paths in the command are those of the cluster. Nothing is installed there: its machines have the
-environment. Ctrl-C stops the job; `run.resume=true` goes on from its last checkpoint.
+The command sends files of the current folder: tracked files, and new files that git does not ignore. It never sends
+.git, environments, data, outputs and checkpoints. Paths in the job's command are paths on the cluster. Nothing is
+installed on the cluster: the machines have the environment already. Ctrl-C stops the job; `run.resume=true` continues
+from the last checkpoint.
 
   rl-plugins submit -- grpo model.path=/shared/model 'data.train_files=[/shared/train.parquet]' \\
       run.output_dir=/shared/outputs run.name=first
@@ -14,49 +15,75 @@ environment. Ctrl-C stops the job; `run.resume=true` goes on from its last check
 from __future__ import annotations
 
 import argparse
+import asyncio
 import difflib
+import logging
 import os
 import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlparse
 
 from rl_plugins.errors import ConfigError, DeadlineExceeded
 
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails, JobSubmissionClient
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_S = 15.0
 _DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-# What a job needs to report where its user looks; passwords and tokens go only by name.
 _PASSED_ON = ("MLFLOW_TRACKING_URI", "HF_ENDPOINT")
+"""Variables that every job gets, so that it reports to the same servers. Passwords and tokens are passed by --env."""
+_CALL_TIMEOUT_S = 30.0
+_UPLOAD_TIMEOUT_S = 600.0
+_UNREACHABLE_S = 120.0
+_LAST_LINES_S = 10.0
+_POLL_S = 1.0
+_STOPPED_BY_USER = 130
+"""Exit code after Ctrl-C, as of a process after SIGINT."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
-    parser.add_argument("--address", help=f"of the job server; otherwise RAY_ADDRESS, or {_DEFAULT_ADDRESS}")
-    parser.add_argument("--folder", type=Path, default=Path(), help="the project that is sent (default: this folder)")
-    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="leave more out")
-    parser.add_argument("--include", action="append", default=[], metavar="PATTERN", help="send it all the same")
-    parser.add_argument("--limit", type=float, default=50, metavar="MIB", help="most that is sent (default: 50)")
+    """Declare the arguments."""
+    parser.add_argument("--address", help=f"address of the job server (default: RAY_ADDRESS, or {_DEFAULT_ADDRESS})")
+    parser.add_argument("--folder", type=Path, default=Path(), help="project to send (default: this folder)")
+    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="leave out more files")
+    parser.add_argument(
+        "--include", action="append", default=[], metavar="PATTERN", help="send files that are left out otherwise"
+    )
+    parser.add_argument("--limit", type=float, default=50, metavar="MIB", help="largest size to send (default: 50)")
     parser.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help=f"a variable of the job, as it is here or with a value; passed on anyway: {', '.join(_PASSED_ON)}",
+        help=f"variable of the job, with a value or with its value here; passed by default: {', '.join(_PASSED_ON)}",
     )
-    parser.add_argument("--no-wait", action="store_true", help="print the job's id and leave it running")
-    parser.add_argument("--dry-run", action="store_true", help="list what would be sent, and send nothing")
+    parser.add_argument("--no-wait", action="store_true", help="print the job's id and leave the job running")
+    parser.add_argument("--dry-run", action="store_true", help="list the files, and send nothing")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- RECIPE key=value ...")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Submit, and follow unless told not to; returns the job's exit code.
+    """Submit the job, and follow the job unless --no-wait is given.
+
+    Returns:
+        Exit code of the job; 0 for --no-wait and --dry-run; 1 after a deadline.
 
     Raises:
-        ConfigError: an option is wrong, the project is too large, or nobody answers at the address.
+        ConfigError: An option is wrong, the project is too large, or no job server answers.
     """
-    from rl_plugins.launch.working_folder import describe_largest, files_to_send, zip_files
+    from rl_plugins.commands.project_files import describe_largest, files_to_send, zip_files
 
     command = job_command(arguments.command)
     address = job_server(arguments.address)
@@ -69,19 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
         print(describe_largest({path: file.stat().st_size for path, file in files.items()}))
         print(f"{len(files)} files of {root} for: {command}")
         return 0
-    from rl_plugins.launch.ray_job import connect, follow, submit
-
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder) / "project.zip"
         size = zip_files(files, root, archive, limit_mib=arguments.limit)
-        # Ray lets its variables win over the address that it is given.
-        os.environ["RAY_API_SERVER_ADDRESS"] = address
         try:
             client = connect(address)
-            job = submit(client, command, runtime_env={"working_dir": str(archive), "env_vars": environment})
+            job = submit_job(client, command, {"working_dir": str(archive), "env_vars": environment})
             print(f"{job}: {len(files)} files, {size / 2**20:.1f} MiB, to {address}: {command}", file=sys.stderr)
             if not arguments.no_wait:
-                return follow(client, job)
+                return follow_job(client, job)
         except DeadlineExceeded as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -92,55 +115,243 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def job_command(words: Sequence[str]) -> str:
-    """The shell command of the job; a recipe's name stands for its module.
+    """Return the shell command of the job. The name of a recipe becomes `python -m` and the module of the recipe.
 
     Raises:
-        ConfigError: there is none, or its first word is neither a recipe nor a program.
+        ConfigError: There is no command, or the first word is neither a recipe nor a program.
     """
     words = list(words[1:] if words[:1] == ["--"] else words)
     if not words:
         raise ConfigError("no command: rl-plugins submit -- RECIPE key=value ..., or -- python -m MODULE ...")
-    recipes = sorted(path.stem for path in _recipes().glob("[a-z]*.py"))
+    recipes = sorted(path.stem for path in _recipes_folder().glob("[a-z]*.py"))
     if words[0] in recipes:
         words[:1] = ["python", "-m", f"rl_plugins.recipes.{words[0]}"]
     elif "/" not in words[0] and shutil.which(words[0]) is None:
         near = difflib.get_close_matches(words[0], recipes, n=1)
-        meant = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(recipes)}"
-        raise ConfigError(f"{words[0]} is neither a recipe nor a program: {meant}")
+        hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(recipes)}"
+        raise ConfigError(f"{words[0]} is neither a recipe nor a program: {hint}")
     return shlex.join(words)
 
 
 def job_server(option: str | None) -> str:
-    """The address of the job server: as given, or where Ray's variables say, or on this machine.
+    """Return the address of the job server: the option, or the value of Ray's variables, or this machine.
 
     Raises:
-        ConfigError: it is not an HTTP address.
+        ConfigError: The address is not an HTTP address.
     """
-    named = {"--address": option, **{name: os.environ.get(name) for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")}}
-    origin, address = next(((name, value) for name, value in named.items() if value), ("", _DEFAULT_ADDRESS))
+    sources = {
+        "--address": option,
+        **{name: os.environ.get(name) for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")},
+    }
+    source, address = next(((name, value) for name, value in sources.items() if value), ("", _DEFAULT_ADDRESS))
     url = urlparse(address)
     if url.scheme not in ("http", "https") or not url.hostname:
-        raise ConfigError(f"{origin}={address}: name the job server, such as --address http://HOST:8265")
+        raise ConfigError(f"{source}={address}: name the job server, such as --address http://HOST:8265")
     return address.rstrip("/")
 
 
 def job_environment(options: Sequence[str]) -> dict[str, str]:
-    """Environment variables of the job.
+    """Return the environment variables of the job.
+
+    Args:
+        options: Values of --env, each `NAME` or `NAME=VALUE`.
 
     Raises:
-        ConfigError: one is to be passed on that is not set.
+        ConfigError: A variable is given without a value and is not set here.
     """
-    # A store in a file is one of this machine.
+    # The job cannot reach an MLflow store in a file of this machine.
     variables = {name: os.environ[name] for name in _PASSED_ON if os.environ.get(name, "").startswith("http")}
     for option in options:
-        name, given, value = option.partition("=")
-        if not given and name not in os.environ:
+        name, has_value, value = option.partition("=")
+        if not has_value and name not in os.environ:
             raise ConfigError(f"--env {name}: it is not set here: give its value with --env {name}=...")
-        variables[name] = value if given else os.environ[name]
+        variables[name] = value if has_value else os.environ[name]
     return variables
 
 
-def _recipes() -> Path:
+def connect(address: str) -> JobSubmissionClient:
+    """Return a client of the job server, after the server has answered a request.
+
+    Raises:
+        ConfigError: No server answers at the address, the server is not a job server, or the server requires a token.
+    """
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+    from requests import RequestException
+
+    # Ray sets a level for each of these loggers, and logs every package and every closed socket.
+    for name in ("dashboard_sdk", "job.sdk"):
+        logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.ERROR)
+    server = f"the job server at {address}"
+    try:
+        with _ray_variable(address):
+            client = within(CONNECT_TIMEOUT_S, server, lambda: JobSubmissionClient(address))
+        # The constructor sends no token. This request does, if the cluster requires one.
+        within(CONNECT_TIMEOUT_S, server, client.list_jobs)
+        return client
+    except AuthenticationError:
+        raise ConfigError(
+            f"the job server at {address} wants the token of its cluster: put the token into ~/.ray/auth_token, where "
+            "it is on the head's machine, or into RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
+        ) from None
+    except (OSError, RuntimeError, RequestException) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"no Ray job server at {address} ({reason}): start one (ray start --head), name another with --address "
+            "http://HOST:8265 or RAY_ADDRESS, or forward its port (kubectl port-forward, ssh -L 8265:localhost:8265)"
+        ) from None
+
+
+def submit_job(client: JobSubmissionClient, command: str, runtime_env: dict[str, Any]) -> str:
+    """Upload the project and submit the job.
+
+    Args:
+        client: Client of the job server.
+        command: Shell command of the job.
+        runtime_env: Ray's runtime environment: the project and the environment variables.
+
+    Returns:
+        Id of the job.
+
+    Raises:
+        ConfigError: The job server refuses the job.
+        DeadlineExceeded: The upload takes too long.
+    """
+    try:
+        submit = partial(client.submit_job, entrypoint=command, runtime_env=runtime_env)
+        return within(_UPLOAD_TIMEOUT_S, "the upload of the job", submit)
+    except RuntimeError as error:
+        raise ConfigError(f"the job server refuses the job: {error}") from None
+
+
+def follow_job(client: JobSubmissionClient, job: str) -> int:
+    """Print the output of a job until the job ends. Ctrl-C stops the job; a second Ctrl-C only ends the waiting.
+
+    Returns:
+        Exit code of the job.
+
+    Raises:
+        DeadlineExceeded: The job server has not answered for two minutes. The job may still run.
+    """
+    output = threading.Thread(target=_print_logs, args=(client, job), name="logs", daemon=True)
+    output.start()
+    stopping = False
+    while True:
+        try:
+            details = _wait_for_end(client, job)
+            output.join(_LAST_LINES_S)
+            return _exit_code(job, details, stopping)
+        except KeyboardInterrupt:
+            if stopping:
+                print(f"\nthe cluster is still stopping {job}; this command no longer waits", file=sys.stderr)
+                return _STOPPED_BY_USER
+            stopping = True
+            print(f"\nstopping {job}; Ctrl-C again leaves that to the cluster", file=sys.stderr)
+            within(_CALL_TIMEOUT_S, f"the stop of {job}", lambda: client.stop_job(job))
+
+
+def within(seconds: float, description: str, call: Callable[[], T]) -> T:
+    """Return the result of a call, or raise after a deadline.
+
+    Ray's client has no deadlines and waits forever for a silent server. The call runs in a daemon thread, which is left
+    behind after the deadline: a thread of an executor would keep the process from exiting.
+
+    Args:
+        seconds: Deadline in seconds.
+        description: Description of the call, for the message of an error.
+        call: Function without arguments. Exceptions of the call are raised here.
+
+    Raises:
+        DeadlineExceeded: The call did not return within the deadline.
+    """
+    future: Future[T] = Future()
+
+    def run_call() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run_call, name=description, daemon=True).start()
+    if not wait([future], timeout=seconds).done:
+        raise DeadlineExceeded(f"{description} did not answer in {seconds:g} s")
+    return future.result()
+
+
+@contextmanager
+def _ray_variable(address: str) -> Iterator[None]:
+    """Set RAY_API_SERVER_ADDRESS in the block: Ray's client prefers the variable to the argument `address`."""
+    name = "RAY_API_SERVER_ADDRESS"
+    before = os.environ.get(name)
+    os.environ[name] = address
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _wait_for_end(client: JobSubmissionClient, job: str) -> JobDetails:
+    from requests import RequestException
+
+    last_answer = time.monotonic()
+    while True:
+        try:
+            details = within(_CALL_TIMEOUT_S, "the job server", lambda: client.get_job_info(job))
+            if details.status.is_terminal():
+                return details
+            last_answer = time.monotonic()
+        except (RequestException, DeadlineExceeded) as error:
+            if time.monotonic() - last_answer > _UNREACHABLE_S:
+                raise DeadlineExceeded(
+                    f"the job server has not answered for {_UNREACHABLE_S:g} s ({error}); {job} may still run: look "
+                    f"with ray job logs {job} --follow"
+                ) from None
+        time.sleep(_POLL_S)
+
+
+def _exit_code(job: str, details: JobDetails, stopping: bool) -> int:
+    status = str(details.status)
+    if status == "SUCCEEDED":
+        print(f"{job} succeeded", file=sys.stderr)
+        return 0
+    if status == "STOPPED":
+        print(f"{job} was stopped{'' if stopping else ' by somebody else'}", file=sys.stderr)
+        return _STOPPED_BY_USER if stopping else 1
+    # The message ends with the last lines of the log, which are printed already.
+    reason, _, _ = str(details.message).partition(", last available logs")
+    print(f"{job} failed: {reason}", file=sys.stderr)
+    return details.driver_exit_code or 1
+
+
+def _print_logs(client: JobSubmissionClient, job: str) -> None:
+    """Print the output of a job. After a lost connection, continue behind the last printed character."""
+    import aiohttp
+
+    num_printed = 0
+
+    async def tail() -> None:
+        nonlocal num_printed
+        num_received = 0
+        # Each connection sends the log from the beginning.
+        async for text in client.tail_job_logs(job):
+            new_text = text[max(0, num_printed - num_received) :]
+            num_received += len(text)
+            num_printed = max(num_printed, num_received)
+            print(new_text, end="", flush=True)
+
+    while True:
+        try:
+            asyncio.run(tail())
+            return
+        # Ray raises a plain RuntimeError for a lost connection.
+        except (RuntimeError, OSError, aiohttp.ClientError):
+            time.sleep(_POLL_S)
+
+
+def _recipes_folder() -> Path:
     import rl_plugins
 
     return Path(rl_plugins.__file__).parent / "recipes"

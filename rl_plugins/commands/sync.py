@@ -1,8 +1,8 @@
-"""Send MLflow what it lacks of a run: after an outage that outlasted the run, or to another store.
+"""Send MLflow the missing content of a run, after an outage at the end of the run, or move the run to another store.
 
-Metrics come from the run's `metrics.jsonl`, tables from its samples, the rest from its folder. No value is sent twice,
-but for those of steps that a roll-back has repeated, and no policy registered twice. To another store a run goes as a
-new one, and from then on belongs there. Of a pipeline all stages are sent.
+Metrics come from `metrics.jsonl`, tables from the samples, and everything else from the folder of the run. No value is
+sent twice, except for steps repeated by a roll-back, and no policy is registered twice. With --uri the run
+becomes a new run in another store, and belongs to the other store from then on. For a pipeline, all stages are sent.
 
   rl-plugins sync outputs/first
   rl-plugins sync outputs/first --uri http://tracking:5000
@@ -17,21 +17,24 @@ from rl_plugins.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
-    parser.add_argument("folder", type=Path, help="of the run or pipeline, such as outputs/first")
-    parser.add_argument("--uri", help="of the tracking store, if it is not the run's own")
-    parser.add_argument("--deadline", type=float, default=600.0, metavar="S", help="seconds for all (default: 600)")
+    """Declare the arguments."""
+    parser.add_argument("folder", type=Path, help="folder of the run or pipeline, such as outputs/first")
+    parser.add_argument("--uri", help="URI of another tracking store (default: the store of the run)")
+    parser.add_argument("--deadline", type=float, default=600.0, metavar="S", help="seconds for the run (default: 600)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Send; returns 0 if the store has everything now.
+    """Send the missing content.
+
+    Returns:
+        0 if the store has everything, else 1.
 
     Raises:
-        ConfigError: the folder is neither a run's nor a pipeline's, or the store does not answer.
+        ConfigError: The folder is not the folder of a run or pipeline, or the store does not answer.
     """
     folder = arguments.folder.absolute()
     if (folder / "pipeline.yaml").is_file():
-        from rl_plugins.launch.parent_run import ParentRun
+        from rl_plugins.launch.pipeline import ParentRun
 
         if arguments.uri is not None:
             raise ConfigError(

@@ -139,8 +139,7 @@ def run_recipe(
 
     from rl_plugins.launch.batch import describe_batch
     from rl_plugins.launch.build_lock import clear_stale_build_locks
-    from rl_plugins.launch.preflight import fetch_models, preflight, tracking_uri
-    from rl_plugins.launch.resources import slow_here
+    from rl_plugins.launch.preflight import fetch_models, preflight, slow_here, tracking_uri
     from rl_plugins.launch.run_report import reported, write_changes
     from rl_plugins.tracking.provenance import write_provenance
 

@@ -1,4 +1,4 @@
-"""Times as people write them: 90s, 45m, 3h50m, 1d12h."""
+"""Durations as text: 90s, 45m, 3h50m, 1d12h."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import re
 
 from rl_plugins.errors import ConfigError
 
-_PARTS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
-_SECONDS = (86_400, 3_600, 60, 1)
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_UNIT_SECONDS = (86_400, 3_600, 60, 1)
 
 
 def seconds_of(option: str, text: str) -> float:
-    """The seconds of a duration.
+    """Return the seconds of a duration.
 
     Args:
-        option: where it stands.
-        text: days, hours, minutes and seconds, each with its letter; those that are 0 may be left out.
+        option: Name of the option, for the message of an error.
+        text: Days, hours, minutes and seconds in this order, each a number with a letter. Parts may be left out.
 
     Raises:
-        ConfigError: it is not a duration, or none at all.
+        ConfigError: The text is not a duration, or the duration is 0.
     """
-    match = _PARTS.fullmatch(text.strip())
-    parts = match.groups(default="0") if match else ()
-    seconds = sum(int(part) * unit for part, unit in zip(parts, _SECONDS, strict=False))
+    match = _DURATION.fullmatch(text.strip())
+    numbers = match.groups(default="0") if match else ()
+    seconds = sum(int(number) * unit for number, unit in zip(numbers, _UNIT_SECONDS, strict=False))
     if not seconds:
-        raise ConfigError(f"{option}={text}: write it like 45m, 3h50m or 1d12h")
+        raise ConfigError(f"{option}={text}: write a duration such as 45m, 3h50m or 1d12h")
     return float(seconds)

@@ -1,8 +1,8 @@
-"""The folder into which Ray unpacks the project that was sent with a job.
+"""The folder into which Ray unpacks the project of a job.
 
-Each of Ray's nodes unpacks it when the job begins, and before that removes what lies there. Nodes that share a host
-share the folder, too: one that is later takes it away from under the processes of the others, which are left in a
-folder that is no more.
+Each Ray node removes the content of the folder and unpacks the project when the job starts on the node. Nodes on one
+host share the folder. A node with a later start removes the folder while processes of the other nodes use it,
+and their working directory no longer exists.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from rl_plugins.errors import DeadlineExceeded
 
 JOB_FOLDERS = "working_dir_files"
-"""Name of the folder above it."""
-_UNPACK_S = 60.0
+"""Name of the folder that contains the folders of all jobs."""
+_UNPACK_TIMEOUT_S = 60.0
 
 
 def settle(folder: Path, nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Wait until all nodes that share hosts have unpacked the job's project, before anything else runs on them.
+    """Wait until all nodes that share a host have unpacked the job's project. Call it before other processes start.
 
     Args:
-        folder: in which this process was before the job began.
-        nodes: Ray's description of each.
+        folder: Working directory of this process before the job started.
+        nodes: Ray's description of each node.
 
     Raises:
-        DeadlineExceeded: one could not start a process.
+        DeadlineExceeded: A node could not start a process.
     """
     hosts = [node["NodeManagerHostname"] for node in nodes]
     sharing = [node for node, host in zip(nodes, hosts, strict=True) if hosts.count(host) > 1]
@@ -37,20 +37,21 @@ def settle(folder: Path, nodes: Sequence[Mapping[str, Any]]) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     for node in sharing:
-        here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        # An environment of its own: nothing else must get a process that stands in the folder of before.
-        alone = {"env_vars": {"RL_PLUGINS_UNPACK": node["NodeID"]}}
-        task = ray.remote(_nothing).options(num_cpus=0, scheduling_strategy=here, runtime_env=alone)
+        on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        # A separate environment makes Ray start a new process: no later task may get a process whose working
+        # directory was removed.
+        own_environment = {"env_vars": {"RL_PLUGINS_UNPACK": node["NodeID"]}}
+        task = ray.remote(_do_nothing).options(num_cpus=0, scheduling_strategy=on_node, runtime_env=own_environment)
         try:
-            ray.get(task.remote(), timeout=_UNPACK_S)
+            ray.get(task.remote(), timeout=_UNPACK_TIMEOUT_S)
         except ray.exceptions.GetTimeoutError:
             raise DeadlineExceeded(
-                f"the run waited {_UNPACK_S:.0f} s for Ray to unpack the project on the node {node['NodeID']} of "
-                f"{node['NodeManagerHostname']}"
+                f"the run waited {_UNPACK_TIMEOUT_S:.0f} s for Ray to unpack the project on the node {node['NodeID']} "
+                f"of {node['NodeManagerHostname']}"
             ) from None
-    # This process, too, stands in the folder of before.
+    # The working directory of this process was removed, too.
     os.chdir(folder)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass

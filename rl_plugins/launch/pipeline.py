@@ -1,41 +1,55 @@
-"""Several recipes one after the other, each starting from what those before it have made, under one MLflow run.
+"""Run several recipes in order, each with the models of earlier stages, under one MLflow run.
 
-A pipeline that was interrupted goes on: stages that are through are left alone, the one in between is resumed.
+An interrupted pipeline can be resumed: complete stages are skipped, and the interrupted stage is resumed.
+
+The folder of a pipeline contains the content of the MLflow run: `pipeline.yaml`, and in `metrics.jsonl` the last
+validation of each complete stage. An outage of the MLflow store delays this content and stops nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.launch.ahead import check_ahead
+from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped
 from rl_plugins.launch.batch import check_batch
 from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_config_error, run_recipe
 from rl_plugins.launch.config import RecipeConfig, parse_config
 from rl_plugins.launch.hydra_errors import explain
-from rl_plugins.launch.parent_run import parent_run
+from rl_plugins.launch.preflight import check_stage_ahead
 from rl_plugins.launch.values import check_values
-from rl_plugins.run_folder import RunFolder
+from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
+from rl_plugins.tracking.run import RunDescription, TrackedRun
+from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, RunSender
 from rl_plugins.tracking.store import check_store
+from rl_plugins.tracking.unsent_metrics import UnsentMetrics
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_OPEN_TIMEOUT_S = 60.0
+_SYNC_TIMEOUT_S = 600.0
+_VALIDATION_METRICS = ("val/reward", "val/accuracy")
 
 
 @dataclass
-class StageOptions:
-    """One stage of a pipeline.
+class PipelineStage:
+    """Recipe and options of one stage.
 
     Attributes:
-        recipe: name of its recipe.
+        recipe: name of the recipe.
         choices: group choices, such as `reward=gsm8k`.
-        options: what differs from the recipe; the same keys, nested.
+        options: changed options of the recipe, nested by group.
     """
 
     recipe: str = MISSING
@@ -45,19 +59,19 @@ class StageOptions:
 
 @dataclass
 class PipelineConfig:
-    """A pipeline.
+    """Configuration of a pipeline.
 
     Attributes:
-        name: of the pipeline and its MLflow run; its folder is `output_dir/name`, with a run's folder for each stage.
-        output_dir: where it lives.
-        model: what the first stage starts from.
-        tracking_uri: of the MLflow store; null is MLFLOW_TRACKING_URI, or an SQLite file in its folder.
+        name: name of the pipeline and of the MLflow run; the folder `output_dir/name` has a folder for each stage.
+        output_dir: parent folder of the pipeline's folder.
+        model: initial model of the first stage.
+        tracking_uri: URI of the MLflow store; null is MLFLOW_TRACKING_URI, or an SQLite file in the pipeline's folder.
         experiment: MLflow experiment.
-        resume: continue the pipeline of this name; false refuses to touch an existing one.
-        folder: of the pipeline, for the stages to refer to.
-        data: files, named for the stages to refer to.
+        resume: continue the pipeline of this name; false refuses to change an existing one.
+        folder: folder of the pipeline, for the options of stages to refer to.
+        data: lists of files by name, for the options of stages to refer to.
         common: options of every stage.
-        stages: name to stage, in their order.
+        stages: stages by name, in the order of the runs.
     """
 
     name: str = MISSING
@@ -69,39 +83,57 @@ class PipelineConfig:
     folder: str = MISSING
     data: dict[str, list[str]] = field(default_factory=dict)
     common: dict[str, Any] = field(default_factory=dict)
-    stages: dict[str, StageOptions] = field(default_factory=dict)
+    stages: dict[str, PipelineStage] = field(default_factory=dict)
 
 
 @cache
 def register_schema() -> None:
-    """Make `PipelineConfig` known to Hydra as `pipeline_schema`, the first entry of a pipeline's defaults."""
+    """Register `PipelineConfig` with Hydra as `pipeline_schema`, the first entry of a pipeline's defaults."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="pipeline_schema", node=PipelineConfig)
+    store = ConfigStore.instance()
+    store.store(name="pipeline_schema", node=PipelineConfig)
+    # For --help, Hydra copies all sources, each with the whole store, 67 times. That takes seconds.
+    # The store copies every node that it loads, so all sources can share one store.
+    setattr(store, "__deepcopy__", lambda memo: store)  # noqa: B010
 
 
-def run_pipeline(composed: Any) -> Path:
-    """Check all stages, then run those that are not through; returns the pipeline's folder.
+def pipeline_main(config_name: str) -> None:
+    """Run a pipeline from the command line. After a `ConfigError` the process exits with status 2.
+
+    Args:
+        config_name: Name of the pipeline's file in `recipes/conf`.
+    """
+    register_schema()
+
+    def run() -> None:
+        for composed, _ in compose_for_command_line(config_name):
+            print(f"all stages are in {run_pipeline(composed)}")
+
+    exit_on_config_error(run, resume="resume=true")
+
+
+def run_pipeline(composed: DictConfig) -> Path:
+    """Check all stages, then run all incomplete stages.
+
+    Args:
+        composed: Composed configuration of the pipeline.
+
+    Returns:
+        Folder of the pipeline.
 
     Raises:
-        ConfigError: something in the configuration of a stage is wrong; a wrong option or a missing file is found
-            before the first stage.
+        ConfigError: The configuration of a stage is wrong. A wrong option or a missing file of any stage is found
+            before the first stage starts.
     """
     configs = stage_configs(composed)
     first = next(iter(configs.values()))
     folder = Path(first.run.output_dir)
-    if any((folder / name).exists() for name in configs) and not composed.resume:
-        raise ConfigError(f"the pipeline {folder} exists: continue it with resume=true, or give another name")
-    for name, config in configs.items():
-        for check in (check_values, check_batch):
-            _with_name(name, partial(check, config))
-    for name, config in configs.items():
-        if RunFolder(folder / name).exported() is None:
-            _with_name(name, partial(check_ahead, config, folder))
+    _check_stages(configs, folder, resume=composed.resume)
     folder.mkdir(parents=True, exist_ok=True)
     if first.tracking.enabled:
         check_store(str(first.tracking.uri))
-    resolved = _resolved(composed)
+    resolved = _resolve(composed)
     resolved.tracking_uri = first.tracking.uri
     RunFolder(folder).pipeline.write_text(OmegaConf.to_yaml(resolved), encoding="utf-8")
     with ExitStack() as stack:
@@ -110,27 +142,27 @@ def run_pipeline(composed: Any) -> Path:
             run = RunFolder(folder / name)
             label = f"{composed.name} [{position}/{len(configs)}] {name}"
             if run.exported() is not None:
-                print(f"{label}: through, see {run.path}", flush=True)
+                print(f"{label}: complete, see {run.path}", flush=True)
             else:
                 print(label, flush=True)
                 config.run.resume = run.path.is_dir()
-                config.tracking.parent_run = parent.known_id() if parent else None
-                # What a stage starts from exists only now, and its folder becomes absolute.
+                config.tracking.parent_run = parent.run_id() if parent else None
+                # Models of earlier stages exist now, and `parse_config` makes the paths of existing folders absolute.
                 fresh = parse_config(OmegaConf.to_container(OmegaConf.structured(config)))
-                adopt = parent.adopt if parent else None
-                _with_name(name, partial(run_recipe, fresh, composed.stages[name].recipe, adopt))
+                when_checked = parent.add_stage if parent else None
+                _name_stage(name, partial(run_recipe, fresh, composed.stages[name].recipe, when_checked))
             if parent:
-                parent.log(name)
+                parent.log_validation(name)
     return folder
 
 
-def stage_configs(composed: Any) -> dict[str, RecipeConfig]:
-    """The configuration of each stage.
+def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
+    """Return the configuration of each stage by name.
 
     Raises:
-        ConfigError: names the stage, and the key or value at fault.
+        ConfigError: A key or a value is wrong. The message names the stage and the key.
     """
-    pipeline = _resolved(composed)
+    pipeline = _resolve(composed)
     if missing := sorted(OmegaConf.missing_keys(pipeline)):
         raise ConfigError(f"option {missing[0]!r} has no value: add {missing[0]}=... to the command line")
     folder = (Path(pipeline.output_dir) / pipeline.name).absolute()
@@ -139,20 +171,31 @@ def stage_configs(composed: Any) -> dict[str, RecipeConfig]:
     tracking = {"uri": uri, "experiment": pipeline.experiment}
     configs = {}
     for name, stage in pipeline.stages.items():
-        own = {"run": {**run, "name": name}, "tracking": tracking}
+        own_options = {"run": {**run, "name": name}, "tracking": tracking}
 
-        def compose(stage: Any = stage, own: Mapping[str, Any] = own) -> RecipeConfig:
-            # As plain values: the schema speaks when all is put together.
+        def compose(stage: Any = stage, own_options: Mapping[str, Any] = own_options) -> RecipeConfig:
+            # Merged as plain values: `parse_config` compares the result with the schema, and names the wrong option.
             recipe = OmegaConf.create(OmegaConf.to_container(compose_config(stage.recipe, list(stage.choices))))
-            return parse_config(OmegaConf.merge(recipe, pipeline.common, stage.options, own))
+            return parse_config(OmegaConf.merge(recipe, pipeline.common, stage.options, own_options))
 
-        configs[name] = _with_name(name, compose)
+        configs[name] = _name_stage(name, compose)
     if not configs:
         raise ConfigError("stages is empty: a pipeline needs at least one")
     return configs
 
 
-def _resolved(composed: Any) -> Any:
+def _check_stages(configs: Mapping[str, RecipeConfig], folder: Path, *, resume: bool) -> None:
+    if any((folder / name).exists() for name in configs) and not resume:
+        raise ConfigError(f"the pipeline {folder} exists: continue it with resume=true, or give another name")
+    for name, config in configs.items():
+        for check in (check_values, check_batch):
+            _name_stage(name, partial(check, config))
+    for name, config in configs.items():
+        if RunFolder(folder / name).exported() is None:
+            _name_stage(name, partial(check_stage_ahead, config, folder))
+
+
+def _resolve(composed: DictConfig) -> Any:
     try:
         pipeline = OmegaConf.merge(
             OmegaConf.structured(PipelineConfig), OmegaConf.create(OmegaConf.to_container(composed))
@@ -163,19 +206,143 @@ def _resolved(composed: Any) -> Any:
     return pipeline
 
 
-def _with_name(stage: str, call: Callable[[], Any]) -> Any:
+def _name_stage(stage: str, call: Callable[[], T]) -> T:
+    """Return the result of a call, with the name of the stage in the message of a `ConfigError`."""
     try:
         return call()
     except ConfigError as error:
         raise ConfigError(f"stage {stage}: {error}") from None
 
 
-def pipeline_main(config_name: str) -> None:
-    """The entry point of a pipeline; exits with status 2 after a `ConfigError`."""
-    register_schema()
+class ParentRun:
+    """The MLflow run of a pipeline. The runs of the stages are children of this run.
 
-    def run() -> None:
-        for composed, _ in compose_for_command_line(config_name):
-            print(f"all stages are in {run_pipeline(composed)}")
+    Once the run exists, the store need not answer: a background sender tries again until the run is finished.
+    """
 
-    exit_on_config_error(run, resume="resume=true")
+    def __init__(self, folder: Path) -> None:
+        """Set up the sender. The first call to the store creates the run, unless the folder names a run already.
+
+        Args:
+            folder: Folder of the pipeline. The name of the folder is the name of the run.
+        """
+        self._folder = RunFolder(folder)
+        config: Any = OmegaConf.load(self._folder.pipeline)
+        self.uri = str(config.tracking_uri)
+        self.stages = {str(name): RunFolder(folder / str(name)) for name in config.stages}
+        description = RunDescription(files=(self._folder.pipeline,))
+        self._sender = RunSender(self.uri, config.experiment, self._folder, description)
+
+    def run_id(self) -> str | None:
+        """Return the id of the run, or None if the store has not created the run yet."""
+        id_file = self._folder.tracking_run
+        return id_file.read_text().strip() if id_file.is_file() else None
+
+    def add_stage(self, config: RecipeConfig) -> None:
+        """Make the run of a stage a child of this run, after the store has created this run.
+
+        Args:
+            config: Configuration of the stage. The method sets `tracking.parent_run`.
+
+        Raises:
+            DeadlineExceeded: The store has not created the run.
+        """
+        run_id, is_open = self.run_id(), threading.Event()
+        self._sender.submit(lambda _: is_open.set())
+        if run_id is None and not is_open.wait(_OPEN_TIMEOUT_S):
+            raise DeadlineExceeded(
+                f"MLflow at {self.uri} did not create the run of the pipeline {self._folder.path} within "
+                f"{_OPEN_TIMEOUT_S:g} s"
+            )
+        config.tracking.parent_run = run_id or self.run_id()
+
+    def log_validation(self, stage: str) -> None:
+        """Log the last validation of a complete stage, unless the validation is logged already."""
+        logged, series = read_metrics(self._folder.metrics), read_metrics(self.stages[stage].metrics)
+        last = {f"{stage}/{name}": list(series[name].values())[-1] for name in _VALIDATION_METRICS if series.get(name)}
+        if not last.keys() <= logged.keys():
+            append_metrics(self._folder.metrics, last, list(self.stages).index(stage) + 1)
+        self._sender.send_metrics()
+
+    def finish(self, status: str, deadline_s: float) -> bool:
+        """End the run.
+
+        Args:
+            status: MLflow's status: FINISHED, FAILED or KILLED.
+            deadline_s: Seconds to wait for the store.
+
+        Returns:
+            True if the store has all metrics and files of the run.
+        """
+        self._sender.finish(status, deadline_s)
+        return self._sender.all_sent()
+
+    def sync(self, deadline_s: float) -> bool:
+        """Send the missing content of this run and of the runs of all stages.
+
+        Args:
+            deadline_s: Seconds for this run, and for each stage.
+
+        Returns:
+            True if the store has everything.
+
+        Raises:
+            ConfigError: The store cannot be reached.
+        """
+        check_store(self.uri)
+        self._sender.send_metrics()
+        complete = [name for name, stage in self.stages.items() if stage.exported() is not None]
+        for name in complete:
+            self.log_validation(name)
+        sent = self.finish("FINISHED" if len(complete) == len(self.stages) else "KILLED", deadline_s)
+        return sent and self.sync_stages(deadline_s)
+
+    def sync_stages(self, deadline_s: float) -> bool:
+        """Send the missing content of the stages' runs, if the store was away when the runs ended.
+
+        Args:
+            deadline_s: Seconds for each stage.
+
+        Returns:
+            True if the store has everything.
+        """
+        # Imported here because `sync` imports Lightning, which this process otherwise does not need.
+        from mlflow.exceptions import MlflowException
+
+        from rl_plugins.launch.sync import sync
+
+        started = [stage for stage in self.stages.values() if stage.config.is_file()]
+        try:
+            return all(sync(stage.path, None, deadline_s) for stage in started if _lacks_content(self.uri, stage))
+        except (MlflowException, ConfigError) as error:
+            logger.error("%s: rl-plugins sync %s sends the missing content", error, self._folder.path)
+            return False
+
+
+@contextmanager
+def parent_run(folder: Path) -> Iterator[ParentRun]:
+    """Open the parent run for the stages in the block, and finish the run with the status of the stages.
+
+    The store creates the run when the first stage has passed all checks.
+    """
+    parent, status = ParentRun(folder), "FAILED"
+    try:
+        yield parent
+        status = "FINISHED"
+    except (RunStopped, KeyboardInterrupt):
+        status = "KILLED"
+        raise
+    finally:
+        if parent.finish(status, FINISH_TIMEOUT_S) and status == "FINISHED":
+            parent.sync_stages(_SYNC_TIMEOUT_S)
+
+
+def _lacks_content(uri: str, run: RunFolder) -> bool:
+    from mlflow import MlflowClient
+
+    if not run.tracking_run.is_file():
+        return True
+    client = MlflowClient(uri)
+    tracked, unsent = client.get_run(run.tracking_run.read_text().strip()), UnsentMetrics(run.metrics)
+    unsent.reset(TrackedRun(client, tracked.info.run_id, tracked.info.experiment_id).last_steps())
+    return tracked.info.status != "FINISHED" or unsent.has_points()

@@ -1,39 +1,47 @@
-"""Every check that needs neither Ray nor a model, cheap ones first. Each failure is one message.
+"""Check a configuration before anything heavy starts, cheap checks first. Each failure is one message.
 
-What cannot be judged by looking at it (rewards, prompt lengths, the algorithm) is tried on samples, in `trials`.
+The checks of this module compare options with each other, with this machine, and with files, models and servers.
+Rewards, prompt lengths and the algorithm cannot be checked by reading options: module `trials` tries them on samples.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.batch import check_batch
-from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.launch.config import RecipeConfig, num_engines
 from rl_plugins.launch.job_folder import JOB_FOLDERS
-from rl_plugins.launch.model_folder import check_model
 from rl_plugins.launch.offload import check_offload
-from rl_plugins.launch.resources import check_this_machine
-from rl_plugins.launch.values import check_values
+from rl_plugins.launch.placement import check_fit, roles_of
+from rl_plugins.launch.values import check_values, generates
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
 from rl_plugins.tracking.store import check_store
+
+_HUB_TIMEOUT_S = 5.0
 
 
 def preflight(config: RecipeConfig) -> None:
     """Run every check.
 
     Raises:
-        ConfigError: names the option, file or row at fault and the way out.
+        ConfigError: An option, a file or a row is wrong. The message names the fault and the way to correct it.
     """
     check_values(config)
     check_offload(config)
     check_batch(config)
     check_this_machine(config)
-    check_model(config)
+    check_models(config)
     _check_output(config)
-    # That of a pipeline has answered when the parent run was made: if it is away now, that is an outage like others.
+    # The store of a pipeline answered when the parent run was created. If the store does not answer now, there is
+    # an outage, which a run survives.
     if config.tracking.enabled and config.tracking.parent_run is None:
         check_store(tracking_uri(config))
     from rl_plugins.launch.trials import check_algorithm, check_pools, check_prompts
@@ -44,24 +52,168 @@ def preflight(config: RecipeConfig) -> None:
         check_pools(config)
 
 
-def tracking_uri(config: RecipeConfig) -> str:
-    """The configured store, or the SQLite file beside the runs."""
-    return config.tracking.uri or f"sqlite:///{Path(config.run.output_dir).absolute() / 'mlflow.db'}"
+def check_stage_ahead(config: RecipeConfig, folder: Path) -> None:
+    """Check a stage of a pipeline before the earlier stages have run. No row is read, and no reward is called.
 
-
-def fetch_models(config: RecipeConfig) -> None:
-    """Replace the paths of models in MLflow by local folders, and print each folder, whose name has the version.
+    Args:
+        config: Configuration of the stage.
+        folder: Folder of the pipeline. Files and models in it need not exist yet, because earlier stages make them.
 
     Raises:
-        ConfigError: there is no such model, the store does not answer, or the model is in another format.
+        ConfigError: An option or a file is wrong. The message names the fault and the way to correct it.
     """
+
+    def is_made_later(path: str) -> bool:
+        return Path(path).absolute().is_relative_to(folder) and not Path(path).exists()
+
+    check_offload(config)
+    check_this_machine(config)
+    check_models(config, lambda path: is_in_mlflow(path) or is_made_later(path))
+    _check_data_files(config, is_made_later)
+    _check_reward_files(config)
+
+
+def local_gpus() -> int:
+    """Return the number of NVIDIA GPUs of this machine, counted without importing a library."""
+    return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir("/dev"))
+
+
+def check_this_machine(config: RecipeConfig) -> None:
+    """Compare the placement with this machine. With `RAY_ADDRESS` the run is elsewhere, and nothing is checked.
+
+    Raises:
+        ConfigError: `placement.device=cuda` without a GPU, too few devices, or too little memory for the KV caches.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    gpus = local_gpus()
+    if config.placement.device == "cuda" and not gpus:
+        raise ConfigError("placement.device=cuda, but this machine has no NVIDIA GPU: use placement.device=cpu or auto")
+    if config.launcher == "ray":
+        device = "cpu" if _on_cpu(config) else "cuda"
+        available = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
+        check_fit(roles_of(config, device), [available], "this machine")
+        if device == "cpu":
+            _check_memory(config)
+
+
+def slow_here(config: RecipeConfig) -> str | None:
+    """Return a warning if the run computes in bfloat16 on a CPU without instructions for bfloat16, else None.
+
+    With `RAY_ADDRESS` the processors of the run are unknown here, and the function returns None.
+    """
+    from rl_plugins.processor import multiplies_bfloat16
+
+    in_bfloat16 = {
+        "model.precision=32-true": config.model.precision.startswith("bf16"),
+        "rollout.dtype=float32": config.rollout.dtype == "bfloat16",
+    }
+    faster = " ".join(option for option, is_slow in in_bfloat16.items() if is_slow)
+    if not faster or os.environ.get("RAY_ADDRESS") or not _on_cpu(config) or multiplies_bfloat16():
+        return None
+    return f"this processor has no instructions for bfloat16, which may take many times as long: {faster} is faster"
+
+
+def _on_cpu(config: RecipeConfig) -> bool:
+    device = config.placement.device
+    return device == "cpu" or (device == "auto" and not local_gpus())
+
+
+def _check_memory(config: RecipeConfig) -> None:
+    # Each engine on CPU writes the whole KV cache once, when the engine starts.
+    if config.rollout.engine != "vllm" or not generates(config):
+        return
+    engines, gib = num_engines(config), config.rollout.cpu_kv_cache_gib
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    if engines * gib > total:
+        raise ConfigError(
+            f"the rollout engines need {engines * gib} GiB for their KV caches (rollout.engines={engines} x "
+            f"rollout.cpu_kv_cache_gib={gib}), this machine has {total:.0f} GiB of memory: lower one of the two"
+        )
+
+
+def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lambda path: False) -> None:
+    """Check that all models exist, and that prompt and response fit into the context window of each model.
+
+    Only JSON files are read.
+
+    Args:
+        config: Configuration of the run.
+        is_left_out: Function of a model's path. It returns True if the model cannot be checked yet.
+
+    Raises:
+        ConfigError: A folder holds no model, the hub does not have a name, or the context window is too short.
+    """
+    from rl_plugins.models.loading import check_model_folder
+
     for group in ("model", "reference", "teacher", "critic", "reward_model"):
-        options = getattr(config, group)
-        if options.path and is_in_mlflow(options.path):
-            cache = Path(config.run.output_dir) / ".models"
-            uri, store = options.path, tracking_uri(config)
-            options.path = str(fetch_model(f"{group}.path", uri, store, cache))
-            print(f"{config.run.name}: {uri} is {options.path}", flush=True)
+        path = getattr(config, group).path
+        if not path or is_left_out(path):
+            continue
+        option = f"{group}.path"
+        check_model_folder(option, path)
+        limit = _context_window(_model_config(option, path))
+        prompt, response = config.data.max_prompt_tokens, config.sampling.max_tokens
+        if limit is not None and prompt + response > limit:
+            raise ConfigError(
+                f"data.max_prompt_tokens={prompt} and sampling.max_tokens={response} make {prompt + response} tokens, "
+                f"and {option}={path} takes {limit}: lower one of the two"
+            )
+
+
+def _model_config(option: str, path: str) -> dict[str, Any]:
+    """Return the content of a model's config.json, from its folder, the cache of the hub, or the hub."""
+    file = Path(path) / "config.json"
+    if not Path(path).is_dir():
+        import httpx2
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+        try:
+            # One request with a short deadline comes first: a download would try again for half a minute.
+            if not isinstance(try_to_load_from_cache(path, "config.json"), str):
+                get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_HUB_TIMEOUT_S)
+            file = Path(hf_hub_download(path, "config.json"))
+        # A wrong name is a ValueError. Refusals by the hub and failures of the network are OSError or HTTPError.
+        except (OSError, ValueError, httpx2.HTTPError) as error:
+            reason = str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".:")
+            raise ConfigError(
+                f"{option}={path}: there is no such folder, and the Hugging Face hub does not give it "
+                f"({reason}): correct the name, or download the model and name its folder"
+            ) from None
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content
+
+
+def _context_window(model: dict[str, Any]) -> int | None:
+    """Return the longest sequence of a model in tokens; None if the configuration does not contain the length."""
+    text = model.get("text_config") or model
+    positions = text.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        return None
+    # Some models give the length before rotary scaling, others the length after it. The larger length refuses no valid
+    # configuration.
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return int(positions * max(1.0, scaling.get("factor") or 1.0))
+
+
+def _check_data_files(config: RecipeConfig, is_made_later: Callable[[str], bool]) -> None:
+    """Open the data files, which fails for a missing file or a missing column."""
+    from rl_plugins.data.parquet import ParquetRows
+    from rl_plugins.launch.trials import columns_of
+
+    data = config.data
+    train_files = [path for part in data.mixture.values() for path in part.files] or data.train_files
+    for paths, columns in zip((train_files, data.val_files), columns_of(config), strict=True):
+        for path in paths:
+            if not is_made_later(path):
+                ParquetRows(Path(path), columns)
+
+
+def _check_reward_files(config: RecipeConfig) -> None:
+    for source, reward in config.reward.functions.items() if generates(config) else ():
+        path = reward.get("path") if isinstance(reward, dict) and "_target_" not in reward else None
+        if path and not Path(str(path)).is_file():
+            raise ConfigError(f"reward.functions.{source}.path={path}: there is no such file")
 
 
 def _check_output(config: RecipeConfig) -> None:
@@ -70,7 +222,7 @@ def _check_output(config: RecipeConfig) -> None:
         raise ConfigError(f"run.name={name}: must be the name of a folder; the folders above it are run.output_dir")
     if JOB_FOLDERS in output.parts:
         raise ConfigError(
-            f"run.output_dir={output} is in the folder that Ray made for this job, and goes away with it: give an "
+            f"run.output_dir={output} is in the folder that Ray made for this job, and is removed with it: give an "
             "absolute path that all machines see"
         )
     try:
@@ -83,12 +235,33 @@ def _check_output(config: RecipeConfig) -> None:
         ) from None
     folder = RunFolder(output / name)
     if config.run.resume:
-        # A run that ended before its first checkpoint begins anew, as workers do that fail before it.
+        # A run without a checkpoint starts from the beginning, like workers after a failure before the first
+        # checkpoint.
         if not folder.path.is_dir():
             raise ConfigError(f"run.resume=true, but there is no folder {folder.path}: start it without run.resume")
         if folder.exported() is not None and folder.latest_checkpoint() is None:
             raise ConfigError(
-                f"run.resume=true, but {folder.path} is through and has no checkpoint any more: give another run.name"
+                f"run.resume=true, but {folder.path} is complete and has no checkpoint left: give another run.name"
             )
     elif folder.path.is_file() or (folder.path.is_dir() and any(folder.path.iterdir())):
         raise ConfigError(f"the run {folder.path} exists: continue it with run.resume=true, or give another run.name")
+
+
+def tracking_uri(config: RecipeConfig) -> str:
+    """Return the URI of the configured MLflow store, or of an SQLite file beside the runs if none is configured."""
+    return config.tracking.uri or f"sqlite:///{Path(config.run.output_dir).absolute() / 'mlflow.db'}"
+
+
+def fetch_models(config: RecipeConfig) -> None:
+    """Download the models in MLflow, replace their paths by the folders, and print each folder with its version.
+
+    Raises:
+        ConfigError: There is no such model, the store does not answer, or the model is in another format.
+    """
+    for group in ("model", "reference", "teacher", "critic", "reward_model"):
+        options = getattr(config, group)
+        if options.path and is_in_mlflow(options.path):
+            cache = Path(config.run.output_dir) / ".models"
+            uri, store = options.path, tracking_uri(config)
+            options.path = str(fetch_model(f"{group}.path", uri, store, cache))
+            print(f"{config.run.name}: {uri} is {options.path}", flush=True)

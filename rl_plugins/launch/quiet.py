@@ -1,4 +1,4 @@
-"""Keeps libraries from talking over the run: what they say at every start says nothing about it."""
+"""Silence the start-up messages of libraries, which are the same in every run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import warnings
 
 
 def quiet_libraries() -> None:
-    """Silence start-up chatter of Lightning, transformers, DeepSpeed and torch in this process; errors still show."""
+    """Silence Lightning, transformers, DeepSpeed, MLflow, Ray Train and torch in this process, except for errors."""
     for name in ("lightning.pytorch", "lightning.fabric", "DeepSpeed", "mlflow", "alembic", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # Ray Train names some of its loggers after their files.
+    # Ray Train names some loggers after its files.
     for name in [name for name in logging.root.manager.loggerDict if "/ray/train/" in name]:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     warnings.filterwarnings("ignore", module=r"lightning\..*")
-    # Logits that are a view would matter if someone changed them in place.
+    # A view would matter only if code changed the logits in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     from transformers.utils import logging as transformers_logging
 

@@ -30,7 +30,7 @@ from rl_plugins.launch.placement import (
     table,
     weight_transport,
 )
-from rl_plugins.launch.resources import local_gpus
+from rl_plugins.launch.preflight import local_gpus
 from rl_plugins.launch.values import generates, needs_engine
 from rl_plugins.run_folder import RunFolder
 

@@ -1,7 +1,7 @@
-"""The driver's part of a run's report: what the run changes of its recipe, how it ended, and the page itself.
+"""The driver's parts of a run's report: changed options, the error of the run, the final page.
 
-A worker writes the page when training ends. The driver writes it anew after that, because workers can be killed, and
-because what was exported and the error that ended the run exist only then.
+A worker writes the page when training ends. The driver writes the page again afterwards, because workers can be
+killed, and because the exported model and the error exist only then.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rl_plugins.run_folder import RunFolder
 
 
 def write_changes(folder: RunFolder, recipe: str, before: object, config: RecipeConfig) -> None:
-    """Write what differs from the recipe.
+    """Write the changed options of the recipe.
 
     Args:
-        folder: of the run.
-        recipe: its name.
-        before: the recipe without overrides, as it was composed.
-        config: what the run does.
+        folder: Folder of the run.
+        recipe: Name of the recipe.
+        before: Composed configuration of the recipe without overrides.
+        config: Configuration of the run.
     """
     from omegaconf import OmegaConf
 
@@ -32,7 +32,11 @@ def write_changes(folder: RunFolder, recipe: str, before: object, config: Recipe
 
 @contextmanager
 def reported(folder: RunFolder) -> Iterator[None]:
-    """Around a run: its report is written however it ends, if it came as far as metrics."""
+    """Write the report when the block ends, also after an error. A run without metrics gets no report.
+
+    Args:
+        folder: Folder of the run.
+    """
     from rl_plugins.report.page import write_report
 
     folder.error.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A run's folder as MLflow should have it, sent after the run."""
+"""Send the content of a run's folder to MLflow, after the run has ended."""
 
 from __future__ import annotations
 
@@ -23,43 +23,46 @@ from rl_plugins.tracking.store import check_store, import_mlflow
 
 
 def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
-    """Send what is missing; returns whether the store has everything.
+    """Send the missing content of a run to the store.
 
     Args:
-        path: of the run's folder.
-        uri: of a store that is not the run's own.
-        deadline_s: seconds for all.
+        path: Folder of the run.
+        uri: URI of another store, to which the run moves. None keeps the run's own store.
+        deadline_s: Seconds for the whole content.
+
+    Returns:
+        True if the store has everything.
 
     Raises:
-        ConfigError: the configuration in the folder is broken, or the store does not answer.
+        ConfigError: The configuration in the folder is broken, or the store does not answer.
     """
     folder = RunFolder(path)
     config = parse_config(OmegaConf.load(folder.config))
     check_store(uri or tracking_uri(config))
     if uri is not None and uri != tracking_uri(config):
         _check_is_mlflow(uri)
-        _move(config, folder, uri)
+        _move_run(config, folder, uri)
     tracking = tracking_logger(config, folder)
     tracking.log_metrics({})
-    registers = bool(config.tracking.register_as) and folder.export.is_dir()
+    must_register = bool(config.tracking.register_as) and folder.export.is_dir()
     registered = threading.Event()
     _submit_files(config, folder, tracking)
-    if registers:
+    if must_register:
         tracking.submit(partial(_register_once, config, folder, registered))
     steps = max((step for points in read_metrics(folder.metrics).values() for step in points), default=0)
     tracking.finalize("FINISHED" if steps >= config.run.steps else "KILLED", deadline_s)
-    # What was refused is in the log.
-    complete = tracking.all_sent() and registered.is_set() == registers
+    # The tracking logger has logged the refused calls.
+    complete = tracking.all_sent() and registered.is_set() == must_register
     if complete:
         print(f"{tracking_uri(config)} has all of {path}, {steps} steps", flush=True)
     return complete
 
 
 def _check_is_mlflow(uri: str) -> None:
-    """Ask it something: at an address that answers, there may be anything.
+    """Send a request to the store: another kind of server may answer at the address.
 
     Raises:
-        ConfigError: it is no MLflow store.
+        ConfigError: The address is not the address of an MLflow store.
     """
     import_mlflow()
     from mlflow import MlflowClient
@@ -72,8 +75,8 @@ def _check_is_mlflow(uri: str) -> None:
         raise ConfigError(f"--uri {uri}: no MLflow store answers there ({str(error).splitlines()[0]})") from None
 
 
-def _move(config: RecipeConfig, folder: RunFolder, uri: str) -> None:
-    """Have the run belong to another store, as a new run."""
+def _move_run(config: RecipeConfig, folder: RunFolder, uri: str) -> None:
+    """Make the run a new run of another store."""
     config.tracking.uri = uri
     config.tracking.parent_run = None
     folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
@@ -81,7 +84,7 @@ def _move(config: RecipeConfig, folder: RunFolder, uri: str) -> None:
 
 
 def _submit_files(config: RecipeConfig, folder: RunFolder, tracking: MLflowTracking) -> None:
-    """What callbacks send of a run while it goes on, and at its end; what is there already is replaced."""
+    """Submit all files that callbacks send during and after a run. Existing files in the store are replaced."""
     for file in folder.sample_files():
         log_samples(tracking, file)
     for checkpoint in folder.checkpoints():
@@ -94,8 +97,8 @@ def _submit_files(config: RecipeConfig, folder: RunFolder, tracking: MLflowTrack
 
 
 def _register_once(config: RecipeConfig, folder: RunFolder, registered: threading.Event, run: TrackedRun) -> None:
-    """Register the policy, unless the run has done so."""
-    own = f"name='{config.tracking.register_as}' and run_id='{run.run_id}'"
-    if not run.client.search_model_versions(own):
+    """Register the policy, unless the run has registered the policy."""
+    versions_of_run = f"name='{config.tracking.register_as}' and run_id='{run.run_id}'"
+    if not run.client.search_model_versions(versions_of_run):
         registration(config, folder)(run)
     registered.set()

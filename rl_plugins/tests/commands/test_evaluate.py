@@ -1,4 +1,4 @@
-"""`rl-plugins evaluate` on files of samples: tables, JSON, comparison, rewards by every kind of name."""
+"""`rl-plugins evaluate` on files of samples: tables, JSON, comparison, and each kind of --reward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_evaluate_compares_the_second_file_with_the_first_prompt_by_prompt(write
     assert main(["evaluate", *map(str, paths), "--reward", "exact_match"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{paths[1]} is better than {paths[0]}: mean score +0.250 (95 % interval +0.1" in shown
-    assert "1 prompts are in one of the two files only" in shown
+    assert "1 prompts are in only one of the two files" in shown
     against = json.loads(paths[1].with_suffix(".evaluation.json").read_text())["against"]
     assert against["difference"]["mean"]["value"] == 0.25 and against["unpaired"] == 1
     assert "against" not in json.loads(paths[0].with_suffix(".evaluation.json").read_text())
@@ -98,12 +98,12 @@ def test_reward_config_takes_every_kind_of_name(tmp_path):
     assert reward_config("package.module.score") == {"_target_": "package.module.score"}
     empty = tmp_path / "empty.yaml"
     empty.write_text("run: {name: x}")
-    with pytest.raises(ConfigError, match=r"it has no `reward.functions`"):
+    with pytest.raises(ConfigError, match=r"the file has no `reward.functions`"):
         reward_config(str(empty))
 
 
 def test_reward_config_refuses_the_reward_of_a_conversation(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("reward: {functions: {default: {_target_: game.play}}}\nenvironment: {max_turns: 4}")
-    with pytest.raises(ConfigError, match=r"environment.max_turns=4\), and samples are single responses"):
+    with pytest.raises(ConfigError, match=r"environment.max_turns=4\), but samples are single responses"):
         reward_config(str(config))

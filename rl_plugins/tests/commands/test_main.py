@@ -1,4 +1,4 @@
-"""The console script: all commands, their help, and messages about wrong arguments."""
+"""The console script: all commands, the help of each, and messages about wrong arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_main_lists_the_commands(capsys):
     ("arguments", "message"),
     [
         (["exprot"], "there is no command 'exprot'; did you mean 'export'?"),
-        (["xyz"], "there is no command 'xyz'; there is: doctor,"),
+        (["xyz"], "there is no command 'xyz'; the commands are: doctor,"),
         (["show", "nowhere"], "nowhere is not the folder of a run: it has no metrics.jsonl"),
         (["export", "nowhere", "out"], "nowhere is not a checkpoint of a run"),
         (["generate", "m", "--data", "no.parquet", "--output", "x.parquet"], "no.parquet: there is no such file"),
@@ -31,16 +31,16 @@ def test_main_lists_the_commands(capsys):
         (["generate", "m", "--data", "d", "--output", "x.parquet", "--top-p", "2"], "--top-p 2.0 is out of range"),
         (
             ["generate", "m", "--data", "d", "--output", "x.parquet", "--samples", "2", "--temperature", "0"],
-            "--samples 2 with --temperature 0 are all the same",
+            "--samples 2 with --temperature 0 would all be the same",
         ),
         (["evaluate", "no.parquet", "--reward", "exact_match"], "no.parquet: there is no such file"),
-        (["evaluate", "a", "b", "c", "--reward", "exact_match"], "3 are given"),
+        (["evaluate", "a", "b", "c", "--reward", "exact_match"], "there are 3 inputs"),
         (["evaluate", "policy", "--reward", "exact_match"], "it is a policy: give --data and --output"),
         (["evaluate", "x.parquet", "--reward", "exact"], "--reward exact: use one of correct_and_format, exact_match"),
         (["evaluate", "x.parquet", "--reward", "none.yaml"], "--reward none.yaml: there is no such file"),
     ],
 )
-def test_main_says_in_one_line_how_to_mend_wrong_arguments(arguments, message, capsys, tmp_path, monkeypatch):
+def test_main_names_a_wrong_argument_and_the_correction_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     error = capsys.readouterr().err
@@ -49,7 +49,7 @@ def test_main_says_in_one_line_how_to_mend_wrong_arguments(arguments, message, c
 
 
 def loaded_by(root, *commands):
-    """The heavy libraries that command lines load in one process, and the text that the process prints."""
+    """Run command lines in one process; return the imported heavy libraries, and the printed text."""
     code = (
         "import sys\nfrom rl_plugins.commands.main import main\n"
         f"for command in {commands!r}:\n"

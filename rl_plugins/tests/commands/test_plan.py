@@ -1,4 +1,4 @@
-"""`rl-plugins plan` as it is typed."""
+"""`rl-plugins plan` from the command line."""
 
 from __future__ import annotations
 
@@ -84,24 +84,30 @@ def test_plan_refuses_the_impossible_and_loads_no_heavy_library(model, root):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["sft", "model.path=M"], "plan is for stages that sample what they train on"),
+        (["sft", "model.path=M"], "plan is for stages that train on their own samples"),
         (["grpo", "model.path=nowhere/at/all"], "model.path=nowhere/at/all: there is no such folder or file"),
-        (["grpo", "model.path=M", "placement.num_workers=7"], "no placement on 8 devices agrees with the options"),
-        (["grpo", "model.path=M", "--device", "cpu", "--nodes", "2"], "--nodes: CPUs are planned for on one machine"),
+        (
+            ["grpo", "model.path=M", "placement.num_workers=7"],
+            "no placement on 8 devices agrees with the given options",
+        ),
+        (["grpo", "model.path=M", "--device", "cpu", "--nodes", "2"], "--nodes: a plan for CPUs is for one machine"),
         (["grpo", "model.path=M", "--devices", "0"], "both must be 1 or more"),
         (["grpo", "model.path=M", "--rows", "0"], "--rows 0: must be 1 or more"),
         (["grpo", "model.path=M", "--response-tokens", "-1"], "--response-tokens -1: must be 1 or more"),
-        (["grpo", "model.path=M", "rollout.dtype=float16"], "rollout.dtype=float16: plan knows the rates of float32"),
+        (["grpo", "model.path=M", "rollout.dtype=float16"], "rollout.dtype=float16: plan has rates for float32"),
         (["grpo", "model.path=M", "batch.samples_per_prompt=0"], "batch.samples_per_prompt=0: must be at least 1"),
-        (["grpo", "model.path=M", "batch.updates_per_step=3"], "no placement on 8 devices agrees with the options"),
+        (
+            ["grpo", "model.path=M", "batch.updates_per_step=3"],
+            "no placement on 8 devices agrees with the given options",
+        ),
         (
             ["grpo", "model.path=M", "placement.cpus_per_worker=9", "--device", "cpu"],
-            "a run would refuse every placement, the first as follows: the placement needs 9 CPUs",
+            "a run would refuse every placement, the first with the message: the placement needs 9 CPUs",
         ),
         (["grpo", "model.path=M", "--device", "cpu", "--calibration", "no.json"], "--calibration no.json: "),
     ],
 )
-def test_plan_says_in_one_line_how_to_mend_the_options(words, message, model, capsys):
+def test_plan_names_a_wrong_option_and_the_correction_in_one_line(words, message, model, capsys):
     devices = [] if "--devices" in words or "--nodes" in words else ["--devices", "8"]
     device = [] if "--device" in words else ["--device", "h100"]
     assert main(["plan", *(word.replace("=M", f"={model}") for word in words), *device, *devices]) == 2

@@ -1,4 +1,4 @@
-"""`rl-plugins show` on the folder of a run, also while the run writes."""
+"""`rl-plugins show` on the folder of a run, also during the run."""
 
 from __future__ import annotations
 

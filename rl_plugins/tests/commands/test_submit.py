@@ -1,8 +1,9 @@
-"""`rl-plugins submit` until the job is sent."""
+"""`rl-plugins submit`: the command, the server and the environment of the job, and calls with a deadline."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import subprocess
 import sys
@@ -16,7 +17,6 @@ import pytest
 
 from rl_plugins.commands import submit
 from rl_plugins.errors import ConfigError, DeadlineExceeded
-from rl_plugins.launch import ray_job
 from rl_plugins.tests.patience import patient
 
 ROOT = Path(__file__).parents[3]
@@ -85,17 +85,28 @@ def test_submit_names_an_address_that_does_not_answer(tmp_path, refused_address)
         submit.run(parse("--folder", str(tmp_path), "--address", address, "--", "grpo"))
 
 
+def test_connect_prefers_the_address_to_the_unchanged_variables_of_ray(monkeypatch, refused_address):
+    monkeypatch.setenv("RAY_ADDRESS", "http://other:8265")
+    with pytest.raises(ConfigError, match=f"no Ray job server at http://{refused_address} .*{refused_address}"):
+        submit.connect(f"http://{refused_address}")
+    assert "RAY_API_SERVER_ADDRESS" not in os.environ
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://another:8265")
+    with pytest.raises(ConfigError, match=f"no Ray job server at http://{refused_address} .*{refused_address}"):
+        submit.connect(f"http://{refused_address}")
+    assert os.environ["RAY_API_SERVER_ADDRESS"] == "http://another:8265"
+
+
 def test_connect_raises_after_the_deadline_for_a_silent_server(monkeypatch):
-    monkeypatch.setattr(ray_job, "CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(submit, "CONNECT_TIMEOUT_S", 0.05)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         with pytest.raises(ConfigError, match=r"did not answer in 0\.05 s"):
-            ray_job.connect(f"http://127.0.0.1:{listener.getsockname()[1]}")
+            submit.connect(f"http://127.0.0.1:{listener.getsockname()[1]}")
 
 
 class Guarded(BaseHTTPRequestHandler):
-    """A server that wants a token."""
+    """A server that requires a token."""
 
     def do_GET(self) -> None:
         self.send_error(401, "Unauthorized: Missing authentication token")
@@ -104,12 +115,12 @@ class Guarded(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def test_connect_says_in_one_line_that_the_server_wants_a_token(monkeypatch):
-    monkeypatch.setattr(ray_job, "CONNECT_TIMEOUT_S", patient(60))
+def test_connect_raises_one_line_if_the_server_requires_a_token(monkeypatch):
+    monkeypatch.setattr(submit, "CONNECT_TIMEOUT_S", patient(60))
     with HTTPServer(("127.0.0.1", 0), Guarded) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         with pytest.raises(ConfigError) as refused:
-            ray_job.connect(f"http://127.0.0.1:{server.server_port}")
+            submit.connect(f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
     assert "set RAY_AUTH_MODE=token" in str(refused.value) and "\n" not in str(refused.value)
 
@@ -117,19 +128,19 @@ def test_connect_says_in_one_line_that_the_server_wants_a_token(monkeypatch):
 def test_exit_code_of_a_failed_job_leaves_the_log_of_the_job_out(capsys):
     said = "Job entrypoint command failed with exit code 2, last available logs (truncated to 20,000 chars):\nerror: no"
     details: Any = SimpleNamespace(status="FAILED", message=said, driver_exit_code=2)
-    assert ray_job._exit_code("job_1", details, stopping=False) == 2
+    assert submit._exit_code("job_1", details, stopping=False) == 2
     assert capsys.readouterr().err == "job_1 failed: Job entrypoint command failed with exit code 2\n"
 
 
 def test_within_raises_the_error_of_the_call():
     with pytest.raises(ZeroDivisionError):
-        ray_job.within(patient(60), "a division", lambda: 1 // 0)
+        submit.within(patient(60), "a division", lambda: 1 // 0)
 
 
 def test_within_raises_after_the_deadline():
     never = threading.Event()
     with pytest.raises(DeadlineExceeded, match="an event did not answer"):
-        ray_job.within(0.01, "an event", never.wait)
+        submit.within(0.01, "an event", never.wait)
     # Lets the thread of the call end.
     never.set()
 

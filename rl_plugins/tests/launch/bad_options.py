@@ -171,7 +171,7 @@ CHECKS: dict[str, list[Case]] = {
         (["model.path=no_config"], ["no_config", "no config.json"]),
         (["model.path=few_embeddings"], ["ids up to 256", "100 embeddings"]),
         (["model.path=no_template"], ["no_template", "no chat template", "instruction-tuned"]),
-        (["sampling.max_tokens=250"], ["data.max_prompt_tokens=26", "takes 256", "lower one"]),
+        (["sampling.max_tokens=250"], ["data.max_prompt_tokens=26", "takes 256", "lower one of the two"]),
         (["reference.path=./gone"], ["reference.path=./gone", "no such folder"]),
         (
             ["sampling.top_p=0.9", "algorithm.correction=token_tis"],
@@ -189,7 +189,7 @@ CHECKS: dict[str, list[Case]] = {
         (["run.name=a/b"], ["run.name=a/b", "run.output_dir"]),
         (["run.name=old"], ["outputs/old exists", "run.resume=true", "run.name"]),
         (["run.resume=true"], ["run.resume=true", "no folder", "outputs/grpo", "without run.resume"]),
-        (["run.name=through", "run.resume=true"], ["outputs/through is through", "run.name"]),
+        (["run.name=through", "run.resume=true"], ["outputs/through is complete", "run.name"]),
         (["model.path=models:/nobody@champion"], ["model.path=models:/nobody", "no MLflow store"]),
         (["tracking.register_as=a/b"], ["tracking.register_as=a/b"]),
         (["tracking.register_as=a", "run.export=false"], ["it needs run.export=true"]),

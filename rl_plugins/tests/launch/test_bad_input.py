@@ -1,4 +1,4 @@
-"""A run that cannot work ends at once: one line that names the option and the way out, status 2, nothing is started."""
+"""A run with a wrong option ends before anything starts, with status 2 and one line: the option and its correction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from rl_plugins.launch import local, ray_train, resources
+from rl_plugins.launch import local, preflight, ray_train
 from rl_plugins.launch.command_line import compose_config, recipe_main, run_recipe
 from rl_plugins.launch.config import parse_config
 from rl_plugins.run_folder import RunFolder
@@ -39,7 +39,7 @@ def _in_workplace(workplace: Path, _composed_once: None, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The launchers that were called; nothing else happens in them."""
+    """Names of the launchers that were called. The launchers themselves do nothing."""
     calls: list[str] = []
     monkeypatch.setattr(ray_train, "train", lambda *_: calls.append("ray"))
     monkeypatch.setattr(local, "train", lambda *_: calls.append("local"))
@@ -62,17 +62,17 @@ def grpo(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | str | None]:
 
 
 def compose(*overrides: str) -> str:
-    """The message of the ConfigError that composing good options and others raises."""
+    """Return the message of the ConfigError that composing the good and the given options raises."""
     return message_of(lambda: parse_config(compose_config("grpo", [*GOOD, *overrides])))
 
 
 def check(*overrides: str) -> str:
-    """The message of the ConfigError that `run_recipe` raises with good options and others."""
+    """Return the message of the ConfigError that `run_recipe` raises with the good and the given options."""
     return message_of(lambda: run_recipe(configured("grpo", *GOOD, *overrides)))
 
 
 def missing_words(message: str, overrides: list[str], expected: list[str]) -> list[str]:
-    """What is wrong with a message, in a line for each word."""
+    """Return one line for each expected text that is not in the message, and one if the message has several lines."""
     lines = [f"{overrides}: {words!r} is not in {message!r}" for words in expected if words not in message]
     return [*lines, f"{overrides}: {message!r} is of several lines"] if "\n" in message else lines
 
@@ -113,7 +113,7 @@ def test_run_recipe_refuses_offload_to_nvme_without_libaio(started, monkeypatch)
 
 
 def test_run_recipe_refuses_cuda_without_a_gpu(started, monkeypatch):
-    monkeypatch.setattr(resources, "local_gpus", lambda: 0)
+    monkeypatch.setattr(preflight, "local_gpus", lambda: 0)
     overrides = ["placement.device=cuda"]
     words = ["placement.device=cuda", "no NVIDIA GPU", "placement.device=cpu"]
     assert missing_words(check(*overrides), overrides, words) == [] and started == []
@@ -193,7 +193,7 @@ def test_run_recipe_resumes_a_folder_without_a_checkpoint_from_the_beginning(sta
     assert f"grpo: {tmp_path}/grpo has no checkpoint, so it begins anew" in capsys.readouterr().out
 
 
-def test_recipe_main_says_how_a_stopped_run_goes_on(grpo, monkeypatch, tmp_path, capsys):
+def test_recipe_main_prints_the_option_that_continues_a_stopped_run(grpo, monkeypatch, tmp_path, capsys):
     def stopped(config, folder, checkpoint):
         folder.stopped.write_text("after step 3: SIGTERM")
 

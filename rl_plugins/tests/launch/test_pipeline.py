@@ -1,13 +1,16 @@
-"""A wrong option of a pipeline is named with its stage before the first stage, and nothing is left behind."""
+"""Pipelines: wrong options are reported with the stage before the first stage starts; resuming; help."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from rl_plugins.errors import ConfigError, RunStopped
 from rl_plugins.launch import pipeline
@@ -29,7 +32,7 @@ def run(*overrides: str) -> None:
 
 @pytest.fixture
 def good(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The options of a pipeline whose files are all there."""
+    """The options of a pipeline whose files exist."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     train, test = f"{workplace}/train.parquet", f"{workplace}/test.parquet"
     return [
@@ -42,7 +45,7 @@ def good(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> list[RecipeConfig]:
-    """The configurations of the stages that were run; a stage makes only the folder of its model."""
+    """The configurations of the stages that ran. Each stage only makes the folder of its model."""
     ran: list[RecipeConfig] = []
 
     def run_recipe(config: RecipeConfig, *_: object) -> None:
@@ -183,3 +186,12 @@ def test_pipeline_main_shows_the_options(
         pipeline_main("sft_rm_ppo")
     assert set(lines) <= set(capsys.readouterr().out.splitlines())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_register_schema_lets_hydra_share_one_store_but_no_nodes() -> None:
+    register_schema()
+    store = ConfigStore.instance()
+    assert deepcopy(store) is store
+    first, second = (store.load("pipeline_schema.yaml").node for _ in range(2))
+    first.name = "changed"
+    assert OmegaConf.is_missing(second, "name")

@@ -16,7 +16,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no <engine>"), KeyboardInterrupt()])
-def test_reported_says_in_the_report_how_a_run_ended(folder: RunFolder, error: BaseException) -> None:
+def test_reported_writes_the_end_of_the_run_into_the_report(folder: RunFolder, error: BaseException) -> None:
     with pytest.raises(type(error)), reported(folder):
         raise error
     assert f"Ended by an error: {type(error).__name__}" in folder.report.read_text()

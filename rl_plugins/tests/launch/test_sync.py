@@ -1,4 +1,4 @@
-"""`rl-plugins sync` of a run whose store was away when the run ended: what is sent, and what the run's folder holds."""
+"""`rl-plugins sync` of a run that ended during an outage: the content of the store and of the run's folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = patient(60)
 
 @pytest.fixture(scope="module")
 def empty_store(tmp_path_factory: pytest.TempPathFactory, sqlite_without_sync: None) -> Path:
-    """The file of an MLflow store, to be copied: MLflow takes a second to make one."""
+    """The file of an MLflow store, for copies: MLflow takes a second to make a store."""
     file = tmp_path_factory.mktemp("store") / "empty.db"
     MlflowClient(f"sqlite:///{file}").search_experiments()
     return file
@@ -40,7 +40,7 @@ def store(empty_store: Path) -> str:
 
 @pytest.fixture
 def folder(store: str, tmp_path: Path) -> RunFolder:
-    """The folder of a run that has ended and was never sent."""
+    """The folder of an ended run whose content was never sent."""
     folder = RunFolder(tmp_path / "run")
     for path in (folder.checkpoint(1), folder.checkpoint(2), folder.samples, folder.export):
         path.mkdir(parents=True)
@@ -59,7 +59,7 @@ def folder(store: str, tmp_path: Path) -> RunFolder:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The examples of the policies that were registered; MLflow's transformers flavour, which is slow, is left out."""
+    """The examples of the registered policies. The transformers flavour of MLflow, which is slow, is not used."""
     examples: list[str] = []
 
     def register_policy(run: TrackedRun, policy: Path, name: str, evaluation: object, example: str) -> str:
@@ -117,7 +117,7 @@ def test_sync_to_another_store_makes_a_new_run(empty_store: Path, folder: RunFol
 
 @pytest.fixture
 def no_mlflow() -> Iterator[str]:
-    """The address of a server that is no MLflow server."""
+    """The address of a server of another kind."""
     server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     # How often the server looks whether it is to end.
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rl_plugins.launch.resources import slow_here
+from rl_plugins.launch.preflight import slow_here
 from rl_plugins.tests.launch.configurations import configured
 
 
@@ -16,8 +16,8 @@ def _processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     yield
 
 
-def said(*overrides: str) -> str | None:
-    """What `slow_here` says of the GRPO recipe."""
+def warning(*overrides: str) -> str | None:
+    """Return `slow_here` of the GRPO recipe."""
     return slow_here(configured("grpo", "model.path=model", "placement.device=cpu", *overrides))
 
 
@@ -34,18 +34,18 @@ def said(*overrides: str) -> str | None:
     ],
 )
 def test_slow_here_names_the_faster_options_on_a_cpu_without_bfloat16(overrides: list[str], faster: str) -> None:
-    words = said(*overrides)
-    assert words is not None and faster in words
+    text = warning(*overrides)
+    assert text is not None and faster in text
 
 
-def test_slow_here_says_nothing_for_float32_a_gpu_a_cluster_or_a_cpu_with_bfloat16(
+def test_slow_here_is_none_for_float32_a_gpu_a_cluster_or_a_cpu_with_bfloat16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert said() is None
-    assert said("model.precision=bf16-true", "placement.device=cuda") is None
+    assert warning() is None
+    assert warning("model.precision=bf16-true", "placement.device=cuda") is None
     with monkeypatch.context() as cluster:
         # The processors of a cluster are not known here.
         cluster.setenv("RAY_ADDRESS", "auto")
-        assert said("model.precision=bf16-true") is None
+        assert warning("model.precision=bf16-true") is None
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    assert said("model.precision=bf16-true") is None
+    assert warning("model.precision=bf16-true") is None

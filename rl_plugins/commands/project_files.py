@@ -1,4 +1,8 @@
-"""What of a project a Ray job needs, as one zip file: what git knows or would take, and never what is heavy."""
+"""Select the files of a project for a Ray job, and write a zip file of the selected files.
+
+The selection contains files that git tracks and new files, except for files that git ignores, data, results,
+checkpoints and environments.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import os
 import subprocess
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePath
 
@@ -19,28 +23,30 @@ NEVER_SENT = (
     "lightning_logs", "mlruns", "mlartifacts", "wandb", "*.safetensors", "*.ckpt", "*.pt", "*.bin", "*.gguf",
     "*.parquet", "*.arrow", "*.jsonl", "*.db",
 )  # fmt: skip
-"""Names of files and folders that stay here: data, results, checkpoints and environments."""
+"""Patterns for the names of files and folders that are left out: data, results, checkpoints and environments."""
 
 _GIT_TIMEOUT_S = 60
-_LISTED = 10
-# Zip files know no earlier time; one time for all makes the same files the same package, which is sent once.
-_TIME = (1980, 1, 1, 0, 0, 0)
+_NUM_LISTED = 10
+_ZIP_TIME = (1980, 1, 1, 0, 0, 0)
+"""Earliest time of the zip format. One time for all files makes equal packages of equal files, uploaded once."""
 
 
 def files_to_send(root: Path, exclude: Sequence[str] = (), include: Sequence[str] = ()) -> dict[PurePath, Path]:
-    """Path in the package to file: tracked by git or untracked and not ignored; all there are without a repository.
+    """Return the files to send: path in the package to file.
+
+    Without git or a repository, all files are selected, except for the patterns in `NEVER_SENT`.
 
     Args:
-        root: the project.
-        exclude: patterns of names or of paths below `root` that are left out, besides `NEVER_SENT`.
-        include: patterns of paths below `root` that are sent all the same.
+        root: Folder of the project.
+        exclude: Patterns of names, or of paths below `root`, to leave out besides `NEVER_SENT`.
+        include: Patterns of paths below `root` to send even if git or `NEVER_SENT` excludes the path.
 
     Raises:
-        ConfigError: git fails, or lists no file; a link leads out of the project.
+        ConfigError: git fails, git lists no file, or a link leads out of the project.
     """
     listed = _listed_by_git(root, include)
     known = set(_walk(root) if listed is None else listed)
-    # An environment is known by this file, whatever its name.
+    # Every virtual environment contains this file, whatever the name of the folder.
     environments = {path.parent for path in known if path.name == "pyvenv.cfg"}
     chosen = {
         path
@@ -50,15 +56,24 @@ def files_to_send(root: Path, exclude: Sequence[str] = (), include: Sequence[str
     }
     files: dict[PurePath, Path] = {}
     for path in sorted(chosen):
-        files |= dict(_resolved(root, path, chosen))
+        files |= dict(_resolve_link(root, path, chosen))
     return files
 
 
-def zip_files(files: dict[PurePath, Path], root: Path, archive: Path, *, limit_mib: float) -> int:
-    """Write the files, and what git says of the project, into `archive`; returns their bytes before packing.
+def zip_files(files: Mapping[PurePath, Path], root: Path, archive: Path, *, limit_mib: float) -> int:
+    """Write the files and the state of the git repository into a zip file.
+
+    Args:
+        files: Files to write, as `files_to_send` returns them.
+        root: Folder of the project.
+        archive: Zip file to write.
+        limit_mib: Largest allowed size of all files before compression, in MiB.
+
+    Returns:
+        Size of all files before compression, in bytes.
 
     Raises:
-        ConfigError: they are larger than `limit_mib`; lists what takes the room.
+        ConfigError: The files are larger than `limit_mib`. The message lists the largest files.
     """
     sizes = {path: file.stat().st_size for path, file in files.items()}
     total = sum(sizes.values())
@@ -70,32 +85,33 @@ def zip_files(files: dict[PurePath, Path], root: Path, archive: Path, *, limit_m
         )
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as package:
         for path, file in files.items():
-            entry = zipfile.ZipInfo(path.as_posix(), _TIME)
+            entry = zipfile.ZipInfo(path.as_posix(), _ZIP_TIME)
             entry.external_attr = file.stat().st_mode << 16
             entry.compress_type = zipfile.ZIP_DEFLATED
             package.writestr(entry, file.read_bytes())
         if (state := git_state(root)) is not None:
-            package.writestr(zipfile.ZipInfo(GIT_STATE_FILE, _TIME), json.dumps(state))
+            package.writestr(zipfile.ZipInfo(GIT_STATE_FILE, _ZIP_TIME), json.dumps(state))
     return total
 
 
-def describe_largest(sizes: dict[PurePath, int]) -> str:
-    """The largest folders and files, a line each; a folder counts all that is below it."""
+def describe_largest(sizes: Mapping[PurePath, int]) -> str:
+    """Return one line for each of the largest files and folders. A folder has the size of all files below."""
     totals: Counter[str] = Counter()
     for path, size in sizes.items():
         totals[path.as_posix()] += size
         for folder in list(path.parents)[:-1]:
             totals[f"{folder.as_posix()}/"] += size
-    return "\n".join(f"  {size / 2**20:8.1f} MiB  {name}" for name, size in totals.most_common(_LISTED))
+    return "\n".join(f"  {size / 2**20:8.1f} MiB  {name}" for name, size in totals.most_common(_NUM_LISTED))
 
 
 def _listed_by_git(root: Path, include: Sequence[str]) -> list[PurePath] | None:
-    """Tracked files and untracked ones that are not ignored; ignored ones only if they are included by name.
+    """Return the tracked files, new files that git does not ignore, and ignored files that match `include`.
 
     None without git or a repository.
 
     Raises:
-        ConfigError: git fails, or lists no file: all files instead would bring those that it ignores, such as secrets.
+        ConfigError: git fails or lists no file. Returning all files instead would send ignored files, such as
+            secrets.
     """
     known = _git_files(root, "--cached", "--others", "--exclude-standard")
     if known is None:
@@ -106,16 +122,16 @@ def _listed_by_git(root: Path, include: Sequence[str]) -> list[PurePath] | None:
     files = [path for path in known if os.path.lexists(root / path)]
     if not files:
         raise ConfigError(
-            f"git lists no file of {root}: it is empty, or ignored by the repository that it lies in: name what is "
-            "sent with --include PATTERN, make it a repository of its own with git init, or send another --folder"
+            f"git lists no file of {root}: the folder is empty, or the repository around it ignores it: name the files "
+            "with --include PATTERN, make the folder a repository of its own with git init, or send another --folder"
         )
     return files
 
 
-def _git_files(root: Path, *which: str) -> list[PurePath] | None:
+def _git_files(root: Path, *options: str) -> list[PurePath] | None:
     try:
         listing = subprocess.run(
-            ["git", "ls-files", "-z", *which], cwd=root, capture_output=True, timeout=_GIT_TIMEOUT_S, check=False
+            ["git", "ls-files", "-z", *options], cwd=root, capture_output=True, timeout=_GIT_TIMEOUT_S, check=False
         )
     except FileNotFoundError:
         return None
@@ -124,8 +140,8 @@ def _git_files(root: Path, *which: str) -> list[PurePath] | None:
             return None
         reason = " ".join(os.fsdecode(listing.stderr).split())
         raise ConfigError(
-            f"git cannot list the files of {root} ({reason}): mend that, or send another --folder; without git's word "
-            "files that are ignored would be sent, too"
+            f"git cannot list the files of {root} ({reason}): correct that, or send another --folder; without git, "
+            "ignored files would be sent, too"
         )
     return [PurePath(os.fsdecode(name)) for name in listing.stdout.split(b"\0") if name]
 
@@ -143,7 +159,7 @@ def _walk(root: Path) -> Iterator[PurePath]:
 
 
 def _matches(path: PurePath, patterns: Iterable[str]) -> bool:
-    """Whether the path, a folder above it, or the name of either fits one of the patterns."""
+    """Return True if a pattern matches the path, a folder above it, or the name of either."""
     places = [path, *list(path.parents)[:-1]]
     return any(
         fnmatch(place.as_posix(), pattern.strip("/")) or fnmatch(place.name, pattern.rstrip("/"))
@@ -152,8 +168,8 @@ def _matches(path: PurePath, patterns: Iterable[str]) -> bool:
     )
 
 
-def _resolved(root: Path, path: PurePath, chosen: set[PurePath]) -> Iterator[tuple[PurePath, Path]]:
-    """The file, or what a link leads to; a link to a folder stands for the files that are sent from there."""
+def _resolve_link(root: Path, path: PurePath, chosen: set[PurePath]) -> Iterator[tuple[PurePath, Path]]:
+    """Yield path in the package and file. A link yields its target; a link to a folder, all chosen files in it."""
     place = root / path
     if not place.is_symlink():
         if place.is_file():

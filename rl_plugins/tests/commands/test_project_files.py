@@ -1,4 +1,4 @@
-"""The files of a project that a Ray job is sent, without heavy ones."""
+"""The selection of a project's files for a Ray job, and the zip file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_plugins.commands.project_files import files_to_send, zip_files
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.working_folder import files_to_send, zip_files
 from rl_plugins.tracking.provenance import GIT_STATE_FILE, git_state
 
 
@@ -32,7 +32,7 @@ def sent(folder: Path, **patterns: list[str]) -> set[str]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A repository with a package, a link to the package, and files that must not be sent."""
+    """A repository with a package, a link to the package, and files to leave out."""
     folder = tmp_path / "project"
     write(folder, "train.py", "package/data/rows.py", "package/model.py", "package/vectors.parquet")
     (folder / "linked").symlink_to("package")

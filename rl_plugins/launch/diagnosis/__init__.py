@@ -1,1 +1,0 @@
-"""What `rl-plugins doctor` looks at, without importing anything heavy."""
