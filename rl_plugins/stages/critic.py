@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
+from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.value_loss import value_loss
 from rl_plugins.data.experience import Experience
 from rl_plugins.models.lora import LoraConfig
@@ -83,6 +84,11 @@ class ValueObjective:
             metrics.add_each({f"critic/{name}": value for name, value in measured.items()}, micro.response_mask)
             metrics.add_sum("critic/loss", loss.detach() / (counts.ranks * self.updates))
             yield loss, position == len(micro_batches) - 1
+
+
+def value_objective(algorithm: Algorithm, updates: int) -> ValueObjective:
+    """Return the objective of an algorithm's critic; `updates` is the number of optimizer steps of a step."""
+    return ValueObjective(algorithm.value_clip, algorithm.aggregation, algorithm.scale_factor, updates)
 
 
 def explained_variance(

@@ -48,6 +48,7 @@ class ExperienceMaker:
         self._algorithm, self._passes, self._schedule = algorithm, passes, schedule
         self._kl_controller, self._updates, self._has_critic = kl_controller, updates, has_critic
         self._process_rewards = process_rewards
+        self._ratio_to_rollout = ratio_to_rollout(algorithm, schedule)
         self._strategy = passes.strategy
         self.metrics: dict[str, float] = {}
 
@@ -70,25 +71,16 @@ class ExperienceMaker:
         self._add_advantages(samples)
         return samples
 
-    @property
-    def ratio_to_rollout(self) -> bool:
-        """True if the loss compares the policy with the policies that sampled, instead of the policy before the update.
-
-        That is so if the algorithm says so, or if samples are stale and nothing else corrects for their age.
-        """
-        correction = self._algorithm.rollout_correction
-        return correction.bypass or (self._schedule.max_staleness > 0 and not correction.decoupled)
-
     def _add_log_probs(self, samples: Experience) -> None:
         needs = self._algorithm.needs
-        if self.ratio_to_rollout:
+        if self._ratio_to_rollout:
             samples.old_log_probs = samples.rollout_log_probs
-        if "old_log_probs_BT" in needs or (self._updates > 1 and not self.ratio_to_rollout):
+        if "old_log_probs_BT" in needs or (self._updates > 1 and not self._ratio_to_rollout):
             with self._strategy.phases.measure("old_log_probs"):
                 squares = "sum_pi_squared_BT" in needs
                 old = self._passes.per_token(samples, partial(self._log_probs, POLICY, sum_pi_squared=squares))
             samples.entropy, samples.sum_pi_squared = old["entropy"], old.get("sum_pi_squared")
-            if not self.ratio_to_rollout:
+            if not self._ratio_to_rollout:
                 samples.old_log_probs = old["log_probs"]
         if "ref_log_probs_BT" in needs:
             with self._strategy.phases.measure("ref_log_probs"):
@@ -161,6 +153,16 @@ class ExperienceMaker:
                 kl_coefficient=self._kl_controller.coefficient,
                 sum_over_ranks=self._strategy.ranks.sum,
             )
+
+
+def ratio_to_rollout(algorithm: Algorithm, schedule: Schedule) -> bool:
+    """Return True if the loss compares the policy with the policies that sampled.
+
+    Otherwise the loss compares it with the policy before the update. The policies that sampled are compared if
+    the algorithm says so, or if samples are stale and nothing else corrects for their age.
+    """
+    correction = algorithm.rollout_correction
+    return correction.bypass or (schedule.max_staleness > 0 and not correction.decoupled)
 
 
 def shape_rewards(samples: Experience, algorithm: Algorithm) -> None:

@@ -6,17 +6,14 @@ The algorithm is an `Algorithm`; the strategy owns models, rollout engine and me
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.algorithms.masked import sequence_means
-from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.tokenization import check_same_tokens
@@ -26,14 +23,13 @@ from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.rewards.default import Reward, default_scorer
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.comparable import check_comparable
-from rl_plugins.stages.critic import CriticConfig, ValueObjective, explained_variance
+from rl_plugins.stages.critic import CriticConfig, value_objective
 from rl_plugins.stages.critic_learner import CriticTraining
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.environment import EnvironmentConfig
 from rl_plugins.stages.experience_maker import ExperienceMaker
-from rl_plugins.stages.fields import filled, named_tensors
-from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
 from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.policy_learner import PolicyLearner
 from rl_plugins.stages.process_rewards import (
     PROCESS_REFERENCE,
     PROCESS_REWARD_MODEL,
@@ -41,13 +37,13 @@ from rl_plugins.stages.process_rewards import (
     ProcessRewards,
 )
 from rl_plugins.stages.prompt_source import PromptSource
-from rl_plugins.stages.rollouts import Rollouts, step_seed
+from rl_plugins.stages.rollouts import Rollouts
 from rl_plugins.stages.sampling import PromptSampler, conversations_with, greedy, with_stop_token
 from rl_plugins.stages.schedule import Schedule
 from rl_plugins.stages.scoring import RewardModelConfig, RewardModelScorer, SampleScorer, Scorer
 from rl_plugins.stages.stage import Stage, StageArguments, comes_with_adapter
 from rl_plugins.stages.validation import GenerationValidation
-from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER, Strategy
+from rl_plugins.strategies.contract import CRITIC, REFERENCE, REWARD_MODEL, TEACHER, Strategy
 
 
 class PolicyOptimization(Stage):
@@ -57,6 +53,7 @@ class PolicyOptimization(Stage):
         prompts: data loader of training, since `setup`.
         rollouts: collects the samples of a step, since `setup`.
         experience: adds log-probs, values and advantages to samples, since `setup`.
+        learner: updates policy and critic, since `setup`.
 
     Args:
         policy: see `Stage`.
@@ -85,6 +82,7 @@ class PolicyOptimization(Stage):
     prompts: PromptSource
     rollouts: Rollouts
     experience: ExperienceMaker
+    learner: PolicyLearner
 
     def __init__(
         self,
@@ -202,9 +200,23 @@ class PolicyOptimization(Stage):
             self.passes,
             self.schedule,
             self.kl_controller,
-            updates=self._updates,
+            updates=self.updates_per_step * self.passes_per_step,
             has_critic=self.critic_config is not None,
             process_rewards=process_rewards,
+        )
+        self.learner = PolicyLearner(
+            self.algorithm,
+            self.passes,
+            self.optimize,
+            lambda: self.critic,
+            critic_config=self.critic_config,
+            schedule=self.schedule,
+            num_samples=self.sampling.num_samples,
+            updates_per_step=self.updates_per_step,
+            passes_per_step=self.passes_per_step,
+            seed=self.seed,
+            kl_controller=self.kl_controller,
+            entropy_controller=self.entropy_controller,
         )
         self.validation = GenerationValidation(sampler, scorer, self.eval_sampling)
 
@@ -271,18 +283,13 @@ class PolicyOptimization(Stage):
             path=self._critic_path,
             config=self.critic_config,
             gradient_clip=self._bound_or(self.critic_config.optimizer),
-            objective=self._value_objective,
+            objective=value_objective(self.algorithm, self.updates_per_step * self.passes_per_step),
             computes_in=self.model_dtype,
             gradient_checkpointing=self._gradient_checkpointing,
             tokens_per_micro_batch=self.tokens_per_micro_batch,
             packing=self.packing,
             seed=self.seed,
         )
-
-    @property
-    def _value_objective(self) -> ValueObjective:
-        algorithm = self.algorithm
-        return ValueObjective(algorithm.value_clip, algorithm.aggregation, algorithm.scale_factor, self._updates)
 
     # The step ---------------------------------------------------------------------------------------------------
 
@@ -299,141 +306,7 @@ class PolicyOptimization(Stage):
 
     def update(self, batch: Experience) -> dict[str, float]:
         """Take the optimizer steps of a step; return its metrics, averaged over all ranks."""
-        tokens = TokenMetrics()
-        policy_learns = self.critic_config is None or self.step >= self.critic_config.warmup_steps
-        for number, mini_batch in enumerate(self._mini_batches(batch), 1):
-            if self.critic_config is not None:
-                with self.strategy.phases.measure("update_critic"):
-                    self._update_critic(mini_batch, tokens, last=number == self._updates)
-            if policy_learns:
-                with self.strategy.phases.measure("update_policy"):
-                    self._choose_tokens(mini_batch)
-                    self.optimize(self._policy_losses(mini_batch, tokens, first=number == 1))
-        if not policy_learns:
-            # The next samples carry the version of this step, though the weights have not changed.
-            self.strategy.rollout.weights_changed()
-        metrics = tokens.averages(self.strategy.ranks.sum, self.strategy.ranks.max)
-        if isinstance(self.critic, CriticPool):
-            # The critic has learnt while the policy learnt.
-            with self.strategy.phases.measure("update_critic"):
-                metrics |= self.critic.learnt()
-        return metrics | self._adapt(batch, metrics)
-
-    @property
-    def _updates(self) -> int:
-        return self.updates_per_step * self.passes_per_step
-
-    def _mini_batches(self, batch: Experience) -> Iterator[Experience]:
-        """Divide the prompts of the step among the optimizer steps.
-
-        Ranks hold prompts in turn, so a mini-batch is the same set of prompts for any number of ranks.
-        """
-        if batch.shape[0] % (self.updates_per_step * self.sampling.num_samples):
-            prompts = batch.shape[0] // self.sampling.num_samples
-            raise ConfigError(
-                f"updates_per_step={self.updates_per_step} does not divide the {prompts} prompts of a rank: "
-                "change updates_per_step or prompts_per_step"
-            )
-        for _ in range(self.passes_per_step):
-            yield from batch.chunk(self.updates_per_step)
-
-    def _choose_tokens(self, mini_batch: Experience) -> None:
-        """Fill `loss_mask` and `selected`, which depend on the whole mini-batch of all ranks."""
-        modifiers, num_samples = self.algorithm.modifiers, self.sampling.num_samples
-        if modifiers.top_entropy is not None:
-            mini_batch.loss_mask = top_entropy_mask(
-                entropy_BT=filled(mini_batch.entropy),
-                response_mask_BT=mini_batch.response_mask,
-                share=modifiers.top_entropy,
-                gather_over_ranks=self._gather,
-            )
-        ids_B = mini_batch.groups * num_samples + torch.arange(len(mini_batch)) % num_samples
-        mini_batch.selected = self.algorithm.select(
-            {**named_tensors(mini_batch), "log_probs_BT": mini_batch.old_log_probs, "ids_B": ids_B},
-            seed=step_seed(self.seed, self.step),
-            sum_over_ranks=self.strategy.ranks.sum,
-            gather_over_ranks=self._gather,
-        )
-
-    def _gather(self, values_N: Tensor) -> Tensor:
-        return torch.cat(self.strategy.ranks.gather(values_N))
-
-    def _policy_losses(
-        self, mini_batch: Experience, metrics: TokenMetrics, *, first: bool
-    ) -> Iterator[tuple[Tensor, bool]]:
-        world_size = self.strategy.ranks.world_size
-        ratio_to_rollout = self.experience.ratio_to_rollout
-        # In the first update the policy is the old policy, and the ratio is 1.
-        is_old = first and not ratio_to_rollout
-        counts, positive_counts = self.passes.counts(mini_batch.response_mask), None
-        if self.algorithm.modifiers.positive_nll:
-            positive_B = self.algorithm.is_positive(filled(mini_batch.scores))
-            positive_counts = self.passes.counts(mini_batch.response_mask * positive_B[:, None])
-        micro_batches = self.passes.micro_batches(mini_batch)
-        for position, indices in enumerate(micro_batches):
-            micro = mini_batch[indices].trimmed().to(self.passes.device)
-            current = self.passes.log_probs(POLICY, micro, entropy_gradient=self.algorithm.entropy.active)
-            old_BT = current.log_probs_BT.detach() if is_old else filled(micro.old_log_probs)
-            tensors = {
-                **named_tensors(micro),
-                "log_probs_BT": current.log_probs_BT,
-                "old_log_probs_BT": old_BT,
-                "entropy_BT": current.entropy_BT,
-                "top_log_probs_BTK": current.log_probs_BTK,
-            }
-            loss, values = self.algorithm.loss(
-                tensors,
-                kl_coefficient=self.kl_controller.coefficient,
-                entropy_coefficient=self.entropy_controller.coefficient,
-                counts=counts,
-                positive_counts=positive_counts,
-            )
-            has_old_log_probs = self._updates > 1 and not ratio_to_rollout
-            before_BT = old_BT if has_old_log_probs else current.log_probs_BT.detach()
-            gap = (before_BT - micro.rollout_log_probs).abs()
-            metrics.add_each({**values, "entropy": current.entropy_BT}, micro.response_mask)
-            metrics.add({"rollout_gap": gap}, micro.response_mask, maximum=True)
-            # DeepSpeed averages gradients over ranks, so the loss of a rank is scaled up by their number.
-            metrics.add_sum("loss", loss.detach() / (world_size * self._updates))
-            yield loss, position == len(micro_batches) - 1
-
-    def _update_critic(self, mini_batch: Experience, metrics: TokenMetrics, *, last: bool) -> None:
-        counts = self.passes.counts(mini_batch.response_mask)
-        if isinstance(self.critic, CriticPool):
-            self.critic.learn(mini_batch, counts, last=last)
-            return
-        losses = self._value_objective.losses(
-            mini_batch,
-            self.passes.micro_batches(mini_batch),
-            self.passes.values,
-            counts,
-            metrics,
-            self.passes.device,
-        )
-        self.optimize(losses, CRITIC)
-
-    def _adapt(self, batch: Experience, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Update the controllers; return their coefficients and the critic's explained variance."""
-        ranks, mask_BT = self.strategy.ranks, batch.response_mask
-        adapted: dict[str, float] = {}
-        if self.algorithm.kl_is_in_reward:
-            kl_B = sequence_means(
-                self.algorithm.kl_to_reference(filled(batch.old_log_probs), filled(batch.ref_log_probs), mask_BT),
-                mask_BT,
-            )
-            adapted |= mean_over_ranks({"train/kl": (kl_B, mask_BT.bool().any(dim=-1))}, ranks.sum)
-        kl = {**metrics, **adapted}.get("train/kl")
-        if kl is not None:
-            self.kl_controller.update(kl, batch.shape[0] * ranks.world_size)
-            adapted["train/kl_coefficient"] = self.kl_controller.coefficient
-        if self.algorithm.entropy.active and "train/entropy" in metrics:
-            self.entropy_controller.update(metrics["train/entropy"])
-            adapted["train/entropy_coefficient"] = self.entropy_controller.coefficient
-        if self.critic is not None:
-            adapted["train/critic/explained_variance"] = explained_variance(
-                filled(batch.values), filled(batch.returns), mask_BT, ranks.sum
-            )
-        return adapted
+        return self.learner.update(batch, self.step)
 
     # State ------------------------------------------------------------------------------------------------------
 

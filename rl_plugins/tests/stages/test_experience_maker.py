@@ -293,7 +293,7 @@ def test_choose_tokens_keeps_the_tokens_with_the_highest_entropy() -> None:
     algorithm = Algorithm(modifiers=LossModifiers(top_entropy=0.25))
     stage = train(algorithm)
     (experience,) = stage.collected
-    stage._choose_tokens(experience)
+    stage.learner._choose_tokens(experience, stage.step)
     chosen_BT, mask_BT = filled(experience.loss_mask).bool(), experience.response_mask.bool()
     entropy_BT = filled(experience.entropy)
     assert 0.2 <= chosen_BT.sum() / mask_BT.sum() <= 0.35 and not (chosen_BT & ~mask_BT).any()

@@ -1,0 +1,204 @@
+"""Updates of the policy and the critic on the experience of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rl_plugins.algorithms.algorithm import Algorithm, EntropyController
+from rl_plugins.algorithms.kl import KLController
+from rl_plugins.algorithms.masked import sequence_means
+from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
+from rl_plugins.data.experience import Experience
+from rl_plugins.errors import ConfigError
+from rl_plugins.stages.critic import CriticConfig, explained_variance, value_objective
+from rl_plugins.stages.critic_pool import CriticPool
+from rl_plugins.stages.experience_maker import ratio_to_rollout
+from rl_plugins.stages.fields import filled, named_tensors
+from rl_plugins.stages.forward_passes import ForwardPasses
+from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
+from rl_plugins.stages.rollouts import step_seed
+from rl_plugins.stages.schedule import Schedule
+from rl_plugins.strategies.contract import CRITIC, POLICY
+
+Optimize = Callable[[Iterable[tuple[Tensor, bool]], str], None]
+"""`Stage.optimize`."""
+
+
+class PolicyLearner:
+    """Takes the optimizer steps of policy optimization.
+
+    Args:
+        algorithm: losses, and controllers of their coefficients.
+        passes: forward passes of the models.
+        optimize: takes an optimizer step of a model; `Stage.optimize`.
+        critic: returns the critic: a model, a `CriticPool`, or None.
+        critic_config: settings of the critic; None without a critic.
+        schedule: bound on staleness.
+        num_samples: size of a group.
+        updates_per_step: optimizer steps for each pass over the samples.
+        passes_per_step: passes over the samples of a step.
+        seed: seed of random choices.
+        kl_controller: coefficient of the KL penalty.
+        entropy_controller: coefficient of the entropy bonus.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        passes: ForwardPasses,
+        optimize: Optimize,
+        critic: Callable[[], nn.Module | None],
+        *,
+        critic_config: CriticConfig | None,
+        schedule: Schedule,
+        num_samples: int,
+        updates_per_step: int,
+        passes_per_step: int,
+        seed: int,
+        kl_controller: KLController,
+        entropy_controller: EntropyController,
+    ) -> None:
+        self._algorithm, self._passes, self._optimize = algorithm, passes, optimize
+        self._critic, self._critic_config = critic, critic_config
+        self._num_samples, self._seed = num_samples, seed
+        self._updates_per_step, self._passes_per_step = updates_per_step, passes_per_step
+        self._updates = updates_per_step * passes_per_step
+        self._ratio_to_rollout = ratio_to_rollout(algorithm, schedule)
+        self._strategy = passes.strategy
+        self._kl_controller, self._entropy_controller = kl_controller, entropy_controller
+
+    def update(self, batch: Experience, step: int) -> dict[str, float]:
+        """Take the optimizer steps of step `step`; return their metrics, averaged over all ranks. Collective."""
+        critic, tokens = self._critic(), TokenMetrics()
+        policy_learns = self._critic_config is None or step >= self._critic_config.warmup_steps
+        for number, mini_batch in enumerate(self._mini_batches(batch), 1):
+            if self._critic_config is not None:
+                with self._strategy.phases.measure("update_critic"):
+                    self._update_critic(mini_batch, tokens, last=number == self._updates)
+            if policy_learns:
+                with self._strategy.phases.measure("update_policy"):
+                    self._choose_tokens(mini_batch, step)
+                    self._optimize(self._policy_losses(mini_batch, tokens, first=number == 1), POLICY)
+        if not policy_learns:
+            # The next samples carry the version of this step, though the weights have not changed.
+            self._strategy.rollout.weights_changed()
+        metrics = tokens.averages(self._strategy.ranks.sum, self._strategy.ranks.max)
+        if isinstance(critic, CriticPool):
+            # The critic has learnt while the policy learnt.
+            with self._strategy.phases.measure("update_critic"):
+                metrics |= critic.learnt()
+        return metrics | self._adapt(batch, metrics)
+
+    def _mini_batches(self, batch: Experience) -> Iterator[Experience]:
+        """Divide the prompts of the step among the optimizer steps.
+
+        Ranks hold prompts in turn, so a mini-batch is the same set of prompts for any number of ranks.
+        """
+        if batch.shape[0] % (self._updates_per_step * self._num_samples):
+            prompts = batch.shape[0] // self._num_samples
+            raise ConfigError(
+                f"updates_per_step={self._updates_per_step} does not divide the {prompts} prompts of a rank: "
+                "change updates_per_step or prompts_per_step"
+            )
+        for _ in range(self._passes_per_step):
+            yield from batch.chunk(self._updates_per_step)
+
+    def _choose_tokens(self, mini_batch: Experience, step: int) -> None:
+        """Fill `loss_mask` and `selected`, which depend on the whole mini-batch of all ranks."""
+        modifiers, num_samples = self._algorithm.modifiers, self._num_samples
+        if modifiers.top_entropy is not None:
+            mini_batch.loss_mask = top_entropy_mask(
+                entropy_BT=filled(mini_batch.entropy),
+                response_mask_BT=mini_batch.response_mask,
+                share=modifiers.top_entropy,
+                gather_over_ranks=self._gather,
+            )
+        ids_B = mini_batch.groups * num_samples + torch.arange(len(mini_batch)) % num_samples
+        mini_batch.selected = self._algorithm.select(
+            {**named_tensors(mini_batch), "log_probs_BT": mini_batch.old_log_probs, "ids_B": ids_B},
+            seed=step_seed(self._seed, step),
+            sum_over_ranks=self._strategy.ranks.sum,
+            gather_over_ranks=self._gather,
+        )
+
+    def _gather(self, values_N: Tensor) -> Tensor:
+        return torch.cat(self._strategy.ranks.gather(values_N))
+
+    def _policy_losses(
+        self, mini_batch: Experience, metrics: TokenMetrics, *, first: bool
+    ) -> Iterator[tuple[Tensor, bool]]:
+        world_size = self._strategy.ranks.world_size
+        # In the first update the policy is the old policy, and the ratio is 1.
+        is_old = first and not self._ratio_to_rollout
+        counts, positive_counts = self._passes.counts(mini_batch.response_mask), None
+        if self._algorithm.modifiers.positive_nll:
+            positive_B = self._algorithm.is_positive(filled(mini_batch.scores))
+            positive_counts = self._passes.counts(mini_batch.response_mask * positive_B[:, None])
+        micro_batches = self._passes.micro_batches(mini_batch)
+        for position, indices in enumerate(micro_batches):
+            micro = mini_batch[indices].trimmed().to(self._passes.device)
+            current = self._passes.log_probs(POLICY, micro, entropy_gradient=self._algorithm.entropy.active)
+            old_BT = current.log_probs_BT.detach() if is_old else filled(micro.old_log_probs)
+            tensors = {
+                **named_tensors(micro),
+                "log_probs_BT": current.log_probs_BT,
+                "old_log_probs_BT": old_BT,
+                "entropy_BT": current.entropy_BT,
+                "top_log_probs_BTK": current.log_probs_BTK,
+            }
+            loss, values = self._algorithm.loss(
+                tensors,
+                kl_coefficient=self._kl_controller.coefficient,
+                entropy_coefficient=self._entropy_controller.coefficient,
+                counts=counts,
+                positive_counts=positive_counts,
+            )
+            has_old_log_probs = self._updates > 1 and not self._ratio_to_rollout
+            before_BT = old_BT if has_old_log_probs else current.log_probs_BT.detach()
+            gap = (before_BT - micro.rollout_log_probs).abs()
+            metrics.add_each({**values, "entropy": current.entropy_BT}, micro.response_mask)
+            metrics.add({"rollout_gap": gap}, micro.response_mask, maximum=True)
+            # DeepSpeed averages gradients over ranks, so the loss of a rank is scaled up by their number.
+            metrics.add_sum("loss", loss.detach() / (world_size * self._updates))
+            yield loss, position == len(micro_batches) - 1
+
+    def _update_critic(self, mini_batch: Experience, metrics: TokenMetrics, *, last: bool) -> None:
+        critic, counts = self._critic(), self._passes.counts(mini_batch.response_mask)
+        if isinstance(critic, CriticPool):
+            critic.learn(mini_batch, counts, last=last)
+            return
+        losses = value_objective(self._algorithm, self._updates).losses(
+            mini_batch,
+            self._passes.micro_batches(mini_batch),
+            self._passes.values,
+            counts,
+            metrics,
+            self._passes.device,
+        )
+        self._optimize(losses, CRITIC)
+
+    def _adapt(self, batch: Experience, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Update the controllers; return their coefficients and the critic's explained variance."""
+        ranks, mask_BT = self._strategy.ranks, batch.response_mask
+        adapted: dict[str, float] = {}
+        if self._algorithm.kl_is_in_reward:
+            kl_B = sequence_means(
+                self._algorithm.kl_to_reference(filled(batch.old_log_probs), filled(batch.ref_log_probs), mask_BT),
+                mask_BT,
+            )
+            adapted |= mean_over_ranks({"train/kl": (kl_B, mask_BT.bool().any(dim=-1))}, ranks.sum)
+        kl = {**metrics, **adapted}.get("train/kl")
+        if kl is not None:
+            self._kl_controller.update(kl, batch.shape[0] * ranks.world_size)
+            adapted["train/kl_coefficient"] = self._kl_controller.coefficient
+        if self._algorithm.entropy.active and "train/entropy" in metrics:
+            self._entropy_controller.update(metrics["train/entropy"])
+            adapted["train/entropy_coefficient"] = self._entropy_controller.coefficient
+        if self._critic_config is not None:
+            adapted["train/critic/explained_variance"] = explained_variance(
+                filled(batch.values), filled(batch.returns), mask_BT, ranks.sum
+            )
+        return adapted
