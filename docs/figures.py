@@ -1,0 +1,226 @@
+"""Writes the figures of docs/architecture.md: the rooms of the package, and the calls of one step.
+
+    python docs/figures.py           # write them
+    python docs/figures.py --check   # exit with 1 where they differ from what would be written
+
+The rooms and their imports are read from the source. The calls are recorded while a tiny policy takes a step of GRPO.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+FLOORS = (
+    ("recipes", "commands"),
+    ("launch",),
+    ("stages", "callbacks"),
+    ("strategies", "rewards", "models", "evaluation"),
+    ("rollout", "weights", "data", "algorithms", "planning", "report", "tracking"),
+)
+"""Rooms from the highest floor to the lowest."""
+CALLS = {
+    "PolicyOptimization.training_step": "prompts of the step",
+    "Rollouts.collect": "prompts -> scored samples",
+    "ScheduledSampler.take_groups": "prompts -> samples",
+    "RolloutPhases.run_sampling": "training gives its device to the rollout engine",
+    "RolloutPhases.phase": "",
+    "OffloadedStates.offload_optimizer": "optimizer states -> host",
+    "TransformersRollout.wake_up": "",
+    "TransformersRollout.update_weights": "weights of the policy -> rollout engine",
+    "TransformersRollout.generate": "token ids -> responses with log-probs",
+    "TransformersRollout.sleep": "",
+    "SampleScorer.score": "responses -> scores",
+    "ExperienceMaker.make": "scored samples -> experience",
+    "ForwardPasses.per_token": "samples -> log-probs, values [B, T]",
+    "Algorithm.advantages": "scores, log-probs -> advantages [B, T]",
+    "PolicyLearner.update": "experience -> metrics",
+    "Stage.optimize": "losses of micro-batches -> one optimizer step",
+    "ForwardPasses.log_probs": "micro-batch -> log-probs [B, T]",
+    "Algorithm.loss": "log-probs, advantages -> loss",
+    "SingleDeviceRolloutStrategy.backward": "",
+    "SingleDeviceRolloutStrategy.optimizer_step": "clipped gradients -> weights",
+    "Stage.end_step": "metrics -> loggers, callbacks; the clock moves on",
+}
+"""The functions of the figure, and the data that moves in them."""
+
+
+# The rooms ------------------------------------------------------------------------------------------------------
+
+
+def imports_of_rooms() -> dict[str, set[str]]:
+    """Return the rooms that each room imports."""
+    rooms = {room for floor in FLOORS for room in floor}
+    imported: dict[str, set[str]] = defaultdict(set)
+    for room in rooms:
+        folder = ROOT / "rl_plugins" / room
+        for file in folder.resolve().rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                module = node.module if isinstance(node, ast.ImportFrom) else None
+                parts = (module or "").split(".")
+                if parts[0] == "rl_plugins" and len(parts) > 1 and parts[1] in rooms - {room}:
+                    imported[room].add(parts[1])
+    return imported
+
+
+def rooms_figure() -> str:
+    """Return the floors with their rooms, and the rooms that each of them imports."""
+    imported = imports_of_rooms()
+    lines = []
+    for number, floor in zip(range(len(FLOORS), 0, -1), FLOORS, strict=True):
+        for room in floor:
+            if (ROOT / "rl_plugins" / room).is_dir():
+                order = [name for lower in FLOORS for name in lower if name in imported[room]]
+                lines.append(f"{number}  {room:<11} -> {', '.join(order) or 'ground floor only'}")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+# The calls of a step --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """A call, and the calls that it makes."""
+
+    name: str
+    children: list[Call] = field(default_factory=list)
+    times: int = 1
+
+    def add(self, name: str) -> Call:
+        """Return the child for a call; calls of the same function that follow each other are one child."""
+        if self.children and self.children[-1].name == name:
+            self.children[-1].times += 1
+            return self.children[-1]
+        self.children.append(Call(name))
+        return self.children[-1]
+
+
+class Recorder:
+    """Records the calls of one step, as a profile function.
+
+    Attributes:
+        files: files of the package with a function that ran.
+        functions: functions of the package that ran.
+    """
+
+    def __init__(self) -> None:
+        self.root = Call("")
+        self.files: set[str] = set()
+        self.functions: set[str] = set()
+        self._open: list[tuple[FrameType, Call]] = []
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Take note of an event."""
+        if event == "call":
+            path = Path(frame.f_code.co_filename)
+            if ROOT not in path.parents or path == Path(__file__):
+                return
+            self.files.add(str(path.relative_to(ROOT)))
+            name = frame.f_code.co_qualname
+            self.functions.add(f"{path}:{name}")
+            if name in CALLS and not (self._open and self._open[-1][0].f_code is frame.f_code):
+                parent = self._open[-1][1] if self._open else self.root
+                self._open.append((frame, parent.add(name)))
+        elif event == "return" and self._open and self._open[-1][0] is frame:
+            self._open.pop()
+
+
+def record_step() -> Recorder:
+    """Return the calls of the second step of GRPO with a tiny policy."""
+    from lightning.pytorch import Trainer
+
+    from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+    from rl_plugins.data.datamodule import PromptDataModule
+    from rl_plugins.data.prepare.tasks import addition_rows
+    from rl_plugins.models.tiny import save_tiny_policy
+    from rl_plugins.rollout.engine import SamplingConfig
+    from rl_plugins.rollout.transformers_engine import TransformersRollout
+    from rl_plugins.stages.policy_optimization import PolicyOptimization
+    from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+
+    recorder = Recorder()
+
+    class Recorded(PolicyOptimization):
+        def training_step(self, prompts: Any, batch_idx: int) -> None:
+            sys.setprofile(recorder if self.step == 1 else None)
+            try:
+                super().training_step(prompts, batch_idx)
+            finally:
+                sys.setprofile(None)
+
+    with TemporaryDirectory() as folder:
+        path = str(save_tiny_policy(Path(folder)))
+        rows = addition_rows(below=10, num_train=8, num_test=1, seed=0)["train"]
+        stage = Recorded(
+            path,
+            scorer=lambda solution_str: float(len(solution_str)),
+            sampling=SamplingConfig(max_tokens=4, num_samples=2),
+            algorithm=Algorithm(kl=KLConfig(0.01)),
+            max_steps=2,
+        )
+        trainer = Trainer(
+            strategy=SingleDeviceRolloutStrategy(rollout=TransformersRollout(path)),
+            max_epochs=-1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(stage, datamodule=PromptDataModule(rows, tokenizer=path, prompts_per_step=4))
+    return recorder
+
+
+def step_figure(recorder: Recorder) -> str:
+    """Return the calls as an indented tree, with the data that moves."""
+
+    def lines(call: Call, depth: int) -> Iterator[str]:
+        text = "  " * depth + call.name
+        yield f"{text:<58}{CALLS[call.name]}".rstrip()
+        for child in call.children:
+            yield from lines(child, depth + 1)
+
+    return "\n".join(line for call in recorder.root.children for line in lines(call, 0))
+
+
+# The page -------------------------------------------------------------------------------------------------------
+
+
+def with_figure(text: str, name: str, figure: str) -> str:
+    """Return a page with a figure between its two marks."""
+    marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+    return marked.sub(lambda match: f"{match[1]}```text\n{figure}\n```\n{match[2]}", text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the figures; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a figure differs")
+    options = parser.parse_args(arguments)
+    recorder = record_step()
+    before = PAGE.read_text(encoding="utf-8")
+    after = with_figure(with_figure(before, "rooms", rooms_figure()), "step", step_figure(recorder))
+    print(f"one step of GRPO in one process: {len(recorder.functions)} functions in {len(recorder.files)} files")
+    for file in sorted(recorder.files):
+        print(f"  {file}")
+    if options.check and after != before:
+        print("docs/architecture.md differs: run python docs/figures.py")
+        return 1
+    if not options.check:
+        PAGE.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
