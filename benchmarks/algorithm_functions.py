@@ -23,7 +23,7 @@ from benchmarks.grpo_step import prepare
 from benchmarks.runs import run_grpo
 from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.algorithms.injection import required_inputs
+from rl_plugins.algorithms.inputs import required_inputs
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
 

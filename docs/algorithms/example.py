@@ -1,4 +1,4 @@
-"""Two prompts with two responses each: from rewards to the gradient of the log-probs."""
+"""Example with two prompts and two responses each: from rewards to the gradient of the log-probs."""
 
 import torch
 
@@ -15,7 +15,7 @@ advantages_BT, returns_BT = ADVANTAGES["grpo"](
     valid_B=torch.ones(4, dtype=torch.bool),
 )
 
-log_probs_BT = torch.full((4, 3), -1.0, requires_grad=True)  # the policy's, of the tokens that it sampled
+log_probs_BT = torch.full((4, 3), -1.0, requires_grad=True)  # of the sampled tokens under the policy
 loss_BT, metrics = POLICY_LOSSES["ppo_clip"](
     log_probs_BT=log_probs_BT,
     old_log_probs_BT=log_probs_BT.detach(),
@@ -25,4 +25,4 @@ loss_BT, metrics = POLICY_LOSSES["ppo_clip"](
 )
 loss = aggregate(loss_BT, response_mask_BT, "token-mean", GlobalCounts(tokens=9, sequences=4))
 loss.backward()
-print(log_probs_BT.grad)  # below 0 on the tokens of the right responses: they become more likely
+print(log_probs_BT.grad)  # below 0 on the tokens of right responses, which become more likely

@@ -1,11 +1,11 @@
-"""Writes the pages of this folder from docstrings, signatures and recipes/conf.
+"""Generate the pages of this folder from docstrings, signatures and recipes/conf.
 
-    python docs/algorithms/generate.py           # write them
-    python docs/algorithms/generate.py --check   # exit with 1 where they differ from what would be written
+    python docs/algorithms/generate.py           # write the pages
+    python docs/algorithms/generate.py --check   # write nothing; exit with 1 if a page is out of date
 
-Nothing about an algorithm, a loss or a function is typed here. A page says what the docstring of its function says.
-The first comment lines of an algorithm's YAML file are its title, its link, what it does, and when to use it; a loss
-without a YAML file says when to use it in a line `When: ...` of its docstring.
+No fact about an algorithm, a loss or a function is written here: a page shows the docstring of its function, and
+`rl_plugins.algorithms.inputs` describes the tensors. The first comment lines of an algorithm's YAML file are its title,
+its link, a summary, and when to use the algorithm; a loss without a YAML file has a line `When: ...` in its docstring.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from generator.options import options_page
 
 
 def pages() -> dict[str, str]:
-    """Name and text of every page."""
+    """Return the text of every page by file name."""
     algorithms = [read_algorithm(path) for path in sorted(ALGORITHMS.glob("*.yaml"))]
     return {
         "README.md": overview(algorithms, losses()),
@@ -37,7 +37,7 @@ def pages() -> dict[str, str]:
 
 
 def overview(algorithms: list[Algorithm], losses: list[Loss]) -> str:
-    """The table of all algorithms and losses."""
+    """Return the page with the table of all algorithms and losses."""
     rows = [(a.name, a.title, a.kind, f"algorithm={a.name}", a.what, a.when) for a in algorithms]
     for loss in losses:
         rows.append((loss.name, f"`{loss.name}`", loss.kind, f"loss.name={loss.name}", loss.what, loss.when))
@@ -46,7 +46,7 @@ def overview(algorithms: list[Algorithm], losses: list[Loss]) -> str:
     return page([
         "# Algorithms",
         "An algorithm of policy optimization is a choice of advantage, policy loss, aggregation and KL term, in a file "
-        "of `recipes/conf/algorithm`. Any part of it can be exchanged on the command line: `algorithm=rloo "
+        "of `recipes/conf/algorithm`. Each part can be replaced on the command line: `algorithm=rloo "
         "algorithm.policy_loss=cispo`. Preference optimization and reward modelling have a loss. Each page has the "
         "formula, its source, the command line and the options.",
         table(
@@ -56,23 +56,23 @@ def overview(algorithms: list[Algorithm], losses: list[Loss]) -> str:
                 for name, title, kind, option, what, when in rows
             ],
         ),
-        "- [common_options.md](common_options.md): what any algorithm can be combined with: KL, entropy bonus, rollout "
-        "correction, reward shaping, dynamic sampling, resampling.\n"
-        "- [functions.md](functions.md): every function, for use without the rest.\n"
+        "- [common_options.md](common_options.md): options of every algorithm: KL, entropy bonus, rollout correction, "
+        "reward shaping, dynamic sampling, resampling.\n"
+        "- [functions.md](functions.md): every function and its inputs, for use with plain tensors.\n"
         "- [options.md](options.md): all other options of a recipe.",
     ])  # fmt: skip
 
 
 def differences(folder: Path, texts: Mapping[str, str]) -> list[str]:
-    """Names of the pages in `folder` that are missing, out of date or of no algorithm."""
+    """List the pages in `folder` that are missing, out of date or superfluous."""
     present = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
     return sorted(name for name in {*present, *texts} if present.get(name) != texts.get(name))
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages, or say which ones differ."""
+    """Write the pages, or print the pages that are out of date."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     only_check = parser.parse_args(arguments).check
     texts = pages()
     for name in (stale := differences(FOLDER, texts)):

@@ -1,7 +1,7 @@
-"""GRPO in one file: the whole algorithm at once, on a task small enough for a CPU (`python docs/references/grpo.py`).
+"""GRPO in one file: the whole algorithm, on a task small enough for a CPU (`python docs/references/grpo.py`).
 
-A step samples a group of responses to each prompt, scores them, compares every score with those of its group, and
-takes a few optimizer steps on a clipped loss. There is no critic: the group is the baseline.
+A step samples a group of responses to each prompt, scores the responses, compares every score with the scores of its
+group, and takes a few optimizer steps on a clipped loss. GRPO has no critic: the group is the baseline.
 
 Axes: `G` groups (prompts), `N` samples of a group, `B` = G N samples, `S` prompt (padded on the left) and response (on
 the right), `T` response tokens, `V` vocabulary.
@@ -26,20 +26,20 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that can be turned.
+    """Options of the algorithm and of the task.
 
     Attributes:
-        prompts_per_step: prompts that are sampled from in one step.
-        samples_per_prompt: size of a group.
-        max_tokens: longest response.
-        temperature: of sampling, and of every log-prob.
-        passes_per_step: passes over the samples of a step.
-        updates_per_step: optimizer steps per pass; the prompts are dealt over them.
-        micro_batch_size: samples of one forward and backward pass; no result depends on it.
-        clip_low: how far the ratio may fall below 1.
-        clip_high: how far it may rise above 1 (DAPO takes more here than below).
-        dual_clip: bound on the loss of bad tokens, in units of their advantage.
-        kl_coefficient: weight of the distance to the reference.
+        prompts_per_step: number of prompts in one step.
+        samples_per_prompt: number of responses to each prompt, the size of a group.
+        max_tokens: length of the longest response, in tokens.
+        temperature: temperature of sampling and of every log-prob.
+        passes_per_step: number of passes over the samples of a step.
+        updates_per_step: number of optimizer steps in a pass; each takes an equal share of the prompts.
+        micro_batch_size: number of samples in one forward and backward pass; no result depends on this size.
+        clip_low: width of the clip range of the ratio below 1.
+        clip_high: width of the clip range above 1 (DAPO: larger than `clip_low`).
+        dual_clip: bound on the loss of tokens with negative advantage, in units of the advantage.
+        kl_coefficient: weight of the KL to the reference.
         lr: learning rate of AdamW.
         gradient_clip: bound on the norm of the gradient.
     """
@@ -64,10 +64,10 @@ class Samples:
     """Prompts with their responses; the samples of a prompt follow each other.
 
     Attributes:
-        tokens_BS: prompts and responses.
+        tokens_BS: token ids of prompts and responses.
         attention_mask_BS: 1 on real tokens.
-        response_mask_BT: 1 on the response tokens to learn from; 0 on padding and where there is no score.
-        scores_B: NaN where the response could not be scored.
+        response_mask_BT: 1 on the response tokens to learn from; 0 on padding and on responses without a score.
+        scores_B: score of each response; NaN for a response that could not be scored.
     """
 
     tokens_BS: Tensor
@@ -76,18 +76,18 @@ class Samples:
     scores_B: Tensor
 
     def __getitem__(self, rows: Tensor) -> Self:
-        """Some of the samples."""
+        """Return the samples at these rows."""
         return type(self)(**{name: tensor[rows] for name, tensor in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class Experience(Samples):
-    """Samples with what the update needs.
+    """Samples with the inputs of the update.
 
     Attributes:
-        advantages_B: one for all tokens of a sample.
-        old_log_probs_BT: under the policy before the update.
-        ref_log_probs_BT: under the reference.
+        advantages_B: advantage of each sample, the same for all of its tokens.
+        old_log_probs_BT: log-prob of each token under the policy before the update.
+        ref_log_probs_BT: log-prob of each token under the reference.
     """
 
     advantages_B: Tensor
@@ -99,25 +99,24 @@ class Experience(Samples):
 
 
 def inputs(tokens_BS: Tensor, attention_mask_BS: Tensor) -> dict[str, Tensor]:
-    """The arguments of a forward pass. Prompts are padded on the left, so positions count real tokens."""
+    """Build the arguments of a forward pass. Prompts are padded on the left, so positions count real tokens."""
     position_ids_BS = (attention_mask_BS.cumsum(dim=-1) - 1).clamp(min=0)
     return {"input_ids": tokens_BS, "attention_mask": attention_mask_BS, "position_ids": position_ids_BS}
 
 
 def response_log_probs(model: Any, samples: Samples, temperature: float) -> Tensor:
-    """Log-probs in nats of the response tokens, [B, T]."""
+    """Compute the log-probs of the response tokens, in nats, [B, T]."""
     width = samples.response_mask_BT.shape[1]
     logits_BSV = model(**inputs(samples.tokens_BS, samples.attention_mask_BS)).logits
-    # What stands at a position predicts the next token.
+    # The logits at a position predict the next token.
     log_probs_BTV = (logits_BSV[:, -width - 1 : -1] / temperature).log_softmax(dim=-1)
     return log_probs_BTV.gather(-1, samples.tokens_BS[:, -width:, None]).squeeze(-1)
 
 
 def group_advantages(scores_B: Tensor, samples_per_prompt: int) -> Tensor:
-    """How much better than its group each sample is, [B]: (score - mean) / standard deviation.
+    """Compute the advantage of each sample over its group, [B]: (score - mean) / standard deviation.
 
-    Samples without a score are left out and get 0. One that is alone in its group has nothing to be compared with and
-    keeps its score.
+    Samples without a score are left out and get 0. The only scored sample of a group keeps its score.
     """
     scores_GN = scores_B.view(-1, samples_per_prompt)
     count_G1 = (~scores_GN.isnan()).sum(dim=1, keepdim=True)
@@ -129,27 +128,27 @@ def group_advantages(scores_B: Tensor, samples_per_prompt: int) -> Tensor:
 
 
 def clipped_loss(ratio_BT: Tensor, advantages_BT: Tensor, settings: Settings) -> Tensor:
-    """Loss of each token, [B, T]; no gradient once the ratio has gone far enough in the direction that pays."""
+    """Compute the loss of each token, [B, T]; no gradient if the ratio has moved far enough to reduce the loss."""
     clipped_ratio_BT = ratio_BT.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     loss_BT = torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * clipped_ratio_BT)
-    # Where the advantage is negative, the loss grows with the ratio without end: hence a bound from above.
+    # With a negative advantage the loss grows with the ratio without limit, so it gets an upper bound.
     bound_BT = -settings.dual_clip * advantages_BT
     return torch.where(advantages_BT < 0, torch.minimum(loss_BT, bound_BT), loss_BT)
 
 
 def kl_to_reference(log_probs_BT: Tensor, ref_log_probs_BT: Tensor) -> Tensor:
-    """Estimate of each token's KL divergence to the reference, [B, T]: at least 0, and 0 where both agree ("k3")."""
-    drift_BT = ref_log_probs_BT - log_probs_BT
-    # One token that the reference finds 2,000 times likelier may be noise: beyond that it pulls no more.
-    return (drift_BT.exp() - drift_BT - 1).clamp(max=10)
+    """Estimate each token's KL divergence to the reference, [B, T]: at least 0, and 0 for equal log-probs ("k3")."""
+    log_ratio_BT = ref_log_probs_BT - log_probs_BT
+    # A token that is 2,000 times likelier under the reference may be noise: no gradient beyond.
+    return (log_ratio_BT.exp() - log_ratio_BT - 1).clamp(max=10)
 
 
 def update(policy: Any, optimizer: Optimizer, experience: Experience, settings: Settings) -> list[float]:
-    """The optimizer steps on the samples of one RL step, in their order; returns the loss of each."""
+    """Take the optimizer steps on the samples of one RL step, in their order; return the loss of each step."""
     losses = []
-    everything = torch.arange(len(experience.advantages_B))
-    for mini_batch in everything.chunk(settings.updates_per_step) * settings.passes_per_step:
-        # All tokens of the mini-batch weigh the same, in whichever micro-batch and response they stand.
+    all_rows = torch.arange(len(experience.advantages_B))
+    for mini_batch in all_rows.chunk(settings.updates_per_step) * settings.passes_per_step:
+        # All tokens of the mini-batch have the same weight, whatever their micro-batch and response.
         num_tokens = experience.response_mask_BT[mini_batch].sum().clamp(min=1)
         losses.append(0.0)
         for rows in mini_batch.split(settings.micro_batch_size):
@@ -169,24 +168,24 @@ def update(policy: Any, optimizer: Optimizer, experience: Experience, settings: 
 
 @torch.no_grad()
 def sample(policy: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> tuple[Tensor, Tensor]:
-    """Draw responses, a token at a time, until END or `max_tokens`; returns `tokens_BS` and `attention_mask_BS`."""
+    """Sample responses, one token at a time, until END or `max_tokens`; return `tokens_BS` and `attention_mask_BS`."""
     width = max(len(prompt) for prompt in prompts)
     rows = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
     tokens_BS = torch.tensor([[PAD] * (width - len(row)) + list(row) for row in rows])
     attention_mask_BS = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    goes_on_B = torch.ones(len(rows), dtype=torch.bool)
+    unfinished_B = torch.ones(len(rows), dtype=torch.bool)
     for _ in range(settings.max_tokens):
         logits_BSV = policy(**inputs(tokens_BS, attention_mask_BS)).logits
         probabilities_BV = (logits_BSV[:, -1] / settings.temperature).softmax(dim=-1)
         drawn_B = torch.multinomial(probabilities_BV, 1).squeeze(1)
-        tokens_BS = torch.cat([tokens_BS, torch.where(goes_on_B, drawn_B, PAD)[:, None]], dim=1)
-        attention_mask_BS = torch.cat([attention_mask_BS, goes_on_B[:, None].long()], dim=1)
-        goes_on_B = goes_on_B & (drawn_B != END)
+        tokens_BS = torch.cat([tokens_BS, torch.where(unfinished_B, drawn_B, PAD)[:, None]], dim=1)
+        attention_mask_BS = torch.cat([attention_mask_BS, unfinished_B[:, None].long()], dim=1)
+        unfinished_B = unfinished_B & (drawn_B != END)
     return tokens_BS, attention_mask_BS
 
 
 def collect(policy: Any, reference: Any, prompts: Sequence[str], settings: Settings) -> Experience:
-    """Sample, score, compare: all that the update needs."""
+    """Sample and score responses, and compute the advantages and log-probs for the update."""
     tokens_BS, attention_mask_BS = sample(policy, [encode(prompt) for prompt in prompts], settings)
     responses_BT = tokens_BS[:, -settings.max_tokens :]
     questions = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
@@ -202,28 +201,31 @@ def collect(policy: Any, reference: Any, prompts: Sequence[str], settings: Setti
         )
 
 
-# The task: sums of two digits, by a model that knows nothing at first ------------------------------------------------
+# The task: sums of two digits, learned by a model with random weights ------------------------------------------------
 
 CHARACTERS = "0123456789+="
 END, PAD = len(CHARACTERS), len(CHARACTERS) + 1
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a text: one for each character."""
+    """Return the token ids of a text: one for each character."""
     return [CHARACTERS.index(character) for character in text]
 
 
 def score(prompt: str, response: Sequence[int]) -> float:
-    """1 for the right sum and nothing after it; half of that for each thing apart, so that there is a way there."""
+    """Score a response: half the share of right digits, plus 1/2 for exactly the right sum.
+
+    The first part gives the policy a signal before its first right answer.
+    """
     left, right = prompt.rstrip("=").split("+")
     answer = encode(str(int(left) + int(right)))
-    said = list(response[: response.index(END)]) if END in response else list(response)
-    right_digits = sum(a == b for a, b in zip(answer, said, strict=False)) / len(answer)
-    return (right_digits + (said == answer)) / 2
+    answered = list(response[: response.index(END)]) if END in response else list(response)
+    right_digits = sum(a == b for a, b in zip(answer, answered, strict=False)) / len(answer)
+    return (right_digits + (answered == answer)) / 2
 
 
 def new_policy(seed: int) -> Qwen2ForCausalLM:
-    """A causal language model with random weights (75,000 of them)."""
+    """Build a causal language model with 75,000 random weights."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(CHARACTERS) + 2,
@@ -239,15 +241,15 @@ def new_policy(seed: int) -> Qwen2ForCausalLM:
 
 
 def main(steps: int = 300, seed: int = 0, settings: Settings | None = None) -> list[float]:
-    """Train, print the mean score now and then, and return that of every step."""
+    """Train, print the mean score every ten steps, and return the mean score of every step."""
     settings = settings or Settings()
     policy = new_policy(seed)
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = AdamW(policy.parameters(), lr=settings.lr, betas=(0.9, 0.999), weight_decay=0.0)
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     scores = []
     for number in range(1, steps + 1):
-        prompts = [f"{draw.randrange(10)}+{draw.randrange(10)}=" for _ in range(settings.prompts_per_step)]
+        prompts = [f"{generator.randrange(10)}+{generator.randrange(10)}=" for _ in range(settings.prompts_per_step)]
         experience = collect(policy, reference, prompts, settings)
         update(policy, optimizer, experience, settings)
         scores.append(experience.scores_B.nanmean().item())

@@ -1,6 +1,6 @@
-"""The RL mathematics as pure functions of tensors.
+"""Mathematics of RL as pure functions of tensors.
 
-Nothing here knows Lightning, Ray or a configuration object. Tensors are named by axis: `B` samples, `T`
-response tokens. Each kind has one table of names (`ADVANTAGES`, `POLICY_LOSSES`, `KL_ESTIMATORS`,
-`AGGREGATIONS`), used where a configuration must name a function by a string.
+No module here imports Lightning, Ray or a configuration schema. Tensors are named by axis: `B` samples, `T` response
+tokens. `inputs` describes every tensor once. Each kind of function has a table of names (`ADVANTAGES`,
+`POLICY_LOSSES`, `KL_ESTIMATORS`, `AGGREGATIONS`) for configurations, which name a function by a string.
 """

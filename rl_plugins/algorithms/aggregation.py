@@ -1,8 +1,8 @@
-"""From per-token losses to one number, with the denominators of the global mini-batch.
+"""Aggregation of per-token losses to one number, with the denominators of the global mini-batch.
 
-Each rank computes `aggregate(...)` of its micro-batch; the sum over micro-batches, averaged over the data-parallel
-ranks (which is what DDP, ZeRO and FSDP do with gradients), is the loss of the global mini-batch. So the gradient does
-not depend on how samples are split over ranks and micro-batches.
+Each rank computes `aggregate(...)` of its micro-batches. The sum over micro-batches, averaged over the data-parallel
+ranks (as DDP, ZeRO and FSDP average gradients), is the loss of the global mini-batch. So the gradient does not depend
+on the split of samples over ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Sizes of the global mini-batch: valid tokens and sequences with at least one, over all ranks; and the ranks."""
+    """Sizes of the global mini-batch, over all ranks.
+
+    Attributes:
+        tokens: number of valid tokens.
+        sequences: number of sequences with at least one valid token.
+        ranks: number of data-parallel ranks.
+    """
 
     tokens: float
     sequences: float
@@ -25,7 +31,7 @@ class GlobalCounts:
 
 
 def local_counts(response_mask_BT: Tensor) -> Tensor:
-    """Valid tokens and non-empty sequences of this rank, [2] float64: sum it over ranks for `GlobalCounts`."""
+    """Count valid tokens and non-empty sequences of this rank, [2] float64; the sum over ranks makes `GlobalCounts`."""
     tokens_B = response_mask_BT.sum(dim=-1)
     return torch.stack([tokens_B.sum(), (tokens_B > 0).sum()]).double()
 
@@ -33,9 +39,9 @@ def local_counts(response_mask_BT: Tensor) -> Tensor:
 def aggregate(
     values_BT: Tensor, response_mask_BT: Tensor, mode: str, counts: GlobalCounts, *, scale_factor: float | None = None
 ) -> Tensor:
-    """This micro-batch's part of the aggregated loss.
+    """Compute the contribution of a micro-batch to the aggregated loss.
 
-    With D ranks, N tokens and S sequences of the global mini-batch:
+    With D ranks, and N tokens and S sequences in the global mini-batch:
 
     | mode | value |
     |---|---|
@@ -46,14 +52,14 @@ def aggregate(
     | seq-mean-token-sum-norm | seq-mean-token-sum / scale_factor |
 
     Args:
-        values_BT: per-token losses; masked entries may hold anything.
-        response_mask_BT: 1 on tokens that count.
+        values_BT: loss of each token; masked entries may hold anything.
+        response_mask_BT: 1 on valid tokens.
         mode: one of `AGGREGATIONS`.
-        counts: of the global mini-batch.
-        scale_factor: the constant of `seq-mean-token-sum-norm` (Dr.GRPO: the generation budget).
+        counts: sizes of the global mini-batch.
+        scale_factor: constant divisor of `seq-mean-token-sum-norm` (Dr.GRPO: the generation budget).
 
     Raises:
-        ValueError: unknown mode, or `seq-mean-token-sum-norm` without `scale_factor`.
+        ValueError: the mode is unknown, or `seq-mean-token-sum-norm` has no `scale_factor`.
 
     Source: `token-mean` DAPO https://arxiv.org/abs/2503.14476 eq. 12; `seq-mean-token-mean` GRPO
     https://arxiv.org/abs/2402.03300 eq. 3; `seq-mean-token-sum-norm` Dr.GRPO https://arxiv.org/abs/2503.20783.
@@ -71,6 +77,6 @@ def aggregate(
         return counts.ranks * means_B.sum() / max(counts.sequences, 1)
     if mode == "seq-mean-token-sum-norm":
         if scale_factor is None:
-            raise ValueError("seq-mean-token-sum-norm needs scale_factor, the constant it divides by")
+            raise ValueError("seq-mean-token-sum-norm needs scale_factor, its constant divisor")
         return counts.ranks * sums_B.sum() / max(counts.sequences, 1) / scale_factor
     raise ValueError(f"unknown aggregation {mode!r}: use one of {', '.join(AGGREGATIONS)}")

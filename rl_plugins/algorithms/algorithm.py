@@ -1,13 +1,13 @@
-"""An algorithm: which advantage, which policy loss, what KL and which aggregation, as one small object.
+"""Algorithm: the choice of advantage, policy loss, KL term and aggregation, in one small object.
 
-The training loop calls its methods and never asks for the algorithm's name. A new algorithm is another configuration
-of `Algorithm`, with functions of one's own if need be, or a subclass that overrides a method. What the functions name
-as their arguments is what the stage computes: see `needs`.
+The training loop calls the methods of the object and does not depend on the algorithm's name. A new algorithm is a
+configuration of `Algorithm`, with new functions if necessary, or a subclass that overrides a method. The stage computes
+the inputs that the signatures of the functions name: see `Algorithm.needs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -15,11 +15,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.advantages import ADVANTAGES, AdvantageEstimator, one_rank
-from rl_plugins.algorithms.advantages.resampling import Resampling
+from rl_plugins.algorithms.advantages import ADVANTAGES, AdvantageEstimator
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, aggregate
-from rl_plugins.algorithms.group_filter import GroupFilter
-from rl_plugins.algorithms.injection import call_with, required_inputs
+from rl_plugins.algorithms.filtering import GroupFilter, Resampling
+from rl_plugins.algorithms.inputs import (
+    ALWAYS_GIVEN_TO_ADVANTAGES,
+    ALWAYS_GIVEN_TO_LOSSES,
+    COMPUTED_FOR_ADVANTAGES,
+    COMPUTED_FOR_LOSSES,
+    Collective,
+    call_with,
+    one_rank,
+    required_inputs,
+)
 from rl_plugins.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLController, kl_in_reward
 from rl_plugins.algorithms.masked import sequence_means
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS, WITH_RATIO, PolicyLoss
@@ -37,14 +45,14 @@ from rl_plugins.errors import ConfigError
 
 @dataclass(frozen=True)
 class KLConfig:
-    """How far the policy may drift from the reference.
+    """KL term, which keeps the policy near the reference.
 
     Attributes:
         coefficient: weight of the KL term; 0 needs no reference model.
         placement: `loss` (added to the policy loss) or `reward` (subtracted from each token's reward).
-        estimator: a name in `KL_ESTIMATORS`.
-        target: adapt the coefficient towards this KL; None keeps it fixed.
-        horizon: how slowly it adapts, in sequences.
+        estimator: name in `KL_ESTIMATORS`.
+        target: KL towards which the coefficient is adapted, in nats; None keeps the coefficient fixed.
+        horizon: number of sequences; the larger, the slower the coefficient adapts.
     """
 
     coefficient: float = 0.0
@@ -54,7 +62,7 @@ class KLConfig:
     horizon: float = 10_000.0
 
     def controller(self) -> KLController:
-        """The controller that these settings describe."""
+        """Build the controller of the coefficient."""
         if self.target is None:
             return FixedKL(self.coefficient)
         return AdaptiveKL(self.coefficient, self.target, self.horizon)
@@ -62,14 +70,14 @@ class KLConfig:
 
 @dataclass(frozen=True)
 class EntropyConfig:
-    """A bonus for the policy's entropy.
+    """Bonus for the policy's entropy.
 
     Attributes:
-        coefficient: its weight in the loss.
-        target: adapt the weight towards this entropy, in nats per token; None keeps it fixed.
+        coefficient: weight of the bonus in the loss.
+        target: entropy towards which the weight is adapted, in nats per token; None keeps the weight fixed.
         rate: step of the adaptation.
-        minimum: the adapted weight never falls below.
-        maximum: nor rises above.
+        minimum: smallest adapted weight.
+        maximum: largest adapted weight.
     """
 
     coefficient: float = 0.0
@@ -80,11 +88,11 @@ class EntropyConfig:
 
     @property
     def active(self) -> bool:
-        """Whether there is a bonus, now or later."""
+        """True if the bonus has a weight at the start or can get one later."""
         return self.coefficient != 0 or self.target is not None
 
     def controller(self) -> EntropyController:
-        """The controller that these settings describe."""
+        """Build the controller of the coefficient."""
         if self.target is None:
             return FixedEntropy(self.coefficient)
         return AdaptiveEntropy(self.coefficient, self.target, self.rate, self.minimum, self.maximum)
@@ -92,14 +100,14 @@ class EntropyConfig:
 
 @dataclass(frozen=True)
 class LossModifiers:
-    """What can be combined with any policy loss.
+    """Modifiers that can be combined with any policy loss.
 
     Attributes:
-        off_policy_mask: drops samples with a negative advantage that the policy has moved away from by more than this,
-            in nats per token (`off_policy_sequence_mask`); None keeps all.
-        top_entropy: share of the tokens, those with the highest entropy, that learn (`top_entropy_mask`); None for all.
+        off_policy_mask: largest divergence of a sample with negative advantage, in nats per token; a sample beyond the
+            bound is dropped (`off_policy_sequence_mask`). None keeps all.
+        top_entropy: share of the tokens that learn, by highest entropy (`top_entropy_mask`); None for all.
         positive_nll: weight of the imitation of samples that succeeded (`positive_nll`).
-        positive_above: a sample has succeeded if its score is above this.
+        positive_above: score above which a sample has succeeded.
     """
 
     off_policy_mask: float | None = None
@@ -108,45 +116,31 @@ class LossModifiers:
     positive_above: float = 0.5
 
 
-_ALWAYS_THERE = frozenset({
-    "token_level_rewards_BT", "scores_B", "response_mask_BT", "response_lengths_B", "groups_B", "valid_B",
-    "rollout_log_probs_BT", "sum_over_ranks",
-})  # fmt: skip
-_COMPUTED_FOR_ADVANTAGES = frozenset({
-    "old_log_probs_BT", "ref_log_probs_BT", "teacher_log_probs_BT", "entropy_BT", "sum_pi_squared_BT", "values_BT",
-    "baseline_rewards_B", "component_rewards_BK", "process_rewards_BT", "rollout_weights_BT",
-})  # fmt: skip
-_GIVEN_TO_LOSSES = frozenset({
-    "log_probs_BT", "old_log_probs_BT", "rollout_log_probs_BT", "advantages_BT", "response_mask_BT", "entropy_BT",
-})  # fmt: skip
-_COMPUTED_FOR_LOSSES = frozenset({
-    "ref_log_probs_BT", "teacher_log_probs_BT", "teacher_top_log_probs_BTK", "top_log_probs_BTK", "selected_BT",
-})  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Algorithm:
     """GRPO by default (https://arxiv.org/abs/2402.03300).
 
     Attributes:
         advantage: name in `ADVANTAGES`, or a function with the same interface.
-        advantage_options: its keyword arguments.
+        advantage_options: keyword arguments of the advantage function.
         policy_loss: name in `POLICY_LOSSES`, or a function with the same interface.
-        policy_loss_options: its keyword arguments.
+        policy_loss_options: keyword arguments of the policy loss.
         selection_options: keyword arguments of the selection that belongs to the policy loss (`SELECTIONS`).
-        aggregation: one of `AGGREGATIONS`.
-        scale_factor: the constant of `seq-mean-token-sum-norm`.
-        kl: distance to the reference.
+        aggregation: name in `AGGREGATIONS`.
+        scale_factor: constant divisor of `seq-mean-token-sum-norm`.
+        kl: KL term to the reference.
         entropy: bonus for entropy.
-        modifiers: what else changes the policy loss.
-        correction: of the gap between the policy that sampled and the one that is trained; an object or a name in
-            `ROLLOUT_CORRECTIONS`.
+        modifiers: modifiers of the policy loss.
+        correction: correction of the gap between the policy that sampled and the policy that is trained; an object or a
+            name in `ROLLOUT_CORRECTIONS`.
         shaping: changes to the scores before advantages are computed.
         group_filter: dynamic sampling; None trains on every group.
-        resampling: draw the samples to train on by their rewards; None takes each once.
-        reward_components: the numbers returned beside the score that make `component_rewards_BK`.
-        teacher_top_k: how many tokens of the teacher's make `teacher_top_log_probs_BTK`, for losses that take it.
-        value_clip: how far a value may move in one update before the critic's loss ignores it; None for no clipping.
+        resampling: draw the samples to train on by their rewards; None trains on each sample once.
+        reward_components: names of the numbers, returned by the reward function beside the score, that make up
+            `component_rewards_BK`.
+        teacher_top_k: number of the teacher's most likely tokens in `teacher_top_log_probs_BTK`, at least 1.
+        value_clip: largest change of a value in one update before the critic's loss ignores the value; None for no
+            clipping.
     """
 
     advantage: str | AdvantageEstimator = "grpo"
@@ -168,10 +162,10 @@ class Algorithm:
     value_clip: float | None = 0.5
 
     def __post_init__(self) -> None:
-        """Check every name, and that the stage can compute what the functions need.
+        """Check every name, and that the stage can compute the inputs of the functions.
 
         Raises:
-            ConfigError: an unknown name, or a constant that is missing.
+            ConfigError: a name is unknown, an input or constant is missing, or two options contradict each other.
         """
         for option, value, known in (
             ("advantage", self.advantage, tuple(ADVANTAGES)),
@@ -182,45 +176,41 @@ class Algorithm:
             ("correction", self.correction, tuple(ROLLOUT_CORRECTIONS)),
         ):
             if isinstance(value, str) and value not in known:
-                raise ConfigError(f"algorithm.{option}={value!r} is unknown: use one of {', '.join(known)}")
+                raise ConfigError(f"{option}={value!r} is unknown: use one of {', '.join(known)}")
         for option in ("advantage", "policy_loss"):
             if not isinstance(getattr(self, option), str) and not callable(getattr(self, option)):
-                raise ConfigError(f"algorithm.{option}={getattr(self, option)!r}: must be a name or a function")
+                raise ConfigError(f"{option}={getattr(self, option)!r}: must be a name or a function")
         if self.teacher_top_k < 1:
-            raise ConfigError(f"algorithm.teacher_top_k={self.teacher_top_k}: must be at least 1")
+            raise ConfigError(f"teacher_top_k={self.teacher_top_k}: must be at least 1")
         if self.aggregation == "seq-mean-token-sum-norm" and self.scale_factor is None:
-            raise ConfigError("algorithm.aggregation=seq-mean-token-sum-norm needs algorithm.scale_factor")
-        _check_inputs("advantage", self._advantage_inputs, _ALWAYS_THERE | _COMPUTED_FOR_ADVANTAGES)
-        _check_inputs("policy_loss", self._loss_inputs, _GIVEN_TO_LOSSES | _COMPUTED_FOR_LOSSES)
+            raise ConfigError("aggregation=seq-mean-token-sum-norm needs scale_factor")
+        _check_inputs("advantage", self._advantage_inputs, ALWAYS_GIVEN_TO_ADVANTAGES | COMPUTED_FOR_ADVANTAGES)
+        _check_inputs("policy_loss", self._loss_inputs, ALWAYS_GIVEN_TO_LOSSES | COMPUTED_FOR_LOSSES)
         if "component_rewards_BK" in self._advantage_inputs and not self.reward_components:
-            raise ConfigError(
-                "the advantage needs component_rewards_BK: name its rewards in algorithm.reward_components"
-            )
+            raise ConfigError("the advantage needs component_rewards_BK: name the components in reward_components")
         correction = self.rollout_correction
         if correction.bypass and correction.level is not None and self.policy_loss in WITH_RATIO:
             raise ConfigError(
-                f"algorithm.correction={self.correction}: the ratio of algorithm.policy_loss={self.policy_loss} is the "
-                "one to the rollout already, and the weights would multiply it once more: use correction=bypass, "
-                "rejection alone (bypass_geo_rs, bypass_k3_rs), or policy_loss=reinforce"
+                f"correction={self.correction}: the ratio of policy_loss={self.policy_loss} is taken to the rollout "
+                "already, and the weights would multiply the loss by it again: use correction=bypass, rejection alone "
+                "(bypass_geo_rs, bypass_k3_rs), or policy_loss=reinforce"
             )
         if self.resampling is not None and self.group_filter is not None:
-            raise ConfigError(
-                "algorithm.resampling tears the groups that algorithm.group_filter chooses: use one of them"
-            )
+            raise ConfigError("resampling splits the groups that group_filter keeps: use only one of the two")
 
     @cached_property
     def advantage_function(self) -> AdvantageEstimator:
-        """The estimator."""
+        """Advantage estimator."""
         return ADVANTAGES[self.advantage] if isinstance(self.advantage, str) else self.advantage
 
     @cached_property
     def policy_loss_function(self) -> PolicyLoss:
-        """The policy loss."""
+        """Policy loss."""
         return POLICY_LOSSES[self.policy_loss] if isinstance(self.policy_loss, str) else self.policy_loss
 
     @cached_property
     def rollout_correction(self) -> RolloutCorrection:
-        """The correction itself."""
+        """Correction of the gap between rollout and training."""
         return ROLLOUT_CORRECTIONS[self.correction] if isinstance(self.correction, str) else self.correction
 
     @cached_property
@@ -233,11 +223,11 @@ class Algorithm:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """What the stage must compute besides the samples and their scores: names of inputs.
+        """Names of the inputs that the stage must compute besides the samples and their scores.
 
-        `old_log_probs_BT` is among them only if it is needed whatever the number of updates.
+        `old_log_probs_BT` is included only if the algorithm needs it even in a step with a single update.
         """
-        needs = {*self._advantage_inputs, *(set(self._loss_inputs) & _COMPUTED_FOR_LOSSES)} - _ALWAYS_THERE
+        needs = {*self._advantage_inputs, *(set(self._loss_inputs) & COMPUTED_FOR_LOSSES)} - ALWAYS_GIVEN_TO_ADVANTAGES
         if self.kl.coefficient != 0:
             needs.add("ref_log_probs_BT")
             if self.kl.placement == "reward":
@@ -252,21 +242,22 @@ class Algorithm:
 
     @property
     def kl_is_in_reward(self) -> bool:
-        """Whether the KL penalty is a part of the reward."""
+        """True if the KL penalty is a part of the reward."""
         return self.kl.coefficient != 0 and self.kl.placement == "reward"
 
     def advantages(
-        self, inputs: Mapping[str, Any], *, kl_coefficient: float, sum_over_ranks: Callable[[Tensor], Tensor] = one_rank
+        self, inputs: Mapping[str, Any], *, kl_coefficient: float, sum_over_ranks: Collective = one_rank
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Token-level rewards, advantages and returns, each [B, T]. Collective.
+        """Compute token-level rewards, advantages and returns, each [B, T]. Collective.
 
-        The score of a sample is the reward of its last token that the policy sampled; without one, of the first
-        position.
+        The score of a sample is the reward of the last token that the policy sampled; without such a token, of the
+        first position.
 
         Args:
             inputs: tensors by name: `scores_B`, `response_mask_BT`, `groups_B`, `valid_B`, `response_lengths_B`, and
-                what `needs` names.
-            kl_coefficient: of the KL penalty in the reward.
+            the
+                inputs in `needs`.
+            kl_coefficient: weight of the KL penalty in the reward.
             sum_over_ranks: element-wise sum of a tensor over ranks.
         """
         mask_BT, scores_B = inputs["response_mask_BT"], inputs["scores_B"]
@@ -274,8 +265,8 @@ class Algorithm:
         last_B1 = (mask_BT.bool() * positions_T).amax(dim=-1, keepdim=True) if mask_BT.shape[1] else None
         rewards_BT = torch.zeros_like(mask_BT, dtype=scores_B.dtype)
         if last_B1 is not None:
-            earned_B = torch.where(inputs["valid_B"], scores_B, 0)
-            rewards_BT = torch.where(positions_T == last_B1, earned_B[:, None], rewards_BT)
+            final_B = torch.where(inputs["valid_B"], scores_B, 0)
+            rewards_BT = torch.where(positions_T == last_B1, final_B[:, None], rewards_BT)
         if self.kl_is_in_reward:
             rewards_BT = kl_in_reward(
                 rewards_BT,
@@ -290,9 +281,9 @@ class Algorithm:
         return rewards_BT, advantages_BT, returns_BT
 
     def kl_to_reference(self, log_probs_BT: Tensor, ref_log_probs_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
-        """The estimate of each token's KL to the reference, [B, T]; 0 where masked."""
+        """Estimate each token's KL to the reference, [B, T]; 0 where masked."""
         valid_BT = response_mask_BT.bool()
-        # Masked before, not after: the derivative of what is masked away would be 0 * NaN.
+        # Masked before the estimate: the derivative at a masked position would be 0 * NaN otherwise.
         return KL_ESTIMATORS[self.kl.estimator](
             torch.where(valid_BT, log_probs_BT, 0), torch.where(valid_BT, ref_log_probs_BT, 0)
         )
@@ -302,14 +293,24 @@ class Algorithm:
         inputs: Mapping[str, Any],
         *,
         seed: int,
-        sum_over_ranks: Callable[[Tensor], Tensor],
-        gather_over_ranks: Callable[[Tensor], Tensor],
+        sum_over_ranks: Collective,
+        gather_over_ranks: Collective,
     ) -> Tensor | None:
-        """The tokens that the policy loss treats apart, bool [B, T]; None where it asks for none. Collective."""
+        """Select the tokens for `selected_BT`, bool [B, T]; None if the policy loss needs no selection. Collective.
+
+        Args:
+            inputs: tensors by name, with the log-probabilities of the policy before the update as `log_probs_BT`.
+            seed: seed of the selection.
+            sum_over_ranks: element-wise sum of a tensor over ranks.
+            gather_over_ranks: concatenation of the vectors of all ranks.
+
+        Raises:
+            ConfigError: the policy loss needs `selected_BT` and has no selection.
+        """
         if "selected_BT" not in self.needs:
             return None
         if not isinstance(self.policy_loss, str) or self.policy_loss not in SELECTIONS:
-            raise ConfigError(f"algorithm.policy_loss={self.policy_loss!r} needs selected_BT and has no selection")
+            raise ConfigError(f"policy_loss={self.policy_loss!r} needs selected_BT and has no selection in SELECTIONS")
         given = {**inputs, "seed": seed, "sum_over_ranks": sum_over_ranks, "gather_over_ranks": gather_over_ranks}
         return call_with(SELECTIONS[self.policy_loss], given, self.selection_options)
 
@@ -322,17 +323,17 @@ class Algorithm:
         entropy_coefficient: float = 0.0,
         positive_counts: GlobalCounts | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's part of the loss, and metrics per token [B, T] or per sample [B].
+        """Compute this micro-batch's part of the loss, and metrics per token [B, T] or per sample [B].
 
         Args:
             inputs: tensors by name: `log_probs_BT` (with gradient), `old_log_probs_BT`, `rollout_log_probs_BT`,
-                `advantages_BT`, `response_mask_BT`, `entropy_BT`; where they are in use `ref_log_probs_BT`,
-                `selected_BT`, `rollout_weights_BT` (importance weights), `loss_mask_BT` (tokens that learn) and
+                `advantages_BT`, `response_mask_BT`, `entropy_BT`; if in use also `ref_log_probs_BT`, `selected_BT`,
+                `rollout_weights_BT` (importance weights), `loss_mask_BT` (0 on tokens that do not learn) and
                 `scores_B`.
-            kl_coefficient: of the KL term.
-            counts: of the global mini-batch.
-            entropy_coefficient: of the entropy bonus.
-            positive_counts: the same as `counts`, of the samples that succeeded.
+            kl_coefficient: weight of the KL term.
+            counts: sizes of the global mini-batch.
+            entropy_coefficient: weight of the entropy bonus.
+            positive_counts: sizes of the global mini-batch, over the samples that succeeded.
         """
         mask_BT, log_probs_BT = inputs["response_mask_BT"], inputs["log_probs_BT"]
         loss_BT, metrics = call_with(self.policy_loss_function, inputs, self.policy_loss_options)
@@ -356,11 +357,11 @@ class Algorithm:
         return loss, metrics
 
     def is_positive(self, scores_B: Tensor) -> Tensor:
-        """Which samples have succeeded, bool [B]."""
+        """Return True for the samples that have succeeded, bool [B]."""
         return scores_B > self.modifiers.positive_above
 
     def _factors(self, inputs: Mapping[str, Any]) -> list[Tensor]:
-        """What the loss of each token is multiplied by; the counts of the aggregation stay as they are."""
+        """Return the factors of each token's loss; the counts of the aggregation do not change with the factors."""
         mask_BT = inputs["response_mask_BT"]
         factors = [inputs[name] for name in ("rollout_weights_BT", "loss_mask_BT") if inputs.get(name) is not None]
         correction = self.rollout_correction
@@ -384,10 +385,9 @@ class Algorithm:
 
 
 def _check_inputs(option: str, inputs: list[str], known: frozenset[str]) -> None:
-    """Raise a ConfigError if the function needs what neither the stage nor the options give it."""
+    """Raise a ConfigError if the function needs an input that neither the stage nor an option gives."""
     for name in inputs:
         if name not in known:
             raise ConfigError(
-                f"the function of algorithm.{option} needs {name}: set algorithm.{option}_options.{name}; the stage "
-                f"itself gives {', '.join(sorted(known))}"
+                f"{option} needs {name}: set {option}_options.{name}; the stage itself gives {', '.join(sorted(known))}"
             )

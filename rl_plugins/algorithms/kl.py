@@ -1,7 +1,7 @@
-"""KL(policy || reference): estimators from the log-probs of sampled tokens, the exact value, and its controllers.
+"""KL(policy || reference): estimators from the log-probabilities of sampled tokens, the exact value, and controllers.
 
-As a loss only `k2` (and the straight-through forms, whose names end in `+`) has the gradient of the reverse KL on
-on-policy samples; `k1` has expectation zero. In the reward `k1`, `k2` and `k3` are sound.
+In the loss, only `k2` and the straight-through forms (names that end in `+`) have the gradient of the reverse KL on
+on-policy samples; the expected gradient of `k1` is zero. In the reward, `k1`, `k2` and `k3` are all sound.
 
 Source: http://joschu.net/blog/kl-approx.html.
 """
@@ -41,13 +41,13 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def with_gradient_of_k2(estimator: KLEstimator) -> KLEstimator:
-    """The straight-through form of an estimator: its value, the gradient of `k2`."""
+    """Return the straight-through form of an estimator: its value, with the gradient of `k2`."""
 
     def straight_through(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         differentiated = k2(log_probs, ref_log_probs)
         return differentiated - differentiated.detach() + estimator(log_probs, ref_log_probs).detach()
 
-    straight_through.__doc__ = f"`k2 - sg(k2) + sg({estimator.__name__})`, sg stopping the gradient. Any shape."
+    straight_through.__doc__ = f"`k2 - sg(k2) + sg({estimator.__name__})`, with the stop-gradient sg. Any shape."
     return straight_through
 
 
@@ -63,28 +63,28 @@ KL_ESTIMATORS: dict[str, KLEstimator] = {
 
 
 def full_kl(*, logits_NV: Tensor, ref_logits_NV: Tensor, chunk_tokens: int = 1024) -> Tensor:
-    """The exact `KL(p || p_ref) = sum_v p(v) (log p(v) - log p_ref(v))` of each token's distributions.
+    """Compute the exact `KL(p || p_ref) = sum_v p(v) (log p(v) - log p_ref(v))` of each token's distributions.
 
-    Computed in float32 (float64 for such logits), `chunk_tokens` tokens at a time, and once more in the backward pass:
-    what is held besides the logits and their gradients is a chunk in float32, not all of them. An entry of the
-    vocabulary that the policy excludes (logit -inf) adds nothing; one that only the reference excludes makes the KL
-    infinite.
+    The computation runs in float32 (float64 for float64 logits) on `chunk_tokens` tokens at a time, and again in the
+    backward pass: besides the logits and their gradients, only one chunk in float32 is in memory. An entry of the
+    vocabulary that the policy excludes (logit -inf) adds nothing; with an entry that only the reference excludes, the
+    KL is infinite.
 
     Args:
-        logits_NV: of the policy, with gradient if it has one.
-        ref_logits_NV: of the reference, over the same vocabulary.
-        chunk_tokens: tokens at a time.
+        logits_NV: logits of the policy, with gradient if needed.
+        ref_logits_NV: logits of the reference over the same vocabulary.
+        chunk_tokens: number of tokens in a chunk, at least 1.
 
     Returns:
-        The KL of each token, [N].
+        KL of each token, [N].
 
     Raises:
-        ValueError: shapes that differ, or `chunk_tokens` below 1.
+        ValueError: the shapes differ, or `chunk_tokens` is below 1.
     """
     if logits_NV.shape != ref_logits_NV.shape:
         raise ValueError(
-            f"logits of the policy {tuple(logits_NV.shape)} and of the reference {tuple(ref_logits_NV.shape)} differ "
-            "in shape: cut both to the vocabulary that they share"
+            f"logits_NV {tuple(logits_NV.shape)} and ref_logits_NV {tuple(ref_logits_NV.shape)} differ in shape: cut "
+            "both to the common vocabulary"
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1")
@@ -99,47 +99,54 @@ def _full_kl_of_chunk(logits_NV: Tensor, ref_logits_NV: Tensor) -> Tensor:
     log_probs_NV = logits_NV.to(dtype).log_softmax(dim=-1)
     ref_log_probs_NV = ref_logits_NV.to(dtype).log_softmax(dim=-1)
     probs_NV = log_probs_NV.exp()
-    # Masked before, not after: 0 * (-inf + inf) is NaN, and so would its derivative be.
+    # Masked before the subtraction: 0 * (-inf + inf) and its derivative would be NaN.
     possible_NV = probs_NV > 0
     difference_NV = torch.where(possible_NV, log_probs_NV, 0) - torch.where(possible_NV, ref_log_probs_NV, 0)
     return (probs_NV * difference_NV).sum(dim=-1)
 
 
 class KLController(Protocol):
-    """Gives the weight of the KL term and learns from the KL that was measured; its state is checkpointed."""
+    """Weight of the KL term, adapted to the measured KL; the state is saved in checkpoints."""
 
     coefficient: float
 
     def update(self, measured_kl: float, num_sequences: int) -> None:
-        """Take in the mean KL of one RL step."""
+        """Adapt the weight to the mean KL of one RL step."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """Return the state for a checkpoint."""
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore it."""
+        """Restore the state from a checkpoint."""
 
 
 @dataclass
 class FixedKL:
-    """A constant weight."""
+    """A constant weight of the KL term."""
 
     coefficient: float
 
     def update(self, measured_kl: float, num_sequences: int) -> None:
-        """Nothing to adapt."""
+        """Leave the weight unchanged."""
 
     def state_dict(self) -> dict[str, float]:
-        """The weight itself."""
+        """Return the weight."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """A fixed weight belongs to the configuration: keep what was configured."""
+        """Keep the configured weight: a fixed weight belongs to the configuration."""
 
 
 @dataclass
 class AdaptiveKL:
-    """Raises the weight when the KL is above its target and lowers it below, by at most 20% of n / horizon a step.
+    """Weight that rises if the KL is above its target and falls if it is below.
+
+    One step changes the weight by at most 20% of n / horizon, with n sequences in the step.
+
+    Attributes:
+        coefficient: weight at the start, then the adapted weight.
+        target: target KL.
+        horizon: number of sequences; the larger, the slower the weight changes.
 
     Source: https://arxiv.org/abs/1909.08593, section 2.2.
     """
@@ -149,16 +156,16 @@ class AdaptiveKL:
     horizon: float = 10_000.0
 
     def update(self, measured_kl: float, num_sequences: int) -> None:
-        """`coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon`."""
+        """Compute `coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon`."""
         error = max(-0.2, min(0.2, measured_kl / self.target - 1))
         self.coefficient *= 1 + error * num_sequences / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """The weight that was reached."""
+        """Return the adapted weight."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from the weight that was reached."""
+        """Restore the adapted weight."""
         self.coefficient = state["coefficient"]
 
 
@@ -171,6 +178,6 @@ def kl_in_reward(
     coefficient: float,
     estimator: str = "k1",
 ) -> Tensor:
-    """Token-level rewards `score - coefficient * kl` on valid tokens, [B, T]."""
+    """Compute the token-level rewards `score - coefficient * kl` on valid tokens, [B, T]."""
     kl_BT = KL_ESTIMATORS[estimator](log_probs_BT, ref_log_probs_BT)
     return token_level_scores_BT - coefficient * torch.where(response_mask_BT.bool(), kl_BT, 0)

@@ -1,38 +1,70 @@
-"""Statistics over the valid entries of a batch, and over the samples of one prompt (a group)."""
+"""Masks, and statistics over the valid entries of a batch, of a row or of a group (the samples of one prompt).
+
+Functions that take `sum_over_ranks` or `gather_over_ranks` are collective: every rank must call the function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rl_plugins.algorithms.inputs import Collective
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `values` where `mask` is 1; 0 where nothing is valid. Masked entries may hold anything, NaN too."""
-    return torch.where(mask.bool(), values, 0).sum() / mask.sum().clamp(min=1)
+# Masks --------------------------------------------------------------------------------------------------------------
 
 
-def standard_deviation(values_N: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
-    """Unbiased standard deviation over the values of all ranks; 1 if there is at most one. Collective."""
+def zero_masked(response_mask_BT: Tensor, *tensors_BT: Tensor) -> tuple[Tensor, ...]:
+    """Replace the values at masked positions, NaN included, by 0; masked positions get no gradient."""
+    valid_BT = response_mask_BT.bool()
+    return tuple(torch.where(valid_BT, tensor_BT, 0) for tensor_BT in tensors_BT)
+
+
+def learned_tokens(response_mask_BT: Tensor, valid_B: Tensor) -> Tensor:
+    """Return True on the sampled tokens of valid samples, bool [B, T]."""
+    return response_mask_BT.bool() & valid_B.unsqueeze(-1)
+
+
+def on_every_token(advantages_B: Tensor, response_mask_BT: Tensor, valid_B: Tensor) -> Tensor:
+    """Copy the advantage of a sample to each of its sampled tokens; 0 elsewhere, [B, T]."""
+    return torch.where(learned_tokens(response_mask_BT, valid_B), advantages_B.unsqueeze(-1), 0)
+
+
+def last_valid(mask_BT: Tensor) -> Tensor:
+    """Return True on the last valid position of each row, bool [B, T]; an empty row has no such position."""
+    kept_BT = mask_BT.bool()
+    return kept_BT & (kept_BT.flip(-1).cumsum(dim=-1).flip(-1) == 1)
+
+
+# Statistics of rows and of the batch of all ranks -------------------------------------------------------------------
+
+
+def sequence_means(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Compute the mean of each row over its valid positions, [B]; NaN for a row without valid positions."""
+    valid_BT = mask_BT.bool()
+    return torch.where(valid_BT, values_BT, 0).sum(dim=-1) / valid_BT.sum(dim=-1)
+
+
+def standard_deviation(values_N: Tensor, sum_over_ranks: Collective) -> Tensor:
+    """Compute the unbiased standard deviation over the values of all ranks; 1 for at most one value. Collective."""
     values_N = values_N.double()
     total, count = sum_over_ranks(torch.stack([values_N.sum(), values_N.new_tensor(len(values_N))]))
     squares = sum_over_ranks((values_N - total / count.clamp(min=1)).square().sum())
     return (squares / (count - 1)).sqrt() if count > 1 else torch.ones_like(squares)
 
 
-def whiten(values_BT: Tensor, mask_BT: Tensor, sum_over_ranks: Callable[[Tensor], Tensor], eps: float = 1e-8) -> Tensor:
-    """`(x - mean) / sqrt(variance + eps)` over the valid tokens of all ranks; 0 at masked positions. Collective.
+def whiten(values_BT: Tensor, mask_BT: Tensor, sum_over_ranks: Collective, eps: float = 1e-8) -> Tensor:
+    """Compute `(x - mean) / sqrt(variance + eps)` over the valid tokens of all ranks; 0 elsewhere. Collective.
 
-    The variance is unbiased; a single token is centred only. Sums are float64, and the mean is taken twice (the second
-    time of what is left after subtracting the first), so that equal values come out as 0.
+    The variance is unbiased; a single token is only centred. Sums are float64. The mean is subtracted twice (the
+    second time to remove rounding errors of the first), so equal values give exactly 0.
 
     Args:
-        values_BT: per-token values; masked entries may hold anything.
-        mask_BT: 1 on tokens that count.
+        values_BT: value of each token; masked entries may hold anything.
+        mask_BT: 1 on valid tokens.
         sum_over_ranks: element-wise sum of a tensor over ranks.
-        eps: added to the variance.
+        eps: constant added to the variance.
 
     Returns:
         Whitened values [B, T], in the type of `values_BT`.
@@ -48,21 +80,28 @@ def whiten(values_BT: Tensor, mask_BT: Tensor, sum_over_ranks: Callable[[Tensor]
     return torch.where(valid_BT, (deviation_BT - mean_of_rest) * scale, 0).to(values_BT.dtype)
 
 
-def sequence_means(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Mean of each row over its valid positions [B]; NaN in a row without one."""
-    valid_BT = mask_BT.bool()
-    return torch.where(valid_BT, values_BT, 0).sum(dim=-1) / valid_BT.sum(dim=-1)
+def largest(values_N: Tensor, count: int, gather_over_ranks: Collective) -> Tensor:
+    """Return the `count` largest values of all ranks, or all values if fewer exist, in descending order. Collective.
+
+    No rank sends more than `count` values.
+    """
+    own_N = values_N.topk(min(count, len(values_N))).values
+    all_N = gather_over_ranks(own_N)
+    return all_N.topk(min(count, len(all_N))).values
+
+
+# Statistics of groups -----------------------------------------------------------------------------------------------
 
 
 def group_numbers(groups_B: Tensor) -> tuple[Tensor, int]:
-    """The groups of the samples, numbered from 0 without gaps [B], and how many there are."""
+    """Number the groups from 0 without gaps; return the number of each sample's group [B] and the count of groups."""
     _, group_of_B = torch.unique(groups_B, return_inverse=True)
     return group_of_B, int(group_of_B.max().item()) + 1 if group_of_B.numel() else 0
 
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Per-sample view of its group's statistics; every tensor has shape [B]."""
+    """Statistics of the group of each sample; every tensor has shape [B]."""
 
     mean_B: Tensor
     std_B: Tensor
@@ -70,11 +109,11 @@ class GroupStatistics:
 
 
 def group_statistics(values_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> GroupStatistics:
-    """Mean, unbiased standard deviation and size of each sample's group, over its valid members only.
+    """Compute mean, unbiased standard deviation and size of each sample's group, over its valid samples.
 
-    A group with a single valid member has mean 0 and standard deviation 1, so that its value passes through
-    unchanged (the convention of verl's estimators). Equal values have exactly their value as mean and 0 as
-    standard deviation: a rounding error there, divided by 0 + eps, would teach something.
+    A group with a single valid sample has mean 0 and standard deviation 1, so the value of the sample stays unchanged
+    (the convention of verl's estimators). Equal values have exactly their value as mean and 0 as standard deviation:
+    a rounding error in the numerator, divided by `0 + eps`, would give a large advantage.
     """
     group_of_B, num_groups = group_numbers(groups_B)
     weight_B = valid_B.to(values_B.dtype)
@@ -96,12 +135,12 @@ def group_statistics(values_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> Gro
 
 
 def group_leaders(values_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Who alone has the largest value of its group, and what the next smaller value of the group is.
+    """Find the sample that alone has the largest value of its group, and the next smaller value of the group.
 
-    Only valid samples are looked at. A group whose largest value is shared has no leader.
+    Only valid samples count. A group in which several samples have the largest value has no leader.
 
     Returns:
-        leads_B (bool) and runner_up_B (-inf where no valid sample of the group has a smaller value).
+        leads_B (bool) and runner_up_B (-inf if no valid sample of the group has a smaller value).
     """
     group_of_B, num_groups = group_numbers(groups_B)
 

@@ -1,11 +1,10 @@
-"""What preference optimization minimises: losses of pairs of responses, and of single responses that are good or bad.
+"""Losses of preference optimization, for pairs of responses and for single responses labelled good or bad.
 
-A loss names in its signature what it needs: one that names log-probs under the reference needs a reference model, one
-that does not needs none. It depends on nothing but its own pair (KTO: also on one number for the whole batch), so that
-its gradient does not depend on the split into micro-batches; the caller averages losses and metrics over the global
-batch.
+The signature of a loss names its inputs: a loss that names log-probabilities under the reference needs a reference
+model. A loss depends on its own pair only (KTO: also on one number for the whole batch), so its gradient does not
+depend on the split into micro-batches; the caller averages losses and metrics over the global batch.
 
-Axes: `N` pairs, or single responses (KTO). Log-probs are in nats, summed over the tokens of a response.
+Axes: `N` pairs, or single responses (KTO). Log-probabilities are in nats, summed over the tokens of a response.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rl_plugins.algorithms.registry import Table
+from rl_plugins.algorithms.checks import check_not_negative, check_positive
+from rl_plugins.algorithms.inputs import Collective, one_rank
+from rl_plugins.algorithms.registry import Registry
 
 PreferenceLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
@@ -33,23 +34,19 @@ def dpo(
     label_smoothing: float = 0.0,
     length_normalized: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The better response gains more on the reference: `-(1-s) log sigmoid(beta z) - s log sigmoid(-beta z)`.
+    """Larger gain over the reference for the better response: `-(1-s) log sigmoid(beta z) - s log sigmoid(-beta z)`.
 
-    `z` is the log-ratio of policy to reference of the chosen response minus that of the rejected one.
+    `z` is the log-ratio of policy to reference of the chosen response, minus the log-ratio of the rejected response.
 
-    When: pairs of a better and a worse response exist; the usual first choice. Where many pairs are the wrong way
-    round, `label_smoothing` makes it conservative DPO (cDPO).
+    When: pairs of a better and a worse response exist; the usual first choice. If many pairs are in the wrong order,
+    `label_smoothing` makes the loss conservative DPO (cDPO).
 
     Args:
-        chosen_log_probs_N: of the better response under the policy, with gradient.
-        rejected_log_probs_N: of the worse one.
-        ref_chosen_log_probs_N: of the better response under the reference.
-        ref_rejected_log_probs_N: of the worse one.
-        chosen_lengths_N: tokens of the better response; needed if `length_normalized`.
-        rejected_lengths_N: tokens of the worse one.
-        beta: how strongly the reference holds the policy.
-        label_smoothing: `s`, the share of pairs that are the wrong way round (conservative DPO); below 0.5.
-        length_normalized: each log-ratio is divided by the length of its response.
+        chosen_lengths_N: number of tokens in the better response; needed for `length_normalized`.
+        rejected_lengths_N: number of tokens in the worse response; needed for `length_normalized`.
+        beta: strength of the reference; the larger, the closer the policy stays to the reference. Above 0.
+        label_smoothing: `s`, the share of pairs in the wrong order (conservative DPO); below 0.5.
+        length_normalized: divide each log-ratio by the length of its response.
 
     Returns:
         Loss [N], and the metrics `accuracy` (a tie is wrong), `margin`, `chosen_reward` and `rejected_reward` [N]; a
@@ -61,7 +58,7 @@ def dpo(
     Source: DPO https://arxiv.org/abs/2305.18290 eq. 7; label smoothing https://ericmitchell.ai/cdpo.pdf; length
     normalisation Tulu 3 https://arxiv.org/abs/2411.15124.
     """
-    _check_positive(beta=beta)
+    check_positive(beta=beta)
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing={label_smoothing}: must be 0 or more and below 0.5")
     chosen_reward_N, rejected_reward_N = (
@@ -87,19 +84,17 @@ def ipo(
     beta: float = 0.1,
     length_normalized: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The difference of the log-ratios shall be a constant, not ever larger: `(z - 1 / (2 beta))^2`.
+    """Constant difference of the log-ratios, in place of an ever larger difference: `(z - 1 / (2 beta))^2`.
 
-    When: DPO overfits, as it does where pairs are few or every preference is the same each time it is asked.
+    `z` is the difference of two log-ratios, as in `dpo`.
+
+    When: DPO overfits, because pairs are few or the same pair always has the same preference.
 
     Args:
-        chosen_log_probs_N: of the better response under the policy, with gradient.
-        rejected_log_probs_N: of the worse one.
-        ref_chosen_log_probs_N: of the better response under the reference.
-        ref_rejected_log_probs_N: of the worse one.
-        chosen_lengths_N: tokens of the better response; needed if `length_normalized`.
-        rejected_lengths_N: tokens of the worse one.
-        beta: how strongly the reference holds the policy; the paper's tau.
-        length_normalized: each log-ratio is divided by the length of its response.
+        chosen_lengths_N: number of tokens in the better response; needed for `length_normalized`.
+        rejected_lengths_N: number of tokens in the worse response; needed for `length_normalized`.
+        beta: strength of the reference, above 0; the paper's tau.
+        length_normalized: divide each log-ratio by the length of its response.
 
     Returns:
         Loss [N] and metrics [N] as `dpo`.
@@ -109,7 +104,7 @@ def ipo(
 
     Source: https://arxiv.org/abs/2310.12036 eq. 17.
     """
-    _check_positive(beta=beta)
+    check_positive(beta=beta)
     chosen_ratio_N = _log_ratio(chosen_log_probs_N, ref_chosen_log_probs_N, chosen_lengths_N, length_normalized)
     rejected_ratio_N = _log_ratio(rejected_log_probs_N, ref_rejected_log_probs_N, rejected_lengths_N, length_normalized)
     loss_N = (chosen_ratio_N - rejected_ratio_N - 1 / (2 * beta)).square()
@@ -129,21 +124,16 @@ def rpo(
     label_smoothing: float = 0.0,
     length_normalized: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """DPO that also learns to say the better response: `dpo - nll_weight * log pi(chosen) / its length`.
+    """DPO with a likelihood term for the better response: `dpo - nll_weight * log pi(chosen) / its length`.
 
     When: under DPO the better responses become less likely, too, as in reasoning.
 
     Args:
-        chosen_log_probs_N: of the better response under the policy, with gradient.
-        rejected_log_probs_N: of the worse one.
-        ref_chosen_log_probs_N: of the better response under the reference.
-        ref_rejected_log_probs_N: of the worse one.
-        chosen_lengths_N: tokens of the better response.
-        rejected_lengths_N: tokens of the worse one; needed if `length_normalized`.
-        beta: see `dpo`.
-        nll_weight: of the negative log-likelihood per token; the paper's alpha.
-        label_smoothing: see `dpo`.
-        length_normalized: see `dpo`; the likelihood is divided by the length in any case.
+        rejected_lengths_N: number of tokens in the worse response; needed for `length_normalized`.
+        beta: strength of the reference, as in `dpo`.
+        nll_weight: weight of the negative log-likelihood per token, 0 or more; the paper's alpha.
+        label_smoothing: share of pairs in the wrong order, as in `dpo`.
+        length_normalized: divide each log-ratio by the length of its response; the likelihood is always divided.
 
     Returns:
         Loss [N], and the metrics of `dpo` and `nll` (per token) [N].
@@ -153,8 +143,7 @@ def rpo(
 
     Source: Iterative RPO https://arxiv.org/abs/2404.19733.
     """
-    if not nll_weight >= 0:
-        raise ValueError(f"nll_weight={nll_weight}: must be 0 or more")
+    check_not_negative(nll_weight=nll_weight)
     loss_N, metrics = dpo(
         chosen_log_probs_N=chosen_log_probs_N,
         rejected_log_probs_N=rejected_log_probs_N,
@@ -178,19 +167,15 @@ def orpo(
     rejected_lengths_N: Tensor,
     odds_weight: float = 0.1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Fine-tuning on the better response, with better odds than the other: `nll - odds_weight * log sigmoid(o)`.
+    """Fine-tuning on the better response, with better odds than the worse one: `nll - odds_weight * log sigmoid(o)`.
 
     `o = log odds(chosen) - log odds(rejected)`, with `odds = p / (1 - p)` and `p` the geometric mean of the
     probabilities of the tokens. No reference model.
 
-    When: the model is not fine-tuned yet, or there is no memory for a reference model.
+    When: the model is not fine-tuned yet, or memory does not suffice for a reference model.
 
     Args:
-        chosen_log_probs_N: of the better response under the policy, with gradient.
-        rejected_log_probs_N: of the worse one.
-        chosen_lengths_N: tokens of the better response.
-        rejected_lengths_N: tokens of the worse one.
-        odds_weight: of the odds ratio; the paper's lambda.
+        odds_weight: weight of the odds ratio, above 0; the paper's lambda.
 
     Returns:
         Loss [N], the metrics of `dpo` with `odds_weight` times the log-prob per token as rewards, and `nll` (per
@@ -201,7 +186,7 @@ def orpo(
 
     Source: https://arxiv.org/abs/2403.07691.
     """
-    _check_positive(odds_weight=odds_weight)
+    check_positive(odds_weight=odds_weight)
     chosen_mean_N = _per_token(chosen_log_probs_N, chosen_lengths_N)
     rejected_mean_N = _per_token(rejected_log_probs_N, rejected_lengths_N)
     log_odds_ratio_N = _log_odds(chosen_mean_N) - _log_odds(rejected_mean_N)
@@ -222,20 +207,16 @@ def simpo(
     beta: float = 2.0,
     gamma: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The better response is likelier per token, by a target: `-log sigmoid(beta (l_w - l_l) - gamma)`.
+    """Higher likelihood per token for the better response, by a margin: `-log sigmoid(beta (l_w - l_l) - gamma)`.
 
     `l` is the log-prob of a response divided by its length. No reference model.
 
-    When: responses grow longer under DPO, or there is no memory for a reference model; `beta` and `gamma` need
+    When: responses grow longer under DPO, or memory does not suffice for a reference model; `beta` and `gamma` need
     tuning.
 
     Args:
-        chosen_log_probs_N: of the better response under the policy, with gradient.
-        rejected_log_probs_N: of the worse one.
-        chosen_lengths_N: tokens of the better response.
-        rejected_lengths_N: tokens of the worse one.
-        beta: scale of the rewards.
-        gamma: target of their difference.
+        beta: scale of the rewards, above 0.
+        gamma: target difference of the rewards, 0 or more.
 
     Returns:
         Loss [N] and metrics [N] as `dpo`; a reward is beta times the log-prob per token.
@@ -245,9 +226,8 @@ def simpo(
 
     Source: https://arxiv.org/abs/2405.14734.
     """
-    _check_positive(beta=beta)
-    if not gamma >= 0:
-        raise ValueError(f"gamma={gamma}: must be 0 or more")
+    check_positive(beta=beta)
+    check_not_negative(gamma=gamma)
     chosen_reward_N = beta * _per_token(chosen_log_probs_N, chosen_lengths_N)
     rejected_reward_N = beta * _per_token(rejected_log_probs_N, rejected_lengths_N)
     loss_N = -logsigmoid(chosen_reward_N - rejected_reward_N - gamma)
@@ -264,25 +244,24 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Good responses gain on the reference and bad ones lose, with diminishing returns on both sides.
+    """Gain over the reference for good responses, loss for bad responses, with diminishing returns on both sides.
 
     With the log-ratio `r` of policy to reference and the reference point `z0`: `w_d (1 - sigmoid(beta (r - z0)))` of
-    a desirable response, `w_u (1 - sigmoid(beta (z0 - r)))` of an undesirable one.
+    a desirable response, `w_u (1 - sigmoid(beta (z0 - r)))` of an undesirable response.
 
-    When: responses are judged one by one, as good or bad, and not in pairs.
+    When: every response is labelled good or bad by itself, not in pairs.
 
     Args:
-        log_probs_N: of each response under the policy, with gradient.
-        ref_log_probs_N: of each under the reference.
-        desirable_N: bool, whether a response is good.
-        reference_point: z0, a scalar without gradient: how far the policy is from the reference, see
+        desirable_N: bool, True for good responses.
+        reference_point: z0, a scalar without gradient: distance of the policy from the reference, from
             `kto_reference_point`.
-        beta: how strongly the reference holds the policy.
-        desirable_weight: w_d; weights that make up for unequal numbers of good and bad responses are usual.
-        undesirable_weight: w_u.
+        beta: strength of the reference, above 0.
+        desirable_weight: w_d, 0 or more; weights that compensate for unequal numbers of good and bad responses are
+            usual.
+        undesirable_weight: w_u, 0 or more.
 
     Returns:
-        Loss [N], and the metrics `accuracy` (whether a response is on its side of the reference point) and `reward`
+        Loss [N], and the metrics `accuracy` (1 if a response is on the right side of the reference point) and `reward`
         (beta times the log-ratio) [N].
 
     Raises:
@@ -290,17 +269,15 @@ def kto(
 
     Source: https://arxiv.org/abs/2402.01306.
     """
-    _check_positive(beta=beta)
-    for name, weight in (("desirable_weight", desirable_weight), ("undesirable_weight", undesirable_weight)):
-        if not weight >= 0:
-            raise ValueError(f"{name}={weight}: must be 0 or more")
+    check_positive(beta=beta)
+    check_not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     desirable_N = desirable_N.bool()
     ratio_N = log_probs_N - ref_log_probs_N
     distance_N = ratio_N - reference_point.detach()
     gain_N = torch.where(desirable_N, distance_N, -distance_N)
     ones_N = torch.ones_like(ratio_N)
     weight_N = torch.where(desirable_N, desirable_weight * ones_N, undesirable_weight * ones_N)
-    # 1 - sigmoid(x) loses its digits where x is large.
+    # sigmoid(-x) in place of 1 - sigmoid(x), which loses precision for large x.
     loss_N = weight_N * torch.sigmoid(-beta * gain_N)
     return loss_N, {"accuracy": (gain_N > 0).float(), "reward": beta * ratio_N.detach()}
 
@@ -309,18 +286,17 @@ def kto_reference_point(
     *,
     mismatched_log_probs_N: Tensor,
     mismatched_ref_log_probs_N: Tensor,
-    sum_over_ranks: Callable[[Tensor], Tensor] = lambda values: values,
+    sum_over_ranks: Collective = one_rank,
 ) -> Tensor:
-    """How far the policy is from the reference, estimated by KTO on responses to other prompts; 0 or more.
+    """Estimate KTO's distance of the policy from the reference on responses to other prompts; 0 or more. Collective.
 
     Args:
-        mismatched_log_probs_N: log-probs under the policy of responses that were given to another prompt; N may differ
-            between ranks and be 0.
-        mismatched_ref_log_probs_N: under the reference.
-        sum_over_ranks: sums a small tensor over the ranks. Collective.
+        mismatched_log_probs_N: log-probability under the policy of responses that belong to another prompt; N may
+            differ between ranks and be 0.
+        mismatched_ref_log_probs_N: log-probability of the same responses under the reference.
 
     Returns:
-        `max(0, mean log-ratio)` over all ranks, a scalar without gradient; 0 if there is none.
+        `max(0, mean log-ratio)` over all ranks, a scalar without gradient; 0 without responses.
 
     Source: https://arxiv.org/abs/2402.01306.
     """
@@ -329,16 +305,10 @@ def kto_reference_point(
     return (total / count.clamp(min=1)).clamp(min=0)
 
 
-PREFERENCE_LOSSES: Table[PreferenceLoss] = Table(
+PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry(
     "rl_plugins.preference_losses",
     {"dpo": dpo, "ipo": ipo, "rpo": rpo, "kto": kto, "orpo": orpo, "simpo": simpo},
 )
-
-
-def _check_positive(**options: float) -> None:
-    for name, value in options.items():
-        if not value > 0:
-            raise ValueError(f"{name}={value}: must be above 0")
 
 
 def _per_token(log_probs_N: Tensor, lengths_N: Tensor) -> Tensor:
@@ -357,7 +327,7 @@ def _log_ratio(
 
 
 def _log_odds(log_probs_N: Tensor) -> Tensor:
-    # A probability that rounds to 1 has infinite odds, and a gradient that is not a number.
+    # A probability that rounds to 1 has infinite odds and a NaN gradient.
     log_probs_N = log_probs_N.clamp(max=-torch.finfo(log_probs_N.dtype).eps)
     return log_probs_N - torch.log(-torch.expm1(log_probs_N))
 

@@ -1,29 +1,33 @@
-"""A table of functions by name, to which installed packages add theirs through entry points.
+"""Registry of functions by name, to which installed packages add functions through entry points.
 
 A package that declares
 
     [project.entry-points."rl_plugins.policy_losses"]
     my_loss = "my_package.losses:my_loss"
 
-adds `my_loss` to the policy losses; nothing of it is imported before the name is used.
+adds `my_loss` to the policy losses. The package is imported when the name is used for the first time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from rl_plugins.errors import ConfigError
 
 F = TypeVar("F")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Table(Mapping[str, F]):
-    """The project's functions of one kind, and those of the entry points of a group.
+class Registry(Mapping[str, F]):
+    """Functions of one kind by name: the project's own, and functions from the entry points of installed packages.
 
     Args:
-        group: name of the entry points' group.
-        own: the project's functions; no entry point can replace one.
+        group: name of the entry-point group.
+        own: the project's functions; an entry point cannot replace one of them.
     """
 
     def __init__(self, group: str, own: Mapping[str, F]) -> None:
@@ -34,10 +38,10 @@ class Table(Mapping[str, F]):
         return {point.name: point for point in entry_points(group=self.group) if point.name not in self._own}
 
     def __getitem__(self, name: str) -> F:
-        """The function of that name.
+        """Return the function with this name.
 
         Raises:
-            KeyError: nobody has it.
+            KeyError: neither the project nor an installed package has the name.
         """
         if name in self._own:
             return self._own[name]
@@ -45,10 +49,31 @@ class Table(Mapping[str, F]):
         return function
 
     def __iter__(self) -> Iterator[str]:
-        """The names, the project's first."""
+        """Iterate over the names, the project's own first."""
         yield from self._own
         yield from self._added
 
     def __len__(self) -> int:
-        """How many functions there are."""
+        """Return the number of functions."""
         return len(self._own) + len(self._added)
+
+
+def named_function(table: Mapping[str, Function], loss: str | Function, options: Mapping[str, Any]) -> Function:
+    """Return the loss with this name, or the function itself, after a check of its options.
+
+    Args:
+        table: known losses by name.
+        loss: name of a loss, or a function.
+        options: keyword arguments for the loss.
+
+    Raises:
+        ConfigError: the name is unknown, or the function does not take an option.
+    """
+    if isinstance(loss, str) and loss not in table:
+        raise ConfigError(f"loss={loss!r} is unknown: use one of {', '.join(table)}")
+    function = table[loss] if isinstance(loss, str) else loss
+    try:
+        inspect.signature(function).bind_partial(**options)
+    except TypeError as error:
+        raise ConfigError(f"loss_options do not fit the loss {function.__name__}: {error}") from None
+    return function

@@ -1,7 +1,7 @@
-"""What reward models minimise: which of two responses is better, or which steps of a response are right.
+"""Losses of reward models: the better response of a pair scores higher, or every step is right or wrong.
 
-A loss depends on nothing but its own pair or token, so that its gradient does not depend on the split into
-micro-batches; the caller averages losses and metrics over the pairs (or labelled tokens) of the global batch.
+A loss depends on its own pair or token only, so its gradient does not depend on the split into micro-batches; the
+caller averages losses and metrics over the pairs (or labelled tokens) of the global batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from rl_plugins.algorithms.registry import Table
+from rl_plugins.algorithms.checks import check_not_negative
+from rl_plugins.algorithms.registry import Registry
 
 RewardModelLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
@@ -24,16 +25,17 @@ def bradley_terry(
     margins_B: Tensor | None = None,
     centering: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The better response of a pair shall score higher: `-log sigmoid(r_chosen - r_rejected - margin)`.
+    """Higher score for the better response of a pair: `-log sigmoid(r_chosen - r_rejected - margin)`.
 
-    Only differences of scores are learnt; `centering (r_chosen + r_rejected)^2` is added to hold their mean at 0.
+    Only differences of scores are learnt; the term `centering (r_chosen + r_rejected)^2` keeps the mean of the scores
+    near 0.
 
     When: pairs of a better and a worse response exist, and no rule can score a response.
 
     Args:
         chosen_scores_B: score of the better response of each pair, with gradient.
-        rejected_scores_B: score of the other.
-        margins_B: by how much the first shall be ahead, in units of the scores; None is 0.
+        rejected_scores_B: score of the worse response of each pair, with gradient.
+        margins_B: wanted lead of the better response, in units of the scores; None for 0.
         centering: weight of the squared sum of the two scores; 0.01 is usual.
 
     Returns:
@@ -46,8 +48,7 @@ def bradley_terry(
     Source: InstructGPT https://arxiv.org/abs/2203.02155; the margin Llama 2 https://arxiv.org/abs/2307.09288;
     centering https://arxiv.org/abs/2312.09244 in the form of https://huggingface.co/docs/trl/reward_trainer.
     """
-    if not centering >= 0:
-        raise ValueError(f"centering={centering}: must be 0 or more")
+    check_not_negative(centering=centering)
     difference_B = chosen_scores_B - rejected_scores_B
     loss_B = -logsigmoid(difference_B if margins_B is None else difference_B - margins_B)
     if centering:
@@ -63,18 +64,20 @@ def bradley_terry(
 def process_reward_loss(
     *, scores_BT: Tensor, labels_BT: Tensor, label_mask_BT: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Each step is right or wrong: binary cross entropy of `sigmoid(score)` at the token that ends it.
+    """Classification of each step as right or wrong: binary cross-entropy of `sigmoid(score)`.
 
-    When: the steps of responses have labels, and it matters where a response goes wrong.
+    The score of a step is the score at the token that ends the step.
+
+    When: the steps of responses have labels, and the position of an error in a response matters.
 
     Args:
         scores_BT: score at each response token, with gradient.
-        labels_BT: 1 where the step that ends here is right, 0 where it is wrong; between them where it is not certain.
-        label_mask_BT: 1 on labelled tokens; scores and labels of others may be anything.
+        labels_BT: label of the step that ends here: 1 if right, 0 if wrong, between 0 and 1 if uncertain.
+        label_mask_BT: 1 on labelled tokens; at 0, scores and labels may hold anything.
 
     Returns:
-        Loss [B, T], 0 without a label, and the metrics `accuracy` (whether score and label are on the same side of one
-        half; a score on the border is wrong) and `reward` (the probability of being right) [B, T].
+        Loss [B, T], 0 without a label, and the metrics `reward` (`sigmoid(score)`, the probability of a right step) and
+        `accuracy` (1 if probability and label are on the same side of one half, else 0) [B, T].
 
     Source: Math-Shepherd https://arxiv.org/abs/2312.08935.
     """
@@ -88,6 +91,6 @@ def process_reward_loss(
     }
 
 
-REWARD_MODEL_LOSSES: Table[RewardModelLoss] = Table(
+REWARD_MODEL_LOSSES: Registry[RewardModelLoss] = Registry(
     "rl_plugins.reward_model_losses", {"bradley_terry": bradley_terry, "process_reward": process_reward_loss}
 )

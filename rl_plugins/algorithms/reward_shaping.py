@@ -1,4 +1,4 @@
-"""Changes to the rewards of samples before advantages are computed: functions of rewards and lengths, each [B]."""
+"""Reward shaping: changes to the rewards of samples before advantages are computed, each [B]."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rl_plugins.algorithms.masked import group_numbers
 
 @dataclass(frozen=True)
 class OverlongPenalty:
-    """Punishes responses that come near the longest possible; see `overlong_penalty`.
+    """Penalty of responses near the longest allowed length; see `overlong_penalty`.
 
     Attributes:
-        max_tokens: the length from which on the penalty is whole.
-        buffer_tokens: the length of its slope.
-        factor: the whole penalty.
+        max_tokens: length from which on the penalty is complete, in tokens.
+        buffer_tokens: length of the slope before `max_tokens`, in tokens.
+        factor: complete penalty.
     """
 
     max_tokens: int
@@ -33,8 +33,8 @@ class RewardShaping:
     Attributes:
         clip: smallest and largest score; None for no bounds.
         length_factor: weight of `length_penalty`.
-        correct_above: a response is correct, for `length_penalty`, if its score is above this.
-        overlong: penalty of long responses; None for none.
+        correct_above: score above which a response is correct, for `length_penalty`.
+        overlong: penalty of long responses; None for no penalty.
     """
 
     clip: Sequence[float] | None = None
@@ -43,7 +43,7 @@ class RewardShaping:
     overlong: OverlongPenalty | None = None
 
     def shaped(self, *, scores_B: Tensor, response_lengths_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> Tensor:
-        """The scores [B] after all changes; all samples of a group must be here."""
+        """Apply all changes to the scores [B]; the batch must hold all samples of each group."""
         is_correct_B = scores_B > self.correct_above
         if self.clip is not None:
             scores_B = clip_rewards(rewards_B=scores_B, low=self.clip[0], high=self.clip[1])
@@ -66,37 +66,37 @@ class RewardShaping:
 
 
 def overlong_penalty(*, response_lengths_B: Tensor, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> Tensor:
-    """What to add to the reward of long responses: falls from 0 to `-factor` over the last `buffer_tokens` tokens.
+    """Compute a penalty of long responses that falls from 0 to `-factor` over the last `buffer_tokens` tokens.
 
     `clip(-factor (L - (max_tokens - buffer_tokens)) / buffer_tokens, -factor, 0)`; a response longer than
-    `max_tokens` gets `-factor` and no less.
+    `max_tokens` gets `-factor`, too.
 
     Args:
-        response_lengths_B: tokens of each response, L.
-        max_tokens: the length from which on the penalty is whole.
-        buffer_tokens: the length of its slope.
-        factor: the whole penalty.
+        response_lengths_B: number of tokens in each response, L.
+        max_tokens: length from which on the penalty is complete, in tokens.
+        buffer_tokens: length of the slope before `max_tokens`, in tokens.
+        factor: complete penalty.
 
     Returns:
-        Penalties, in [-factor, 0], [B].
+        Penalties to add to the rewards, in [-factor, 0], [B].
 
     Raises:
-        ValueError: a buffer outside 1 .. `max_tokens`, or a negative factor.
+        ValueError: `buffer_tokens` is outside 1 .. `max_tokens`, or `factor` is negative.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.4, eq. 13.
     """
     if not 0 < buffer_tokens <= max_tokens:
         raise ValueError(f"buffer_tokens={buffer_tokens}: must be in 1 .. max_tokens={max_tokens}")
     if not factor >= 0:
-        raise ValueError(f"factor={factor}: must be at least 0; it is subtracted")
+        raise ValueError(f"factor={factor}: must be at least 0, because the penalty is subtracted")
     excess_B = (response_lengths_B - (max_tokens - buffer_tokens)).clamp(0, buffer_tokens)
     return -factor * (excess_B / buffer_tokens)
 
 
 def clip_rewards(*, rewards_B: Tensor, low: float, high: float) -> Tensor:
-    """Rewards bounded to [low, high], so that an outlier cannot dominate the statistics of its group.
+    """Bound rewards to [low, high], so that an outlier does not dominate the statistics of its group.
 
-    NaN (a reward that failed) stays NaN.
+    The NaN of a failed reward stays NaN.
 
     Raises:
         ValueError: `low` is above `high`.
@@ -114,40 +114,40 @@ def length_penalty(
     valid_B: Tensor,
     factor: float = 1.0,
 ) -> Tensor:
-    """What to add to the reward so that short responses beat long ones to the same prompt (Kimi k1.5).
+    """Compute terms that favour short responses over long responses to the same prompt (Kimi k1.5).
 
     With the shortest and longest valid response of the group, `l = 1/2 - (L - shortest) / (longest - shortest)`, from
-    1/2 to -1/2: `factor l` for a correct response, `factor min(0, l)` for a wrong one, which can only lose. 0 in a
-    group whose responses are all equally long.
+    1/2 to -1/2: `factor l` for a correct response, `factor min(0, l)` for a wrong response, which gets no bonus. 0 in a
+    group whose responses are equally long.
 
     Args:
-        response_lengths_B: tokens of each response, L.
-        is_correct_B: bool, whether it solves its task.
-        groups_B: the prompt that each sample answers; all samples of a group are here.
-        valid_B: False for samples to leave out: they count in no group and get 0.
-        factor: weight of this term. The paper sets it to 0 in the first phase of training.
+        response_lengths_B: number of tokens in each response, L.
+        is_correct_B: bool, True if the response solves its task.
+        groups_B: number of the prompt that each sample answers; the batch must hold all samples of each group.
+        valid_B: False for samples to leave out: such a sample counts in no group and gets 0.
+        factor: weight of the term. The paper sets it to 0 in the first phase of training.
 
     Returns:
-        Terms in [-factor / 2, factor / 2], [B].
+        Terms to add to the rewards, in [-factor / 2, factor / 2], [B].
 
     Raises:
-        ValueError: a negative factor.
+        ValueError: `factor` is negative.
 
     Source: Kimi k1.5, https://arxiv.org/abs/2501.12599, section 2.3.3.
     """
     if not factor >= 0:
-        raise ValueError(f"factor={factor}: must be at least 0; a negative one would reward length")
+        raise ValueError(f"factor={factor}: must be at least 0; a negative factor would reward length")
     dtype = torch.promote_types(response_lengths_B.dtype, torch.get_default_dtype())
     lengths_B = response_lengths_B.to(dtype)
     group_of_B, num_groups = group_numbers(groups_B)
 
-    def extreme_B(reduce: str, missing: float) -> Tensor:
-        of_group_G = lengths_B.new_full((num_groups,), missing)
-        of_group_G.scatter_reduce_(0, group_of_B, lengths_B.masked_fill(~valid_B, missing), reduce)
-        return of_group_G[group_of_B]
+    def extreme_of_group(reduce: str, missing: float) -> Tensor:
+        extreme_G = lengths_B.new_full((num_groups,), missing)
+        extreme_G.scatter_reduce_(0, group_of_B, lengths_B.masked_fill(~valid_B, missing), reduce)
+        return extreme_G[group_of_B]
 
-    shortest_B = extreme_B("amin", torch.inf)
-    spread_B = extreme_B("amax", -torch.inf) - shortest_B
+    shortest_B = extreme_of_group("amin", torch.inf)
+    spread_B = extreme_of_group("amax", -torch.inf) - shortest_B
     differs_B = valid_B & (spread_B > 0)
     position_B = torch.where(differs_B, lengths_B - shortest_B, 0) / torch.where(differs_B, spread_B, 1)
     term_B = factor * (0.5 - position_B)

@@ -1,12 +1,13 @@
-"""Corrects for the gap between the policy that sampled (rollout) and the policy that is trained.
+"""Correction for the gap between the policy that sampled (rollout) and the policy that is trained.
 
-The rollout engine computes other log-probs than the trainer for the same weights, and may hold older weights. With
-`d = log p_training - log p_rollout` of each sampled token, two remedies, alone or together: importance weights `e^d`
-that multiply the policy loss, and rejection, which takes tokens or whole sequences out of the response mask.
-Where log p_training is that of the old policy (computed once per batch), the correction is decoupled from the policy
-loss; with `bypass` the rollout's log-probs stand in for the old ones and d is taken with the current policy.
+The rollout engine computes different log-probabilities than the trainer for the same weights, and may hold older
+weights. With `d = log p_training - log p_rollout` of each sampled token, two remedies can be used alone or together:
+importance weights `e^d`, which multiply the policy loss, and rejection, which removes tokens or whole sequences from
+the response mask. If log p_training is computed once per batch with the old policy, the correction is decoupled from
+the policy loss. With `bypass` the rollout's log-probabilities replace the old ones, and d is computed with the current
+policy.
 
-Statistics are computed in float64, and nothing here has a gradient.
+Statistics are computed in float64 and have no gradient.
 
 Source: decoupled objective https://arxiv.org/abs/2110.00641; truncated weights
 https://doi.org/10.1198/106186008X320456; weights zeroed outside a band (IcePop) https://arxiv.org/abs/2510.18855.
@@ -15,14 +16,14 @@ https://doi.org/10.1198/106186008X320456; weights zeroed outside a band (IcePop)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.advantages import one_rank
+from rl_plugins.algorithms.inputs import Collective, one_rank
 from rl_plugins.algorithms.policy_losses import MAX_LOG_RATIO
 
 Level = Literal["token", "sequence"]
@@ -42,7 +43,7 @@ RejectionMode = Literal[
 ]
 
 MIN_MEAN_WEIGHT = 1e-8
-"""Weights are divided by their mean only where it is above this: if all were zeroed, they stay 0."""
+"""Smallest mean by which weights are divided: if a band sets all weights to 0, the weights stay 0."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,12 @@ class Rejection:
     """A statistic of d, and the range in which a token or sequence is kept.
 
     Attributes:
-        mode: `token_*` judges each token; `seq_sum_*`, `seq_mean_*` and `seq_max_*` judge a sequence by the sum, the
-            mean or the maximum over its valid tokens. `*_k1` is -d, `*_k2` is d^2 / 2, `*_k3` is e^d - 1 - d, with d
-            of each token bounded to [-20, 20].
-        threshold: for k2 and k3 the largest statistic that is kept, at least 0. For k1 a pair (low, high) that
-            bounds e^statistic, which is the ratio p_rollout / p_training (not its inverse: that matters to bounds
-            that are not each other's inverse); one number h, at least 1, means (1 / h, h).
+        mode: statistic. `token_*` judges each token; `seq_sum_*`, `seq_mean_*` and `seq_max_*` judge a sequence by the
+            sum, the mean or the maximum over its valid tokens. `*_k1` is -d, `*_k2` is d^2 / 2, `*_k3` is e^d - 1 - d,
+            with d of each token bounded to [-20, 20].
+        threshold: for k2 and k3 the largest statistic that is kept, at least 0. For k1 a pair (low, high) that bounds
+            e^statistic, the ratio p_rollout / p_training (not its inverse: the difference matters for bounds that are
+            not inverses of each other); a single number h, at least 1, means (1 / h, h).
     """
 
     mode: RejectionMode
@@ -65,7 +66,7 @@ class Rejection:
         """Check the mode and its threshold.
 
         Raises:
-            ValueError: an unknown mode, or a threshold that does not suit it.
+            ValueError: the mode is unknown, or the threshold does not suit the mode.
         """
         if self.mode not in get_args(RejectionMode):
             raise ValueError(f"mode={self.mode!r} is unknown: use one of {', '.join(get_args(RejectionMode))}")
@@ -81,16 +82,16 @@ class Rejection:
 
     @property
     def reach(self) -> str:
-        """What is judged: `token`, `seq_sum`, `seq_mean` or `seq_max`."""
+        """Level of the statistic: `token`, `seq_sum`, `seq_mean` or `seq_max`."""
         return self.mode.rpartition("_")[0]
 
     @property
     def estimator(self) -> str:
-        """The statistic of a token: `k1`, `k2` or `k3`."""
+        """Statistic of a token: `k1`, `k2` or `k3`."""
         return self.mode.rpartition("_")[2]
 
     def bounds(self) -> tuple[float, float]:
-        """Smallest and largest statistic that is kept."""
+        """Return the smallest and the largest statistic that is kept."""
         if self.estimator == "k1":
             low, high = self._ratios()
             return math.log(low), math.log(high)
@@ -114,30 +115,29 @@ def importance_weights(
     cap: float | None = None,
     band: tuple[float, float] | None = None,
     normalize: bool = False,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+    sum_over_ranks: Collective = one_rank,
 ) -> Tensor:
-    """Importance weights of the sampled tokens, to be multiplied with their policy loss.
+    """Compute importance weights of the sampled tokens, to multiply with their policy loss.
 
     `w = e^d` of each token, or `w = e^(sum of d)` of the sequence on each of its valid tokens, with the exponent
-    bounded to [-20, 20]; then `min(w, cap)`, or 0 where w is outside `band`; then divided by their mean.
+    bounded to [-20, 20]; then `min(w, cap)`, or 0 where w is outside `band`; then divided by the mean weight.
 
     Args:
-        log_probs_BT: of the policy that is trained; no gradient flows into the weights.
-        rollout_log_probs_BT: of the policy that sampled.
-        response_mask_BT: 1 on sampled tokens, before any rejection; others may hold anything.
+        log_probs_BT: log-probability of each token under the policy that is trained; no gradient flows into the
+            weights.
+        response_mask_BT: 1 on sampled tokens, before any rejection; at 0, other tensors may hold anything.
         level: a weight per `token` or per `sequence`.
         cap: largest weight (truncated importance sampling); None for no cap.
-        band: smallest and largest weight that is kept, others become 0 (IcePop); None for no band.
-        normalize: divide by the mean weight of the batch of all ranks, over tokens or over sequences that have any.
-            This, and only this, is collective.
-        sum_over_ranks: element-wise sum of a tensor over ranks.
+        band: smallest and largest weight that is kept; weights outside become 0 (IcePop). None for no band.
+        normalize: divide by the mean weight of the batch of all ranks, over tokens or over non-empty sequences. The
+            function is collective only with this option.
 
     Returns:
         Weights, 0 where masked, [B, T].
 
     Raises:
-        ValueError: an option out of its range, both `cap` and `band`, or log-probs of valid tokens that are NaN or
-            infinite.
+        ValueError: an option is out of its range, both `cap` and `band` are given, or log-probabilities of valid tokens
+            are NaN or infinite.
     """
     _check_weight_options(level, cap, band)
     valid_BT = response_mask_BT.bool()
@@ -150,7 +150,7 @@ def importance_weights(
     if band is not None:
         weights_BT = torch.where((weights_BT >= band[0]) & (weights_BT <= band[1]), weights_BT, 0)
     if normalize:
-        # The share of a token in the mean: whole, or such that a sequence counts once, however long it is.
+        # Share of a token in the mean: 1, or 1 / length so that every sequence counts once.
         share_BT = valid_BT.double()
         if level == "sequence":
             share_BT = share_BT / valid_BT.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -168,22 +168,20 @@ def rejection_mask(
     response_mask_BT: Tensor,
     rules: Sequence[Rejection],
 ) -> Tensor:
-    """The response mask without the tokens that a rule rejects.
+    """Remove the tokens that a rule rejects from the response mask.
 
-    Every rule sees the whole response mask, so their order does not matter; a token stays if all of them keep it.
-    A rule looks at the token's own row only.
+    Every rule is applied to the whole response mask, so the order of the rules does not matter; a token stays if all
+    rules keep it. A rule depends on the token's own row only.
 
     Args:
-        log_probs_BT: of the policy that is trained.
-        rollout_log_probs_BT: of the policy that sampled.
-        response_mask_BT: 1 on sampled tokens; others may hold anything.
-        rules: what to reject; none of them keeps everything.
+        log_probs_BT: log-probability of each token under the policy that is trained.
+        rules: rules of rejection; an empty sequence keeps everything.
 
     Returns:
-        The mask of the kept tokens, in the type of `response_mask_BT`, [B, T].
+        Mask of the kept tokens, in the type of `response_mask_BT`, [B, T].
 
     Raises:
-        ValueError: log-probs of valid tokens are NaN or infinite.
+        ValueError: log-probabilities of valid tokens are NaN or infinite.
     """
     valid_BT = response_mask_BT.bool()
     log_ratio_BT = _log_ratio(log_probs_BT, rollout_log_probs_BT, valid_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -201,19 +199,20 @@ def diagnostics(
     rollout_log_probs_BT: Tensor,
     response_mask_BT: Tensor,
     weights_BT: Tensor | None = None,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
-    max_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+    sum_over_ranks: Collective = one_rank,
+    max_over_ranks: Collective = one_rank,
 ) -> dict[str, float]:
-    """How far the two policies are apart, over the batch of all ranks. Collective.
+    """Measure the distance between the two policies, over the batch of all ranks. Collective.
 
-    With <x> the mean over valid tokens, [x] the mean over sequences that have any, and D the mean of -d over the
-    valid tokens of a sequence (its log-perplexity under the training policy less that under the rollout policy):
+    With <x> the mean over valid tokens, [x] the mean over non-empty sequences, and D the mean of -d over the valid
+    tokens of a sequence (its log-perplexity under the training policy minus its log-perplexity under the rollout
+    policy):
 
     | name | value |
     |---|---|
     | training_ppl, rollout_ppl | [e^(-mean of the log-probs)] |
     | kl | <-d>, an estimate of KL(rollout, training) |
-    | k3 | <e^d - 1 - d>, the same, never negative |
+    | k3 | <e^d - 1 - d>, another estimate, never negative |
     | log_ppl_difference | [D] |
     | log_ppl_abs_difference | [abs D] |
     | log_ppl_difference_max, log_ppl_difference_min | extremes of D |
@@ -222,18 +221,15 @@ def diagnostics(
     | chi2_sequence | [e^(2 sum of d)] - 1 |
     | ess | 1 / <(w / <w>)^2>, effective share of the samples under the weights; only with `weights_BT` |
 
-    Where d is an exponent, it (or its sum) is bounded to [-20, 20]. Without a valid token every value is 0.
+    Where d is an exponent, d (or its sum) is bounded to [-20, 20]. Without a valid token every value is 0.
 
     Args:
-        log_probs_BT: of the policy that is trained.
-        rollout_log_probs_BT: of the policy that sampled.
-        response_mask_BT: 1 on sampled tokens, before any rejection; others may hold anything.
-        weights_BT: importance weights.
-        sum_over_ranks: element-wise sum of a tensor over ranks.
-        max_over_ranks: element-wise maximum of a tensor over ranks.
+        log_probs_BT: log-probability of each token under the policy that is trained.
+        response_mask_BT: 1 on sampled tokens, before any rejection; at 0, other tensors may hold anything.
+        weights_BT: importance weights of the tokens.
 
     Raises:
-        ValueError: log-probs of valid tokens are NaN or infinite.
+        ValueError: log-probabilities of valid tokens are NaN or infinite.
     """
     valid_BT = response_mask_BT.bool()
     lengths_B = valid_BT.sum(dim=-1)
@@ -245,12 +241,12 @@ def diagnostics(
         return torch.where(valid_BT, values_BT, 0).double().sum(dim=-1) / lengths_B.clamp(min=1)
 
     difference_B = -mean_B(log_ratio_BT)
-    of_tokens = {
+    token_values = {
         "kl": -log_ratio_BT,
         "k3": torch.expm1(bounded_BT) - bounded_BT,
         "chi2_token": torch.expm1(2 * bounded_BT),
     }
-    of_sequences = {
+    sequence_values = {
         "training_ppl": torch.exp(-mean_B(log_probs_BT)),
         "rollout_ppl": torch.exp(-mean_B(rollout_log_probs_BT)),
         "log_ppl_difference": difference_B,
@@ -260,17 +256,17 @@ def diagnostics(
     }
     weights_N = weights_BT[valid_BT].double() if weights_BT is not None else log_ratio_BT.new_zeros(0)
     sums = [valid_BT.sum().double(), filled_B.sum().double(), weights_N.sum(), weights_N.square().sum()]
-    sums += [values_BT[valid_BT].sum() for values_BT in of_tokens.values()]
-    sums += [values_B[filled_B].sum() for values_B in of_sequences.values()]
+    sums += [values_BT[valid_BT].sum() for values_BT in token_values.values()]
+    sums += [values_B[filled_B].sum() for values_B in sequence_values.values()]
     tokens, sequences, weight, squares, *totals = sum_over_ranks(torch.stack(sums)).tolist()
     nothing = difference_B.new_full((1,), -math.inf)
     extremes = [torch.cat([values_B[filled_B], nothing]).max() for values_B in (difference_B, -difference_B)]
     largest, smallest_negated = max_over_ranks(torch.stack(extremes)).tolist()
 
-    counts = [tokens] * len(of_tokens) + [sequences] * len(of_sequences)
+    counts = [tokens] * len(token_values) + [sequences] * len(sequence_values)
     values = {
         name: total / max(count, 1)
-        for name, total, count in zip([*of_tokens, *of_sequences], totals, counts, strict=True)
+        for name, total, count in zip([*token_values, *sequence_values], totals, counts, strict=True)
     }
     values["log_ppl_difference_max"] = largest if sequences else 0.0
     values["log_ppl_difference_min"] = -smallest_negated if sequences else 0.0
@@ -283,7 +279,7 @@ def _check_weight_options(level: str, cap: float | None, band: tuple[float, floa
     if level not in get_args(Level):
         raise ValueError(f"level={level!r}: use 'token' or 'sequence'")
     if cap is not None and band is not None:
-        raise ValueError(f"cap={cap} and band={band}: a weight is either truncated or zeroed, use one of them")
+        raise ValueError(f"cap={cap} and band={band}: a weight is either truncated or zeroed, use one of the two")
     if cap is not None and not cap > 0:
         raise ValueError(f"cap={cap}: must be above 0, or None for no cap")
     if band is not None and not 0 <= band[0] <= band[1]:
@@ -291,21 +287,21 @@ def _check_weight_options(level: str, cap: float | None, band: tuple[float, floa
 
 
 def _log_ratio(log_probs_BT: Tensor, rollout_log_probs_BT: Tensor, valid_BT: Tensor) -> Tensor:
-    """`d` in float64, 0 where masked; refuses what is not finite."""
-    training_bad = int((valid_BT & ~log_probs_BT.isfinite()).sum())
-    rollout_bad = int((valid_BT & ~rollout_log_probs_BT.isfinite()).sum())
-    if training_bad or rollout_bad:
+    """Compute `d` in float64, 0 where masked; raise a ValueError if d of a valid token is not finite."""
+    training_count = int((valid_BT & ~log_probs_BT.isfinite()).sum())
+    rollout_count = int((valid_BT & ~rollout_log_probs_BT.isfinite()).sum())
+    if training_count or rollout_count:
         raise ValueError(
-            f"log-probs of sampled tokens are NaN or infinite: {training_bad} of the training policy and "
-            f"{rollout_bad} of the rollout policy, of {int(valid_BT.sum())} tokens. A policy cannot have sampled a "
-            "token of probability 0: compute both over the same vocabulary, temperature and top-k / top-p, or take "
-            "these tokens out of the response mask"
+            f"log-probs of sampled tokens are NaN or infinite: {training_count} of the training policy and "
+            f"{rollout_count} of the rollout policy, of {int(valid_BT.sum())} tokens. A policy cannot have sampled a "
+            "token of probability 0: compute both log-probs with the same vocabulary, temperature and top-k / top-p, "
+            "or set response_mask_BT to 0 on such tokens"
         )
     return torch.where(valid_BT, log_probs_BT.double() - rollout_log_probs_BT.double(), 0)
 
 
 def _kept_by(rule: Rejection, log_ratio_BT: Tensor, lengths_B1: Tensor) -> Tensor:
-    """True where the rule keeps the token, [B, T] or [B, 1]; masked positions have d = 0."""
+    """Return True where the rule keeps the token, [B, T] or [B, 1]; d must be 0 at masked positions."""
     if rule.estimator == "k1":
         statistic = -log_ratio_BT
     elif rule.estimator == "k2":
@@ -318,23 +314,23 @@ def _kept_by(rule: Rejection, log_ratio_BT: Tensor, lengths_B1: Tensor) -> Tenso
         statistic = statistic / lengths_B1
     low, high = rule.bounds()
     kept = (statistic >= low) & (statistic <= high)
-    # The maximum is in range if every token is: k2 and k3 have no lower bound, and are 0 where masked.
+    # The maximum is in range if every token is in range: k2 and k3 have no lower bound and are 0 where masked.
     return kept.all(dim=-1, keepdim=True) if rule.reach == "seq_max" else kept
 
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Which weights and which rejection; nothing by default.
+    """Importance weights and rejection for the gap between rollout and training; none by default.
 
     Attributes:
         level: importance weights per `token` or per `sequence`; None for no weights.
         cap: largest weight; None for no cap.
-        band: smallest and largest weight that is kept, others become 0; None for no band.
+        band: smallest and largest weight that is kept; weights outside become 0. None for no band.
         normalize: divide the weights by their mean over the batch of all ranks.
-        rules: what to reject.
-        bypass: take the rollout's log-probs as the old ones and correct against the current policy in every
-            micro-batch. A policy loss with a ratio then holds the importance weight already, and needs rejection at
-            most, so that weights are refused there; they are for one without, such as REINFORCE's.
+        rules: rules of rejection.
+        bypass: use the rollout's log-probabilities as the old ones, and correct against the current policy in every
+            micro-batch. The ratio of a policy loss is then the importance weight already, so such a loss accepts
+            rejection but no weights; weights are for losses without a ratio, such as REINFORCE.
     """
 
     level: Level | None = None
@@ -345,10 +341,10 @@ class RolloutCorrection:
     bypass: bool = False
 
     def __post_init__(self) -> None:
-        """Check the options and that they go together.
+        """Check the options and their combination.
 
         Raises:
-            ValueError: an option out of its range, or one that has nothing to act on.
+            ValueError: an option is out of its range, or has no effect.
         """
         if self.level is not None:
             _check_weight_options(self.level, self.cap, self.band)
@@ -357,12 +353,12 @@ class RolloutCorrection:
         if self.normalize and self.bypass:
             raise ValueError(
                 "normalize=True with bypass=True would divide by the mean of a micro-batch, and the gradient would "
-                "depend on how a batch is split: switch one of them off"
+                "depend on the split of the batch: set one of the two options to False"
             )
 
     @property
     def decoupled(self) -> bool:
-        """Whether weights or rejection are computed once per batch, from the old log-probs."""
+        """True if weights or rejection are computed once per batch, from the old log-probabilities."""
         return not self.bypass and (self.level is not None or bool(self.rules))
 
     def correct(
@@ -371,11 +367,11 @@ class RolloutCorrection:
         log_probs_BT: Tensor,
         rollout_log_probs_BT: Tensor,
         response_mask_BT: Tensor,
-        sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+        sum_over_ranks: Collective = one_rank,
     ) -> tuple[Tensor, Tensor | None]:
-        """The mask of the kept tokens and the importance weights (None without a level), each [B, T].
+        """Return the mask of the kept tokens and the importance weights (None without a level), each [B, T].
 
-        The mean that `normalize` divides by is taken before rejection. Collective if `normalize` is set.
+        The mean for `normalize` is computed before rejection. Collective if `normalize` is set.
         """
         policies = {"log_probs_BT": log_probs_BT, "rollout_log_probs_BT": rollout_log_probs_BT}
         mask_BT = rejection_mask(**policies, response_mask_BT=response_mask_BT, rules=self.rules)
@@ -414,5 +410,6 @@ def _presets() -> dict[str, RolloutCorrection]:
 
 
 ROLLOUT_CORRECTIONS: dict[str, RolloutCorrection] = _presets()
-"""`none`; truncated weights; IcePop; rejection of sequences by the product (`mis`) or the geometric mean (`geo_rs`) of
-their ratios or by their mean k3 (`k3_rs`), with and without truncated weights; and the bypass form of each."""
+"""Corrections by name: `none`; truncated weights (`tis`); IcePop; rejection of sequences by the product (`mis`) or the
+geometric mean (`geo_rs`) of their ratios or by their mean k3 (`k3_rs`), with and without truncated weights; and the
+bypass form of each."""

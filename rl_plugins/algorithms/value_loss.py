@@ -1,4 +1,4 @@
-"""The critic's loss: per-token terms [B, T], to be aggregated by `aggregation.aggregate` like the policy's."""
+"""The critic's loss: one term per token, [B, T], to be aggregated by `aggregation.aggregate`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ def value_loss(
     response_mask_BT: Tensor,
     clip: float | None = 0.5,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error of the values; PPO's pessimistic form near the old ones.
+    """Half the squared error of the values, with PPO's clip around the old values.
 
-    `max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2) / 2`: a value that has moved further than `clip`, and
-    came nearer to its return by that, has no gradient.
+    `max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2) / 2`: a value has no gradient if it has moved by more
+    than `clip` towards its return.
 
     Args:
-        values_BT: of the critic that is being updated, with gradient.
-        old_values_BT: of the critic before the update; not used without a clip.
-        returns_BT: what the values should be.
-        response_mask_BT: 1 on tokens to learn from; others may hold anything.
-        clip: how far a value may move in one update; None for the plain squared error.
+        values_BT: values of the critic that is being updated, with gradient.
+        old_values_BT: values of the critic before the update; not used without a clip.
+        clip: largest change of a value in one update, above 0; None for the plain squared error.
 
     Returns:
         Loss [B, T] and, with a clip, the metric `value_clip_fraction` [B, T].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -96,10 +97,10 @@ def curriculum_config(config: RecipeConfig) -> CurriculumConfig:
 
 
 def instantiate_node(option: str, node: Any) -> Any:
-    """Make what a `_target_` node describes.
+    """Build the object that a `_target_` node describes.
 
     Raises:
-        ConfigError: there is no such target, it does not take these arguments, or it raised a ConfigError.
+        ConfigError: the target does not exist, or refuses its arguments; the message begins with the option.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
@@ -109,9 +110,10 @@ def instantiate_node(option: str, node: Any) -> Any:
     try:
         return instantiate(node, _convert_="all")
     except InstantiationException as error:
-        if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None
-        raise ConfigError(f"{option}: {' '.join(str(error.__cause__ or error).split())}") from None
+        # Hydra's message ends with the key of the inner node that failed, if any.
+        key = re.search(r"^full_key: (.+)$", str(error), re.MULTILINE)
+        where = f"{option}.{key[1]}" if key else option
+        raise ConfigError(f"{where}: {' '.join(str(error.__cause__ or error).split())}") from None
 
 
 def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.advantages.resampling import Resampling, resample, resampling_weights
+from rl_plugins.algorithms.filtering import Resampling, resample, resampling_weights
 from rl_plugins.data.experience import Experience
 from rl_plugins.ranks import Ranks
 

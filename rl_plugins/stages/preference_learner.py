@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
-from rl_plugins.algorithms.injection import call_with, named_function, required_inputs
+from rl_plugins.algorithms.inputs import call_with, required_inputs
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, kto_reference_point
+from rl_plugins.algorithms.registry import named_function
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.stages.forward_passes import ForwardPasses

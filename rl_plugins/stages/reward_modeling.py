@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
-from rl_plugins.algorithms.injection import call_with, named_function, required_inputs
+from rl_plugins.algorithms.inputs import call_with, required_inputs
+from rl_plugins.algorithms.registry import named_function
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES, RewardModelLoss
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.preferences import PairBatch

@@ -1,4 +1,4 @@
-"""The page of an algorithm: what its functions do, and its options as far as they are its own."""
+"""Page of one algorithm: the descriptions of its functions, and the options that differ from the common values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from generator.markdown import (
     yaml_value,
 )
 from rl_plugins.algorithms.advantages import ADVANTAGES
-from rl_plugins.algorithms.injection import required_inputs
+from rl_plugins.algorithms.inputs import required_inputs
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.config import RecipeConfig
@@ -41,12 +41,12 @@ HELPERS = {
     "teacher_log_probs_BT": ("distillation", "teacher"),
     "teacher_top_log_probs_BTK": ("distillation", "teacher"),
 }
-"""An input that another model computes: the kind of algorithm that needs it, and the options of that model."""
+"""For each input that another model computes: the kind of algorithm, and the option group of the model."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The comment that opens an algorithm's YAML file, its recipe, and its composed configuration."""
+    """Opening comment of an algorithm's YAML file, recipe of the algorithm, and its composed configuration."""
 
     name: str
     title: str
@@ -59,13 +59,13 @@ class Algorithm:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Its own part of the configuration."""
+        """Configuration of the algorithm within the recipe."""
         part: Mapping[str, Any] = self.recipe_config["algorithm"]
         return part
 
     @property
     def functions(self) -> list[tuple[str, str, Callable[..., Any]]]:
-        """Option, name and function of the advantage, the policy loss, and the selection if the loss has one."""
+        """Option, name and function of the advantage, the policy loss, and the selection of the loss, if any."""
         tables: tuple[tuple[str, Mapping[str, Callable[..., Any]]], ...] = (
             ("advantage", ADVANTAGES),
             ("policy_loss", POLICY_LOSSES),
@@ -76,12 +76,12 @@ class Algorithm:
 
     @property
     def kind(self) -> str:
-        """What it is, in a few words."""
+        """Kind of the algorithm in a few words."""
         return self._helper[0]
 
     @property
     def helper(self) -> str:
-        """The options of the model that it needs beside the policy; empty if there is none."""
+        """Option group of the model needed beside the policy; empty if none is needed."""
         return self._helper[1]
 
     @property
@@ -94,13 +94,13 @@ class Algorithm:
 
     @property
     def kl(self) -> str:
-        """The KL term in a few words."""
+        """KL term in a few words."""
         kl = self.config["kl"]
         return f"{kl['coefficient']} `{kl['estimator']}` in the {kl['placement']}" if kl["coefficient"] else "none"
 
 
 def read_algorithm(path: Path) -> Algorithm:
-    """An algorithm from its YAML file."""
+    """Read an algorithm from its YAML file."""
     comment = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -118,7 +118,10 @@ def read_algorithm(path: Path) -> Algorithm:
 
 
 def _recipe(path: Path) -> list[str]:
-    """The recipe of an algorithm, or else of the one that it builds on, or else GRPO's; and what chooses it there."""
+    """Return the recipe for an algorithm and the override that selects it.
+
+    The recipe is the algorithm's own, else the recipe of the algorithm that it extends, else GRPO's.
+    """
     own = {}
     for script in (ROOT / "recipes").glob("*.py"):
         recipe = RECIPES / f"{script.stem}.yaml"
@@ -133,7 +136,7 @@ def _recipe(path: Path) -> list[str]:
 
 
 def algorithm_page(algorithm: Algorithm) -> str:
-    """The Markdown of one algorithm."""
+    """Return the Markdown of one algorithm."""
     helper = algorithm.helper
     chosen = [*algorithm.chosen, *(["teacher.path=TEACHER"] if helper == "teacher" else [])]
     parts = [f"# {algorithm.title}", sentence(algorithm.what), f"**When to use it.** {sentence(algorithm.when)}"]
@@ -147,7 +150,7 @@ def algorithm_page(algorithm: Algorithm) -> str:
     mode = algorithm.config["aggregation"]
     parts += ["## Aggregation and KL", f"`{mode}`: {aggregation(mode)}, {COUNTS}."]
     parts += [f"KL to the reference: {algorithm.kl}.", "## Options"]
-    parts += ["What all algorithms have, and this one leaves as it is: [common options](common_options.md)."]
+    parts += ["Options with their common values: [common options](common_options.md)."]
     parts += [table(("option", "value", "meaning"), _options(algorithm))]
     if helper:
         parts += [f"## Options of the {helper.replace('_', ' ')}"]
@@ -156,13 +159,13 @@ def algorithm_page(algorithm: Algorithm) -> str:
 
 
 def _options(algorithm: Algorithm) -> Iterator[tuple[str, str, str]]:
-    """What differs from the common values, and the options of the functions, in the YAML file or not."""
+    """Yield the options that differ from the common values, and all options of the functions."""
     functions = {f"{option}_options": function for option, _, function in algorithm.functions}
     yield from _flat(algorithm.config, "algorithm", functions, common_values())
 
 
 def common_values() -> Mapping[str, Any]:
-    """The values that the algorithms share."""
+    """Load the values that the algorithms share."""
     values: Any = OmegaConf.to_container(OmegaConf.load(ALGORITHMS / "parts" / "base.yaml"))
     return dict(values)
 
@@ -187,13 +190,13 @@ def _flat(
 
 
 def target(path: str) -> Any:
-    """What `_target_` names."""
+    """Import the object that a `_target_` names."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 def _helper_options(algorithm: Algorithm) -> Iterator[tuple[str, str, str]]:
-    """The options of the model beside the policy, with their values in the recipe."""
+    """Yield the options of the model beside the policy, with their values in the recipe."""
     node, helper = algorithm.recipe_config[algorithm.helper], algorithm.helper
     if "_target_" not in node:
         yield from _schema_options(get_type_hints(RecipeConfig)[helper], helper, node)
@@ -213,7 +216,7 @@ def _schema_options(schema: type, prefix: str, node: Mapping[str, Any]) -> Itera
 
 
 def _class_in_source(path: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """Meanings and plain defaults of a dataclass, read and not imported: the stages' modules load the engines."""
+    """Read meanings and defaults of a dataclass from its source; an import of a stage would load the engines."""
     module, _, name = path.rpartition(".")
     source = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
     found = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
@@ -223,8 +226,8 @@ def _class_in_source(path: str) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _default_in_source(value: ast.expr) -> Any:
-    """A constant, or what `field(default_factory=lambda: ...)` would make, as it is written."""
+    """Return a constant, or the source text of the value that `field(default_factory=lambda: ...)` would make."""
     if isinstance(value, ast.Constant):
         return value.value
-    made = [node.body for node in ast.walk(value) if isinstance(node, ast.Lambda)]
-    return ast.unparse(made[0] if made else value)
+    bodies = [node.body for node in ast.walk(value) if isinstance(node, ast.Lambda)]
+    return ast.unparse(bodies[0] if bodies else value)

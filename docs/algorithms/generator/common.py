@@ -1,4 +1,4 @@
-"""The page of what all algorithms share: the fields of `Algorithm`, and of the objects that they hold."""
+"""Page of the options that all algorithms share: the fields of `Algorithm`, and of the objects in these fields."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS
 
 
 def common_options_page() -> str:
-    """The Markdown of the page."""
+    """Return the Markdown of the page."""
     return page([
         "# Common options",
-        "Every algorithm has these, with the values of `recipes/conf/algorithm/parts/base.yaml` where its own YAML "
-        "file sets no other.",
+        "Every algorithm has the options below. An algorithm whose YAML file does not set an option has the value of "
+        "`recipes/conf/algorithm/parts/base.yaml`.",
         *_sections(Algorithm, "algorithm", common_values()),
         NOT_IN_YAML,
         "## Names of rollout corrections",
-        "`algorithm.correction=NAME` takes one that is ready:",
+        "`algorithm.correction=NAME` takes one of the named corrections:",
         table_of_names("ROLLOUT_CORRECTIONS", rollout_correction, ROLLOUT_CORRECTIONS),
         parse(rollout_correction).description,
     ])  # fmt: skip
 
 
 def _sections(known: type, prefix: str, values: object) -> Iterator[str]:
-    """A heading, what the class is, and its options; then the same of what its fields can hold."""
+    """Yield a heading, the description of a class and its options; then the same for the classes of its fields."""
     docstring, hints = parse(known), get_type_hints(known)
-    inner = {name: held for name, hint in hints.items() for held in _held_by(hint)}
+    inner = {name: held for name, hint in hints.items() for held in _dataclasses_in(hint)}
     in_list = prefix.endswith("[]")
     yield f"## {prefix}: {known.__name__}"
     yield docstring.description if known is not Algorithm else ""
@@ -43,14 +43,14 @@ def _sections(known: type, prefix: str, values: object) -> Iterator[str]:
     elif not isinstance(values, Mapping):
         yield f"`{yaml_value(values)}`, or an object with its options between the braces:"
         yield f"```bash\n'{prefix}={_as_node(known)}'\n```"
-        yield f"Where an algorithm has set it already, `++{prefix}.OPTION=VALUE` changes one of them."
+        yield f"If the algorithm has set the object already, `++{prefix}.OPTION=VALUE` changes one option."
     yield table(("option", "value", "meaning"), _rows(known, prefix, values, docstring.arguments, inner))
     if docstring.source:
         yield f"Source: {docstring.source}"
-    for name, held in inner.items():
+    for name, inner_class in inner.items():
         repeated = "[]" if "tuple" in str(hints[name]) else ""
         value = values.get(name) if isinstance(values, Mapping) else None
-        yield from _sections(held, f"{prefix}.{name}{repeated}", value)
+        yield from _sections(inner_class, f"{prefix}.{name}{repeated}", value)
 
 
 def _rows(
@@ -65,7 +65,7 @@ def _rows(
             shown = f"`{inner[name].__name__}`" if isinstance(value, Mapping) and name in inner else _code(value)
             yield f"`{prefix}.{name}`", shown, meaning
         elif name == "advantage":
-            yield f"`{prefix}.{name}`", "each algorithm's own", meaning
+            yield f"`{prefix}.{name}`", "set by each algorithm", meaning
         elif isinstance(values, Mapping):
             yield f"`++{prefix}.{name}`", _code(attribute.default), meaning
         else:
@@ -76,16 +76,16 @@ def _code(value: object) -> str:
     return "needed" if value is MISSING else f"`{yaml_value(value)}`"
 
 
-def _held_by(hint: Any) -> Iterator[type]:
-    """The dataclasses that a type names."""
+def _dataclasses_in(hint: Any) -> Iterator[type]:
+    """Yield the dataclasses in a type hint."""
     if isinstance(hint, type) and is_dataclass(hint):
         yield hint
     for argument in get_args(hint):
-        yield from _held_by(argument)
+        yield from _dataclasses_in(argument)
 
 
 def _as_node(known: type) -> str:
-    """A class with what it must be given, as YAML."""
+    """Format a class with its required arguments as YAML."""
     needed = [
         f"{f.name}: {f.name.upper()}" for f in fields(known) if f.default is MISSING and f.default_factory is MISSING
     ]

@@ -1,4 +1,4 @@
-"""Google docstrings, cut into their sections and made Markdown."""
+"""Parser of Google docstrings: sections as Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, is_dataclass
 
 @dataclass
 class Docstring:
-    """A docstring by section; a section that it does not have is empty."""
+    """Sections of a docstring; a missing section is empty."""
 
     summary: str = ""
     description: str = ""
@@ -22,7 +22,7 @@ class Docstring:
 
 
 def parse(documented: object) -> Docstring:
-    """The sections of an object's docstring; a dataclass has the attributes of those that it extends, too."""
+    """Parse the docstring of an object; a dataclass also has the attributes of its base classes."""
     parsed = parse_text(inspect.getdoc(documented) or "")
     if is_dataclass(documented):
         for base in filter(is_dataclass, documented.__mro__[1:] if isinstance(documented, type) else ()):
@@ -31,7 +31,7 @@ def parse(documented: object) -> Docstring:
 
 
 def parse_text(text: str) -> Docstring:
-    """The sections of a docstring without its indentation."""
+    """Parse a docstring without indentation."""
     parsed = Docstring()
     texts: dict[str, list[str]] = {"": []}
     section = ""
@@ -57,7 +57,7 @@ def _one_line(lines: Iterable[str]) -> str:
 
 
 def _named(lines: Iterable[str]) -> dict[str, str]:
-    """`name: text` with deeper continuation lines."""
+    """Parse entries of the form `name: text`, with indented continuation lines."""
     found: dict[str, str] = {}
     name = ""
     for line in lines:
@@ -71,6 +71,6 @@ def _named(lines: Iterable[str]) -> dict[str, str]:
 
 
 def _as_markdown(text: str) -> str:
-    """A docstring outside of code spans may use characters that Markdown takes for HTML."""
+    """Escape `<` outside of code spans, because Markdown would read it as HTML."""
     spans = re.split(r"(`[^`]*`)", text)
     return "".join(span if span.startswith("`") else span.replace("<", "\\<") for span in spans)

@@ -1,4 +1,4 @@
-"""The page of the functions: every table of names, then every public function and class by module."""
+"""Page of the functions: the inputs, every table of names, and every public function and class by module."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ import rl_plugins.algorithms
 from generator.docstrings import Docstring, parse
 from generator.markdown import AXES, COUNTS, FOLDER, axes_of, page, sentence, table
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, aggregate
+from rl_plugins.algorithms.inputs import INPUTS
 
 
 def functions_page() -> str:
-    """The Markdown of the page."""
+    """Return the Markdown of the page."""
     tables, sections = [], []
     for module in modules():
         own = {name: getattr(module, name) for name in _own_names(module)}
-        tables += [table_of_names(name, module, known) for name, known in own.items() if isinstance(known, Mapping)]
+        tables += [
+            table_of_names(name, module, known)
+            for name, known in own.items()
+            if isinstance(known, Mapping) and known is not INPUTS
+        ]
         documented = [known for known in own.values() if inspect.isfunction(known) or inspect.isclass(known)]
         if documented:
             sections.append(_module_section(module, documented))
@@ -33,8 +38,12 @@ def functions_page() -> str:
         "# Functions",
         parse(rl_plugins.algorithms).description,
         f"```python\n{example}\n```",
-        "The capitals that end a tensor's name are its axes:",
+        "The capitals at the end of a tensor's name are its axes:",
         table(("letter", "axis"), AXES.items()),
+        "## Inputs",
+        "A function receives the inputs that its arguments name. Log-probabilities are in nats; the ones of a response "
+        "(`_N`) are sums over its tokens.",
+        table(("name", "axes", "meaning"), [(f"`{name}`", axes_of(name), text) for name, text in INPUTS.items()]),
         "## Tables of names",
         *tables,
         f"**`AGGREGATIONS`** of `rl_plugins.algorithms.aggregation`, {COUNTS}:",
@@ -44,25 +53,25 @@ def functions_page() -> str:
 
 
 def modules() -> list[ModuleType]:
-    """The modules of the algorithms, in the order of their names."""
+    """Import the modules of the algorithms, in the order of their names."""
     package = rl_plugins.algorithms
     names = [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     return [importlib.import_module(name) for name in sorted(names)]
 
 
 def aggregation(mode: str) -> str:
-    """The row of the mode in the table of `aggregate`'s docstring."""
+    """Return the formula of a mode from the table in `aggregate`'s docstring."""
     found = re.search(rf"^\| {mode} \| (.+) \|$", parse(aggregate).description, re.MULTILINE)
     assert found, f"aggregate's docstring has no row for {mode}"
     return f"`{found[1]}`"
 
 
 def table_of_names(name: str, module: ModuleType, known: Mapping[str, Any]) -> str:
-    """A table of functions or settings by name."""
+    """Return a table of functions or settings by name."""
     rows = []
     for key, value in known.items():
         if callable(value) and not value.__module__.startswith("rl_plugins."):
-            continue  # of another package, which not everybody has installed
+            continue  # from another package, which may not be installed
         if callable(value):
             is_global = "<locals>" not in value.__qualname__
             shown = f"[`{value.__name__}`](#{value.__name__.lower()})" if is_global else ""
@@ -71,11 +80,11 @@ def table_of_names(name: str, module: ModuleType, known: Mapping[str, Any]) -> s
             rows.append((f"`{key}`", f"`{_changed(value)}`", ""))
     if not any(row[2] for row in rows):
         return f"**`{name}`** of `{module.__name__}`:\n\n" + table(("name", "value"), [row[:2] for row in rows])
-    return f"**`{name}`** of `{module.__name__}`:\n\n" + table(("name", "function", "what it is"), rows)
+    return f"**`{name}`** of `{module.__name__}`:\n\n" + table(("name", "function", "summary"), rows)
 
 
 def _own_names(module: ModuleType) -> Iterator[str]:
-    """Public names that a module defines itself, as they stand in it."""
+    """Yield the public names that a module defines, in their order in the source."""
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names = [node.name]
@@ -88,7 +97,7 @@ def _own_names(module: ModuleType) -> Iterator[str]:
 
 
 def _changed(value: Any) -> str:
-    """A dataclass by what differs from its defaults."""
+    """Format a dataclass by the fields that differ from their defaults."""
     if not is_dataclass(value):
         return repr(value)
     changed = [f"{f.name}={getattr(value, f.name)!r}" for f in fields(value) if getattr(value, f.name) != f.default]
@@ -132,7 +141,7 @@ def _default(attribute: Any) -> str:
 
 
 def _outcome(docstring: Docstring) -> list[str]:
-    """Returns, raises and source, as far as there are any."""
+    """Return the sections Returns, Raises and Source that exist."""
     parts = []
     if docstring.returns:
         parts.append(f"**Returns** {docstring.returns}")
@@ -155,7 +164,7 @@ def _value(value: Any) -> str:
 
 
 def _signature(function: Callable[..., Any]) -> str:
-    """Names and defaults; the types are in the table of arguments."""
+    """Format names and defaults; the types are in the table of arguments."""
     parts: list[str] = []
     signature = inspect.signature(function)
     for parameter in signature.parameters.values():
@@ -175,10 +184,10 @@ def _arguments(function: Callable[..., Any], docstring: Docstring) -> str:
             f"`{parameter.name}`",
             _type_of(parameter.name, parameter.annotation),
             "" if parameter.default is parameter.empty else f"`{_value(parameter.default)}`",
-            docstring.arguments.get(parameter.name, ""),
+            docstring.arguments.get(parameter.name) or INPUTS.get(parameter.name, ""),
         )
         for parameter in inspect.signature(function).parameters.values()
     ]
     headings = ("argument", "type", "default", "meaning")
-    columns = len(headings) if docstring.arguments else len(headings) - 1
+    columns = len(headings) if any(meaning for *_, meaning in rows) else len(headings) - 1
     return table(headings[:columns], [row[:columns] for row in rows])

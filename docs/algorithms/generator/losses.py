@@ -1,4 +1,4 @@
-"""The pages of the losses that have no YAML file: of preferences, and of reward models."""
+"""Pages of the losses without a YAML file: losses of preferences, and of reward models."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ KINDS: tuple[tuple[str, Mapping[str, Callable[..., Any]], tuple[str, ...]], ...]
     ("preference", PREFERENCE_LOSSES, ("preference_optimization", "online_preference_optimization")),
     ("reward model", REWARD_MODEL_LOSSES, ("reward_modeling",)),
 )
-"""Kind, losses, and the recipes that take them by `loss.name`."""
+"""Kind of loss, losses of the kind, and the recipes with the option `loss.name`."""
 COLUMNS = {
     "chosen": ("chosen_key", "rejected_key"),
     "margins": ("margin_key",),
     "desirable": ("label_key", "response_key", "chosen_key", "rejected_key"),
     "labels": ("steps_key", "labels_key"),
 }
-"""How an argument of a loss begins, and the options below `data` that say where it comes from."""
+"""First word of a loss's argument, and the options below `data` that name the columns of the argument."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss by its name, what it is for, and the recipes that it can be used with."""
+    """A loss with its name, kind, function and recipes."""
 
     name: str
     kind: str
@@ -38,24 +38,24 @@ class Loss:
 
     @property
     def docstring(self) -> Docstring:
-        """What its function says of itself."""
+        """Docstring of the function."""
         return parse(self.function)
 
     @property
     def what(self) -> str:
-        """The first sentence without its formula."""
+        """First sentence of the docstring without its formula."""
         return self.docstring.summary.split(": `")[0]
 
     @property
     def when(self) -> str:
-        """When to use it."""
+        """Cases for which the loss is meant."""
         if not self.docstring.when:
             raise SystemExit(f"{self.function.__name__}: end the description of its docstring with 'When: ...'")
         return self.docstring.when
 
 
 def losses() -> list[Loss]:
-    """The project's own, in the order of their tables."""
+    """List the project's own losses, in the order of their tables."""
     return [
         Loss(name, kind, function, recipes)
         for kind, known, recipes in KINDS
@@ -65,7 +65,7 @@ def losses() -> list[Loss]:
 
 
 def loss_page(loss: Loss) -> str:
-    """The Markdown of one loss."""
+    """Return the Markdown of one loss."""
     docstring, name = loss.docstring, loss.function.__name__
     parts = [f"# `{loss.name}`", docstring.description, f"**When to use it.** {sentence(loss.when)}"]
     parts += [f"Source: {docstring.source}"]
@@ -78,7 +78,7 @@ def loss_page(loss: Loss) -> str:
         for option, default in defaults_of(loss.function)
     ]
     parts += [table(("option", "default", "meaning"), rows) or "None."]
-    parts += ["The two signs are needed: the options are not in the recipe's YAML file."] if rows else []
+    parts += ["The signs `++` are needed, because the YAML file does not have the options."] if rows else []
     offline = f" of `{loss.recipes[0]}`" if len(loss.recipes) > 1 else ""
     parts += [f"## Columns of the data{offline}", table(("option", "default", "meaning"), _columns(loss.function))]
     parts += ["## Metrics and result", docstring.returns]

@@ -1,4 +1,4 @@
-"""What every page is made of: paths, tables, values, command lines, and the axes of tensors."""
+"""Parts of all pages: paths, tables, values, command lines, and the axes of tensors."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ FOLDER = Path(__file__).parents[1]
 ROOT = FOLDER.parents[1]
 RECIPES = ROOT / "recipes" / "conf"
 NOTE = "<!-- Written by docs/algorithms/generate.py from docstrings and recipes/conf: change those. -->"
-NOT_IN_YAML = "An option with `++` is not in the YAML file: on the command line it needs these two signs."
+NOT_IN_YAML = "An option with `++` is not in the YAML file: the command line needs the two signs before such an option."
 COUNTS = "with D ranks, and N tokens and S sequences in the global mini-batch"
 AXES = {
     "B": "samples (responses) of a batch, or pairs of them",
     "T": "tokens of the longest response",
     "G": "groups (the samples of one prompt are a group)",
-    "K": "rewards of one sample, where it has several; or the teacher's likeliest tokens at one position",
-    "N": "pairs, responses, values or tokens in one row, whichever sample they belong to",
+    "K": "rewards of one sample, or the teacher's most likely tokens at one position",
+    "N": "pairs, responses, values, or tokens of all samples in one row",
     "V": "vocabulary",
-    "1": "one, kept for broadcasting",
+    "1": "axis of length 1, for broadcasting",
 }
-"""What the last part of a tensor's name says; a letter that is used and is not here is an error."""
+"""Meaning of each letter at the end of a tensor's name; `axes_of` refuses any other letter."""
 
 
 def page(parts: Iterable[str]) -> str:
-    """The text of a page; empty parts are left out."""
+    """Join the parts of a page; empty parts are left out."""
     return "\n\n".join(part for part in (NOTE, *parts) if part) + "\n"
 
 
 def table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table, or nothing without rows; a bar within a cell is escaped, which is right in code spans too."""
+    """Format a Markdown table, empty without rows; a bar in a cell is escaped, in code spans too."""
     cells = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in (headings, ("---",) * len(headings), *cells)) if cells else ""
 
 
 def sentence(text: str) -> str:
-    """With a capital and a full stop."""
+    """Add a capital and a full stop."""
     return text[0].upper() + text[1:].removesuffix(".") + "."
 
 
 def yaml_value(value: Any) -> str:
-    """As YAML writes it."""
+    """Format a value as YAML."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def command(recipe: str, *options: str) -> str:
-    """How a recipe is started."""
+    """Format the command line that starts a recipe."""
     first = " ".join([f"python -m rl_plugins.recipes.{recipe}", *options, "model.path=MODEL"])
     return f"```bash\n{first} \\\n    'data.train_files=[TRAIN.parquet]' 'data.val_files=[VAL.parquet]'\n```"
 
 
 def axes_of(name: str) -> str:
-    """The axes that end a tensor's name, such as `[B, T]`; nothing for other names."""
+    """Return the axes at the end of a tensor's name, such as `[B, T]`; empty for other names."""
     axes = re.search(r"_([A-Z1]+)$", name)
     if not axes or name.isupper():
         return ""
@@ -68,7 +68,7 @@ def axes_of(name: str) -> str:
 
 
 def defaults_of(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Name and default of a function's options: what is neither a tensor nor a function."""
+    """Yield name and default of a function's options: arguments that are neither tensors nor functions."""
     for parameter in inspect.signature(function).parameters.values():
         is_option = parameter.default is not parameter.empty and not callable(parameter.default)
         if is_option and not axes_of(parameter.name):

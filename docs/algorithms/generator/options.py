@@ -1,4 +1,4 @@
-"""The page of a recipe's options: the groups of its schema, with what the docstrings say of each option."""
+"""Page of a recipe's options: the groups of the schema, with the meaning of each option from the docstrings."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from rl_plugins.launch.config import RecipeConfig
 
 
 def options_page() -> str:
-    """The Markdown of the page."""
+    """Return the Markdown of the page."""
     return page([
         "# Options",
-        "Of every recipe, as `group.option=value` on the command line; the values are those of the schema, which a "
-        "recipe's file in `recipes/conf` may set otherwise. `--cfg job` prints what a command line amounts to, and "
-        "`--cfg diff` what differs from the recipe. The options of algorithms have [pages of their own](README.md).",
+        "Options of every recipe, given as `group.option=value` on the command line. The values below are the "
+        "defaults of the schema; a recipe's file in `recipes/conf` may set other values. `--cfg job` prints the whole "
+        "configuration of a command line, and `--cfg diff` its differences from the recipe. The options of algorithms "
+        "have [pages of their own](README.md).",
         *_sections(RecipeConfig, ""),
     ])  # fmt: skip
 
 
 def _sections(group: type, prefix: str) -> Iterator[str]:
-    """What a group is, a table of its options, then its groups."""
+    """Yield the description of a group, a table of its options, then its inner groups."""
     docstring, hints = parse(group), get_type_hints(group)
     if prefix:
         yield f"## {prefix}"
@@ -43,7 +44,7 @@ def _value(option: Field[Any]) -> str:
     value = option.default
     if option.default_factory is not MISSING:
         value = option.default_factory()
-    return "to be given" if value == omegaconf.MISSING else f"`{yaml_value(value)}`"
+    return "required" if value == omegaconf.MISSING else f"`{yaml_value(value)}`"
 
 
 def _meaning(meanings: dict[str, str], option: Field[Any], group: type) -> str:

@@ -1,24 +1,26 @@
 """Advantage estimators: rewards in, advantages and returns out, both [B, T].
 
-Every estimator takes the token-level rewards (the score on the last token, minus a KL penalty if there is
-one), the response mask, the group of each sample, which samples are valid, and `sum_over_ranks` for statistics
-of the whole batch. Samples of one prompt share a group and a rank. An invalid sample (its reward failed) counts
-in no statistic and gets advantage 0. What else an estimator needs (values, log-probs, ...) it names in its
-signature. `resampling` is no estimator: it draws which samples to train on.
+Every estimator takes the token-level rewards, the response mask, the group of each sample, the valid samples, and
+`sum_over_ranks` for statistics of the whole batch. Further inputs (values, log-probabilities, ...) are named in the
+signature of the estimator; `rl_plugins.algorithms.inputs` describes all of them. Samples of one prompt share a group
+and a rank. An invalid sample (its reward failed) counts in no statistic and gets advantage 0.
 """
 
 from __future__ import annotations
 
-from rl_plugins.algorithms.advantages.distillation import reverse_kl
-from rl_plugins.algorithms.advantages.gae import gae
-from rl_plugins.algorithms.advantages.group_relative import gdpo, gpg, grpo, grpo_passk, max_rl, opo, rloo
-from rl_plugins.algorithms.advantages.interface import AdvantageEstimator, one_rank
-from rl_plugins.algorithms.advantages.optimal_baseline import optimal_token_baseline, tir_optimal_token_baseline
-from rl_plugins.algorithms.advantages.prime import prime
-from rl_plugins.algorithms.advantages.returns import reinforce_plus_plus, reinforce_plus_plus_baseline, remax
-from rl_plugins.algorithms.registry import Table
+from collections.abc import Callable
 
-__all__ = ["ADVANTAGES", "AdvantageEstimator", "grpo", "one_rank"]
+from torch import Tensor
+
+from rl_plugins.algorithms.advantages.group_relative import gdpo, gpg, grpo, grpo_passk, max_rl, opo, rloo
+from rl_plugins.algorithms.advantages.optimal_baseline import optimal_token_baseline, tir_optimal_token_baseline
+from rl_plugins.algorithms.advantages.returns import gae, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+from rl_plugins.algorithms.advantages.token_rewards import prime, reverse_kl
+from rl_plugins.algorithms.registry import Registry
+
+__all__ = ["ADVANTAGES", "AdvantageEstimator", "grpo"]
+
+AdvantageEstimator = Callable[..., tuple[Tensor, Tensor]]
 
 _OWN: dict[str, AdvantageEstimator] = {
     "grpo": grpo,
@@ -38,4 +40,4 @@ _OWN: dict[str, AdvantageEstimator] = {
     "tir_optimal_token_baseline": tir_optimal_token_baseline,
 }
 
-ADVANTAGES: Table[AdvantageEstimator] = Table("rl_plugins.advantages", _OWN)
+ADVANTAGES: Registry[AdvantageEstimator] = Registry("rl_plugins.advantages", _OWN)

@@ -1,19 +1,27 @@
-"""Advantages of samples relative to the other samples of their prompt: one number for all tokens of a sample.
+"""Advantages relative to the other samples of the same prompt: one number for all tokens of a sample.
 
-R is the sum of a sample's token-level rewards over all positions, because the score of a response that is empty or
-ends in an observation sits on a masked one. A group with a single valid sample has mean 0 and standard deviation 1.
+R is the sum of a sample's token-level rewards over all positions, masked positions included: the score of a response
+that is empty or ends in an observation is on a masked position. A group with a single valid sample has mean 0 and
+standard deviation 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.advantages.interface import learned_tokens, on_every_token, one_rank
-from rl_plugins.algorithms.masked import group_leaders, group_statistics, standard_deviation, whiten
+from rl_plugins.algorithms.inputs import Collective, one_rank
+from rl_plugins.algorithms.masked import (
+    group_leaders,
+    group_statistics,
+    learned_tokens,
+    on_every_token,
+    standard_deviation,
+    whiten,
+)
 
 
 def grpo(
@@ -24,26 +32,22 @@ def grpo(
     valid_B: Tensor,
     scale: Literal["group", "batch", "none"] = "group",
     eps: float = 1e-6,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+    sum_over_ranks: Collective = one_rank,
 ) -> tuple[Tensor, Tensor]:
     """Group-relative advantage: `(R - mean of the group) / (std + eps)`, the same for every token of a sample.
 
+    R is the sum of the token-level rewards over all positions, masked positions included.
+
     Args:
-        token_level_rewards_BT: rewards per token; R is their sum over all positions, because the score of a
-            response that is empty or ends in an observation sits on a masked one.
-        response_mask_BT: 1 on tokens that the policy sampled.
-        groups_B: the prompt that each sample answers.
-        valid_B: False for samples to leave out.
         scale: divide by the unbiased standard deviation of the group, of the batch of all ranks, or not at
             all (`none` is Dr.GRPO, https://arxiv.org/abs/2503.20783).
-        eps: added to the standard deviation.
-        sum_over_ranks: element-wise sum of a tensor over ranks.
+        eps: constant added to the standard deviation.
 
     Returns:
         Advantages and returns, the same tensor, [B, T].
 
     Raises:
-        ValueError: an unknown scale.
+        ValueError: the scale is unknown.
 
     Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
     """
@@ -68,22 +72,18 @@ def grpo_passk(
     valid_B: Tensor,
     normalize: bool = True,
     eps: float = 1e-6,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+    sum_over_ranks: Collective = one_rank,
 ) -> tuple[Tensor, Tensor]:
-    """Only the best sample of a group learns: its lead over the second best; for training the best of k.
+    """Advantage of the best sample of a group over the second best, to train the best of k samples.
 
-    `a = (R_best - R_second) / (std + eps)` for the best sample, 0 for all others, and for all where the best is
-    shared. A group with a single valid sample has no second best: 0. (Elsewhere that is an error; here a reward that
-    failed can leave one.)
+    `(R_best - R_second) / (std + eps)` for the best sample, 0 for all other samples, and 0 for all samples if several
+    have the largest R. A group with a single valid sample has no second best and gets 0. (Other implementations raise
+    an error; here a failed reward can leave such a group.)
 
     Args:
-        token_level_rewards_BT: rewards per token; R is their sum over all positions.
-        response_mask_BT: 1 on tokens that the policy sampled.
-        groups_B: the prompt that each sample answers.
-        valid_B: False for samples to leave out.
         normalize: divide by the unbiased standard deviation of the group.
-        eps: added to the standard deviation.
-        sum_over_ranks: not used: a group is on one rank.
+        eps: constant added to the standard deviation.
+        sum_over_ranks: not used, because a group is on one rank.
 
     Returns:
         Advantages and returns, the same tensor, [B, T].
@@ -106,19 +106,15 @@ def rloo(
     response_mask_BT: Tensor,
     groups_B: Tensor,
     valid_B: Tensor,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+    sum_over_ranks: Collective = one_rank,
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE leave-one-out: R minus the mean of the others, `n / (n - 1) (R - mean of the group)`.
+    """REINFORCE leave-one-out: R minus the mean R of the other samples, `n / (n - 1) (R - mean of the group)`.
 
-    A lone sample keeps its reward, as in every estimator here. (Two versions are in use that disagree on it; the other
-    gives 0.)
+    The only valid sample of a group keeps its reward, as in every estimator here. (Implementations disagree: some give
+    0.)
 
     Args:
-        token_level_rewards_BT: rewards per token; R is their sum over all positions.
-        response_mask_BT: 1 on tokens that the policy sampled.
-        groups_B: the prompt that each sample answers.
-        valid_B: False for samples to leave out.
-        sum_over_ranks: not used: a group is on one rank.
+        sum_over_ranks: not used, because a group is on one rank.
 
     Returns:
         Advantages and returns, the same tensor, [B, T].
@@ -138,19 +134,15 @@ def opo(
     response_mask_BT: Tensor,
     groups_B: Tensor,
     valid_B: Tensor,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+    sum_over_ranks: Collective = one_rank,
 ) -> tuple[Tensor, Tensor]:
-    """R minus the mean of the group weighted by length, `sum_j L_j R_j / sum_j L_j`: the baseline of least variance.
+    """R minus the length-weighted mean of the group, `sum_j L_j R_j / sum_j L_j`: the baseline of least variance.
 
-    L counts sampled tokens. (It is least where the squared gradient norm of a response is proportional to its length.)
-    A lone sample keeps its reward.
+    L is the number of sampled tokens. (The variance is least if the squared gradient norm of a response is proportional
+    to its length.) The only valid sample of a group keeps its reward.
 
     Args:
-        token_level_rewards_BT: rewards per token; R is their sum over all positions.
-        response_mask_BT: 1 on tokens that the policy sampled.
-        groups_B: the prompt that each sample answers.
-        valid_B: False for samples to leave out.
-        sum_over_ranks: not used: a group is on one rank.
+        sum_over_ranks: not used, because a group is on one rank.
 
     Returns:
         Advantages and returns, the same tensor, [B, T].
@@ -162,7 +154,7 @@ def opo(
     # From the mean, so that equal rewards have exactly their value as baseline.
     centred_B = rewards_B - groups.mean_B
     lengths_B = learned_tokens(response_mask_BT, valid_B).sum(dim=-1).to(rewards_B.dtype)
-    # Means of products are sums of products here: the sizes cancel. A lone sample's mean is 0, and so is its baseline.
+    # The ratio of two means is the ratio of the sums. A group with one valid sample has mean 0, and so baseline 0.
     weighted_mean_B = group_statistics(lengths_B * centred_B, groups_B, valid_B).mean_B
     mean_length_B = group_statistics(lengths_B, groups_B, valid_B).mean_B
     baseline_B = torch.where(mean_length_B > 0, weighted_mean_B / mean_length_B, 0)
@@ -177,27 +169,22 @@ def gpg(
     groups_B: Tensor,
     valid_B: Tensor,
     norm: float = 1.0,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+    sum_over_ranks: Collective = one_rank,
 ) -> tuple[Tensor, Tensor]:
     """Group policy gradient: `alpha (R - mean of the group) / norm`, `alpha = samples / samples with R != 0`.
 
-    alpha makes up for samples without a signal, over the batch of all ranks (at least one is counted). It counts
-    rewards that are not 0, as the common implementation does, not advantages: with a KL penalty in the reward it is
-    about 1.
+    alpha compensates for samples without a signal, over the batch of all ranks (at least one sample is counted). alpha
+    counts nonzero rewards, as the common implementation does, and not nonzero advantages: with a KL penalty in the
+    reward, alpha is about 1.
 
     Args:
-        token_level_rewards_BT: rewards per token; R is their sum over all positions.
-        response_mask_BT: 1 on tokens that the policy sampled.
-        groups_B: the prompt that each sample answers.
-        valid_B: False for samples to leave out.
-        norm: a constant to divide by.
-        sum_over_ranks: element-wise sum of a tensor over ranks.
+        norm: constant divisor.
 
     Returns:
         Advantages and returns, the same tensor, [B, T].
 
     Raises:
-        ValueError: norm is not positive.
+        ValueError: `norm` is not positive.
 
     Source: GPG, https://arxiv.org/abs/2504.02546.
     """
@@ -219,22 +206,18 @@ def max_rl(
     groups_B: Tensor,
     valid_B: Tensor,
     eps: float = 1e-6,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+    sum_over_ranks: Collective = one_rank,
 ) -> tuple[Tensor, Tensor]:
     """Maximum likelihood RL: `(R - mean of the group) / (mean of the group + eps)`, for rewards of at least 0.
 
-    Climbs the log of the success rate rather than the success rate, so that a prompt counts more the rarer its
-    successes are. With rewards 0 and 1 it is the mean gradient of the successful samples, an unbiased gradient of the
-    expansion of the log to as many terms as the group has samples. A group whose mean is not positive (no success)
-    gets 0, and so does a lone sample.
+    Maximizes the log of the success rate instead of the success rate: the rarer the successes of a prompt, the larger
+    its weight. With rewards 0 and 1 the result is the mean gradient of the successful samples, an unbiased gradient of
+    the expansion of the log with as many terms as the group has samples. A group whose mean is not positive (no
+    success) gets 0; a group with a single valid sample gets 0, too.
 
     Args:
-        token_level_rewards_BT: rewards per token; R is their sum over all positions.
-        response_mask_BT: 1 on tokens that the policy sampled.
-        groups_B: the prompt that each sample answers.
-        valid_B: False for samples to leave out.
-        eps: added to the mean.
-        sum_over_ranks: not used: a group is on one rank.
+        eps: constant added to the mean.
+        sum_over_ranks: not used, because a group is on one rank.
 
     Returns:
         Advantages and returns, the same tensor, [B, T].
@@ -257,29 +240,24 @@ def gdpo(
     component_rewards_BK: Tensor | None = None,
     weights: Sequence[float] | None = None,
     eps: float = 1e-6,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+    sum_over_ranks: Collective = one_rank,
 ) -> tuple[Tensor, Tensor]:
-    """Several rewards, each made group-relative by itself: `whiten(sum_k w_k GRPO(R^k))` over the tokens of the batch.
+    """Group-relative advantage of each reward component: `whiten(sum_k w_k GRPO(R^k))` over the tokens of the batch.
 
-    So different combinations of rewards with the same sum keep different advantages. Without components it is GRPO
-    followed by whitening.
+    Different combinations of rewards with the same sum keep different advantages. Without components the result is
+    GRPO followed by whitening.
 
     Args:
-        token_level_rewards_BT: rewards per token, used only without components (so a KL penalty in the reward has no
-            effect with them); R is their sum over all positions.
-        response_mask_BT: 1 on tokens that the policy sampled.
-        groups_B: the prompt that each sample answers.
-        valid_B: False for samples to leave out.
-        component_rewards_BK: [B, K], the K rewards of each sample.
-        weights: one for each component; 1 by default.
-        eps: added to the standard deviation of the group.
-        sum_over_ranks: element-wise sum of a tensor over ranks.
+        token_level_rewards_BT: reward of each token, used only without components; with components, a KL penalty in
+            the reward has no effect.
+        weights: weight of each component; None for 1 each.
+        eps: constant added to the standard deviation of the group.
 
     Returns:
         Advantages and returns, the same tensor, [B, T].
 
     Raises:
-        ValueError: as many weights as components are needed.
+        ValueError: the number of weights differs from the number of components.
 
     Source: GDPO, https://arxiv.org/abs/2601.05242.
     """

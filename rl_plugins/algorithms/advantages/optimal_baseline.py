@@ -1,22 +1,20 @@
-"""The optimal token baseline: for each position, the group's returns weighted by how far gradients have moved.
+"""Optimal token baseline: for each position, the returns of the group weighted by accumulated gradient norms.
 
 The variance of the policy gradient is smallest with the baseline `B_t = E[g_t W_t] / E[W_t]`, where `W_t` is the
-squared norm of the gradient of the log-probability of all tokens up to t. It is approximated by the gradient with
-respect to the logits, which the probabilities alone give.
+squared norm of the gradient of the log-probability of all tokens up to t. The norm is approximated by the gradient
+with respect to the logits, which depends on the probabilities alone.
 
 Source: https://arxiv.org/abs/2602.07078.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.advantages.interface import learned_tokens, one_rank
 from rl_plugins.algorithms.advantages.returns import discounted_returns
-from rl_plugins.algorithms.masked import group_leaders, group_numbers
+from rl_plugins.algorithms.inputs import Collective, one_rank
+from rl_plugins.algorithms.masked import group_leaders, group_numbers, learned_tokens
 
 
 def optimal_token_baseline(
@@ -30,28 +28,21 @@ def optimal_token_baseline(
     rollout_weights_BT: Tensor | None = None,
     zero_tail: bool = True,
     eps: float = 1e-8,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+    sum_over_ranks: Collective = one_rank,
 ) -> tuple[Tensor, Tensor]:
     """Reward to go minus the optimal baseline of the group at the same position: `A_t = g_t - B_t`.
 
     `B_t = sum_i m g W / (sum_i m W + eps)` over the group, `W_t = sum over s <= t of m_s w_s`,
-    `w = 1 - 2 pi + sum over the vocabulary of pi^2`, times the squared importance weight if there is one. `w` is a sum
-    of squares; where rounding makes it negative it is 0. A lone sample has B = 0. If responses hold observations,
-    positions of different samples do not correspond: use `tir_optimal_token_baseline`.
+    `w = 1 - 2 pi + sum over the vocabulary of pi^2`, times the squared importance weight if given. `w` is a sum of
+    squares; a value below 0, caused by rounding, is set to 0. The only valid sample of a group has B = 0. If responses
+    hold observations, the positions of different samples do not correspond: use `tir_optimal_token_baseline`.
 
     Args:
-        token_level_rewards_BT: rewards per token; those at masked positions are skipped, so the score of a response
-            belongs on its last sampled token.
-        response_mask_BT: 1 on tokens that the policy sampled.
-        groups_B: the prompt that each sample answers.
-        valid_B: False for samples to leave out.
-        old_log_probs_BT: log-probability of each token before the update.
-        sum_pi_squared_BT: sum of the squared probabilities of the vocabulary at each position.
-        rollout_weights_BT: importance weight of each token, where the engine that sampled differs from the policy.
-        zero_tail: where one response of the group has more tokens than any other, no baseline beyond the number of
-            tokens of the second longest: alone there, it would be its own baseline, and learn nothing.
-        eps: added to the denominator.
-        sum_over_ranks: not used: a group is on one rank.
+        zero_tail: if one response has more tokens than any other response of the group, use no baseline beyond the
+            number of tokens of the second longest response. There, the longest response would be its own baseline and
+            learn nothing.
+        eps: constant added to the denominator.
+        sum_over_ranks: not used, because a group is on one rank.
 
     Returns:
         Advantages, and the rewards to go, [B, T].
@@ -77,26 +68,19 @@ def tir_optimal_token_baseline(
     rollout_weights_BT: Tensor | None = None,
     zero_tail: bool = True,
     eps: float = 1e-8,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+    sum_over_ranks: Collective = one_rank,
 ) -> tuple[Tensor, Tensor]:
-    """The optimal token baseline for tool-integrated reasoning: positions count sampled tokens only.
+    """Optimal token baseline for tool-integrated reasoning: positions count sampled tokens only.
 
-    The n-th sampled token of a response is compared with the n-th sampled tokens of its siblings, however many
-    observations came before. A response that has ended stays in the denominator of `B_t` with all its energy, so
-    that the baseline of longer ones shrinks; so responses of equal length without observations get what
-    `optimal_token_baseline` gives them, others do not.
+    The n-th sampled token of a response is compared with the n-th sampled token of every other response of the group,
+    however many observations come before. A finished response stays in the denominator of `B_t` with its whole sum
+    `W`, so the baseline of longer responses shrinks. Only responses of equal length without observations get the same
+    result as with `optimal_token_baseline`.
 
     Args:
-        token_level_rewards_BT: as in `optimal_token_baseline`, like everything else.
-        response_mask_BT: 1 on tokens that the policy sampled.
-        groups_B: the prompt that each sample answers.
-        valid_B: False for samples to leave out.
-        old_log_probs_BT: log-probability of each token before the update.
-        sum_pi_squared_BT: sum of the squared probabilities of the vocabulary at each position.
-        rollout_weights_BT: importance weight of each token.
         zero_tail: no baseline beyond the number of tokens of the second longest response.
-        eps: added to the denominator.
-        sum_over_ranks: not used: a group is on one rank.
+        eps: constant added to the denominator.
+        sum_over_ranks: not used, because a group is on one rank.
 
     Returns:
         Advantages, and the rewards to go, [B, T].
@@ -111,7 +95,7 @@ def tir_optimal_token_baseline(
     def compacted(x_BT: Tensor) -> Tensor:
         return x_BT.gather(-1, sampled_first_BT)
 
-    # A response that has ended stays in the denominator with all that it summed.
+    # A finished response stays in the denominator with its whole sum.
     compact_energy_BT = compacted(energy_BT).cumsum(dim=-1)
     compact_baseline_BT = _group_baseline(
         compacted(returns_BT), compact_energy_BT, compacted(learned_BT), groups_B, valid_B, zero_tail, eps
@@ -123,7 +107,7 @@ def tir_optimal_token_baseline(
 def _energy(
     old_log_probs_BT: Tensor, sum_pi_squared_BT: Tensor, rollout_weights_BT: Tensor | None, learned_BT: Tensor
 ) -> Tensor:
-    """Squared gradient norm of each sampled token, [B, T]; 0 at masked positions."""
+    """Compute the squared gradient norm of each sampled token, [B, T]; 0 at masked positions."""
     norm_BT = (1 - 2 * old_log_probs_BT.exp() + sum_pi_squared_BT).clamp(min=0)
     if rollout_weights_BT is not None:
         norm_BT = norm_BT * rollout_weights_BT.square()
@@ -139,7 +123,7 @@ def _group_baseline(
     zero_tail: bool,
     eps: float,
 ) -> Tensor:
-    """`B_t` of each sample from the energies `W_t` so far, [B, T]; returns are 0 at masked positions."""
+    """Compute `B_t` of each sample from the sums `W_t`, [B, T]; the returns must be 0 at masked positions."""
     group_of_B, num_groups = group_numbers(groups_B)
 
     def group_sum(x_BT: Tensor) -> Tensor:

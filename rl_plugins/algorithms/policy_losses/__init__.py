@@ -1,10 +1,9 @@
-"""Policy losses: per-token terms [B, T], to be aggregated by `aggregation.aggregate`.
+"""Policy losses: one term per token, [B, T], to be aggregated by `aggregation.aggregate`.
 
-Each function takes the current, the old and the advantage tensors and returns the loss of every token and a
-dictionary of per-token metric tensors [B, T] that the caller averages over valid tokens. A loss depends on nothing
-but the sample's own row, so that its gradient does not depend on the split into micro-batches; what needs statistics
-of the mini-batch is computed before, by a function of `SELECTIONS`, and passed in. What may be combined with any loss
-is in `modifiers`.
+A loss returns the loss of every token and a dictionary of metrics per token, [B, T]; the caller averages the metrics
+over valid tokens. A loss depends on the sample's own row only, so its gradient does not depend on the split into
+micro-batches. A statistic of the mini-batch is computed before the update, by a function of `SELECTIONS`, and passed
+to the loss as an input. `modifiers` can be combined with any loss; `rl_plugins.algorithms.inputs` describes the inputs.
 """
 
 from __future__ import annotations
@@ -13,15 +12,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from rl_plugins.algorithms.policy_losses.clipped import MAX_LOG_RATIO, cispo, ppo_clip, reinforce
 from rl_plugins.algorithms.policy_losses.covariance import clip_cov, kl_cov, select_largest, select_within_band
 from rl_plugins.algorithms.policy_losses.distillation import forward_kl_top_k
-from rl_plugins.algorithms.policy_losses.dppo import dppo_kl, dppo_tv
-from rl_plugins.algorithms.policy_losses.inputs import MAX_LOG_RATIO
-from rl_plugins.algorithms.policy_losses.ppo import ppo_clip
-from rl_plugins.algorithms.policy_losses.reinforce import cispo, reinforce
 from rl_plugins.algorithms.policy_losses.sequence import gmpo, gspo
-from rl_plugins.algorithms.policy_losses.soft_trust_region import dro, sapo
-from rl_plugins.algorithms.registry import Table
+from rl_plugins.algorithms.policy_losses.trust_region import dppo_kl, dppo_tv, dro, sapo
+from rl_plugins.algorithms.registry import Registry
 
 __all__ = ["MAX_LOG_RATIO", "POLICY_LOSSES", "SELECTIONS", "WITH_RATIO", "PolicyLoss", "Selection", "ppo_clip"]
 
@@ -44,10 +40,10 @@ _OWN: dict[str, PolicyLoss] = {
     "sapo": sapo,
 }
 
-POLICY_LOSSES: Table[PolicyLoss] = Table("rl_plugins.policy_losses", _OWN)
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("rl_plugins.policy_losses", _OWN)
 
 WITH_RATIO = frozenset(_OWN) - {"gpg", "reinforce"}
-"""Those here that multiply by the ratio of the current to the old policy."""
+"""Names of the losses that multiply by the ratio of the current to the old policy."""
 
 SELECTIONS: dict[str, Selection] = {"clip_cov": select_within_band, "kl_cov": select_largest}
-"""For the losses that take `selected_BT`: what computes it, once for each mini-batch of all ranks."""
+"""Functions that compute `selected_BT` for a policy loss, once for each mini-batch of all ranks."""

@@ -1,23 +1,21 @@
-"""Entropy collapses through a few tokens whose log-probability and advantage vary together: hold those back.
+"""Losses that hold back the few tokens whose log-probability and advantage vary together, to keep the entropy.
 
-The tokens are chosen once for the whole mini-batch of all ranks, before the update, by a function of its own; the
-losses are told which. So neither depends on the split into micro-batches and ranks. Implementations that choose within
-a micro-batch, from the current log-probs, do.
+The tokens are selected once for the whole mini-batch of all ranks, before the update, and passed to the loss as
+`selected_BT`. So neither selection nor loss depends on the split into micro-batches and ranks. Implementations that
+select within a micro-batch, from the current log-probabilities, depend on the split.
 
 Source: https://arxiv.org/abs/2505.22617, section 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.advantages import one_rank
-from rl_plugins.algorithms.policy_losses.inputs import bounded_log_ratio, check_not_negative, check_share, zero_masked
-from rl_plugins.algorithms.policy_losses.order_statistics import Gather, largest, own_values, stable_hash
-from rl_plugins.algorithms.policy_losses.ppo import ppo_clip
+from rl_plugins.algorithms.checks import check_not_negative, check_share
+from rl_plugins.algorithms.inputs import Collective, one_rank
+from rl_plugins.algorithms.masked import largest, zero_masked
+from rl_plugins.algorithms.policy_losses.clipped import bounded_log_ratio, ppo_clip
 
 
 def clip_cov(
@@ -30,24 +28,20 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate without dual clip; selected tokens give 0, and so no gradient.
+    """PPO's clipped surrogate without dual clip; selected tokens give loss 0, and so no gradient.
 
     `max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))`, log-ratios bounded as in `ppo_clip`.
 
     Args:
-        log_probs_BT: of the policy that is being updated, with gradient.
-        old_log_probs_BT: of the policy that the ratio is taken against.
-        advantages_BT: advantage of each token.
-        response_mask_BT: 1 on tokens to learn from; others may hold anything.
         selected_BT: bool, from `select_within_band`.
         clip_low: width of the clip range below 1.
-        clip_high: width above 1.
+        clip_high: width of the clip range above 1.
 
     Returns:
         Loss [B, T] and metrics `clip_fraction`, `selected_fraction`, `ppo_kl` [B, T].
 
     Raises:
-        ValueError: a negative width.
+        ValueError: a width is negative.
 
     Source: https://arxiv.org/abs/2505.22617, Clip-Cov, eq. 12.
     """
@@ -74,16 +68,12 @@ def kl_cov(
     selected_BT: Tensor,
     coefficient: float = 0.1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The unclipped surrogate `-A ratio`; selected tokens also pay `coefficient |log_probs - old_log_probs|`.
+    """Unclipped surrogate `-A ratio`; selected tokens also pay `coefficient |log_probs - old_log_probs|`.
 
-    Log-ratios are bounded in the ratio as in `ppo_clip`, and not in the penalty: it pulls back however far a token
-    went. At `log_probs = old_log_probs` the penalty has no gradient.
+    The log-ratio is bounded in the ratio as in `ppo_clip`, but not in the penalty, which must pull a token back from
+    any distance. At `log_probs = old_log_probs` the penalty has no gradient.
 
     Args:
-        log_probs_BT: of the policy that is being updated, with gradient.
-        old_log_probs_BT: of the policy that the ratio is taken against.
-        advantages_BT: advantage of each token.
-        response_mask_BT: 1 on tokens to learn from; others may hold anything.
         selected_BT: bool, from `select_largest`.
         coefficient: weight of the penalty.
 
@@ -91,7 +81,7 @@ def kl_cov(
         Loss [B, T] and metrics `selected_fraction`, `ppo_kl` [B, T].
 
     Raises:
-        ValueError: a negative coefficient.
+        ValueError: `coefficient` is negative.
 
     Source: https://arxiv.org/abs/2505.22617, KL-Cov, eq. 14 (with a coefficient of 1).
     """
@@ -114,15 +104,12 @@ def covariances(
     log_probs_BT: Tensor,
     advantages_BT: Tensor,
     response_mask_BT: Tensor,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+    sum_over_ranks: Collective = one_rank,
 ) -> Tensor:
-    """`(A - mean A) (log_probs - mean log_probs)` of each token, means over the valid tokens of all ranks.
+    """Compute `(A - mean A) (log_probs - mean log_probs)` of each token, means over the valid tokens of all ranks.
 
     Args:
-        log_probs_BT: of the policy before the update.
-        advantages_BT: advantage of each token.
-        response_mask_BT: 1 on tokens that the policy sampled; others may hold anything.
-        sum_over_ranks: element-wise sum of a tensor over ranks.
+        log_probs_BT: log-probability of each token under the policy before the update.
 
     Returns:
         Float64 [B, T]; 0 at masked positions. Collective.
@@ -147,25 +134,21 @@ def select_within_band(
     share: float = 0.0002,
     low: float = 1.0,
     high: float = 5.0,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
-    gather_over_ranks: Gather = own_values,
+    sum_over_ranks: Collective = one_rank,
+    gather_over_ranks: Collective = one_rank,
 ) -> Tensor:
-    """For `clip_cov`: a uniform choice of `max(1, floor(share N))` tokens with `low < covariance < high`.
+    """Select `max(1, floor(share N))` random tokens with `low < covariance < high`, for `clip_cov`.
 
-    N is the number of valid tokens of all ranks; with fewer candidates, all are chosen. The choice is a function of
-    `seed`, `ids_B` and the position in the response, whatever the order of samples and their rank.
+    N is the number of valid tokens of all ranks. If fewer tokens are in the band, all of them are selected. The
+    selection is uniform and a function of `seed`, `ids_B` and the position in the response: the order of samples and
+    the rank of a sample do not matter.
 
     Args:
-        log_probs_BT: of the policy before the update, where no token is clipped yet.
-        advantages_BT: advantage of each token.
-        response_mask_BT: 1 on tokens that the policy sampled; others may hold anything.
-        ids_B: int64 that names each sample in the mini-batch of all ranks.
-        seed: another one for each update, or the same tokens would be chosen whenever they are candidates.
-        share: of all valid tokens.
+        log_probs_BT: log-probability of each token under the policy before the update, when no token is clipped yet.
+        seed: seed of the selection; with the same seed in every update, the same tokens would be selected again.
+        share: selected share of all valid tokens, above 0 and at most 1.
         low: lower bound of the band.
         high: upper bound of the band.
-        sum_over_ranks: element-wise sum of a tensor over ranks.
-        gather_over_ranks: from a vector to those of all ranks in one.
 
     Returns:
         Bool [B, T]. Collective.
@@ -177,7 +160,7 @@ def select_within_band(
     """
     check_share(share)
     if not low < high:
-        raise ValueError(f"low={low}, high={high}: low must be below high, the band of covariances to choose from")
+        raise ValueError(f"low={low}, high={high}: low must be below high, the band of covariances to select from")
     valid_BT = response_mask_BT.bool()
     covariances_BT = covariances(
         log_probs_BT=log_probs_BT,
@@ -187,7 +170,7 @@ def select_within_band(
     )
     candidates_BT = valid_BT & (covariances_BT > low) & (covariances_BT < high)
     wanted = _number_to_select(valid_BT, share, sum_over_ranks)
-    return _choose(candidates_BT, stable_hash(ids_B, valid_BT.shape[1], seed), wanted, gather_over_ranks)
+    return _select_by_hash(candidates_BT, stable_hash(ids_B, valid_BT.shape[1], seed), wanted, gather_over_ranks)
 
 
 def select_largest(
@@ -198,23 +181,19 @@ def select_largest(
     ids_B: Tensor,
     seed: int,
     share: float = 0.0002,
-    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
-    gather_over_ranks: Gather = own_values,
+    sum_over_ranks: Collective = one_rank,
+    gather_over_ranks: Collective = one_rank,
 ) -> Tensor:
-    """For `kl_cov`: the `max(1, floor(share N))` tokens with the largest covariance, N valid tokens of all ranks.
+    """Select the `max(1, floor(share N))` tokens with the largest covariance, for `kl_cov`.
 
-    Tokens that the policy was certain of tie at the top when their samples have the same advantage; among equals
-    the choice is uniform, a function of `seed`, `ids_B` and the position in the response.
+    N is the number of valid tokens of all ranks. Tokens of which the policy was certain have equal covariances if their
+    samples have the same advantage. Among equal covariances the selection is uniform, a function of `seed`, `ids_B` and
+    the position in the response.
 
     Args:
-        log_probs_BT: of the policy before the update.
-        advantages_BT: advantage of each token.
-        response_mask_BT: 1 on tokens that the policy sampled; others may hold anything.
-        ids_B: int64 that names each sample in the mini-batch of all ranks.
-        seed: of the choice among equals.
-        share: of all valid tokens.
-        sum_over_ranks: element-wise sum of a tensor over ranks.
-        gather_over_ranks: from a vector to those of all ranks in one.
+        log_probs_BT: log-probability of each token under the policy before the update.
+        seed: seed of the selection among equal covariances.
+        share: selected share of all valid tokens, above 0 and at most 1.
 
     Returns:
         Bool [B, T]. Collective.
@@ -234,20 +213,53 @@ def select_largest(
     )
     wanted = _number_to_select(valid_BT, share, sum_over_ranks)
     top_N = largest(covariances_BT[valid_BT], wanted, gather_over_ranks)
-    # Where no rank has a token, everyone leaves here: nobody waits for a second gather.
+    # If no rank has a token, all ranks return here, so no rank waits in a second gather.
     if len(top_N) == 0:
         return torch.zeros_like(valid_BT)
     above_BT = valid_BT & (covariances_BT > top_N[-1])
     equal_BT = valid_BT & (covariances_BT == top_N[-1])
     missing = wanted - int((top_N > top_N[-1]).sum().item())
-    return above_BT | _choose(equal_BT, stable_hash(ids_B, valid_BT.shape[1], seed), missing, gather_over_ranks)
+    return above_BT | _select_by_hash(equal_BT, stable_hash(ids_B, valid_BT.shape[1], seed), missing, gather_over_ranks)
 
 
-def _number_to_select(valid_BT: Tensor, share: float, sum_over_ranks: Callable[[Tensor], Tensor]) -> int:
+def _number_to_select(valid_BT: Tensor, share: float, sum_over_ranks: Collective) -> int:
     return max(1, int(share * sum_over_ranks(valid_BT.sum()).item()))
 
 
-def _choose(candidates_BT: Tensor, hash_BT: Tensor, count: int, gather_over_ranks: Gather) -> Tensor:
-    """The `count` candidates of all ranks with the largest hash. Collective."""
+def _select_by_hash(candidates_BT: Tensor, hash_BT: Tensor, count: int, gather_over_ranks: Collective) -> Tensor:
+    """Select the `count` candidates of all ranks with the largest hash. Collective."""
     top_N = largest(hash_BT[candidates_BT], count, gather_over_ranks)
     return candidates_BT & (hash_BT >= top_N[-1]) if len(top_N) else torch.zeros_like(candidates_BT)
+
+
+def stable_hash(ids_B: Tensor, length: int, seed: int) -> Tensor:
+    """Compute a pseudo-random int64 for each position of each sample from seed, id and position only, [B, length].
+
+    A selection by the hash depends neither on the row of a sample nor on the rest of the batch.
+
+    Source: splitmix64's finalizer, https://doi.org/10.1145/2660193.2660195.
+    """
+    seed_hash = _mix(torch.tensor(_signed(seed), dtype=torch.int64, device=ids_B.device))
+    sample_hash_B = _mix(ids_B.long() ^ seed_hash)
+    positions_T = torch.arange(1, length + 1, device=ids_B.device) * _GOLDEN
+    return _mix(sample_hash_B[:, None] + positions_T)
+
+
+def _signed(value: int) -> int:
+    """Convert to the int64 with the same lowest 64 bits."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+
+
+def _mix(bits: Tensor) -> Tensor:
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        bits = (bits ^ _shifted(bits, shift)) * factor
+    return bits ^ _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, shift: int) -> Tensor:
+    """Shift to the right and fill with zeros; torch's shift copies the sign bit."""
+    return (bits >> shift) & ((1 << (64 - shift)) - 1)

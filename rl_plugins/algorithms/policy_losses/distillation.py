@@ -1,16 +1,12 @@
-"""Distillation on whole distributions: of the teacher's, the k most likely tokens are looked at."""
+"""Distillation on distributions: the forward KL to a teacher, over the teacher's k most likely tokens."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from rl_plugins.algorithms.policy_losses.inputs import (
-    bounded_log_ratio,
-    check_not_negative,
-    check_positive,
-    zero_masked,
-)
-from rl_plugins.algorithms.policy_losses.ppo import ppo_clip
+from rl_plugins.algorithms.checks import check_not_negative, check_positive
+from rl_plugins.algorithms.masked import zero_masked
+from rl_plugins.algorithms.policy_losses.clipped import bounded_log_ratio, ppo_clip
 
 
 def forward_kl_top_k(
@@ -30,31 +26,26 @@ def forward_kl_top_k(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Distillation: the forward KL from the teacher to the policy, over the teacher's k most likely tokens.
 
-    `sum over k of p_teacher (log p_teacher - log p)`, within [0, loss_max_clamp]. Neither side is normalised to the k
-    tokens, so that the sum can be negative: where the policy gives them more mass than the teacher, there is nothing
-    left to learn, and no gradient. `policy_weight` adds the clipped surrogate (`ppo_clip`) of the task's reward.
+    `sum over k of p_teacher (log p_teacher - log p)`, within [0, loss_max_clamp]. The probabilities of the k tokens are
+    not normalised, so the sum can be negative if the policy gives the k tokens more mass than the teacher does; then
+    nothing is left to learn and the gradient is 0. `policy_weight` adds the clipped surrogate (`ppo_clip`) of the
+    task's reward.
 
     Args:
-        log_probs_BT: of the policy that is being updated, with gradient; for the surrogate.
-        old_log_probs_BT: of the policy that the ratio is taken against.
-        advantages_BT: advantage of each token; for the surrogate.
-        response_mask_BT: 1 on tokens to learn from; others may hold anything.
-        teacher_top_log_probs_BTK: the teacher's log-probs of the K tokens that it finds most likely at each position.
-        top_log_probs_BTK: the policy's log-probs of the same tokens, with gradient.
-        log_prob_min_clamp: lower log-probs, of either side, are taken for this one, in nats; None takes them as they
-            are.
+        log_prob_min_clamp: smallest log-probability of teacher and policy, in nats, below 0; smaller values are raised
+            to this bound. None for no bound.
         loss_max_clamp: bound on the KL of a token, in nats; no gradient beyond. None for no bound.
         policy_weight: weight of the surrogate; 0 learns from the teacher alone.
-        clip_low: of the surrogate.
-        clip_high: of the surrogate.
-        dual_clip: of the surrogate.
+        clip_low: width of the surrogate's clip range below 1.
+        clip_high: width of the surrogate's clip range above 1.
+        dual_clip: bound on the surrogate for tokens with negative advantage, above 1; None for no bound.
 
     Returns:
         Loss [B, T] and metrics `forward_kl` (before its bounds), `teacher_mass` and `student_mass` (probability of the
-        K tokens), `ppo_kl`, and with the surrogate its own [B, T].
+        K tokens), `ppo_kl`, and with the surrogate also the metrics of the surrogate [B, T].
 
     Raises:
-        ValueError: a negative weight, or a bound on the wrong side of 0.
+        ValueError: a weight is negative, or a bound is on the wrong side of 0.
 
     Source: https://arxiv.org/abs/2306.13649 (forward KL on samples of the student); the form over the top k from
     https://github.com/volcengine/verl, `verl/trainer/distillation`.
@@ -65,8 +56,8 @@ def forward_kl_top_k(
     if log_prob_min_clamp is not None and not log_prob_min_clamp < 0:
         raise ValueError(f"log_prob_min_clamp={log_prob_min_clamp}: must be below 0, or None for no bound")
     teacher_BTK, student_BTK = zero_masked(response_mask_BT.unsqueeze(-1), teacher_top_log_probs_BTK, top_log_probs_BTK)
-    masses = {"teacher_mass": teacher_BTK, "student_mass": student_BTK.detach()}
-    metrics = {name: tops_BTK.exp().sum(dim=-1) for name, tops_BTK in masses.items()}
+    top_log_probs = {"teacher_mass": teacher_BTK, "student_mass": student_BTK.detach()}
+    metrics = {name: log_probs_BTK.exp().sum(dim=-1) for name, log_probs_BTK in top_log_probs.items()}
     if log_prob_min_clamp is not None:
         teacher_BTK, student_BTK = teacher_BTK.clamp(min=log_prob_min_clamp), student_BTK.clamp(min=log_prob_min_clamp)
     kl_BT = (teacher_BTK.exp() * (teacher_BTK - student_BTK)).sum(dim=-1)
@@ -75,7 +66,7 @@ def forward_kl_top_k(
     if policy_weight == 0:
         current_BT, old_BT = zero_masked(response_mask_BT, log_probs_BT.detach(), old_log_probs_BT)
         return loss_BT, {**metrics, "ppo_kl": -bounded_log_ratio(current_BT, old_BT)}
-    surrogate_BT, of_surrogate = ppo_clip(
+    surrogate_BT, surrogate_metrics = ppo_clip(
         log_probs_BT=log_probs_BT,
         old_log_probs_BT=old_log_probs_BT,
         advantages_BT=advantages_BT,
@@ -84,4 +75,4 @@ def forward_kl_top_k(
         clip_high=clip_high,
         dual_clip=dual_clip,
     )
-    return loss_BT + policy_weight * surrogate_BT, {**metrics, **of_surrogate}
+    return loss_BT + policy_weight * surrogate_BT, {**metrics, **surrogate_metrics}

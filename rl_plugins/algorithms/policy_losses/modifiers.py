@@ -1,4 +1,4 @@
-"""What can be combined with any policy loss: sequences to drop, tokens to keep, terms to add."""
+"""Modifiers of any policy loss: masks of sequences and tokens, and additional terms."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rl_plugins.algorithms.policy_losses.inputs import check_not_negative, check_share, zero_masked
-from rl_plugins.algorithms.policy_losses.order_statistics import Gather, largest, own_values
+from rl_plugins.algorithms.checks import check_not_negative, check_share
+from rl_plugins.algorithms.inputs import Collective, one_rank
+from rl_plugins.algorithms.masked import largest, zero_masked
 
 
 def off_policy_sequence_mask(
@@ -19,18 +20,17 @@ def off_policy_sequence_mask(
     response_mask_BT: Tensor,
     threshold: float,
 ) -> Tensor:
-    """Off-policy sequence masking: which samples to keep.
+    """Off-policy sequence masking: return which samples to keep.
 
-    A sample is dropped iff its advantage is negative and the mean of `old_log_probs - log_probs` over its valid
-    tokens is above `threshold`: what the policy has already moved away from teaches nothing by being wrong. Multiply
-    the loss by it and leave the counts of the aggregation as they are, as the paper does.
+    A sample is dropped if and only if its advantage is negative and the mean of `old_log_probs - log_probs` over its
+    valid tokens is above `threshold`: the policy has already moved away from the sample, so a negative advantage
+    teaches nothing. Multiply the loss by the mask and leave the counts of the aggregation unchanged, as the paper does.
 
     Args:
-        log_probs_BT: of the policy that is being updated; no gradient flows.
-        old_log_probs_BT: of the policy that sampled, or of the old one.
-        advantages_BT: advantage of each token; the sample's is their mean.
-        response_mask_BT: 1 on tokens to learn from; others may hold anything.
-        threshold: in nats per token.
+        log_probs_BT: log-probability of each token under the policy that is being updated; no gradient flows.
+        old_log_probs_BT: log-probability of each token under the policy that sampled, or under the old policy.
+        advantages_BT: advantage of each token; the advantage of the sample is their mean.
+        threshold: largest divergence of a sample with negative advantage, in nats per token.
 
     Returns:
         Bool [B]; a sample without a valid token is kept.
@@ -46,22 +46,20 @@ def off_policy_sequence_mask(
 
 
 def top_entropy_mask(
-    *, entropy_BT: Tensor, response_mask_BT: Tensor, share: float = 0.2, gather_over_ranks: Gather = own_values
+    *, entropy_BT: Tensor, response_mask_BT: Tensor, share: float = 0.2, gather_over_ranks: Collective = one_rank
 ) -> Tensor:
-    """Keeps the tokens where the policy had a choice: those at or above the `1 - share` quantile of entropy.
+    """Keep the tokens at or above the `1 - share` quantile of entropy, where the policy had several likely tokens.
 
-    The quantile is over the N valid tokens of the mini-batch of all ranks, so compute this before the update: it is
-    the entropy of rank `1 + floor(share (N - 1))` from above, and equals of it are kept too. Multiply the loss by the
-    mask and leave the counts of the aggregation as they are, as the paper does.
+    The quantile is over the N valid tokens of the mini-batch of all ranks, so compute the mask before the update. The
+    quantile is the entropy of rank `1 + floor(share (N - 1))` from above; tokens with the same entropy are kept, too.
+    Multiply the loss by the mask and leave the counts of the aggregation unchanged, as the paper does.
 
     Args:
-        entropy_BT: of the policy before the update, in nats.
-        response_mask_BT: 1 on tokens that the policy sampled; others may hold anything.
-        share: of the valid tokens to keep, about.
-        gather_over_ranks: from a vector to those of all ranks in one.
+        entropy_BT: entropy of the policy before the update, in nats.
+        share: share of the valid tokens to keep, above 0 and at most 1.
 
     Returns:
-        `response_mask_BT` with 0 on the tokens that are left out, [B, T]. Collective.
+        `response_mask_BT` with 0 on dropped tokens, [B, T]. Collective.
 
     Raises:
         ValueError: `share` is not in (0, 1].
@@ -72,7 +70,7 @@ def top_entropy_mask(
     valid_BT = response_mask_BT.bool()
     entropy_BT = entropy_BT.detach()
     num_tokens = int(gather_over_ranks(valid_BT.sum().unsqueeze(0)).sum().item())
-    # A product such as 0.29 * 100 falls short of the whole number that is meant.
+    # A product such as 0.29 * 100 is slightly below the intended whole number.
     kept = 1 + int(share * (num_tokens - 1) + 1e-6)
     top_N = largest(entropy_BT[valid_BT], kept, gather_over_ranks)
     if len(top_N) == 0:
@@ -81,15 +79,14 @@ def top_entropy_mask(
 
 
 def positive_nll(*, log_probs_BT: Tensor, is_positive_B: Tensor, response_mask_BT: Tensor) -> Tensor:
-    """Imitation of the samples that succeeded: `-log_probs` on their valid tokens, 0 elsewhere.
+    """Negative log-likelihood of the samples that succeeded: `-log_probs` on their valid tokens, 0 elsewhere.
 
-    The paper's term is the mean over the tokens of positive samples: aggregate with the response mask of those
-    samples and with its counts. Added to the policy loss as it is, its weight grows with the share of positive samples.
+    The paper's term is the mean over the tokens of positive samples: aggregate with the response mask and the counts of
+    the positive samples. If the term is added to the policy loss without this aggregation, its weight grows with the
+    share of positive samples.
 
     Args:
-        log_probs_BT: of the policy that is being updated, with gradient.
-        is_positive_B: bool, the samples to imitate.
-        response_mask_BT: 1 on tokens to learn from; others may hold anything.
+        is_positive_B: bool, True for the samples to imitate.
 
     Returns:
         Loss [B, T].
@@ -100,50 +97,50 @@ def positive_nll(*, log_probs_BT: Tensor, is_positive_B: Tensor, response_mask_B
 
 
 class EntropyController(Protocol):
-    """Gives the weight of the entropy bonus and learns from the entropy measured; its state is checkpointed."""
+    """Weight of the entropy bonus, adapted to the measured entropy; the state is saved in checkpoints."""
 
     coefficient: float
 
     def update(self, measured_entropy: float) -> None:
-        """Take in the mean entropy of one RL step."""
+        """Adapt the weight to the mean entropy of one RL step, in nats per token."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """Return the state for a checkpoint."""
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore it."""
+        """Restore the state from a checkpoint."""
 
 
 @dataclass
 class FixedEntropy:
-    """A constant weight."""
+    """A constant weight of the entropy bonus."""
 
     coefficient: float
 
     def update(self, measured_entropy: float) -> None:
-        """Nothing to adapt."""
+        """Leave the weight unchanged."""
 
     def state_dict(self) -> dict[str, float]:
-        """The weight itself."""
+        """Return the weight."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """A fixed weight belongs to the configuration: keep what was configured."""
+        """Keep the configured weight: a fixed weight belongs to the configuration."""
 
 
 @dataclass
 class AdaptiveEntropy:
-    """Raises the weight by `rate` when the entropy is below its target, lowers it by `rate` when above.
+    """Weight that rises by `rate` if the entropy is below its target, and falls by `rate` if it is above.
 
-    The paper also takes the bonus out of the loss while the entropy is above its target; here the weight falls step
-    by step to `minimum`.
+    The paper also removes the bonus from the loss while the entropy is above its target; here the weight falls step by
+    step to `minimum`.
 
     Attributes:
-        coefficient: where it starts, then the weight that was reached.
-        target: entropy in nats per token.
+        coefficient: weight at the start, then the adapted weight.
+        target: target entropy, in nats per token.
         rate: step of the weight.
-        minimum: the weight never falls below.
-        maximum: nor rises above.
+        minimum: smallest adapted weight.
+        maximum: largest adapted weight.
 
     Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, adaptive entropy control.
     """
@@ -155,10 +152,10 @@ class AdaptiveEntropy:
     maximum: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the range.
+        """Check the options.
 
         Raises:
-            ValueError: a negative rate, or a start outside of `minimum` and `maximum`.
+            ValueError: `rate` is negative, or `coefficient` is outside of `minimum` and `maximum`.
         """
         check_not_negative(rate=self.rate)
         if not self.minimum <= self.coefficient <= self.maximum:
@@ -167,14 +164,14 @@ class AdaptiveEntropy:
             )
 
     def update(self, measured_entropy: float) -> None:
-        """`coefficient +- rate`, within `minimum` and `maximum`; exactly on target it stays."""
+        """Set `coefficient +- rate`, within `minimum` and `maximum`; exactly on target the weight stays."""
         direction = (measured_entropy < self.target) - (measured_entropy > self.target)
         self.coefficient = max(self.minimum, min(self.maximum, self.coefficient + direction * self.rate))
 
     def state_dict(self) -> dict[str, float]:
-        """The weight that was reached."""
+        """Return the adapted weight."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from the weight that was reached, as far as the configured range allows."""
+        """Restore the adapted weight, within the configured range."""
         self.coefficient = max(self.minimum, min(self.maximum, state["coefficient"]))

@@ -1,11 +1,13 @@
-"""Losses whose ratio belongs to a whole response: the geometric mean of its tokens' ratios."""
+"""Losses with one ratio for a whole response: the geometric mean of the ratios of its tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.policy_losses.inputs import MAX_LOG_RATIO, check_not_negative, zero_masked
+from rl_plugins.algorithms.checks import check_not_negative
+from rl_plugins.algorithms.masked import zero_masked
+from rl_plugins.algorithms.policy_losses.clipped import MAX_LOG_RATIO
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 """Upper bound on GSPO's mean log-ratio before exponentiation; no gradient beyond."""
@@ -23,23 +25,19 @@ def gspo(
     """PPO's clip on the sequence ratio `s = exp(mean of the log-ratios of the response's tokens)`.
 
     Each token's loss is `max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high))` with
-    `log s_t = log_probs - sg(log_probs) + sg(log s)`: the value of `s`, and the token's own gradient, so that tokens
-    may have different advantages (the paper's GSPO-token; where they are equal it is GSPO). The paper's aggregation is
-    `seq-mean-token-mean`. Clip widths are far smaller than PPO's, because a mean varies far less than its terms.
+    `log s_t = log_probs - sg(log_probs) + sg(log s)`: the value of `s`, and the gradient of the token itself. So tokens
+    may have different advantages (the paper's GSPO-token; with equal advantages GSPO). The paper's aggregation is
+    `seq-mean-token-mean`. The clip widths are far smaller than PPO's, because a mean varies far less than its terms.
 
     Args:
-        log_probs_BT: of the policy that is being updated, with gradient.
-        old_log_probs_BT: of the policy that the ratio is taken against.
-        advantages_BT: advantage of each token.
-        response_mask_BT: 1 on tokens to learn from; others may hold anything.
         clip_low: width of the clip range below 1.
-        clip_high: width above 1.
+        clip_high: width of the clip range above 1.
 
     Returns:
         Loss [B, T] and metrics `clip_fraction`, `ppo_kl` [B, T].
 
     Raises:
-        ValueError: a negative width.
+        ValueError: a width is negative.
 
     Source: https://arxiv.org/abs/2507.18071, eq. 5, 7, 13 and 14; widths from its section 5.1.
     """
@@ -65,27 +63,24 @@ def gmpo(
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Maximizes the geometric mean of the tokens' clipped ratios, weighed by the sequence's advantage.
+    """Geometric mean of the clipped ratios of the tokens, weighted by the advantage of the sequence.
 
     With log-ratio `x` and the mean advantage `a` over the response's valid tokens, `rho = exp(mean of y)`, where
     `y = min(x, clip(x, -clip_low, clip_high))` where `A > 0`, `max` of the two where `A < 0`, and 0 where `A = 0`.
-    Every valid token of the response holds `-a rho`, so that `seq-mean-token-mean` is the paper's mean over
-    sequences; its gradient reaches each token through `rho`. Implementations that return that mean of a micro-batch
-    directly depend on the split into micro-batches; this one does not. A mean above `MAX_LOG_RATIO` is cut to it.
+    Every valid token of the response holds `-a rho`, so `seq-mean-token-mean` is the paper's mean over sequences; the
+    gradient reaches each token through `rho`. Implementations that return the mean over the sequences of a micro-batch
+    depend on the split into micro-batches; this loss does not. A mean of `y` above `MAX_LOG_RATIO` is cut to the bound.
 
     Args:
-        log_probs_BT: of the policy that is being updated, with gradient.
-        old_log_probs_BT: of the policy that the ratio is taken against.
-        advantages_BT: advantage of each token, usually the same for all of a response.
-        response_mask_BT: 1 on tokens to learn from; others may hold anything.
-        clip_low: how far a log-ratio may fall below 0; a width in log space, not of the ratio.
-        clip_high: how far it may rise above 0.
+        advantages_BT: advantage of each token, usually the same for all tokens of a response.
+        clip_low: largest decrease of a log-ratio below 0; a width in log space, not of the ratio.
+        clip_high: largest increase of a log-ratio above 0.
 
     Returns:
         Loss [B, T] and metrics `clip_fraction`, `ppo_kl` [B, T].
 
     Raises:
-        ValueError: a negative width.
+        ValueError: a width is negative.
 
     Source: https://arxiv.org/abs/2507.20673.
     """
@@ -105,6 +100,6 @@ def gmpo(
 
 
 def _mean_over_tokens(values_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
-    """Mean of each row over its valid tokens, [B, 1]; masked entries must be 0; an empty row has mean 0."""
+    """Compute the mean of each row over its valid tokens, [B, 1]; masked entries must be 0; 0 for an empty row."""
     lengths_B1 = response_mask_BT.sum(dim=-1, keepdim=True).clamp(min=1)
     return values_BT.sum(dim=-1, keepdim=True) / lengths_B1

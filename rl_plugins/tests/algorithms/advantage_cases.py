@@ -13,7 +13,7 @@ from rl_plugins.tests.algorithms.batches import make_batch
 
 Inputs = dict[str, Any]
 
-# Name of the case -> estimator, options, what it takes beyond rewards, mask, groups and valid.
+# Name of the case -> estimator, options, inputs beyond rewards, mask, groups and valid.
 CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "grpo": ("grpo", {}, ()),
     "grpo, batch": ("grpo", {"scale": "batch"}, ()),
@@ -65,7 +65,7 @@ OVER_THE_BATCH = {
 
 
 def make_inputs(case: str, seed: int) -> Inputs:
-    """Float64; the mask of invalid samples is not empty, so that only `valid_B` leaves them out."""
+    """Float64; the mask of invalid samples is not empty, so that only `valid_B` leaves out invalid samples."""
     batch = make_batch(seed)
     invalid = ~batch.valid[:, None]
     mask = torch.where(invalid, (torch.arange(batch.mask.shape[1]) < batch.lengths[:, None]).double(), batch.mask)

@@ -104,7 +104,7 @@ def test_max_rl_gives_zero_to_groups_without_success() -> None:
 
 
 def test_gdpo_normalizes_each_reward_component() -> None:
-    """Rewards (0, 2), (1, 2) against (0, 1), (1, 0): the sums 2, 3, 1, 1 alone do not say which component gave them."""
+    """Rewards (0, 2), (1, 2) against (0, 1), (1, 0): the sums 2, 3, 1, 1 alone do not show the components."""
     components = torch.tensor([[0.0, 2.0], [1.0, 2.0], [0.0, 1.0], [1.0, 0.0]]).double()
     result = advantages("gdpo", [0.0] * 4, [0, 0, 1, 1], component_rewards_BK=components, weights=[1.0, 3.0])
     # Group-relative: first component -+ root(1/2) in both groups; second 0, 0 and +- root(1/2).

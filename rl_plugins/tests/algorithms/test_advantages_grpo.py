@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_plugins.algorithms.advantages import grpo, one_rank
+from rl_plugins.algorithms.advantages import grpo
+from rl_plugins.algorithms.inputs import one_rank
 from rl_plugins.tests.algorithms.batches import make_batch
 from rl_plugins.tests.algorithms.reference import basics as reference
 from rl_plugins.tests.loops import for_each

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.advantages import ADVANTAGES, one_rank
+from rl_plugins.algorithms.advantages import ADVANTAGES
+from rl_plugins.algorithms.inputs import one_rank
 from rl_plugins.algorithms.masked import whiten
 from rl_plugins.tests.algorithms.advantage_cases import make_inputs
 from rl_plugins.tests.loops import for_each

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rl_plugins.algorithms import reward_shaping
 from rl_plugins.algorithms.advantages import ADVANTAGES
-from rl_plugins.algorithms.advantages.resampling import resampling_weights
+from rl_plugins.algorithms.filtering import resampling_weights
 from rl_plugins.algorithms.kl import KL_ESTIMATORS, full_kl
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
 from rl_plugins.algorithms.policy_losses import modifiers as loss_modifiers
@@ -73,8 +73,8 @@ def test_advantages_agree_with_the_second_implementation(
         inputs["token_level_rewards_BT"] = np.abs(inputs["token_level_rewards_BT"])
     expected = getattr(reference_advantages, name)(**inputs, **options)
     got = ADVANTAGES[name](**tensors(inputs), **options)
-    for mine, theirs in zip(got, expected, strict=True):
-        np.testing.assert_allclose(mine.numpy(), theirs, **TOLERANCE)
+    for actual, expected_BT in zip(got, expected, strict=True):
+        np.testing.assert_allclose(actual.numpy(), expected_BT, **TOLERANCE)
 
 
 @for_each("kind", ["power", "extremes", "best"])
@@ -248,11 +248,11 @@ def test_rejection_mask_agrees_with_the_second_implementation(mode: Any, thresho
 @for_each("seed", SEEDS)
 def test_rejection_mask_of_chained_rules_agrees_with_the_second_implementation(seed: int) -> None:
     inputs = correction_inputs(seed, extremes=True)
-    theirs = (
+    reference_rules = (
         reference_correction.Rejection("token_k1", None, 0.8, 1.5),
         reference_correction.Rejection("seq_max_k2", 2.0),
     )
-    expected = reference_correction.rejection_mask(**inputs, rules=theirs)
+    expected = reference_correction.rejection_mask(**inputs, rules=reference_rules)
     rules = [Rejection("token_k1", (0.8, 1.5)), Rejection("seq_max_k2", 2.0)]
     np.testing.assert_array_equal(rejection_mask(**tensors(inputs), rules=rules).numpy(), expected)
 

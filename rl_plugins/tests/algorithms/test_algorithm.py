@@ -133,19 +133,19 @@ def test_algorithm_needs_and_kl_controller_follow_the_configuration() -> None:
 @for_each(
     ("options", "message"),
     [
-        ({"advantage": "gae2"}, r"algorithm\.advantage='gae2' is unknown: use one of .*grpo"),
-        ({"policy_loss": "x"}, r"algorithm\.policy_loss='x' is unknown: use one of .*ppo_clip"),
-        ({"advantage": lambda *, wishes_B: None}, r"needs wishes_B: set algorithm\.advantage_options\.wishes_B"),
-        ({"policy_loss": "dro"}, r"algorithm\.policy_loss needs beta: set algorithm\.policy_loss_options\.beta"),
-        ({"policy_loss": 3}, r"algorithm\.policy_loss=3: must be a name or a function"),
-        ({"correction": "most"}, r"algorithm\.correction='most' is unknown: use one of none, token_tis"),
-        ({"aggregation": "mean"}, r"algorithm\.aggregation='mean' is unknown"),
+        ({"advantage": "gae2"}, r"advantage='gae2' is unknown: use one of .*grpo"),
+        ({"policy_loss": "x"}, r"policy_loss='x' is unknown: use one of .*ppo_clip"),
+        ({"advantage": lambda *, wishes_B: None}, r"advantage needs wishes_B: set advantage_options\.wishes_B"),
+        ({"policy_loss": "dro"}, r"policy_loss needs beta: set policy_loss_options\.beta"),
+        ({"policy_loss": 3}, r"policy_loss=3: must be a name or a function"),
+        ({"correction": "most"}, r"correction='most' is unknown: use one of none, token_tis"),
+        ({"aggregation": "mean"}, r"aggregation='mean' is unknown"),
         (
             {"kl": KLConfig(estimator="k9")},
-            r"algorithm\.kl\.estimator='k9' is unknown: use one of k1, k2, k3",
+            r"kl\.estimator='k9' is unknown: use one of k1, k2, k3",
         ),
-        ({"kl": KLConfig(placement="both")}, r"algorithm\.kl\.placement='both' is unknown"),  # type: ignore[arg-type]
-        ({"aggregation": "seq-mean-token-sum-norm"}, r"needs algorithm\.scale_factor"),
+        ({"kl": KLConfig(placement="both")}, r"kl\.placement='both' is unknown"),  # type: ignore[arg-type]
+        ({"aggregation": "seq-mean-token-sum-norm"}, r"needs scale_factor"),
         ({"correction": "bypass_token_tis"}, r"correction=bypass_token_tis: .*use correction=bypass.*reinforce"),
     ],
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts
 from rl_plugins.algorithms.algorithm import Algorithm, EntropyConfig, KLConfig, LossModifiers
-from rl_plugins.algorithms.injection import required_inputs
+from rl_plugins.algorithms.inputs import required_inputs
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, WITH_RATIO
 from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
 from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, RolloutCorrection
@@ -27,7 +27,7 @@ from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_
 
 LENGTHS = [6, 3, 0, 5, 1, 6, 4, 2]
 SAMPLES, TOKENS = len(LENGTHS), max(LENGTHS)
-# Those that are functions of the log-probs of sampled tokens.
+# Losses that are functions of the log-probs of sampled tokens.
 LOSSES = [name for name, function in POLICY_LOSSES.items() if "top_log_probs_BTK" not in required_inputs(function, {})]
 LOSS_OPTIONS: dict[str, dict[str, Any]] = {"dro": {"beta": 0.3}, "clip_cov": {"clip_low": 0.2}}
 # Shares that choose some of so few tokens.
@@ -61,7 +61,7 @@ def mini_batch(seed: int = 0) -> dict[str, Tensor]:
 
 
 def prepared(algorithm: Algorithm, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the stage computes once for the whole mini-batch."""
+    """Return the batch with the inputs that the stage computes once for the whole mini-batch."""
     correction, batch = algorithm.rollout_correction, dict(batch)
     if correction.bypass:
         batch["old_log_probs_BT"] = batch["rollout_log_probs_BT"]
@@ -106,7 +106,7 @@ def gradient(algorithm: Algorithm, batch: dict[str, Tensor], ranks: Sequence[Seq
                 micro[name] = torch.cat([micro[name], extra], dim=1)
             for name in ("rollout_weights_BT", "loss_mask_BT"):
                 if name in micro:
-                    # As the stage makes them: 0 where there is nothing.
+                    # The stage sets padding of the two tensors to 0.
                     micro[name] = micro[name].nan_to_num()
             leaf_BT = micro["log_probs_BT"].detach().requires_grad_()
             loss, _ = algorithm.loss(
@@ -145,7 +145,7 @@ def test_policy_losses_do_not_depend_on_the_split_with_any_rollout_correction(
     policy_loss: str, aggregation: str
 ) -> None:
     for name, correction in ROLLOUT_CORRECTIONS.items():
-        # These are refused.
+        # `Algorithm` refuses the combination.
         if correction.bypass and correction.level is not None and policy_loss in WITH_RATIO:
             continue
         assert_split_does_not_matter(algorithm_of(policy_loss, aggregation, correction=name))
@@ -174,7 +174,7 @@ def test_policy_losses_have_the_same_model_gradient_packed_and_padded(policy_los
 
 
 def model_gradient(algorithm: Algorithm, *, packed: bool) -> list[Tensor]:
-    """Of the parameters, from two micro-batches as the stage makes them."""
+    """Return the gradient of the parameters from two micro-batches, as the stage computes it."""
     model = tiny("Qwen2", num_hidden_layers=1, initializer_range=0.1, attn_implementation="sdpa")
     use_packed_attention(model)
     prompts = [3, 1, 4, 2, 5, 1, 2, 3]

@@ -63,8 +63,8 @@ def test_prime_advantages_agree_with_the_second_implementation(options: dict[str
         "process_rewards_BT": np.random.default_rng(seed).normal(size=make_inputs(seed)["values_BT"].shape),
     }
     expected = reference.prime(**inputs, **options)
-    for mine, theirs in zip(ADVANTAGES["prime"](**tensors(inputs), **options), expected, strict=True):
-        np.testing.assert_allclose(mine.numpy(), theirs, **TOLERANCE)
+    for actual, expected_BT in zip(ADVANTAGES["prime"](**tensors(inputs), **options), expected, strict=True):
+        np.testing.assert_allclose(actual.numpy(), expected_BT, **TOLERANCE)
 
 
 def test_prime_advantages_match_a_computation_by_hand() -> None:
@@ -137,7 +137,7 @@ def test_process_rewards_with_an_outcome_sum_to_the_outcome() -> None:
     given: dict[str, Any] = {"log_probs_BT": log_probs, "reference_log_probs_BT": zeros, "response_mask_BT": mask}
     whole = process_rewards(**given, outcomes_B=torch.ones(1), granularity="whole", beta=0.1)
     torch.testing.assert_close(whole, torch.tensor([[0.0, 0.0, 0.0, 1.0]]))
-    # Spread entirely, each token but the last has what is left of the outcome after the tokens before it.
+    # With lam 1, each token but the last has the part of the outcome that earlier tokens leave.
     spread = process_rewards(**given, outcomes_B=torch.ones(1), lam=1.0, beta=0.1)
     torch.testing.assert_close(spread, torch.tensor([[1.0, 0.9, 1.1, 0.0]]))
 

@@ -44,7 +44,7 @@ def test_full_kl_agrees_with_torch_for_any_chunk_size(chunk_tokens: int) -> None
 def test_full_kl_gradients_agree_with_finite_differences() -> None:
     logits, reference = random_logits(1, tokens=3)
     assert torch.autograd.gradcheck(
-        lambda ours, theirs: full_kl(logits_NV=ours, ref_logits_NV=theirs, chunk_tokens=2),
+        lambda logits, ref_logits: full_kl(logits_NV=logits, ref_logits_NV=ref_logits, chunk_tokens=2),
         (logits.requires_grad_(), reference.requires_grad_()),
     )
 
@@ -60,14 +60,14 @@ def test_full_kl_computes_bfloat16_logits_in_float32() -> None:
 
 
 def test_full_kl_saves_no_tensor_of_the_size_of_the_logits() -> None:
-    """What autograd saves shares its storage with the logits, or is one number per token."""
+    """A tensor saved by autograd shares its storage with the logits, or has one number per token."""
     logits, reference = (x.bfloat16() for x in random_logits(3, tokens=64, vocabulary=128))
     logits.requires_grad_()
-    theirs = {x.untyped_storage().data_ptr() for x in (logits, reference)}
+    logits_storage = {x.untyped_storage().data_ptr() for x in (logits, reference)}
     saved = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in theirs:
+        if tensor.untyped_storage().data_ptr() not in logits_storage:
             saved.append(tensor.numel())
         return tensor
 

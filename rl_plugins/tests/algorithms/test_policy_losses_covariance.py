@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_plugins.algorithms.policy_losses.covariance import covariances, select_largest, select_within_band
-from rl_plugins.algorithms.policy_losses.order_statistics import largest, stable_hash
+from rl_plugins.algorithms.masked import largest
+from rl_plugins.algorithms.policy_losses.covariance import covariances, select_largest, select_within_band, stable_hash
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
 from rl_plugins.tests.algorithms.simulated_ranks import run_on_ranks
 from rl_plugins.tests.loops import for_each

@@ -72,7 +72,7 @@ def log_ratios(inputs: dict[str, Any]) -> list[list[float]]:
 
 
 def on_ranks(count: int, work: Callable[..., Any]) -> list[Any]:
-    """`work(rank, sum_over_ranks, max_over_ranks)` in a thread per rank, with real exchanges between them."""
+    """`work(rank, sum_over_ranks, max_over_ranks)` in a thread per rank, with real exchanges between the threads."""
     return run_on_ranks(
         count,
         lambda rank, sum_over_ranks, gather: work(rank, sum_over_ranks, lambda x: gather(x[None]).amax(dim=0)),
@@ -361,10 +361,10 @@ def test_rejection_refuses_bad_rules(mode: Any, threshold: Any) -> None:
         ({"level": "group"}, "level='group'"),
         ({"level": "token", "cap": 0.0}, "cap=0.0"),
         ({"level": "token", "band": (2.0, 1.0)}, "band="),
-        ({"level": "token", "cap": 2.0, "band": (0.5, 2.0)}, "one of them"),
+        ({"level": "token", "cap": 2.0, "band": (0.5, 2.0)}, "one of the two"),
         ({"cap": 2.0}, "set level"),
         ({"normalize": True}, "set level"),
-        ({"level": "token", "normalize": True, "bypass": True}, "how a batch is split"),
+        ({"level": "token", "normalize": True, "bypass": True}, "the split of the batch"),
     ],
 )
 def test_rollout_correction_refuses_bad_options(options: dict[str, Any], message: str) -> None:

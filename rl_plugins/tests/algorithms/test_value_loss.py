@@ -70,9 +70,9 @@ def test_value_loss_ignores_masked_positions(clip: float | None, garbage: float)
         loss, metrics = value_loss(**{**inputs, "values_BT": values}, clip=clip)
         (gradient,) = torch.autograd.grad(loss.sum(), values)
         results.append((loss.detach(), gradient, *metrics.values()))
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
-        assert not ours[masked].any()
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.equal(clean, dirty)
+        assert not clean[masked].any()
 
 
 @for_each("mode", AGGREGATIONS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.algorithms.group_filter import GroupFilter
+from rl_plugins.algorithms.filtering import GroupFilter
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
 from rl_plugins.data.experience import Experience

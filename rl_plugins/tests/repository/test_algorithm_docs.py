@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -15,11 +16,10 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from rl_plugins.algorithms.advantages import ADVANTAGES
-from rl_plugins.algorithms.advantages.resampling import Resampling
 from rl_plugins.algorithms.aggregation import aggregate
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.algorithms.group_filter import GroupFilter
-from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
+from rl_plugins.algorithms.filtering import GroupFilter, Resampling
+from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES
 from rl_plugins.algorithms.reward_shaping import OverlongPenalty
@@ -105,6 +105,14 @@ def test_pages_cover_every_algorithm_loss_and_function(root, texts):
     assert all(f"\n### {function.__name__}\n" in texts["functions.md"] for function in functions)
 
 
+def test_functions_page_explains_every_argument_of_the_functions_in_tables(texts):
+    tables = (ADVANTAGES, POLICY_LOSSES, SELECTIONS, PREFERENCE_LOSSES, REWARD_MODEL_LOSSES)
+    for function in {aggregate, *(function for known in tables for function in known.values())}:
+        section = texts["functions.md"].partition(f"\n### {function.__name__}\n")[2].partition("\n### ")[0]
+        arguments = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", section, re.MULTILINE)
+        assert {name for name, meaning in arguments if meaning} >= set(signature(function).parameters), function
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -186,7 +194,7 @@ def test_common_options_page_lists_the_fields_of_the_classes(texts):
     page = texts["common_options.md"]
     assert "| `algorithm.kl.coefficient` | `0.0` | weight of the KL term; 0 needs no reference model. |" in page
     assert "| `++algorithm.entropy.rate` | `0.005` | step of the adaptation. |" in page
-    assert "| `max_tokens` | needed | the length from which on the penalty is whole. |" in page
+    assert "| `max_tokens` | needed | length from which on the penalty is complete, in tokens. |" in page
     assert "\n## algorithm.correction.rules[]: Rejection\n" in page
     assert all(f"\n| `{name}` | `RolloutCorrection(" in page for name in ROLLOUT_CORRECTIONS)
     assert all(f"`algorithm.{field.name}`" in page for field in fields(Algorithm))
@@ -229,7 +237,7 @@ def test_algorithm_page_shows_values_of_the_file_and_defaults_of_the_functions(t
     page = texts["dr_grpo.md"]
     assert "| `algorithm.advantage_options.scale` | `none` | divide by" in page
     assert "| `algorithm.scale_factor` | `${sampling.max_tokens}` |" in page
-    assert "| `++algorithm.advantage_options.eps` | `1e-06` | added to the standard deviation. |" in page
+    assert "| `++algorithm.advantage_options.eps` | `1e-06` | constant added to the standard deviation. |" in page
     assert "| `++algorithm.policy_loss_options.dual_clip` | `3.0` |" in page
     assert "algorithm.kl." not in page and "algorithm.policy_loss`" not in page  # as everywhere
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.algorithms.group_filter import GroupFilter
+from rl_plugins.algorithms.filtering import GroupFilter
 from rl_plugins.data.curriculum import Curriculum, CurriculumConfig
 from rl_plugins.data.orders import Mixture, RowRange
 from rl_plugins.data.sampler import StepLoader

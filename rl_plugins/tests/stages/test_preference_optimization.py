@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_plugins.algorithms.injection import call_with
+from rl_plugins.algorithms.inputs import call_with
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES, dpo
 from rl_plugins.data.preferences import PairBatch
 from rl_plugins.errors import ConfigError

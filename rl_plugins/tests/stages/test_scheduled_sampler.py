@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.algorithms.group_filter import GroupFilter
+from rl_plugins.algorithms.filtering import GroupFilter
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError

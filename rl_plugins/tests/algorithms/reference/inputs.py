@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Inputs = dict[str, NDArray[Any]]
 
-# What may be anything where `response_mask_BT` is 0. Rewards are not among them: R_i sums over all positions.
+# Inputs that may hold anything where `response_mask_BT` is 0. Rewards may not: R_i sums over all positions.
 MASKED = (
     "log_probs_BT",
     "old_log_probs_BT",
@@ -25,7 +25,7 @@ MASKED = (
     "returns_BT",
 )
 
-# What may be anything for an invalid sample.
+# Inputs that may hold anything for an invalid sample.
 PER_SAMPLE = ("token_level_rewards_BT", "scores_B", "component_rewards_BK", "baseline_rewards_B")
 
 
@@ -49,7 +49,7 @@ def make_inputs(
         components: K of `component_rewards_BK`.
         vocabulary: V of `logits_NV`.
         extremes: Whether some log-ratios lie beyond +-20 (and differences from the reference beyond k3's bounds).
-        groups_of_one: Whether there are groups with a single valid sample (pass@k refuses them).
+        groups_of_one: include groups with a single valid sample (pass@k refuses such groups).
 
     Returns:
         float64 unless said otherwise. `response_mask_BT` (0 or 1) keeps the tokens of invalid samples, `loss_mask_BT`
@@ -74,7 +74,7 @@ def make_inputs(
     scores_B[12:15] = 0.1
     scores_B[15:18] = 0.0
 
-    # Rows 0 to 3 are the first group: what follows puts every kind of response into it, and so next to others.
+    # Rows 0 to 3 are the first group: the rows below put every kind of response into this group.
     lengths_B = rng.integers(2, width, size=samples)
     lengths_B[0:6] = [width, width - 2, 0, 7, 9, 9]
     lengths_B[8:10] = [1, 0]

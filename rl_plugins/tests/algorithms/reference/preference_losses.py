@@ -89,6 +89,8 @@ def kto(
 def kto_reference_point(policy: list[Floats], reference: list[Floats]) -> float:
     """Of the log-probs of all ranks."""
     ratios = [
-        float(a - b) for ours, theirs in zip(policy, reference, strict=True) for a, b in zip(ours, theirs, strict=True)
+        float(a - b)
+        for pair, ref_pair in zip(policy, reference, strict=True)
+        for a, b in zip(pair, ref_pair, strict=True)
     ]
     return max(0.0, sum(ratios) / len(ratios)) if ratios else 0.0

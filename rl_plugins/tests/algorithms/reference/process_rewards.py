@@ -1,4 +1,4 @@
-"""PRIME: rewards of tokens from a model and its reference, what trains the model, and the advantages."""
+"""PRIME: rewards of tokens from a model and its reference, losses of the model, and the advantages."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def rejection_mask(
     response_mask_BT: Mask,
     rules: list[Rejection] | tuple[Rejection, ...],
 ) -> Floats:
-    """The response mask without what any rule rejects; every rule looks at the whole response mask."""
+    """The response mask without tokens that a rule rejects; every rule is applied to the whole response mask."""
     differences_BT = gaps(log_probs_BT, rollout_log_probs_BT, response_mask_BT)
     mask_BT: Floats = np.zeros(response_mask_BT.shape)
     for i, t in positions(response_mask_BT):

@@ -1,11 +1,21 @@
-"""A function gets the inputs that its signature names."""
+"""`INPUTS` describes every input, and a function gets the inputs that its signature names."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-from rl_plugins.algorithms.injection import call_with, required_inputs
+from rl_plugins.algorithms.advantages import ADVANTAGES
+from rl_plugins.algorithms.inputs import (
+    ALWAYS_GIVEN_TO_ADVANTAGES,
+    ALWAYS_GIVEN_TO_LOSSES,
+    COMPUTED_FOR_ADVANTAGES,
+    COMPUTED_FOR_LOSSES,
+    INPUTS,
+    call_with,
+    required_inputs,
+)
+from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
 
 
 def target(*, first: int, second: int, third: int = 3, fourth: int | None = None) -> tuple[Any, ...]:
@@ -29,3 +39,15 @@ def test_call_with_gives_all_inputs_to_a_function_with_kwargs() -> None:
         return inputs
 
     assert call_with(everything, {"one": 1, "none": None}, {"two": 2}) == {"one": 1, "two": 2}
+
+
+def test_inputs_describe_every_input_that_the_stage_gives_or_computes() -> None:
+    given = ALWAYS_GIVEN_TO_ADVANTAGES | ALWAYS_GIVEN_TO_LOSSES
+    assert given | COMPUTED_FOR_ADVANTAGES | COMPUTED_FOR_LOSSES <= set(INPUTS)
+
+
+def test_inputs_contain_the_required_inputs_of_every_advantage_and_policy_loss() -> None:
+    for table in (ADVANTAGES, POLICY_LOSSES):
+        for name, function in table.items():
+            # The penalty of DRO is an option without a default.
+            assert set(required_inputs(function, {"beta": 1.0})) <= set(INPUTS), name

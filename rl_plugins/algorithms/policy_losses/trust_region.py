@@ -1,0 +1,184 @@
+"""Losses that hold the policy near the old policy by a divergence (DPPO), a smooth gate (SAPO) or a penalty (DRO).
+
+DPPO drops the tokens whose probability moved too far, where PPO drops the tokens whose ratio did. The ratio of a rare
+token is large after a negligible change, and the ratio of a frequent token is small after a large change. So DPPO
+measures the trust region by a divergence between the two-outcome distributions (this token or any other token) of both
+policies. A token outside the trust region is dropped only if its update would lead further away.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_plugins.algorithms.checks import check_not_negative, check_positive
+from rl_plugins.algorithms.masked import zero_masked
+from rl_plugins.algorithms.policy_losses.clipped import bounded_log_ratio
+
+EPS = 1e-8
+"""Constant that keeps the logarithm finite where a policy is certain."""
+
+
+def dppo_tv(
+    *,
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    response_mask_BT: Tensor,
+    low: float = 0.2,
+    high: float = 0.2,
+    cap: float = 20.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Divergence PPO with the change of probability `d = p - p_old`, whose size is the total variation.
+
+    `-A sg(min(ratio, cap)) log_probs` for kept tokens, else 0. A token with `A > 0` is kept if `d <= high`, any other
+    token if `d >= -low`.
+
+    Args:
+        low: largest decrease of the probability.
+        high: largest increase of the probability.
+        cap: upper bound on the importance weight.
+
+    Returns:
+        Loss [B, T] and metrics `clip_fraction` (dropped), `cap_fraction`, `ppo_kl` [B, T].
+
+    Raises:
+        ValueError: `low` or `high` is below 0, or `cap` is not above 0.
+
+    Source: https://arxiv.org/abs/2602.04879, binary TV.
+    """
+    check_not_negative(low=low, high=high)
+    check_positive(cap=cap)
+    log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
+        response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
+    )
+    rise_BT = log_probs_BT.detach().exp() - old_log_probs_BT.exp()
+    kept_BT = torch.where(advantages_BT > 0, rise_BT <= high, rise_BT >= -low)
+    return _capped_reinforce(log_probs_BT, old_log_probs_BT, advantages_BT, kept_BT, cap)
+
+
+def dppo_kl(
+    *,
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    response_mask_BT: Tensor,
+    low: float = 0.2,
+    high: float = 0.2,
+    cap: float = 20.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Divergence PPO with `k = KL(old || current)` of the two-outcome distributions.
+
+    `k = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))`. The loss of a kept token is the loss of
+    `dppo_tv`. A token with `A > 0` is kept if `k <= high` or `p <= p_old`, any other token if `k <= low` or
+    `p >= p_old`.
+
+    Args:
+        low: largest divergence of a token whose probability falls.
+        high: largest divergence of a token whose probability rises.
+        cap: upper bound on the importance weight.
+
+    Returns:
+        Loss [B, T] and metrics `clip_fraction` (dropped), `cap_fraction`, `ppo_kl` [B, T].
+
+    Raises:
+        ValueError: `low` or `high` is below 0, or `cap` is not above 0.
+
+    Source: https://arxiv.org/abs/2602.04879, binary KL.
+    """
+    check_not_negative(low=low, high=high)
+    check_positive(cap=cap)
+    log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
+        response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
+    )
+    probs_BT, old_probs_BT = log_probs_BT.detach().exp(), old_log_probs_BT.exp()
+    # Rounding can raise the probability of a certain token above 1.
+    rest_BT, old_rest_BT = (1 - probs_BT).clamp(min=0), (1 - old_probs_BT).clamp(min=0)
+    rest_log_ratio_BT = ((old_rest_BT + EPS) / (rest_BT + EPS)).log()
+    divergence_BT = old_probs_BT * (old_log_probs_BT - log_probs_BT.detach()) + old_rest_BT * rest_log_ratio_BT
+    kept_BT = torch.where(
+        advantages_BT > 0,
+        (divergence_BT <= high) | (probs_BT <= old_probs_BT),
+        (divergence_BT <= low) | (probs_BT >= old_probs_BT),
+    )
+    return _capped_reinforce(log_probs_BT, old_log_probs_BT, advantages_BT, kept_BT, cap)
+
+
+def _capped_reinforce(
+    log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, kept_BT: Tensor, cap: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    log_ratio_BT = bounded_log_ratio(log_probs_BT.detach(), old_log_probs_BT)
+    ratio_BT = log_ratio_BT.exp()
+    loss_BT = torch.where(kept_BT, -advantages_BT * ratio_BT.clamp(max=cap) * log_probs_BT, 0)
+    metrics = {
+        "clip_fraction": (~kept_BT).float(),
+        "cap_fraction": (ratio_BT > cap).float(),
+        "ppo_kl": -log_ratio_BT,
+    }
+    return loss_BT, metrics
+
+
+def sapo(
+    *,
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    response_mask_BT: Tensor,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Soft adaptive policy optimization: the ratio passes a sigmoid whose slope at ratio 1 is 1.
+
+    `-A (4 / tau) sigmoid(tau (ratio - 1))` with `tau = tau_positive` where `A > 0`, else `tau_negative`.
+    The paper takes the mean over a sequence's tokens, then over sequences (`seq-mean-token-mean`); any aggregation
+    works.
+
+    Args:
+        tau_positive: temperature of tokens with positive advantage; larger values reduce the gradient faster as the
+            ratio moves away from 1.
+        tau_negative: temperature of all other tokens.
+
+    Returns:
+        Loss [B, T] and metric `ppo_kl` [B, T].
+
+    Raises:
+        ValueError: a temperature is not above 0.
+
+    Source: https://arxiv.org/abs/2511.20347.
+    """
+    check_positive(tau_positive=tau_positive, tau_negative=tau_negative)
+    log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
+        response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
+    )
+    log_ratio_BT = bounded_log_ratio(log_probs_BT, old_log_probs_BT)
+    tau_BT = torch.full_like(advantages_BT, tau_negative).masked_fill(advantages_BT > 0, tau_positive)
+    gate_BT = 4 / tau_BT * torch.sigmoid(tau_BT * (log_ratio_BT.exp() - 1))
+    return -gate_BT * advantages_BT, {"ppo_kl": -log_ratio_BT.detach()}
+
+
+def dro(
+    *, log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, beta: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Direct reward optimization: `-(A log_probs - beta / 2 (log_probs - old_log_probs)^2)`.
+
+    The log-ratio is not bounded, because the penalty must pull the policy back from any distance.
+
+    Args:
+        beta: weight of the penalty, above 0.
+
+    Returns:
+        Loss [B, T] and metric `ppo_kl` [B, T].
+
+    Raises:
+        ValueError: `beta` is not above 0. Without the penalty the loss is `reinforce`.
+
+    Source: https://arxiv.org/abs/2405.19107, per token.
+    """
+    if not beta > 0:
+        raise ValueError(f"beta={beta}: must be above 0; for no penalty use the policy loss reinforce")
+    log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
+        response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
+    )
+    log_ratio_BT = log_probs_BT - old_log_probs_BT
+    loss_BT = beta / 2 * log_ratio_BT.square() - advantages_BT * log_probs_BT
+    return loss_BT, {"ppo_kl": -log_ratio_BT.detach()}
