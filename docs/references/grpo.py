@@ -16,10 +16,11 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Module
 from torch.optim import AdamW, Optimizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -104,7 +105,7 @@ def inputs(tokens_BS: Tensor, attention_mask_BS: Tensor) -> dict[str, Tensor]:
     return {"input_ids": tokens_BS, "attention_mask": attention_mask_BS, "position_ids": position_ids_BS}
 
 
-def response_log_probs(model: Any, samples: Samples, temperature: float) -> Tensor:
+def response_log_probs(model: Module, samples: Samples, temperature: float) -> Tensor:
     """Compute the log-probs of the response tokens, in nats, [B, T]."""
     width = samples.response_mask_BT.shape[1]
     logits_BSV = model(**inputs(samples.tokens_BS, samples.attention_mask_BS)).logits
@@ -143,7 +144,7 @@ def kl_to_reference(log_probs_BT: Tensor, ref_log_probs_BT: Tensor) -> Tensor:
     return (log_ratio_BT.exp() - log_ratio_BT - 1).clamp(max=10)
 
 
-def update(policy: Any, optimizer: Optimizer, experience: Experience, settings: Settings) -> list[float]:
+def update(policy: Module, optimizer: Optimizer, experience: Experience, settings: Settings) -> list[float]:
     """Take the optimizer steps on the samples of one RL step, in their order; return the loss of each step."""
     losses = []
     all_rows = torch.arange(len(experience.advantages_B))
@@ -160,14 +161,14 @@ def update(policy: Any, optimizer: Optimizer, experience: Experience, settings: 
             loss = (loss_BT * micro.response_mask_BT).sum() / num_tokens
             loss.backward()
             losses[-1] += loss.item()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), settings.gradient_clip)
+        nn.utils.clip_grad_norm_(policy.parameters(), settings.gradient_clip)
         optimizer.step()
         optimizer.zero_grad()
     return losses
 
 
 @torch.no_grad()
-def sample(policy: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> tuple[Tensor, Tensor]:
+def sample(policy: Module, prompts: Sequence[Sequence[int]], settings: Settings) -> tuple[Tensor, Tensor]:
     """Sample responses, one token at a time, until END or `max_tokens`; return `tokens_BS` and `attention_mask_BS`."""
     width = max(len(prompt) for prompt in prompts)
     rows = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
@@ -184,7 +185,7 @@ def sample(policy: Any, prompts: Sequence[Sequence[int]], settings: Settings) ->
     return tokens_BS, attention_mask_BS
 
 
-def collect(policy: Any, reference: Any, prompts: Sequence[str], settings: Settings) -> Experience:
+def collect(policy: Module, reference: Module, prompts: list[str], settings: Settings) -> Experience:
     """Sample and score responses, and compute the advantages and log-probs for the update."""
     tokens_BS, attention_mask_BS = sample(policy, [encode(prompt) for prompt in prompts], settings)
     responses_BT = tokens_BS[:, -settings.max_tokens :]
@@ -213,10 +214,7 @@ def encode(text: str) -> list[int]:
 
 
 def score(prompt: str, response: Sequence[int]) -> float:
-    """Score a response: half the share of right digits, plus 1/2 for exactly the right sum.
-
-    The first part gives the policy a signal before its first right answer.
-    """
+    """Score a response: half the share of right digits, for an early signal, plus 1/2 for exactly the right sum."""
     left, right = prompt.rstrip("=").split("+")
     answer = encode(str(int(left) + int(right)))
     answered = list(response[: response.index(END)]) if END in response else list(response)

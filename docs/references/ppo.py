@@ -1,8 +1,7 @@
 """PPO in one file: the whole algorithm, on a task small enough for a CPU (`python docs/references/ppo.py`).
 
-A step samples responses, scores the responses, estimates the value before each token with a critic, and takes a few
-optimizer steps of both models: the policy towards tokens that were better than expected, the critic towards the
-returns.
+A step samples and scores responses, estimates the value before each token with a critic, and takes a few optimizer
+steps of both models: the policy towards tokens better than expected, the critic towards the returns.
 
 Axes: `B` samples, `S` prompt (padded on the left) and response (on the right), `T` response tokens, `V` vocabulary.
 
@@ -16,10 +15,11 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Module
 from torch.optim import AdamW, Optimizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -125,7 +125,7 @@ class Critic(nn.Module):
         return self.head(hidden_states).squeeze(-1)[:, -samples.response_mask_BT.shape[1] - 1 : -1]
 
 
-def response_log_probs(model: Any, samples: Samples, temperature: float) -> Tensor:
+def response_log_probs(model: Module, samples: Samples, temperature: float) -> Tensor:
     """Compute the log-probs of the response tokens, in nats, [B, T]."""
     width = samples.response_mask_BT.shape[1]
     logits_BSV = model(**inputs(samples.tokens_BS, samples.attention_mask_BS)).logits
@@ -173,7 +173,7 @@ def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, cli
 
 
 def update(
-    policy: Any, critic: Critic, optimizers: Sequence[Optimizer], experience: Experience, settings: Settings
+    policy: Module, critic: Critic, optimizers: Sequence[Optimizer], experience: Experience, settings: Settings
 ) -> list[tuple[float, float]]:
     """Take the optimizer steps on the samples of one RL step, in their order; return both losses of each step."""
     losses = []
@@ -202,7 +202,7 @@ def update(
 
 
 @torch.no_grad()
-def sample(policy: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> tuple[Tensor, Tensor]:
+def sample(policy: Module, prompts: Sequence[Sequence[int]], settings: Settings) -> tuple[Tensor, Tensor]:
     """Sample responses, one token at a time, until END or `max_tokens`; return `tokens_BS` and `attention_mask_BS`."""
     width = max(len(prompt) for prompt in prompts)
     tokens_BS = torch.tensor([[PAD] * (width - len(row)) + list(row) for row in prompts])
@@ -218,7 +218,7 @@ def sample(policy: Any, prompts: Sequence[Sequence[int]], settings: Settings) ->
     return tokens_BS, attention_mask_BS
 
 
-def collect(policy: Any, critic: Critic, reference: Any, prompts: Sequence[str], settings: Settings) -> Experience:
+def collect(policy: Module, critic: Critic, reference: Module, prompts: list[str], settings: Settings) -> Experience:
     """Sample and score responses, and compute the log-probs, values and advantages for the update."""
     tokens_BS, attention_mask_BS = sample(policy, [encode(prompt) for prompt in prompts], settings)
     responses_BT = tokens_BS[:, -settings.max_tokens :]
@@ -252,10 +252,7 @@ def encode(text: str) -> list[int]:
 
 
 def score(prompt: str, response: Sequence[int]) -> float:
-    """Score a response: half the share of right digits, plus 1/2 for exactly the right sum.
-
-    The first part gives the policy a signal before its first right answer.
-    """
+    """Score a response: half the share of right digits, for an early signal, plus 1/2 for exactly the right sum."""
     left, right = prompt.rstrip("=").split("+")
     answer = encode(str(int(left) + int(right)))
     answered = list(response[: response.index(END)]) if END in response else list(response)

@@ -1,4 +1,4 @@
-"""An algorithm of one's own: the median of the group is the baseline, and a penalty takes the place of the clip."""
+"""A new algorithm: the median of the group is the baseline, and a penalty takes the place of the clip."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from rl_plugins.algorithms.algorithm import Algorithm
 def median_baseline(
     *, token_level_rewards_BT: Tensor, response_mask_BT: Tensor, groups_B: Tensor, valid_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`R - median of the group`, on every sampled token; the names of the arguments say what it needs."""
+    """`R - median of the group`, on every sampled token; the names of the arguments are the inputs."""
     rewards_B, same_BB = token_level_rewards_BT.sum(dim=-1), groups_B[:, None] == groups_B
     others_BB = torch.where(same_BB & valid_B, rewards_B, torch.nan)
     advantages_B = torch.where(valid_B, rewards_B - others_BB.nanmedian(dim=-1).values, 0)
@@ -36,7 +36,7 @@ def penalized_ratio(
 
 @dataclass(frozen=True)
 class MedianPenalty(Algorithm):
-    """Both of them, as one algorithm with the options of every other."""
+    """Algorithm with both functions and the options of every algorithm."""
 
     advantage: Any = median_baseline
     policy_loss: Any = penalized_ratio

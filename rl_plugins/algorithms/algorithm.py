@@ -118,7 +118,7 @@ class LossModifiers:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """GRPO by default (https://arxiv.org/abs/2402.03300).
+    """Algorithm of policy optimization; GRPO by default (https://arxiv.org/abs/2402.03300).
 
     Attributes:
         advantage: name in `ADVANTAGES`, or a function with the same interface.
@@ -255,8 +255,7 @@ class Algorithm:
 
         Args:
             inputs: tensors by name: `scores_B`, `response_mask_BT`, `groups_B`, `valid_B`, `response_lengths_B`, and
-            the
-                inputs in `needs`.
+                the inputs in `needs`.
             kl_coefficient: weight of the KL penalty in the reward.
             sum_over_ranks: element-wise sum of a tensor over ranks.
         """

@@ -1,1 +1,1 @@
-"""What `generate.py` writes its pages with: one module per kind of page, and what they share."""
+"""Modules of `generate.py`: one per kind of page, and their common parts."""

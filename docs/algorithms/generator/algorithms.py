@@ -146,7 +146,7 @@ def algorithm_page(algorithm: Algorithm) -> str:
         docstring, module = parse(function), parse(sys.modules[function.__module__])
         parts += [f"## {option.replace('_', ' ').capitalize()}: `{name}`", docstring.description]
         parts += [f"Source: {docstring.source or module.source}"]
-        parts += [f"All of its arguments: [{function.__name__}](functions.md#{function.__name__})."]
+        parts += [f"All arguments of the function: [{function.__name__}](functions.md#{function.__name__})."]
     mode = algorithm.config["aggregation"]
     parts += ["## Aggregation and KL", f"`{mode}`: {aggregation(mode)}, {COUNTS}."]
     parts += [f"KL to the reference: {algorithm.kl}.", "## Options"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from generator.algorithms import common_values
 from generator.docstrings import parse
@@ -76,7 +76,7 @@ def _code(value: object) -> str:
     return "needed" if value is MISSING else f"`{yaml_value(value)}`"
 
 
-def _dataclasses_in(hint: Any) -> Iterator[type]:
+def _dataclasses_in(hint: object) -> Iterator[type]:
     """Yield the dataclasses in a type hint."""
     if isinstance(hint, type) and is_dataclass(hint):
         yield hint

@@ -41,8 +41,8 @@ def functions_page() -> str:
         "The capitals at the end of a tensor's name are its axes:",
         table(("letter", "axis"), AXES.items()),
         "## Inputs",
-        "A function receives the inputs that its arguments name. Log-probabilities are in nats; the ones of a response "
-        "(`_N`) are sums over its tokens.",
+        "A function receives the inputs that its arguments name. Log-probabilities are in nats; log-probabilities of "
+        "responses (`_N`) are sums over the tokens.",
         table(("name", "axes", "meaning"), [(f"`{name}`", axes_of(name), text) for name, text in INPUTS.items()]),
         "## Tables of names",
         *tables,
@@ -96,7 +96,7 @@ def _own_names(module: ModuleType) -> Iterator[str]:
         yield from (name for name in names if not name.startswith("_"))
 
 
-def _changed(value: Any) -> str:
+def _changed(value: object) -> str:
     """Format a dataclass by the fields that differ from their defaults."""
     if not is_dataclass(value):
         return repr(value)
@@ -152,12 +152,12 @@ def _outcome(docstring: Docstring) -> list[str]:
     return parts
 
 
-def _type_of(name: str, annotation: Any) -> str:
+def _type_of(name: str, annotation: object) -> str:
     kind = "" if annotation is inspect.Parameter.empty else str(annotation)
     return f"`{kind}` {axes_of(name)}".strip() if kind else axes_of(name)
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if inspect.isfunction(value):
         return "..." if value.__name__ == "<lambda>" else value.__name__
     return repr(value)

@@ -50,7 +50,7 @@ class Loss:
     def when(self) -> str:
         """Cases for which the loss is meant."""
         if not self.docstring.when:
-            raise SystemExit(f"{self.function.__name__}: end the description of its docstring with 'When: ...'")
+            raise SystemExit(f"{self.function.__name__}: the docstring needs a line 'When: ...' after its description")
         return self.docstring.when
 
 

@@ -42,7 +42,7 @@ def sentence(text: str) -> str:
     return text[0].upper() + text[1:].removesuffix(".") + "."
 
 
-def yaml_value(value: Any) -> str:
+def yaml_value(value: object) -> str:
     """Format a value as YAML."""
     if value is None:
         return "null"
