@@ -97,7 +97,7 @@ def curriculum_config(config: RecipeConfig) -> CurriculumConfig:
 
 
 def instantiate_node(option: str, node: Any) -> Any:
-    """Build the object that a `_target_` node describes.
+    """Build the object of a `_target_` node.
 
     Raises:
         ConfigError: the target does not exist, or refuses its arguments; the message begins with the option.
@@ -110,7 +110,7 @@ def instantiate_node(option: str, node: Any) -> Any:
     try:
         return instantiate(node, _convert_="all")
     except InstantiationException as error:
-        # Hydra's message ends with the key of the inner node that failed, if any.
+        # Hydra's message ends with the key of the failed inner node, if any.
         key = re.search(r"^full_key: (.+)$", str(error), re.MULTILINE)
         where = f"{option}.{key[1]}" if key else option
         raise ConfigError(f"{where}: {' '.join(str(error.__cause__ or error).split())}") from None

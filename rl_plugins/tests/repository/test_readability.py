@@ -11,14 +11,6 @@ from rl_plugins.tests.readability import Prose, Source
 LIMITS = {"what": 2.0, "that": 9.0, "they": 5.0, "it": 13.0, "indirect starts %": 3.0, "arguments with of %": 0.5}
 """Largest figures of the prose of a room."""
 UNFINISHED: dict[str, dict[str, float]] = {
-    "algorithms": {
-        "what": 4.3,
-        "that": 17.5,
-        "they": 6.7,
-        "it": 14.2,
-        "indirect starts %": 14.5,
-        "arguments with of %": 18.2,
-    },
     "launch": {
         "what": 9.8,
         "that": 14.4,
