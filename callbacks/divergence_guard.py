@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rl_plugins.callbacks.guard_bounds import Bounds
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, TrainingDiverged
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.stage import Stage, clock
 from rl_plugins.strategies.contract import strategy_of
@@ -100,7 +100,7 @@ class DivergenceGuard(Callback):
         elif self._action == "roll_back" and self.rollbacks < self._max_rollbacks:
             self._roll_back(trainer, pl_module, f"{step}: {description}")
         else:
-            raise ConfigError(f"training diverges at {step}: {description}. {self._advice()}")
+            raise TrainingDiverged(f"training diverges at {step}: {description}. {self._advice()}")
 
     def _violations(self, metrics: Mapping[str, float]) -> Iterator[Violation]:
         bounds = self._bounds
@@ -130,7 +130,7 @@ class DivergenceGuard(Callback):
         # Rank 0 chooses: a new checkpoint can appear later on other machines.
         checkpoint = trainer.strategy.broadcast(self._folder.latest_checkpoint())
         if checkpoint is None:
-            raise ConfigError(
+            raise TrainingDiverged(
                 f"training diverges at {description}, and there is no checkpoint yet to roll back to. {_ADVICE}"
             )
         stage.restore(checkpoint / "state")

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.command_line import compose_config, exit_on_config_error, run_recipe
+from rl_plugins.launch.command_line import compose_config, exit_on_user_error, run_recipe
 from rl_plugins.launch.config import parse_config
 from rl_plugins.launch.quickstart_start import NUM_DEV, NUM_TEST, NUM_TRAIN, save_base, write_sums
 from rl_plugins.override import override
@@ -57,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exit_on_config_error(main)
+    exit_on_user_error(main)

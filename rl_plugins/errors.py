@@ -1,22 +1,38 @@
-"""Errors that a user can mend: one message that names the thing at fault and the way out."""
+"""The errors of the package, by the boundary at which they appear."""
 
 from __future__ import annotations
 
 
-class ConfigError(ValueError):
-    """A wrong option, file, row or environment, found before anything heavy starts.
+class UserError(Exception):
+    """An error that the user can correct. Its message names the cause and the way out.
 
-    The command-line entry points print it as one line, without a traceback, and exit with status 2.
+    The command-line entry points print the message as one line, without a traceback, and exit with status 2.
     """
+
+
+class ConfigError(UserError, ValueError):
+    """A wrong option, file, row or environment, found before anything heavy starts."""
+
+
+class CheckpointError(UserError, RuntimeError):
+    """A checkpoint that is damaged, or that belongs to another model or strategy."""
+
+
+class DataError(UserError, RuntimeError):
+    """Data that a running step cannot train on."""
+
+
+class TrainingDiverged(UserError, RuntimeError):
+    """Training that passed a bound of the divergence guard."""
 
 
 class RowError(ConfigError):
     """A malformed row of a data set.
 
     Attributes:
-        where: the file and the row.
-        field: the column, or the option and the key under which it was looked for.
-        reason: what is wrong there.
+        where: file and row.
+        field: column, or the option and the key that name the field.
+        reason: description of the fault.
     """
 
     def __init__(self, where: str, field: str, reason: str) -> None:
@@ -26,17 +42,17 @@ class RowError(ConfigError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[RowError], tuple[str, str, str]]:
-        """Pickled as its parts: Ray carries errors from process to process."""
+        """Pickle the arguments, because Ray carries errors from process to process."""
         return RowError, (self.where, self.field, self.reason)
 
 
 class DeadlineExceeded(TimeoutError):
-    """A wait outlasted its deadline. The message names who waited, in which phase, and for what."""
+    """A wait that passed its deadline. The message names the waiting process, its phase, and the awaited event."""
 
 
 class RunStopped(Exception):
-    """The run ended before its last step, in good order: it was asked to, and has saved.
+    """A run that was asked to stop before its last step, and has saved a checkpoint.
 
-    The command-line entry points print it as one line, with how the run goes on, and exit with status 75, "try again
-    later" of sysexits.h.
+    The command-line entry points print one line with the option that resumes the run, and exit with status 75, "try
+    again later" of sysexits.h.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError
 
 
 class BlendedModels:
@@ -57,11 +57,11 @@ class BlendedModels:
         """Check that a checkpoint holds every model that follows another one.
 
         Raises:
-            ConfigError: a model is missing.
+            CheckpointError: a model is missing.
         """
         for name in sorted(self.names):
             if not (checkpoint / name).is_dir():
-                raise ConfigError(
+                raise CheckpointError(
                     f"{checkpoint} does not hold model {name!r}, whose weights have changed since: resume the run, "
                     "which loads the model from its own files"
                 )

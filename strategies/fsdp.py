@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.ranks import Ranks
@@ -295,13 +295,13 @@ class FSDPStrategy(ModelParallelStrategy):
         """Load a folder that `save_checkpoint` has written with any number of ranks.
 
         Raises:
-            ConfigError: the folder is no checkpoint, or a part is missing or belongs to another model.
+            CheckpointError: the folder is no checkpoint, or a part is missing or belongs to another model.
         """
         if not self._models:
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(self.broadcast(os.fspath(checkpoint_path)))
         if not (folder / LIGHTNING_FILE).is_file():
-            raise ConfigError(f"{folder} is not a checkpoint of this package: it has no file {LIGHTNING_FILE}")
+            raise CheckpointError(f"{folder} is not a checkpoint of this package: it has no file {LIGHTNING_FILE}")
         self._blended.reset_averages()
         self._blended.check_in(folder)
         frozen = local_models(self._models).keys() - self._optimizers_of.keys()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.models.remote import RemoteLearner, RemoteModel
 from rl_plugins.ranks import Ranks
@@ -364,7 +364,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(checkpoint_path)
         if not (folder / LIGHTNING_FILE).is_file():
-            raise ConfigError(f"{folder} is not a checkpoint of this package: it has no file {LIGHTNING_FILE}")
+            raise CheckpointError(f"{folder} is not a checkpoint of this package: it has no file {LIGHTNING_FILE}")
         trained = self._trained_engines()
         for name in trained:
             self._check_shards(folder, name)
@@ -385,7 +385,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         run, needed = RunFolder(folder.absolute().parent.parent), self._trained_engines()
         whole = [path for path in run.checkpoints() if all((path / folder.name / n / _TAG).is_dir() for n in needed)]
         way_out = f"{whole[-1]} is the newest that holds all models" if whole else "no checkpoint beside it holds all"
-        raise ConfigError(f"{folder / name} holds no shards of model {name!r}: {way_out}")
+        raise CheckpointError(f"{folder / name} holds no shards of model {name!r}: {way_out}")
 
     def _load_engine(self, folder: Path, name: str) -> str:
         """Load the shards of a trained model; return the restored states in words."""

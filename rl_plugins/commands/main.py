@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from rl_plugins import __version__
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, UserError
 from rl_plugins.run_folder import RunFolder
 
 COMMANDS = {
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_intermixed_args(words) if name in _INTERMIXED else parser.parse_args(words)
     try:
         status: int = command.run(parsed)
-    except ConfigError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

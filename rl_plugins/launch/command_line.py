@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import ConfigError, RunStopped
+from rl_plugins.errors import ConfigError, RunStopped, UserError
 from rl_plugins.launch.config import RecipeConfig, parse_config, register_schema
 from rl_plugins.launch.config_difference import difference
 from rl_plugins.launch.hydra_errors import CONFIG_FOLDER, explain, keys_of
@@ -30,11 +30,11 @@ def recipe_main(config_name: str) -> None:
         for config, recipe in composed:
             run_recipe(config, recipe)
 
-    exit_on_config_error(run)
+    exit_on_user_error(run)
 
 
-def exit_on_config_error(run: Callable[[], object], resume: str = "run.resume=true") -> None:
-    """Run; a `ConfigError` becomes one line on stderr and status 2, `RunStopped` one on stdout and status 75.
+def exit_on_user_error(run: Callable[[], object], resume: str = "run.resume=true") -> None:
+    """Run; a `UserError` becomes one line on stderr and status 2, `RunStopped` one on stdout and status 75.
 
     Ctrl-C becomes a line and status 130, as of a shell.
 
@@ -44,7 +44,7 @@ def exit_on_config_error(run: Callable[[], object], resume: str = "run.resume=tr
     """
     try:
         run()
-    except ConfigError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except RunStopped as stopped:

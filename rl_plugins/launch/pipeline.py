@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped
 from rl_plugins.launch.batch import check_batch
-from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_config_error, run_recipe
+from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
 from rl_plugins.launch.config import RecipeConfig, parse_config
 from rl_plugins.launch.hydra_errors import explain
 from rl_plugins.launch.preflight import check_stage_ahead
@@ -110,7 +110,7 @@ def pipeline_main(config_name: str) -> None:
         for composed, _ in compose_for_command_line(config_name):
             print(f"all stages are in {run_pipeline(composed)}")
 
-    exit_on_config_error(run, resume="resume=true")
+    exit_on_user_error(run, resume="resume=true")
 
 
 def run_pipeline(composed: DictConfig) -> Path:

@@ -107,7 +107,7 @@ def _train(
 
     from rl_plugins.callbacks.graceful_stop import stop_on_sigterm
     from rl_plugins.callbacks.progress import redraw_interval_s
-    from rl_plugins.launch.worker_errors import WorkerFailures, config_errors_unwrapped, without_traceback
+    from rl_plugins.launch.worker_errors import WorkerFailures, user_errors_unwrapped, without_traceback
 
     placement = config.placement
     resources = {"CPU": placement.cpus_per_worker}
@@ -155,7 +155,7 @@ def _train(
     # Ray Train makes a group of its own, as large as this one.
     places.release(WORKERS)
     try:
-        with stop_on_sigterm(folder), config_errors_unwrapped():
+        with stop_on_sigterm(folder), user_errors_unwrapped():
             trainer.fit()
     finally:
         # Another run may follow in this process.

@@ -1,7 +1,7 @@
-"""What becomes of an error in a Ray Train worker: a ConfigError ends the run at once, another is said and written down.
+"""Errors of Ray Train workers: a `UserError` ends the run at once; other errors are printed, saved, and retried.
 
-After a ConfigError Ray Train would restart the workers, which mends nothing, and wrap the message in the traceback of
-every worker. A `ControllerError` is what it does not retry. After others it restarts them without a word.
+Ray Train would restart the workers after a `UserError`, which corrects nothing, and print the traceback of every
+worker. Ray Train does not retry after a `ControllerError`. After other errors it restarts the workers silently.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from ray.train import ControllerError, UserCallback
 from typing_extensions import override
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import UserError
 from rl_plugins.run_folder import RunFolder
 
 _SHOWN = 300
 
 
 class WorkerFailures(UserCallback):
-    """Runs in Ray Train's controller: no restart after a ConfigError, and none that nobody hears of.
+    """Runs in Ray Train's controller: no restart after a `UserError`, and a message for every other restart.
 
     Args:
         folder: of the run.
@@ -37,7 +37,7 @@ class WorkerFailures(UserCallback):
         for error in worker_exceptions.values():
             # Ray Train hands over the worker's exception together with its traceback.
             cause = getattr(error, "_base_exc", error)
-            if isinstance(cause, ConfigError):
+            if isinstance(cause, UserError):
                 raise ControllerError(cause)
         self._failures += 1
         if self._failures <= self._max_restarts and worker_exceptions:
@@ -57,13 +57,13 @@ class WorkerFailures(UserCallback):
 
 
 def without_traceback(train: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-    """The function of a worker; Ray Train logs no traceback when it raises a ConfigError."""
+    """The function of a worker; Ray Train logs no traceback when it raises a UserError."""
 
     @functools.wraps(train)
     def run(arguments: dict[str, Any]) -> None:
         try:
             train(arguments)
-        except ConfigError:
+        except UserError:
             logging.getLogger("ray.train").setLevel(logging.CRITICAL)
             raise
 
@@ -71,11 +71,11 @@ def without_traceback(train: Callable[[dict[str, Any]], None]) -> Callable[[dict
 
 
 @contextmanager
-def config_errors_unwrapped() -> Iterator[None]:
-    """Raise the ConfigError that `WorkerFailures` found instead of Ray Train's error around it."""
+def user_errors_unwrapped() -> Iterator[None]:
+    """Raise the UserError that `WorkerFailures` found instead of Ray Train's error around it."""
     try:
         yield
     except ControllerError as error:
-        if isinstance(error.controller_failure, ConfigError):
+        if isinstance(error.controller_failure, UserError):
             raise error.controller_failure from None
         raise

@@ -28,7 +28,7 @@ from rl_plugins.algorithms.implicit_process_reward import (
     process_rewards,
 )
 from rl_plugins.data.experience import Experience
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.stages.fields import filled
 from rl_plugins.stages.forward_passes import ForwardPasses
@@ -126,7 +126,7 @@ class ProcessRewards:
         """Fill the column `outcome` from scores before shaping.
 
         Raises:
-            ConfigError: scores are outside 0 to 1, and `success_above` is not set.
+            DataError: scores are outside 0 to 1, and `success_above` is not set.
         """
         samples.set_column("outcome", self._outcomes(filled(samples.scores), step).tolist())
 
@@ -135,7 +135,7 @@ class ProcessRewards:
         if above is not None:
             return (scores_B > above).to(scores_B)
         if ((scores_B < 0) | (scores_B > 1)).any():
-            raise ConfigError(
+            raise DataError(
                 f"step {step}: the process reward model learns from outcomes from 0 to 1, and the scores range "
                 f"from {scores_B.min():g} to {scores_B.max():g}: say with process_reward_model.success_above which "
                 "score is a success"

@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import DataError
 from rl_plugins.rewards.records import Score
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.balancing import GroupBuffer, resample_over_ranks
@@ -117,7 +117,8 @@ class Rollouts:
         groups as are missing, while the engine samples others.
 
         Raises:
-            ConfigError: `max_batches` did not yield enough groups, or the data loader cannot draw further prompts.
+            DataError: `max_batches` did not yield enough groups.
+            ConfigError: the data loader cannot draw further prompts.
         """
         group_filter = self._algorithm.group_filter
         assert group_filter is not None
@@ -138,7 +139,7 @@ class Rollouts:
             if len(groups) >= wanted:
                 return buffer.take(groups[:wanted], self._updates_per_step)
             if taken >= group_filter.max_batches * num_groups:
-                raise ConfigError(
+                raise DataError(
                     f"step {step}: {taken * world_size} prompts gave {len(groups)} groups that teach something, "
                     f"and the step needs {wanted}: the prompts are too easy or too hard for this policy. Change the "
                     "data, raise batch.samples_per_prompt or algorithm.group_filter.max_batches, or widen the filter"

@@ -13,7 +13,7 @@ import torch
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.divergence_guard import BestAverage, DivergenceGuard
 from rl_plugins.callbacks.guard_bounds import Bounds
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, TrainingDiverged
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.callbacks.training import AfterStep, alter, build_stage, sharded, train, weights
 from rl_plugins.tests.ranks import run_ranks
@@ -61,7 +61,7 @@ def once(act: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 )
 def test_guard_stop_names_step_metric_value_bound_and_the_way_out(bounds: Bounds, metric: str, bound: str) -> None:
     with pytest.raises(
-        ConfigError,
+        TrainingDiverged,
         match=rf"diverges at step 1: {metric} is \S+ \({bound}\)\. Lower the learning rate, .*or widen the bound",
     ):
         train(build_stage(STEPS), [DivergenceGuard(bounds)])
@@ -78,7 +78,7 @@ def test_guard_stops_on_nan_before_a_checkpoint_is_saved(tmp_path: Path) -> None
     guard = DivergenceGuard(Bounds(), folder=tmp_path)
     callbacks = [guard, PolicyCheckpoint(tmp_path, every=2)]
     newest = RunFolder(tmp_path).checkpoint(2)
-    with pytest.raises(ConfigError, match=f"step 4: train/gradient_norm is nan.*newest checkpoint .* is {newest}"):
+    with pytest.raises(TrainingDiverged, match=f"step 4: train/gradient_norm is nan.*newest checkpoint .* is {newest}"):
         train(bad_at(4), callbacks)
     assert RunFolder(tmp_path).checkpoints() == [newest]
 
@@ -142,13 +142,13 @@ def test_guard_rolls_back_a_diverging_last_step(tmp_path: Path) -> None:
 def test_guard_stops_after_max_rollbacks(tmp_path: Path) -> None:
     guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path, max_rollbacks=2)
     stage = bad_at(3, 4, 5)
-    with pytest.raises(ConfigError, match=r"step 5: .* It was rolled back 2 times"):
+    with pytest.raises(TrainingDiverged, match=r"step 5: .* It was rolled back 2 times"):
         train(stage, [guard, PolicyCheckpoint(tmp_path, every=2)])
 
 
 def test_guard_stops_without_a_checkpoint_to_roll_back_to(tmp_path: Path) -> None:
     guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path)
-    with pytest.raises(ConfigError, match=r"step 1: .*no checkpoint yet to roll back to"):
+    with pytest.raises(TrainingDiverged, match=r"step 1: .*no checkpoint yet to roll back to"):
         train(bad_at(1), [guard, PolicyCheckpoint(tmp_path, every=2)])
 
 

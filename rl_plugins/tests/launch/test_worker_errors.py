@@ -6,7 +6,7 @@ import pytest
 from ray.train import ControllerError, WorkerGroupError
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.worker_errors import WorkerFailures, config_errors_unwrapped, without_traceback
+from rl_plugins.launch.worker_errors import WorkerFailures, user_errors_unwrapped, without_traceback
 from rl_plugins.run_folder import RunFolder
 
 
@@ -38,14 +38,14 @@ def test_after_exception_writes_other_errors_down_while_restarts_are_left(tmp_pa
     assert capsys.readouterr().out == "" and folder.times_failed() == 1
 
 
-def test_config_errors_unwrapped_raises_the_config_error():
-    with pytest.raises(ConfigError, match=r"^row 3 is bad$"), config_errors_unwrapped():
+def test_user_errors_unwrapped_raises_the_config_error():
+    with pytest.raises(ConfigError, match=r"^row 3 is bad$"), user_errors_unwrapped():
         raise ControllerError(ConfigError("row 3 is bad"))
 
 
 @pytest.mark.parametrize("error", [ControllerError(OSError("disk")), WorkerGroupError("failed", {0: OSError("disk")})])
-def test_config_errors_unwrapped_leaves_other_errors_of_ray_train(error):
-    with pytest.raises(type(error)) as caught, config_errors_unwrapped():
+def test_user_errors_unwrapped_leaves_other_errors_of_ray_train(error):
+    with pytest.raises(type(error)) as caught, user_errors_unwrapped():
         raise error
     assert caught.value is error
 

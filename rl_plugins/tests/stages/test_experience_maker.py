@@ -17,7 +17,7 @@ from rl_plugins.algorithms.reward_shaping import OverlongPenalty, RewardShaping
 from rl_plugins.algorithms.rollout_correction import RolloutCorrection
 from rl_plugins.callbacks.averages import ReferenceUpdate
 from rl_plugins.data.experience import Experience
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.rewards.failures import RewardFailureError
@@ -96,7 +96,7 @@ def test_group_filter_replaces_uniform_groups_by_groups_of_the_next_prompts() ->
 
 
 def test_group_filter_raises_after_max_batches_without_enough_groups() -> None:
-    with pytest.raises(ConfigError, match=r"6 prompts gave 0 groups .* the step needs 2"):
+    with pytest.raises(DataError, match=r"6 prompts gave 0 groups .* the step needs 2"):
         train(Algorithm(group_filter=GroupFilter(max_batches=3)), prompts=["4+4", "4+4"])
 
 

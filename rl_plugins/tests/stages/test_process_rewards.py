@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
@@ -222,7 +222,7 @@ def test_process_reward_config_refuses_bad_settings(options: dict[str, Any], mes
 
 def test_prime_refuses_scores_outside_0_and_1_without_success_above(tmp_path: Path) -> None:
     module = stage(str(save_tiny_policy(tmp_path)), process_reward_model=ProcessRewardConfig())
-    with pytest.raises(ConfigError, match=r"range from 0 to 1\.45: say with process_reward_model\.success_above"):
+    with pytest.raises(DataError, match=r"range from 0 to 1\.45: say with process_reward_model\.success_above"):
         fit(module, steps=1)
 
 

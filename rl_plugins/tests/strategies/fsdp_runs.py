@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.models import log_probs
 from rl_plugins.models.lora import LoraConfig
 from rl_plugins.rollout.engine import SamplingConfig
@@ -207,14 +207,14 @@ class Inspected(Recorded):
         strategy.load_checkpoint(self.folder / "moved")
         restored = weights_of(strategy, "reference")
         assert all(torch.equal(restored[name], weight) for name, weight in moved.items())
-        with pytest.raises(ConfigError, match="does not hold model 'reference', whose weights have changed"):
+        with pytest.raises(CheckpointError, match="does not hold model 'reference', whose weights have changed"):
             strategy.load_checkpoint(self.folder / "before")
 
     def check_load_checkpoint(self, strategy: FSDPStrategy) -> None:
         """Folders that are no checkpoint, or no whole one, are refused."""
         saved = self.folder / "saved"
         self.trainer.save_checkpoint(saved)
-        with pytest.raises(ConfigError, match=r"is not a checkpoint of this package: it has no file lightning\.ckpt"):
+        with pytest.raises(CheckpointError, match=r"not a checkpoint of this package: .*lightning\.ckpt"):
             strategy.load_checkpoint(self.folder)
         part = next((saved / "critic").glob("__0_*"))
         strategy.barrier()

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.run_folder import RunFolder
@@ -64,7 +64,7 @@ class Inspect(PolicyOptimization):
             tensor.zero_()
         strategy.load_checkpoint(self.folder / "moved")
         torch.testing.assert_close(strategy.model_engine("reference")(input_ids=tokens).logits, copied)
-        with pytest.raises(ConfigError, match="does not hold model 'reference', whose weights have changed"):
+        with pytest.raises(CheckpointError, match="does not hold model 'reference', whose weights have changed"):
             strategy.load_checkpoint(self.folder / "before")
 
     def check_shards(self, strategy: ZeroStrategy) -> None:
@@ -95,7 +95,7 @@ class Inspect(PolicyOptimization):
         restored = weights_of(strategy, "policy")
         assert all(torch.equal(restored[name], weight) for name, weight in self.weights.items())
         assert engine.optimizer.param_groups[0]["lr"] != 1e9
-        with pytest.raises(ConfigError, match=r"is not a checkpoint of this package: it has no file lightning\.ckpt"):
+        with pytest.raises(CheckpointError, match=r"not a checkpoint of this package: .*lightning\.ckpt"):
             strategy.load_checkpoint(self.folder)
         self.check_retention()
 
@@ -107,7 +107,7 @@ class Inspect(PolicyOptimization):
         for step in (1, 3):
             shutil.rmtree(run.checkpoint(step) / "state" / "critic")
         message = "state/critic holds no shards of model 'critic': .*/checkpoint_00000002 is the newest that holds all"
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(CheckpointError, match=message):
             self.trainer.strategy.load_checkpoint(run.checkpoint(1) / "state")
 
 
