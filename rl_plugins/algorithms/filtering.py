@@ -23,13 +23,13 @@ _WEIGHT_OF_BEST, _WEIGHT_OF_REST = 0.4, 0.1
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Dynamic sampling: sample prompts until enough groups remain whose samples differ in score.
+    """Dynamic sampling: more prompts are sampled until enough groups have samples with different scores.
 
     Attributes:
         low: smallest mean score of a kept group; None for no bound.
         high: largest mean score of a kept group; None for no bound.
-        metric: number to compare: None for the reward before shaping and penalties, or the name of a number that the
-            reward function returns beside its score.
+        metric: number that must differ within a group: None for the reward before shaping and penalties, or the name of
+            a number that the reward function returns beside its score.
         drop_truncated: drop a group if one of its responses was cut off at the length limit.
         max_batches: largest number of generation batches in a step; the run stops if these do not give enough groups.
         oversampling: number of prompts in a generation batch, as a multiple of the prompts that a step trains on.
@@ -88,8 +88,8 @@ class Resampling:
     """Policy filtration: draw the samples to train on by their rewards; see `resampling_weights`.
 
     Attributes:
-        kind: kind of the weights.
-        power: exponent of the kind `power`.
+        kind: kind of the weights: `power`, `extremes` or `best`.
+        power: exponent of the kind `power`, 0 or more.
 
     Source: PF-PPO, https://arxiv.org/abs/2409.06957.
     """

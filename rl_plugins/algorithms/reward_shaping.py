@@ -16,9 +16,9 @@ class OverlongPenalty:
     """Penalty of responses near the longest allowed length; see `overlong_penalty`.
 
     Attributes:
-        max_tokens: length from which on the penalty is complete, in tokens.
+        max_tokens: length at which the penalty reaches its maximum, in tokens.
         buffer_tokens: length of the slope before `max_tokens`, in tokens.
-        factor: complete penalty.
+        factor: largest penalty, 0 or more.
     """
 
     max_tokens: int
@@ -73,9 +73,9 @@ def overlong_penalty(*, response_lengths_B: Tensor, max_tokens: int, buffer_toke
 
     Args:
         response_lengths_B: number of tokens in each response, L.
-        max_tokens: length from which on the penalty is complete, in tokens.
+        max_tokens: length at which the penalty reaches its maximum, in tokens.
         buffer_tokens: length of the slope before `max_tokens`, in tokens.
-        factor: complete penalty.
+        factor: largest penalty, 0 or more.
 
     Returns:
         Penalties to add to the rewards, in [-factor, 0], [B].

@@ -194,7 +194,7 @@ def test_common_options_page_lists_the_fields_of_the_classes(texts):
     page = texts["common_options.md"]
     assert "| `algorithm.kl.coefficient` | `0.0` | weight of the KL term; 0 needs no reference model. |" in page
     assert "| `++algorithm.entropy.rate` | `0.005` | step of the adaptation. |" in page
-    assert "| `max_tokens` | needed | length from which on the penalty is complete, in tokens. |" in page
+    assert "| `max_tokens` | needed | length at which the penalty reaches its maximum, in tokens. |" in page
     assert "\n## algorithm.correction.rules[]: Rejection\n" in page
     assert all(f"\n| `{name}` | `RolloutCorrection(" in page for name in ROLLOUT_CORRECTIONS)
     assert all(f"`algorithm.{field.name}`" in page for field in fields(Algorithm))
