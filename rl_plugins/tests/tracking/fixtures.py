@@ -28,7 +28,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, sqlite_without_sync: None) -
 
 @pytest.fixture
 def quick_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a sender try again and look for metrics at once."""
+    """Let a sender retry and send metrics almost without waiting."""
     monkeypatch.setattr(sender, "_RETRY_S", 0.02)
     monkeypatch.setattr(sender, "_METRICS_INTERVAL_S", 0.02)
 

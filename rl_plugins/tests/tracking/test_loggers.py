@@ -140,9 +140,9 @@ def test_sender_names_a_deleted_experiment_and_waits_for_the_restore(store, fold
     trained = Trained(folder, tracking())
     trained.steps(1, 2)
     wait_until(lambda: trained.tracking.sender.failures > 1, "a second try")
-    (said,) = (record.getMessage() for record in caplog.records if record.name == sender_module.__name__)
-    assert "does not take the run" in said and f"{experiment!r} is deleted: restore it" in said
-    assert f"--experiment-id {experiment_id}" in said and "tracking.experiment" in said
+    (message,) = (record.getMessage() for record in caplog.records if record.name == sender_module.__name__)
+    assert "does not take the run" in message and f"{experiment!r} is deleted: restore it" in message
+    assert f"--experiment-id {experiment_id}" in message and "tracking.experiment" in message
     client.restore_experiment(experiment_id)
     # At the end nothing is tried again.
     wait_until(folder.tracking_run.is_file, "the run in the restored experiment")

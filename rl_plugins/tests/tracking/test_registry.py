@@ -1,4 +1,4 @@
-"""Policies in the model registry, and starting from them."""
+"""Policies in the model registry: registration, and local folders of registered models."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ GOOD = Evaluation("val/reward", 0.5, "data")
     ],
 )
 def test_compare_prefers_only_a_better_policy(evaluation, champion, wins, reason):
-    outcome, said = compare(evaluation, champion)
-    assert outcome is wins and reason in said
+    wins_actually, explanation = compare(evaluation, champion)
+    assert wins_actually is wins and reason in explanation
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +44,17 @@ def policies(tmp_path_factory):
 def test_register_policy_and_fetch_model_of_the_champion(store, experiment, policies, tmp_path):
     import mlflow
 
-    said = []
+    outcomes = []
     for name, value in (("first", 0.5), ("second", 0.6), ("first", 0.4)):
         folder = RunFolder(tmp_path / f"{name}{value}")
         folder.path.mkdir()
         run = open_run(store, experiment, folder, RunDescription())
         evaluation = replace(GOOD, value=value)
         for _ in range(2):  # a second call finds the version of the first call
-            said.append(register_policy(run, policies / name, experiment, evaluation, "17+25="))
+            outcomes.append(register_policy(run, policies / name, experiment, evaluation, "17+25="))
     starts = [f"{experiment} version {version}, {what} champion" for version, what in ((1, "the"), (2, "the"))]
-    assert said[0].startswith(starts[0]) and said[2].startswith(starts[1])
-    assert said[5].startswith(f"{experiment} version 3, not the champion: val/reward 0.4 against 0.6")
+    assert outcomes[0].startswith(starts[0]) and outcomes[2].startswith(starts[1])
+    assert outcomes[5].startswith(f"{experiment} version 3, not the champion: val/reward 0.4 against 0.6")
 
     named = f"models:/{experiment}@champion"
     champion = fetch_model("model.path", named, store, tmp_path / "cache")
@@ -93,7 +93,7 @@ def test_fetch_model_of_a_folder_among_the_artifacts_of_a_run(store, run, polici
 
 @pytest.fixture
 def register(store, experiment, policies, tmp_path):
-    """Makes a policy the next version of the experiment's model, and gives its name."""
+    """Register a policy as the next version of the experiment's model, and return the URI of its first version."""
 
     def register(policy):
         folder = RunFolder(tmp_path / f"run_{policy}")

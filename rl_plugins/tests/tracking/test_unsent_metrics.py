@@ -105,13 +105,13 @@ def check_reset(log: JsonLinesLogger, unsent: UnsentMetrics, taken: int) -> None
 def test_batches_after_a_failed_call_with_a_roll_back_among_the_points(log, unsent, monkeypatch):
     monkeypatch.setattr(unsent_metrics, "MAX_BATCH", 4)
     points = log_rolled_back(log)
-    came: list[Point] = []
+    received: list[Point] = []
     with pytest.raises(OSError, match="away"):
         for batch in unsent.batches():
-            if came:
+            if received:
                 raise OSError("away")
-            came += batch
-    assert len(came) == 4 and take(unsent) == points[4:]
+            received += batch
+    assert len(received) == 4 and take(unsent) == points[4:]
 
 
 def test_store_has_both_values_of_a_repeated_step_once(log, unsent, run):
