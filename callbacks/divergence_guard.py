@@ -58,6 +58,9 @@ class DivergenceGuard(Callback):
         folder: folder of the run, with the checkpoints for `roll_back`.
         max_rollbacks: number of roll-backs after which `roll_back` acts like `stop`.
 
+    Raises:
+        TrainingDiverged: a step has diverged, and the guard does not warn or roll back.
+
     Attributes:
         rollbacks: number of roll-backs so far.
 

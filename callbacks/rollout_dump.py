@@ -39,7 +39,7 @@ class RolloutDump(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        stage = _collecting(pl_module)
+        stage = _policy_optimization(pl_module)
 
         def write(experience: Experience, scores: list[Score], draw: int) -> None:
             kept = experience.compact()
@@ -51,7 +51,7 @@ class RolloutDump(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        stage = _collecting(pl_module)
+        stage = _policy_optimization(pl_module)
         if trainer.is_global_zero:
             # An interrupted run of this step can have written more draws.
             shutil.rmtree(_step_folder(self._folder, stage.step + 1), ignore_errors=True)
@@ -62,7 +62,7 @@ class RolloutDump(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _collecting(pl_module).rollouts.on_collected = None
+        _policy_optimization(pl_module).rollouts.on_collected = None
 
 
 class RolloutReplay(Callback):
@@ -83,7 +83,7 @@ class RolloutReplay(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        stage = _collecting(pl_module)
+        stage = _policy_optimization(pl_module)
 
         def read(draw: int) -> tuple[Experience, list[Score]]:
             whole = self._read(stage.step + 1, draw, stage.sampling.num_samples)
@@ -95,7 +95,7 @@ class RolloutReplay(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _collecting(pl_module).rollouts.replay = None
+        _policy_optimization(pl_module).rollouts.replay = None
 
     def _read(self, step: int, draw: int, num_samples: int) -> Experience:
         """Return the samples of all ranks, in the order of the prompts in the global batch."""
@@ -119,7 +119,7 @@ class RolloutReplay(Callback):
         return Experience.concat(parts).reorder(rows.flatten())
 
 
-def _collecting(module: LightningModule) -> PolicyOptimization:
+def _policy_optimization(module: LightningModule) -> PolicyOptimization:
     if not isinstance(module, PolicyOptimization):
         raise ConfigError(
             f"{type(module).__name__} collects no experience, so RolloutDump and RolloutReplay cannot be used with it"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -20,8 +20,6 @@ from rl_plugins.tracking.store import import_mlflow
 
 if TYPE_CHECKING:
     from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
-
-T = TypeVar("T")
 
 
 class SystemMetrics(Callback):
@@ -40,7 +38,7 @@ class SystemMetrics(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rank, hosts = trainer.global_rank, _gather(trainer, socket.gethostname())
+        rank, hosts = trainer.global_rank, strategy_of(trainer).ranks.gather(socket.gethostname())
         nodes = list(dict.fromkeys(hosts))
         self._several_nodes = len(nodes) > 1
         if hosts.index(hosts[rank]) == rank:
@@ -53,7 +51,8 @@ class SystemMetrics(Callback):
     ) -> None:
         means = {} if self._sampler is None else self._sampler.take()
         if self._several_nodes:
-            means = {name: mean for node in _gather(trainer, means) for name, mean in node.items()}
+            means_of_ranks = strategy_of(trainer).ranks.gather(means)
+            means = {name: mean for rank_means in means_of_ranks for name, mean in rank_means.items()}
         if means and trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(means, clock(pl_module))
@@ -63,12 +62,6 @@ class SystemMetrics(Callback):
         if self._sampler is not None:
             self._sampler.ended.set()
             self._sampler = None
-
-
-def _gather(trainer: Trainer, value: T) -> list[T]:
-    # Lightning's type does not declare the methods of this package's strategies.
-    values = strategy_of(trainer).ranks.gather(value)
-    return values
 
 
 class Sampler(threading.Thread):

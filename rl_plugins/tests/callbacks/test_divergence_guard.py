@@ -88,8 +88,8 @@ def test_guard_warns_once_for_consecutive_steps(caplog: pytest.LogCaptureFixture
     alter(stage, {step: {"train/entropy": 50.0} for step in (2, 3, 5)})
     train(stage, [DivergenceGuard(Bounds(entropy_max=40.0), action="warn")])
     assert stage.step == STEPS
-    said = [record.getMessage() for record in caplog.records if record.name.endswith("divergence_guard")]
-    assert said == [f"step {step}: train/entropy is 50 (entropy_max=40)" for step in (2, 5)]
+    messages = [record.getMessage() for record in caplog.records if record.name.endswith("divergence_guard")]
+    assert messages == [f"step {step}: train/entropy is 50 (entropy_max=40)" for step in (2, 5)]
 
 
 def test_guard_roll_back_restores_weights_and_optimizer_and_skips_the_data(tmp_path: Path) -> None:
