@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rl_plugins.data.experience import Experience
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.rewards.records import Score
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 
@@ -75,7 +75,8 @@ class RolloutReplay(Callback):
         folder: folder of the dump.
 
     Raises:
-        ConfigError: the dump does not hold the samples of a step.
+        ConfigError: the stage collects no experience.
+        DataError: the dump does not hold the samples of a step.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -103,14 +104,14 @@ class RolloutReplay(Callback):
         files = sorted(folder.glob(f"draw_{draw}_rank_*"), key=_rank_of)
         if not files or len(files) != _ranks_of(files[0]):
             steps = ", ".join(str(int(path.name[-8:])) for path in _steps(self._folder)) or "none"
-            raise ConfigError(
+            raise DataError(
                 f"{folder} does not hold the samples of all ranks (draw {draw}): {self._folder} has the steps {steps}. "
                 "Start from the checkpoint of the step before, and set the stage's max_steps (in a recipe: run.steps) "
                 "to the last of these steps"
             )
         parts = [Experience.load(file) for file in files]
         if len(parts[0]) % num_samples:
-            raise ConfigError(
+            raise DataError(
                 f"{files[0]} holds {len(parts[0])} samples, and sampling.num_samples={num_samples}: set the number of "
                 "samples per prompt (in a recipe: batch.samples_per_prompt) to the number of the dumped run"
             )

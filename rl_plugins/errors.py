@@ -46,13 +46,6 @@ class RowError(ConfigError):
         return RowError, (self.where, self.field, self.reason)
 
 
-class TrainingDiverged(ConfigError):
-    """Training diverges, and the run has to end. The message names the step, the metrics and possible remedies.
-
-    The class is a `ConfigError`, because other options are the remedy: the launcher does not start the workers again.
-    """
-
-
 class DeadlineExceeded(TimeoutError):
     """A wait that passed its deadline. The message names the waiting process, its phase, and the awaited event."""
 

@@ -13,7 +13,7 @@ from rl_plugins.algorithms.filtering import GroupFilter
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
 from rl_plugins.data.experience import Experience
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
@@ -59,7 +59,7 @@ def test_rollout_replay_of_one_step_and_retention_of_rollout_dump(tmp_path: Path
     train(replay, [RolloutReplay(folder.rollouts)], strategy=no_engine(), resume=folder.checkpoint(3))
     assert same_weights(run, replay)
     message = r"step_00000001 does not hold .*rollouts has the steps 3, 4\. Start from the checkpoint"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(DataError, match=message):
         train(build_stage(STEPS), [RolloutReplay(folder.rollouts)], strategy=no_engine())
 
 
