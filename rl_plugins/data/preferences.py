@@ -7,9 +7,6 @@ end-of-sequence token, as a response of the policy must.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING, Literal, Unpack
 
 import numpy as np
@@ -18,8 +15,8 @@ from rl_plugins.data.datamodule import StepDataModule, StepOptions
 from rl_plugins.data.formats import Pair, read_judged, read_pair
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows, RowSource
-from rl_plugins.data.prompts import RowBatch, TokenizedPrompts
-from rl_plugins.data.tokenization import check_end_of_sequence, digest, tokenize_responses
+from rl_plugins.data.prompts import RowBatch, TokenizedColumns, TokenizedPrompts
+from rl_plugins.data.tokenization import check_end_of_sequence, tokenize_responses
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,84 +76,6 @@ class UnpairedBatch(RowBatch):
         self.rows = rows
 
 
-@dataclass(frozen=True)
-class TokenizedPreferencePairs:
-    """Prompts with two responses each.
-
-    Attributes:
-        prompt_ids: token ids of each row's prompt.
-        chosen_ids: token ids of each row's better response.
-        rejected_ids: token ids of each row's worse response.
-        margins: float64 [N], margin of each row.
-        kept: int64 [M], numbers of the rows to serve.
-    """
-
-    prompt_ids: Sequence[list[int]]
-    chosen_ids: Sequence[list[int]]
-    rejected_ids: Sequence[list[int]]
-    margins: np.ndarray
-    kept: np.ndarray
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Digest of all served token ids and margins."""
-        columns = (self.prompt_ids, self.chosen_ids, self.rejected_ids)
-        ids = (column[number] for column in columns for number in self.kept)
-        return digest(chain(ids, [self.margins[self.kept].view(np.int64)]))
-
-    def __len__(self) -> int:
-        """Return the number of rows to serve."""
-        return len(self.kept)
-
-    def batch(self, indices: Sequence[int], epoch: int) -> PairBatch:
-        """Return the pairs at the indices."""
-        numbers = self.kept[indices].tolist()
-        return PairBatch(
-            prompt_ids=[self.prompt_ids[number] for number in numbers],
-            chosen_ids=[self.chosen_ids[number] for number in numbers],
-            rejected_ids=[self.rejected_ids[number] for number in numbers],
-            margins=self.margins[numbers].tolist(),
-            rows=numbers,
-        )
-
-
-@dataclass(frozen=True)
-class TokenizedUnpaired:
-    """Prompts with one judged response each.
-
-    Attributes:
-        prompt_ids: token ids of each row's prompt.
-        response_ids: token ids of each row's response.
-        labels: bool [N], True for each desirable response.
-        kept: int64 [M], numbers of the rows to serve.
-    """
-
-    prompt_ids: Sequence[list[int]]
-    response_ids: Sequence[list[int]]
-    labels: np.ndarray
-    kept: np.ndarray
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Digest of all served token ids and labels."""
-        ids = (column[number] for column in (self.prompt_ids, self.response_ids) for number in self.kept)
-        return digest(chain(ids, [self.labels[self.kept]]))
-
-    def __len__(self) -> int:
-        """Return the number of rows to serve."""
-        return len(self.kept)
-
-    def batch(self, indices: Sequence[int], epoch: int) -> UnpairedBatch:
-        """Return the responses at the indices."""
-        numbers = self.kept[indices].tolist()
-        return UnpairedBatch(
-            prompt_ids=[self.prompt_ids[number] for number in numbers],
-            response_ids=[self.response_ids[number] for number in numbers],
-            labels=self.labels[numbers].tolist(),
-            rows=numbers,
-        )
-
-
 class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
     """Data module of preferences: a `PairBatch` for every step, or an `UnpairedBatch` if `label_key` is set.
 
@@ -208,7 +127,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
 
     def build(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str
-    ) -> TokenizedPreferencePairs | TokenizedUnpaired | TokenizedPrompts:
+    ) -> TokenizedColumns[PairBatch] | TokenizedColumns[UnpairedBatch] | TokenizedPrompts:
         """Tokenise prompts and responses and apply the limits.
 
         Raises:
@@ -225,7 +144,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
 
     def _build_pairs(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, prompts: TokenizedPrompts
-    ) -> TokenizedPreferencePairs:
+    ) -> TokenizedColumns[PairBatch]:
         def pairs() -> Iterator[Pair]:
             for number, row in enumerate(rows):
                 yield read_pair(row, self.chosen_key, self.rejected_key, self.margin_key, rows.location(number))
@@ -235,11 +154,21 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         margins = np.fromiter((pair.margin for pair in pairs()), dtype=np.float64)
         longest = np.maximum(chosen_ids.lengths, rejected_ids.lengths)
         kept = self.rows_within_limits(prompts, longest, self.max_response_tokens)
-        return TokenizedPreferencePairs(prompts.prompt_ids, chosen_ids, rejected_ids, margins, kept)
+        return TokenizedColumns(
+            {
+                "prompt_ids": prompts.prompt_ids,
+                "chosen_ids": chosen_ids,
+                "rejected_ids": rejected_ids,
+                "margins": margins,
+            },
+            kept,
+            PairBatch,
+            as_integers={"margins": lambda margins: margins.view(np.int64)},
+        )
 
     def _build_unpaired(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, prompts: TokenizedPrompts, label_key: str
-    ) -> TokenizedUnpaired:
+    ) -> TokenizedColumns[UnpairedBatch]:
         def judged() -> Iterator[tuple[str, bool]]:
             for number, row in enumerate(rows):
                 yield read_judged(row, self.response_key, label_key, rows.location(number))
@@ -247,4 +176,6 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         response_ids = tokenize_responses((text for text, _ in judged()), tokenizer)
         labels = np.fromiter((label for _, label in judged()), dtype=np.bool_)
         kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
-        return TokenizedUnpaired(prompts.prompt_ids, response_ids, labels, kept)
+        return TokenizedColumns(
+            {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids, "labels": labels}, kept, UnpairedBatch
+        )

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
@@ -20,8 +17,8 @@ from rl_plugins.data.formats import read_steps
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import UNSCORED_COLUMNS, Paths, PromptRows, RowSource
-from rl_plugins.data.prompts import RowBatch
-from rl_plugins.data.tokenization import check_end_of_sequence, digest
+from rl_plugins.data.prompts import RowBatch, TokenizedColumns
+from rl_plugins.data.tokenization import check_end_of_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,43 +46,6 @@ class ProcessRewardBatch(RowBatch):
         self.response_ids = response_ids
         self.labels = labels
         self.rows = rows
-
-
-@dataclass(frozen=True)
-class TokenizedSteps:
-    """Prompts with one response each, and labels of the responses' tokens.
-
-    Attributes:
-        prompt_ids: token ids of each row's prompt.
-        response_ids: token ids of each row's response.
-        labels: one label per response token of each row; NaN on tokens without a label.
-        kept: int64 [N], numbers of the rows to serve.
-    """
-
-    prompt_ids: Sequence[list[int]]
-    response_ids: Sequence[list[int]]
-    labels: Sequence[list[float]]
-    kept: np.ndarray
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Digest of all served token ids, and of their labels in thousandths."""
-        ids = (column[number] for column in (self.prompt_ids, self.response_ids) for number in self.kept)
-        return digest(chain(ids, (_thousandths(self.labels[number]) for number in self.kept)))
-
-    def __len__(self) -> int:
-        """Return the number of rows to serve."""
-        return len(self.kept)
-
-    def batch(self, indices: Sequence[int], epoch: int) -> ProcessRewardBatch:
-        """Return the rows at the indices."""
-        numbers = self.kept[indices].tolist()
-        return ProcessRewardBatch(
-            prompt_ids=[self.prompt_ids[number] for number in numbers],
-            response_ids=[self.response_ids[number] for number in numbers],
-            labels=[self.labels[number] for number in numbers],
-            rows=numbers,
-        )
 
 
 class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
@@ -123,7 +83,9 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         """Return the columns every row must have; rows with labels need no reward."""
         return UNSCORED_COLUMNS
 
-    def build(self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str) -> TokenizedSteps:
+    def build(
+        self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str
+    ) -> TokenizedColumns[ProcessRewardBatch]:
         """Tokenise prompts and steps and apply the limits.
 
         Raises:
@@ -135,7 +97,12 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         response_ids = MappedLists(ids for ids, _ in self._responses(rows, tokenizer))
         labels = MappedLists((labels for _, labels in self._responses(rows, tokenizer)), np.float64)
         kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
-        return TokenizedSteps(prompts.prompt_ids, response_ids, labels, kept)
+        return TokenizedColumns(
+            {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids, "labels": labels},
+            kept,
+            ProcessRewardBatch,
+            as_integers={"labels": _thousandths},
+        )
 
     def _responses(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase

@@ -1,12 +1,15 @@
-"""Tokenised prompts, and the batch of prompts for one step on one rank."""
+"""Tokenised rows in memory-mapped columns, and the batch of prompts for one step on one rank.
+
+`TokenizedPrompts` serves prompts with all columns of their rows; `TokenizedColumns` serves given responses and labels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -15,6 +18,8 @@ from rl_plugins.data.tokenization import Overlong, accepted_messages, digest, to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Batch = TypeVar("Batch")
 
 
 class RowBatch:
@@ -92,6 +97,48 @@ class TokenizedPrompts:
             columns={name: [row.get(name) for row in rows] for name in self.rows.columns},
             epoch=epoch,
         )
+
+
+@dataclass(frozen=True)
+class TokenizedColumns(Generic[Batch]):
+    """Token ids of prompts and responses, labels and margins, in columns.
+
+    Attributes:
+        columns: values of all rows under the name of the batch's argument: lists of numbers, or an array [N].
+        kept: int64 [M], numbers of the rows to serve.
+        make_batch: Function that makes a batch of some rows. Its arguments are the columns by name, and `rows`, the
+            numbers of the rows.
+        as_integers: Functions that turn the values of a column into integers for the fingerprint, by column. Token ids
+            and truth values need none.
+    """
+
+    columns: Mapping[str, Sequence[list[Any]] | np.ndarray]
+    kept: np.ndarray
+    make_batch: Callable[..., Batch]
+    as_integers: Mapping[str, Callable[[Any], Sequence[int] | np.ndarray]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of rows to serve."""
+        return len(self.kept)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of all served values."""
+        return digest(self._served_values())
+
+    def _served_values(self) -> Iterator[Sequence[int] | np.ndarray]:
+        for name, column in self.columns.items():
+            served = [column[self.kept]] if isinstance(column, np.ndarray) else map(column.__getitem__, self.kept)
+            yield from map(self.as_integers[name], served) if name in self.as_integers else served
+
+    def batch(self, indices: Sequence[int], epoch: int) -> Batch:
+        """Return the rows at the indices."""
+        numbers = self.kept[indices].tolist()
+        columns = {
+            name: column[numbers].tolist() if isinstance(column, np.ndarray) else [column[n] for n in numbers]
+            for name, column in self.columns.items()
+        }
+        return self.make_batch(rows=numbers, **columns)
 
 
 def build_prompts(

@@ -2,56 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Unpack
-
-import numpy as np
 
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
 from rl_plugins.data.formats import find_text
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import Paths, PromptRows, RowSource
-from rl_plugins.data.prompts import TokenizedPrompts
-from rl_plugins.data.tokenization import check_end_of_sequence, digest, tokenize_responses
+from rl_plugins.data.prompts import TokenizedColumns, TokenizedPrompts
+from rl_plugins.data.tokenization import check_end_of_sequence, tokenize_responses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SFTBatch = dict[str, list[list[int]]]
-
-
-@dataclass(frozen=True)
-class TokenizedPairs:
-    """Prompts with one response each.
-
-    Attributes:
-        prompt_ids: token ids of each row's prompt.
-        response_ids: token ids of each row's response.
-        kept: int64 [N], numbers of the rows to serve.
-    """
-
-    prompt_ids: Sequence[list[int]]
-    response_ids: Sequence[list[int]]
-    kept: np.ndarray
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Digest of all served token ids."""
-        return digest(ids[number] for ids in (self.prompt_ids, self.response_ids) for number in self.kept)
-
-    def __len__(self) -> int:
-        """Return the number of rows to serve."""
-        return len(self.kept)
-
-    def batch(self, indices: Sequence[int], epoch: int) -> SFTBatch:
-        """Return the prompts and responses at the indices."""
-        numbers = self.kept[indices]
-        return {
-            "prompt_ids": [self.prompt_ids[number] for number in numbers],
-            "response_ids": [self.response_ids[number] for number in numbers],
-        }
 
 
 class SFTDataModule(StepDataModule[SFTBatch]):
@@ -83,7 +46,7 @@ class SFTDataModule(StepDataModule[SFTBatch]):
 
     def build(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str
-    ) -> TokenizedPairs | TokenizedPrompts:
+    ) -> TokenizedColumns[SFTBatch] | TokenizedPrompts:
         """Tokenise prompts and responses and apply the limits; validation rows become prompts.
 
         Raises:
@@ -98,4 +61,5 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         )
         response_ids = tokenize_responses(texts, tokenizer)
         kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
-        return TokenizedPairs(prompts.prompt_ids, response_ids, kept)
+        columns = {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids}
+        return TokenizedColumns(columns, kept, lambda rows, **token_ids: token_ids)
