@@ -7,14 +7,11 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.report.curves import Series, main_curves
 from rl_plugins.report.page import write_report
+from rl_plugins.report.pictures import draw_curves
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tracking.loggers import mlflow_loggers
 from rl_plugins.tracking.run import TrackedRun
-
-_COLUMNS = 3
-_MAX_MARKERS = 49
 
 
 class RunReport(Callback):
@@ -63,34 +60,3 @@ class Curves(Callback):
         """Draw the metrics of the metrics file, and upload the picture."""
         if draw_curves(read_metrics(self._folder.metrics), self._folder.curves):
             run.client.log_artifact(run.run_id, str(self._folder.curves))
-
-
-def draw_curves(series: Series, path: Path) -> bool:
-    """Draw the curves of the report into a PNG file.
-
-    Args:
-        series: values of each metric by step.
-        path: file to write.
-
-    Returns:
-        False if there are no known metrics, and no file is written.
-    """
-    # Only the main thread may use pyplot.
-    from matplotlib.figure import Figure
-
-    charts = main_curves(series)
-    if not charts:
-        return False
-    rows = -(-len(charts) // _COLUMNS)
-    figure = Figure(figsize=(4 * _COLUMNS, 2.6 * rows), layout="constrained")
-    for position, (title, curves) in enumerate(charts.items(), start=1):
-        axes = figure.add_subplot(rows, _COLUMNS, position)
-        for name, points in curves.items():
-            marker = "." if len(points) <= _MAX_MARKERS else None
-            axes.plot(list(points), list(points.values()), marker=marker, label=name)
-        axes.set_title(title, fontsize="medium")
-        axes.grid(alpha=0.3)
-        if len(curves) > 1:
-            axes.legend(fontsize="x-small")
-    figure.savefig(path, dpi=100)
-    return True

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from rl_plugins.commands.main import add_run_argument, existing_run
 from rl_plugins.errors import ConfigError
-from rl_plugins.report.samples import read_samples
-from rl_plugins.report.summary import summarize
+from rl_plugins.report.summary import read_samples, summarize
 from rl_plugins.run_folder import RunFolder, read_metrics
 
 if TYPE_CHECKING:

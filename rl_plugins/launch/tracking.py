@@ -8,7 +8,7 @@ from pathlib import Path
 from rl_plugins.callbacks.checkpoint_artifacts import BestUpload
 from rl_plugins.launch.config import RecipeConfig
 from rl_plugins.launch.preflight import tracking_uri
-from rl_plugins.report.samples import read_samples
+from rl_plugins.report.summary import read_samples
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tracking.loggers import MLflowTracking
 from rl_plugins.tracking.provenance import describe_file, git_tags

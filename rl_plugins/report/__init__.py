@@ -1,1 +1,1 @@
-"""A run after it has ended: its figures, its learning curve, and all of it on one page that needs nothing else."""
+"""Figures, curves and samples of a run, and the report: one page with all of the above."""

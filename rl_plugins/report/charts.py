@@ -1,125 +1,221 @@
-"""Pictures as inline SVG: they take their colours from the page, so that light and dark are the same picture."""
+"""Charts of the report. A chart is a list of SVG shapes; the template of the page writes the SVG.
+
+Shapes have classes in place of colours. The style sheet of the page gives each class a colour for light and for dark
+screens, so one picture serves both. matplotlib's SVG has fixed colours in `style` attributes, and 27 kB for one curve
+of 300 values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from rl_plugins.report.markup import Node, node
-from rl_plugins.report.points import Mark, Points, marks, number, ticks
+from rl_plugins.report.curves import DrawnPoint, Points, Series, curve_segments
 
 COLOURS = 8
-"""The style sheet has as many; further curves begin anew."""
+"""Number of colours in the style sheet. The ninth curve of a chart has the first colour again."""
 
-_WIDTH, _WIDE, _HEIGHT = 420, 1280, 210
+_WIDTH, _FULL_WIDTH, _HEIGHT, _BAR_HEIGHT = 420, 1280, 210, 40
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 24
-_MARKS = 300
-_DOTS = 60
-"""Curves of fewer values have a dot at each, which says its value when the pointer is on it."""
+_MAX_POINTS = 300
+_MAX_DOTS = 60
+"""A curve of at most this many values has a dot at each value. The tooltip of a dot shows the step and the value."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An SVG element.
+
+    Attributes:
+        tag: Name of the element.
+        attributes: Attributes of the element.
+        text: Text inside the element.
+        tooltip: Text shown while the pointer is on the element.
+    """
+
+    tag: str
+    attributes: Mapping[str, object]
+    text: str = ""
+    tooltip: str = ""
+
+
+@dataclass
+class Chart:
+    """A picture with a caption and a legend.
+
+    Attributes:
+        caption: Title above the picture.
+        label: Text for screen readers.
+        width: Width of the picture in SVG units.
+        height: Height of the picture in SVG units.
+        shapes: Shapes from back to front. The list is empty if there is no finite value.
+        legend: Name of each curve and a short text about the curve, in the order of the colours.
+    """
+
+    caption: str
+    label: str
+    width: int = _WIDTH
+    height: int = _HEIGHT
+    shapes: list[Shape] = field(default_factory=list)
+    legend: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, tag: str, *, text: str = "", tooltip: str = "", **attributes: object) -> None:
+        """Add a shape in front of all others; `class_` stands for the attribute `class`."""
+        named = {key.rstrip("_"): value for key, value in attributes.items()}
+        self.shapes.append(Shape(tag, named, text, tooltip))
 
 
 @dataclass(frozen=True)
 class _Axes:
-    """Where a value is on the picture."""
+    """Linear map from steps and values to coordinates of a chart.
 
-    x: Callable[[float], float]
-    y: Callable[[float], float]
+    Attributes:
+        width: Width of the chart.
+        steps: First and last step.
+        values: Lowest and highest value.
+    """
+
+    width: int
+    steps: tuple[float, float]
+    values: tuple[float, float]
+
+    def x(self, step: float) -> float:
+        first, last = self.steps
+        share = (step - first) / (last - first) if last > first else 0.5
+        return _LEFT + share * (self.width - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.values
+        return _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    def points(self, places: Sequence[tuple[float, float]]) -> str:
+        """Return coordinates in the form of the SVG attribute `points`."""
+        return " ".join(f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in places)
 
 
-def line_chart(title: str, curves: Mapping[str, Points]) -> Node:
-    """Curves over the steps in one picture, with a legend that says the last value of each."""
-    drawn = {name: marks(points, _MARKS) for name, points in curves.items()}
-    every = [mark for stretches in drawn.values() for stretch in stretches for mark in stretch]
-    if not every:
-        return _figure(title, node("p", "no finite value"), [(name, "") for name in curves])
-    low, high = min(mark.low for mark in every), max(mark.high for mark in every)
-    picture, axes = _axes(title, (min(m.step for m in every), max(m.step for m in every)), (low, high))
-    # The first on top: validations over the noise of training.
-    for position, stretches in reversed(list(enumerate(drawn.values()))):
-        few = sum(map(len, stretches)) <= _DOTS
-        for stretch in stretches:
-            _draw_stretch(picture, axes, stretch, position % COLOURS, dots=few or len(stretch) == 1)
-    legend = [(name, number(stretches[-1][-1].mean) if stretches else "") for name, stretches in drawn.items()]
-    return _figure(title, picture, legend)
+def line_chart(title: str, curves: Series) -> Chart:
+    """Draw curves over the steps; the legend has the last value of each curve.
+
+    Args:
+        title: Caption of the chart.
+        curves: Points of each curve. NaN and infinity become gaps.
+    """
+    segments = {name: curve_segments(points, _MAX_POINTS) for name, points in curves.items()}
+    drawn = [point for parts in segments.values() for part in parts for point in part]
+    chart = Chart(title, title)
+    if not drawn:
+        chart.legend = [(name, "") for name in curves]
+        return chart
+    steps = min(point.step for point in drawn), max(point.step for point in drawn)
+    axes = _add_axes(chart, steps, (min(point.low for point in drawn), max(point.high for point in drawn)))
+    # The first curve is in front: a validation metric covers the noise of the training metric.
+    for position, parts in reversed(list(enumerate(segments.values()))):
+        few = sum(map(len, parts)) <= _MAX_DOTS
+        for part in parts:
+            _add_segment(chart, axes, part, f"c{position % COLOURS}", dots=few or len(part) == 1)
+    chart.legend = [(name, short_number(parts[-1][-1].mean) if parts else "") for name, parts in segments.items()]
+    return chart
 
 
-def _draw_stretch(picture: Node, axes: _Axes, stretch: Sequence[Mark], colour: int, *, dots: bool) -> None:
-    if any(mark.low < mark.high for mark in stretch):
-        around = [(mark.step, mark.high) for mark in stretch] + [(mark.step, mark.low) for mark in reversed(stretch)]
-        picture.append(node("polygon", points=_points(axes, around), class_=f"band c{colour}"))
-    if len(stretch) > 1:
-        line = _points(axes, [(mark.step, mark.mean) for mark in stretch])
-        picture.append(node("polyline", points=line, class_=f"line c{colour}"))
+def _add_segment(chart: Chart, axes: _Axes, segment: Sequence[DrawnPoint], colour: str, *, dots: bool) -> None:
+    if any(point.low < point.high for point in segment):
+        outline = [(point.step, point.high) for point in segment]
+        outline += [(point.step, point.low) for point in reversed(segment)]
+        chart.add("polygon", points=axes.points(outline), class_=f"band {colour}")
+    if len(segment) > 1:
+        line = axes.points([(point.step, point.mean) for point in segment])
+        chart.add("polyline", points=line, class_=f"line {colour}")
     if dots:
-        for mark in stretch:
-            said = node("title", f"step {mark.step:g}: {mark.mean:.6g}")
-            at = {"cx": f"{axes.x(mark.step):.1f}", "cy": f"{axes.y(mark.mean):.1f}"}
-            picture.append(node("circle", said, **at, r=2.5, class_=f"fill c{colour}"))
+        for point in segment:
+            tooltip = f"step {point.step:g}: {point.mean:.6g}"
+            x, y = f"{axes.x(point.step):.1f}", f"{axes.y(point.mean):.1f}"
+            chart.add("circle", tooltip=tooltip, cx=x, cy=y, r=2.5, class_=f"fill {colour}")
 
 
-def area_chart(title: str, curves: Mapping[str, Points], steps: Sequence[int], unit: str) -> Node:
-    """What adds up to a whole at every step, laid on top of each other; what a step does not have counts as 0."""
-    size = max(1, -(-len(steps) // _MARKS))
+def area_chart(title: str, curves: Mapping[str, Points], steps: Sequence[int], unit: str) -> Chart:
+    """Draw the parts of a sum at each step as areas on top of each other.
+
+    Args:
+        title: Text before the unit in the caption.
+        curves: Points of each part. A step without a value counts as 0.
+        steps: All steps of the chart, in ascending order.
+        unit: Unit of the values.
+    """
+    chart = Chart(f"{title} ({unit})", title, _FULL_WIDTH, legend=[(name, "") for name in curves])
+    size = max(1, -(-len(steps) // _MAX_POINTS))
     groups = [steps[at : at + size] for at in range(0, len(steps), size)]
     places = [sum(group) / len(group) for group in groups]
-    base = [0.0] * len(groups)
+    bottom = [0.0] * len(groups)
     layers: list[tuple[str, list[float], list[float]]] = []
     for name, points in curves.items():
         means = [sum(points.get(step, 0.0) for step in group) / len(group) for group in groups]
-        top = [below + mean for below, mean in zip(base, means, strict=True)]
-        layers.append((name, base, top))
-        base = top
-    picture, axes = _axes(title, (places[0], places[-1]), (0.0, max(base)), _WIDE)
-    for position, (name, bottom, top) in enumerate(layers):
-        around = [*zip(places, top, strict=True), *reversed(list(zip(places, bottom, strict=True)))]
-        area = node("polygon", node("title", name), points=_points(axes, around), class_=f"fill c{position % COLOURS}")
-        picture.append(area)
-    return _figure(f"{title} ({unit})", picture, [(name, "") for name in curves])
+        top = [below + mean for below, mean in zip(bottom, means, strict=True)]
+        layers.append((name, bottom, top))
+        bottom = top
+    axes = _add_axes(chart, (places[0], places[-1]), (0.0, max(bottom)))
+    for position, (name, below, above) in enumerate(layers):
+        outline = [*zip(places, above, strict=True), *reversed(list(zip(places, below, strict=True)))]
+        chart.add("polygon", tooltip=name, points=axes.points(outline), class_=f"fill c{position % COLOURS}")
+    return chart
 
 
-def stacked_bar(title: str, parts: Mapping[str, float], unit: str) -> Node:
-    """One bar of the parts of a whole."""
-    whole, at = sum(parts.values()), 0.0
-    picture = node("svg", viewBox=f"0 0 {_WIDE} 40", role="img", aria_label=title)
+def stacked_bar(title: str, parts: Mapping[str, float], unit: str) -> Chart:
+    """Draw one bar of the parts of a sum; the legend has the value and the share of each part.
+
+    Args:
+        title: Text before the sum in the caption.
+        parts: Value of each part.
+        unit: Unit of the values.
+    """
+    total, left = sum(parts.values()), 0.0
+    chart = Chart(f"{title}: {total:.3g} {unit}", title, _FULL_WIDTH, _BAR_HEIGHT)
     for position, (name, value) in enumerate(parts.items()):
-        width = value / whole * _WIDE
-        said = node("title", f"{name}: {value:.4g} {unit} ({value / whole:.0%})")
-        kind = f"fill c{position % COLOURS}"
-        picture.append(node("rect", said, x=f"{at:.2f}", y=6, width=f"{width:.2f}", height=28, class_=kind))
-        at += width
-    legend = [(name, f"{value:.3g} {unit}, {value / whole:.0%}") for name, value in parts.items()]
-    return _figure(f"{title}: {whole:.3g} {unit}", picture, legend)
+        width = value / total * _FULL_WIDTH
+        chart.add(
+            "rect", tooltip=f"{name}: {value:.4g} {unit} ({value / total:.0%})", x=f"{left:.2f}", y=6,
+            width=f"{width:.2f}", height=28, class_=f"fill c{position % COLOURS}",
+        )  # fmt: skip
+        left += width
+        chart.legend.append((name, f"{value:.3g} {unit}, {value / total:.0%}"))
+    return chart
 
 
-def _axes(
-    title: str, steps: tuple[float, float], values: tuple[float, float], wide: int = _WIDTH
-) -> tuple[Node, _Axes]:
-    """An empty picture with its axes."""
-    (first, last), (low, high) = steps, values
+def _add_axes(chart: Chart, steps: tuple[float, float], values: tuple[float, float]) -> _Axes:
+    """Add grid lines and the numbers of both axes to an empty chart."""
+    low, high = values
     if low == high:
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-    width, height = wide - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
-    axes = _Axes(
-        x=lambda step: _LEFT + ((step - first) / (last - first) if last > first else 0.5) * width,
-        y=lambda value: _TOP + (high - value) / (high - low) * height,
-    )
-    picture = node("svg", viewBox=f"0 0 {wide} {_HEIGHT}", role="img", aria_label=title)
+    axes = _Axes(chart.width, steps, (low, high))
     for value in ticks(low, high, 5):
         y = f"{axes.y(value):.1f}"
-        picture.append(node("line", x1=_LEFT, x2=wide - _RIGHT, y1=y, y2=y, class_="grid"))
-        picture.append(node("text", number(value), x=_LEFT - 6, y=y, class_="value"))
-    for step in ticks(first, last, 6, whole=True):
-        picture.append(node("text", f"{step:g}", x=f"{axes.x(step):.1f}", y=_HEIGHT - 6, class_="step"))
-    return picture, axes
+        chart.add("line", x1=_LEFT, x2=chart.width - _RIGHT, y1=y, y2=y, class_="grid")
+        chart.add("text", text=short_number(value), x=_LEFT - 6, y=y, class_="value")
+    for step in ticks(*steps, 6, whole=True):
+        chart.add("text", text=f"{step:g}", x=f"{axes.x(step):.1f}", y=_HEIGHT - 6, class_="step")
+    return axes
 
 
-def _points(axes: _Axes, places: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{axes.x(step):.1f},{axes.y(value):.1f}" for step, value in places)
+def ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
+    """Return about `count` round numbers between `low` and `high`.
+
+    Args:
+        low: Lower end of the axis.
+        high: Upper end of the axis. If it does not exceed `low`, the only tick is `low`.
+        count: Approximate number of ticks.
+        whole: Return whole numbers only.
+    """
+    if not high > low:
+        return [low]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    unit = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    if whole:
+        unit = max(1.0, unit)
+    first, last = math.ceil(low / unit - 1e-9), math.floor(high / unit + 1e-9)
+    return [number * unit for number in range(first, last + 1)]
 
 
-def _figure(title: str, picture: Node, legend: Sequence[tuple[str, str]]) -> Node:
-    keys = [
-        node("span", node("i", class_=f"key c{position % COLOURS}"), f"{name} ", node("b", value))
-        for position, (name, value) in enumerate(legend)
-    ]
-    return node("figure", node("figcaption", title), picture, node("div", *keys, class_="legend"))
+def short_number(value: float) -> str:
+    """Return a number with three significant digits, or with thousands separators from 1,000 on."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,7 +1,7 @@
-"""The report of a run: one HTML file that needs no network, no script and no other file.
+"""The report of a run: one HTML file without network access, scripts or other files.
 
-It is made of what is in the run's folder. What is not there is said in its place, so that the report of a run that was
-killed in its first minute is a report, too.
+The page shows the content of the folder of the run, and names each missing file. So a run killed in the first minute
+has a report, too. This module computes the values, and the Jinja2 template `page.html` holds the markup.
 """
 
 from __future__ import annotations
@@ -10,147 +10,211 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from rl_plugins.report import sections
-from rl_plugins.report.markup import Node, document, fold, node, table
-from rl_plugins.report.samples import compare, read_samples, validation_step
-from rl_plugins.report.style import STYLE
-from rl_plugins.report.summary import summary_of
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+from rl_plugins.report.charts import COLOURS, Chart, area_chart, line_chart, short_number, stacked_bar
+from rl_plugins.report.curves import Points, Series, main_curves, other_curves
+from rl_plugins.report.summary import pair_samples, read_samples, summarize_metrics, validation_step
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.whole_file import write_whole_text
 
 _PACKAGES = re.compile(
     r"(rl-plugins|torch|lightning|ray|deepspeed|vllm(-cpu)?|transformers|peft|mlflow)==.*", re.IGNORECASE
 )
+"""Packages whose versions the page shows without a click."""
+_FAILURES = {
+    "raised": "the reward function raised an error",
+    "timeout": "the reward function did not answer in time",
+    "not_finite": "the reward was NaN or infinite",
+    "died": "the process of the reward function died",
+}
+_VALIDATED = {"val/reward": "validation reward", "val/accuracy": "validation accuracy", "val/loss": "validation loss"}
+
+# A terminal or a browser would obey control characters. The page shows their pictures (U+2400 and on), or U+FFFD.
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+_CONTROLS |= {0x7F: 0x2421} | dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF], 0xFFFD)
 
 
 def write_report(folder: RunFolder, path: Path | None = None) -> Path:
-    """Write the report of a run, of one that is going on too.
+    """Write the report of a run. The run may still be going on.
 
     Args:
-        folder: of the run.
-        path: of the file; `report.html` in the folder by default.
+        folder: Folder of the run.
+        path: File to write; `report.html` in the folder by default.
 
     Returns:
         The path of the file.
     """
     path = path or folder.report
-    write_whole_text(path, document(_page(folder)))
+    write_whole_text(path, _template().render(_values(folder)))
     return path
 
 
-def _page(folder: RunFolder) -> Node:
-    whole, config = read_metrics(folder.metrics, finite=False), _read_config(folder)
-    series = {name: kept for name, points in whole.items() if (kept := _finite(points))}
-    name = folder.path.absolute().name
-    stage, total = config.get("stage"), config.get("run", {}).get("steps")
-    last = max((step for points in series.values() for step in points), default=0)
-    body = node("body", node("h1", name))
-    about = []
-    if folder.changes.is_file():
-        about.append(folder.changes.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
-    if stage:
-        # A name of the hub as it is, and the end of a folder's.
-        about.append(f"{stage.replace('_', ' ')} of {'/'.join(Path(config['model']['path']).parts[-2:])}")
-    body.append(node("p", ", ".join(about), class_="pale"))
-    for file, said in ((folder.error, "Ended by an error: "), (folder.stopped, "Stopped: ")):
-        if file.is_file():
-            body.append(node("p", said + file.read_text(encoding="utf-8").strip(), class_="bad"))
-    steps = f"{last} of {total}" if total else str(last)
-    times = {"resumes": folder.times_resumed(), "failures": folder.times_failed()}
-    body.append(sections.headline(series, summary_of(series), steps, **times))
-    body.append(sections.curves(whole))
-    body.append(sections.times(series))
-    body.append(sections.memory(series))
-    body.append(sections.failures(series))
-    body.append(_samples(folder))
-    body.append(_config(folder))
-    body.append(_places(folder))
-    body.append(_versions(folder))
-    head = node(
-        "head",
-        node("meta", charset="utf-8"),
-        node("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        node("title", f"{name}: report of a run"),
-        node("style", STYLE),
-    )
-    return node("html", head, body, lang="en")
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, finalize=_without_controls,
+    )  # fmt: skip
+    return environment.get_template("page.html")
 
 
-def _finite(points: Mapping[int, float]) -> dict[int, float]:
+def _without_controls(value: object) -> object:
+    return value.replace("\r\n", "\n").translate(_CONTROLS) if isinstance(value, str) else value
+
+
+def _values(folder: RunFolder) -> dict[str, object]:
+    """Return the variables of the template."""
+    with_gaps = read_metrics(folder.metrics, finite=False)
+    series = {name: finite for name, points in with_gaps.items() if (finite := _finite(points))}
+    texts = {
+        name: _text(file)
+        for name, file in {
+            "changes": folder.changes,
+            "config": folder.config,
+            "environment": folder.environment,
+            "git_state": folder.git_state,
+        }.items()
+    }
+    config = _parsed(texts["config"])
+    return {
+        "folder": folder,
+        "name": folder.path.absolute().name,
+        "about": _about(config, texts["changes"]),
+        "notices": [
+            title + text.strip()
+            for title, file in (("Ended by an error: ", folder.error), ("Stopped: ", folder.stopped))
+            if (text := _text(file)) is not None
+        ],
+        "figures": _figures(series, folder, config.get("run", {}).get("steps")),
+        "colours": COLOURS,
+        "has_metrics": bool(with_gaps),
+        "main_charts": [line_chart(title, curves) for title, curves in main_curves(with_gaps).items()],
+        "other_charts": [line_chart(title, curves) for title, curves in other_curves(with_gaps).items()],
+        "phase_charts": _phase_charts(series),
+        "memory": _memory_rows(series),
+        "failed_rewards": _failed_rewards(series),
+        **_samples(folder),
+        "texts": texts,
+        "places": _places(folder),
+        "main_versions": _main_versions(texts["environment"] or ""),
+    }
+
+
+def _text(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def _finite(points: Points) -> dict[int, float]:
     return {step: value for step, value in points.items() if math.isfinite(value)}
 
 
-def _read_config(folder: RunFolder) -> dict[str, Any]:
+def _parsed(config: str | None) -> dict[str, Any]:
     import yaml
 
-    return yaml.safe_load(folder.config.read_text(encoding="utf-8")) if folder.config.is_file() else {}
+    return yaml.safe_load(config) if config is not None else {}
 
 
-def _samples(folder: RunFolder) -> Node:
-    title, files = "Samples", folder.sample_files()
-    tables = {file: read for file in files if (read := read_samples(file)) is not None}
-    broken = [node("p", f"{file.name} is not whole.", class_="bad") for file in files if file not in tables]
-    if not tables:
-        return sections.section(title, f"There are none in {folder.samples.name}/.", *broken)
-    first, last = next(iter(tables)), next(reversed(tables))
-    rows: list[list[Node | str]] = []
-    for pair in compare(tables[first], tables[last] if last != first else []):
-        rows.append([_text(pair.prompt), _text(pair.ground_truth), _sample(pair.first)])
-        if last != first:
-            rows[-1].append(_sample(pair.last))
-    head = ["prompt", "ground truth", *(f"step {validation_step(file)}" for file in dict.fromkeys([first, last]))]
-    return sections.section(title, *broken, table(head, rows, class_="samples"))
+def _about(config: Mapping[str, Any], changes: str | None) -> str:
+    """Return the recipe, the stage and the model of the run."""
+    parts = []
+    if changes is not None:
+        parts.append(changes.partition("\n")[0].removeprefix("# "))
+    if stage := config.get("stage"):
+        # The two last parts are the whole name of a model on the hub.
+        parts.append(f"{stage.replace('_', ' ')} of {'/'.join(Path(config['model']['path']).parts[-2:])}")
+    return ", ".join(parts)
 
 
-def _sample(row: dict[str, Any] | None) -> Node:
-    if row is None:
-        return node("span", "no sample", class_="pale")
-    if row["failure"]:
-        score = node("span", f"reward failed: {row['failure']}", class_="worse")
-    else:
-        score = node("span", f"score {row['score']:.4g}", class_="better" if row["score"] > 0 else "pale")
-    return node("div", score, "\n", str(row["response"]))
+def _figures(series: Series, folder: RunFolder, steps: int | None) -> dict[str, str]:
+    """Return the figures at the top of the page by their titles."""
+    last = max((step for points in series.values() for step in points), default=0)
+    summary, resumes, failures = summarize_metrics(series), folder.times_resumed(), folder.times_failed()
+    figures = {"steps": f"{last} of {steps}" if steps else str(last)}
+    for metric, title in _VALIDATED.items():
+        values = list(series.get(metric, {}).values())
+        if values:
+            figures[title] = f"{values[0]:.3f} → {values[-1]:.3f}"
+    if summary.step_s:
+        figures["a step"] = f"{summary.step_s:.3g} s"
+    if summary.samples_per_s:
+        figures["samples per second"] = short_number(summary.samples_per_s)
+    if "tokens_per_s" in series:
+        figures["tokens per second"] = short_number(median(series["tokens_per_s"].values()))
+    if "train/rollout_gap_max" in series:
+        figures["log-prob gap"] = f"{summary.gap_max:.1e} nats"
+    figures["resumed"] = {0: "never", 1: "once"}.get(resumes, f"{resumes} times")
+    if failures:
+        figures["workers restarted"] = {1: "once"}.get(failures, f"{failures} times")
+    return figures
 
 
-def _text(text: object) -> Node:
-    return node("div", str(text))
-
-
-def _config(folder: RunFolder) -> Node:
-    found = sections.section("Configuration")
-    for file, title in ((folder.changes, None), (folder.config, "All options")):
-        if not file.is_file():
-            found.append(_missing(file))
-        else:
-            shown = node("pre", file.read_text(encoding="utf-8").strip())
-            found.append(fold(title, shown) if title else shown)
-    return found
-
-
-def _places(folder: RunFolder) -> Node:
-    rows: list[list[Node | str]] = [
-        [name, node("code", str(path.absolute()))] for name, path in {"folder": folder.path, **folder.places()}.items()
+def _phase_charts(series: Series) -> list[Chart] | str:
+    """Return the charts of the seconds of each phase, or the reason why there are none."""
+    phases = _phases(series, "time/", leave_out="time/step")
+    if not phases:
+        return "No step was timed."
+    medians = {name: median(points.values()) for name, points in phases.items()}
+    usual = sorted((name for name in phases if medians[name] >= 0.001), key=lambda name: -medians[name])
+    if not usual:
+        return "No phase took a millisecond."
+    steps = sorted({step for points in phases.values() for step in points})
+    return [
+        stacked_bar("Medians of the phases of a step", {name: medians[name] for name in usual}, "s"),
+        area_chart("Seconds of each step", {name: phases[name] for name in usual}, steps, "s"),
     ]
-    if folder.tracking_run.is_file():
-        rows.append(["MLflow run", node("code", folder.tracking_run.read_text(encoding="utf-8").strip())])
-    return sections.section("Where things are", table(["what", "where"], rows))
 
 
-def _versions(folder: RunFolder) -> Node:
-    found = sections.section("Versions")
-    if folder.environment.is_file():
-        lines = folder.environment.read_text(encoding="utf-8").splitlines()
-        main = [line for line in lines if line.startswith("#") or _PACKAGES.fullmatch(line)]
-        found.append(node("pre", "\n".join(main)))
-        found.append(fold(f"All of {folder.environment.name}", node("pre", "\n".join(lines))))
-    else:
-        found.append(_missing(folder.environment))
-    if folder.git_state.is_file():
-        found.append(fold("State of the code", node("pre", folder.git_state.read_text(encoding="utf-8"))))
-    return found
+def _memory_rows(series: Series) -> list[list[str]]:
+    """Return name, median GiB and largest GiB of each phase, the largest phase first."""
+    phases = _phases(series, "memory/")
+    return [
+        [name, f"{median(points.values()):.3g}", f"{max(points.values()):.3g}"]
+        for name, points in sorted(phases.items(), key=lambda item: -max(item[1].values()))
+    ]
 
 
-def _missing(file: Path) -> Node:
-    return node("p", f"There is no {file.name} in this folder.", class_="pale")
+def _phases(series: Series, prefix: str, leave_out: str = "") -> dict[str, Points]:
+    return {
+        name.removeprefix(prefix): points
+        for name, points in series.items()
+        if name.startswith(prefix) and name != leave_out
+    }
+
+
+def _failed_rewards(series: Series) -> list[list[str]] | str:
+    """Return the kind, the samples and the steps of failed rewards, or a text if no reward failed."""
+    counted = {kind: series[name] for kind in _FAILURES if (name := f"train/reward_{kind}") in series}
+    if not counted:
+        return "This stage computes no rewards."
+    rows = [
+        [_FAILURES[kind], f"{sum(points.values()):.0f}", str(sum(value > 0 for value in points.values()))]
+        for kind, points in counted.items()
+        if sum(points.values())
+    ]
+    return rows or "None."
+
+
+def _samples(folder: RunFolder) -> dict[str, object]:
+    """Return the variables about samples of the first and of the last complete validation."""
+    tables = {file: read_samples(file) for file in folder.sample_files()}
+    complete = [(validation_step(file), samples) for file, samples in tables.items() if samples is not None]
+    ends = [complete[0], complete[-1]][: len(complete)] if complete else []
+    return {
+        "sample_steps": [step for step, _ in ends],
+        "sample_pairs": pair_samples(ends[0][1], ends[1][1] if len(ends) > 1 else []) if ends else [],
+        "damaged_samples": [file.name for file, samples in tables.items() if samples is None],
+    }
+
+
+def _places(folder: RunFolder) -> dict[str, str]:
+    places = {name: str(path.absolute()) for name, path in {"folder": folder.path, **folder.places()}.items()}
+    if (run_id := _text(folder.tracking_run)) is not None:
+        places["MLflow run"] = run_id.strip()
+    return places
+
+
+def _main_versions(environment: str) -> str:
+    return "\n".join(line for line in environment.splitlines() if line.startswith("#") or _PACKAGES.fullmatch(line))

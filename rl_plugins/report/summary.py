@@ -1,14 +1,17 @@
-"""The figures of a run."""
+"""Figures of a run, and its validation samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import TypedDict
 
+from rl_plugins.report.curves import Series
 from rl_plugins.run_folder import RunFolder, read_metrics
-
-Series = Mapping[str, Mapping[int, float]]
 
 
 @dataclass(frozen=True)
@@ -16,12 +19,12 @@ class RunSummary:
     """Figures of one run.
 
     Attributes:
-        before: validation reward before the first step.
-        after: validation reward after the last one.
-        samples_per_s: median over steps; 0 for stages that do not sample.
-        step_s: median seconds of a step.
-        phases_s: median seconds of each phase that a step usually has.
-        gap_max: largest trainer/sampler log-prob gap.
+        before: Validation reward before the first step; NaN without validations.
+        after: Validation reward after the last step; NaN without validations.
+        samples_per_s: Median over the steps; 0 for stages that do not sample.
+        step_s: Median seconds of a step.
+        phases_s: Median seconds of each phase. Phases with a median below a millisecond are left out.
+        gap_max: Largest trainer/sampler log-prob gap, in nats.
     """
 
     before: float
@@ -33,12 +36,12 @@ class RunSummary:
 
 
 def summarize(folder: RunFolder) -> RunSummary:
-    """The figures of a run's `metrics.jsonl`."""
-    return summary_of(read_metrics(folder.metrics))
+    """Return the figures of the metrics file of a run."""
+    return summarize_metrics(read_metrics(folder.metrics))
 
 
-def summary_of(series: Series) -> RunSummary:
-    """The same of metrics that have been read."""
+def summarize_metrics(series: Series) -> RunSummary:
+    """Return the figures of metrics without NaN and infinity, as `read_metrics` returns."""
     validation = list(series.get("val/reward", {}).values()) or [float("nan")]
     return RunSummary(
         before=validation[0],
@@ -57,3 +60,58 @@ def summary_of(series: Series) -> RunSummary:
 def _median(series: Series, name: str) -> float:
     values = list(series.get(name, {}).values())
     return median(values) if values else 0.0
+
+
+class ValidationSample(TypedDict):
+    """One row of a samples file, as the callback `SampleTable` writes it."""
+
+    prompt: str
+    response: str
+    score: float | None
+    ground_truth: object
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class SamplePair:
+    """Samples of one prompt at two validations.
+
+    Attributes:
+        prompt: Text of the prompt.
+        ground_truth: Ground truth in the data.
+        first: Sample of the first validation; None if the validation has no sample for the prompt.
+        last: Sample of the last validation; None if the validation has no sample for the prompt.
+    """
+
+    prompt: str
+    ground_truth: object
+    first: ValidationSample | None
+    last: ValidationSample | None
+
+
+def pair_samples(first: Sequence[ValidationSample], last: Sequence[ValidationSample]) -> list[SamplePair]:
+    """Pair the n-th sample of a prompt in `first` with the n-th sample of the same prompt in `last`."""
+    unpaired: dict[str, list[ValidationSample]] = defaultdict(list)
+    for sample in last:
+        unpaired[str(sample["prompt"])].append(sample)
+    pairs = []
+    for sample in first:
+        prompt = str(sample["prompt"])
+        candidates = unpaired[prompt]
+        pairs.append(SamplePair(prompt, sample["ground_truth"], sample, candidates.pop(0) if candidates else None))
+    rest = [sample for samples in unpaired.values() for sample in samples]
+    return pairs + [SamplePair(str(sample["prompt"]), sample["ground_truth"], None, sample) for sample in rest]
+
+
+def read_samples(file: Path) -> list[ValidationSample] | None:
+    """Return the rows of a samples file; None if the file is not complete."""
+    try:
+        samples: list[ValidationSample] = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:
+        return None
+    return samples
+
+
+def validation_step(file: Path) -> int:
+    """Return the step in the name of a samples file."""
+    return int(file.stem.removeprefix("step_"))

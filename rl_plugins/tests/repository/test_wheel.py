@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 
 TOP_LEVEL_ROOMS = ("callbacks", "recipes", "strategies")
+SUFFIXES = {".py", ".yaml", ".json", ".html"}
 
 
 def shipped(root: Path) -> set[str]:
-    """The names, in a wheel, of the tree's Python, YAML and JSON files; the tests stay at home."""
+    """The names, in a wheel, of the tree's Python, YAML, JSON and HTML files; the tests stay at home."""
     names = set()
     for top in ("rl_plugins", *TOP_LEVEL_ROOMS):
         for file in (root / top).rglob("*"):
             parts = file.relative_to(root).parts
             # rglob enters the links on some versions of Python.
             behind_a_link = parts[0] == "rl_plugins" and parts[1] in TOP_LEVEL_ROOMS
-            if file.suffix in {".py", ".yaml", ".json"} and not behind_a_link and parts[:2] != ("rl_plugins", "tests"):
+            if file.suffix in SUFFIXES and not behind_a_link and parts[:2] != ("rl_plugins", "tests"):
                 names.add("/".join(parts if parts[0] == "rl_plugins" else ("rl_plugins", *parts)))
     return names
 

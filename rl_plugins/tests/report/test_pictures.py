@@ -1,9 +1,9 @@
-"""The picture of a run."""
+"""The picture of the main curves."""
 
 from __future__ import annotations
 
-from rl_plugins.callbacks.report import draw_curves
-
+from rl_plugins.report.pictures import draw_curves
+>
 
 def test_draw_curves_draws_known_metrics_only(tmp_path):
     path = tmp_path / "curves.png"
