@@ -1,9 +1,10 @@
-"""Measure what `rl-plugins plan --device cpu` has to know of a machine, and write it to a file.
+"""Measure the rates of a machine for `rl-plugins plan --device cpu`, and write the rates to a file.
 
 `python -m benchmarks.calibrate [--output FILE] [--kept FOLDER]` runs the GRPO recipe on two sizes of a model, in a few
-minutes: the tiny one shows what processes take that have hardly a model, and what steps cost that hardly compute; one
-of 28 M parameters shows the rates of training and sampling in float32 and bfloat16. Settings that a plan is for
-(several engines, other models and lengths, and of the larger model other ZeRO stages) are not among what is measured.
+minutes. The tiny model gives the memory of processes almost without a model, and the time of steps almost without
+arithmetic. The model of 28 M parameters gives the rates of training and sampling in float32 and bfloat16. The settings
+for which plans are made (several engines, other models and lengths, other ZeRO stages of the larger model) are not
+measured.
 """
 
 from __future__ import annotations
@@ -25,12 +26,10 @@ from benchmarks.policies import save_28m, save_prompts
 from benchmarks.runs import Run, run_grpo
 from rl_plugins.planning.devices import CPU_FILE, Device
 from rl_plugins.planning.memory import engine_memory, prompt_tokens_of_sample, total, trainer_memory
-from rl_plugins.planning.placement import Placement
-from rl_plugins.planning.rows import rows_of
 from rl_plugins.planning.step_time import training_flops
-from rl_plugins.planning.workload import WIDTHS, Workload
+from rl_plugins.planning.workload import DTYPE_BYTES, Plan, Workload, micro_batch_sizes
 
-PLACE = Placement(WORKERS, 1, zero_stage=1, offload="stay")
+PLAN = Plan(WORKERS, 1, zero_stage=1, offload="stay")
 TINY = ["run.steps=6", "sampling.max_tokens=16", "data.max_prompt_tokens=24", "batch.samples_per_prompt=8"]
 LARGE = [
     "run.steps=5", "batch.samples_per_prompt=4", "sampling.max_tokens=128", "data.max_prompt_tokens=64",
@@ -40,7 +39,7 @@ PROMPTS = "batch.prompts_per_step"
 
 
 def copy_rate() -> float:
-    """Bytes a second that one thread reads and writes."""
+    """Return the bytes per second that one thread reads and writes."""
     import torch
 
     torch.set_num_threads(1)
@@ -53,10 +52,10 @@ def copy_rate() -> float:
 
 
 def measure(kept: Path | None) -> dict[str, Any]:
-    """Run, and solve for what is not known.
+    """Run the recipe, and compute the fields of `Device` from the measurements.
 
     Args:
-        kept: folder of runs that are not run again.
+        kept: Folder of measured runs, which are not repeated; None to measure all.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -96,17 +95,17 @@ def measure(kept: Path | None) -> dict[str, Any]:
     found["alone"] = training_rate(*single, 1, tensor_s) / found["train_flops"]["bfloat16"]
     run, work = many
     longer = gathered.quiet("time/update_policy") - run.quiet("time/update_policy")
-    # In the forward and the backward pass; moving the parameters of so small a model takes no time.
+    # The hooks run in forward and backward passes. The communication of such a small model takes no time.
     found["gather_s"] = max(0.0, longer) / (2 * tensor_passes(work, WORKERS))
     phases = ("time/rollout", "time/update_policy", "time/update_weights", "time/offload", "time/reload")
     found["step_s"] = max(0.0, run.quiet("time/step") - sum(run.quiet(phase) for phase in phases))
-    # Ranks meet in shared memory: a collective is copies.
+    # Ranks communicate in shared memory, so a collective is a few copies.
     found |= {"link": bandwidth / 4, "network": 1e9, "host_link": bandwidth}
     return found | memory(few, [runs[1] for runs in at.values()], Device(**found))
 
 
 def tensor_seconds(small: tuple[Run, Workload], large: tuple[Run, Workload]) -> float:
-    """What each tensor takes in a pass whatever its size, from the updates of two models at one rate of arithmetic."""
+    """Return the seconds of a pass for each tensor, from updates of two models with equal arithmetic rates."""
     (s, m, a), (t, n, b) = (
         (run.quiet("time/update_policy"), tensor_passes(work, WORKERS), training_flops(work, work.policy, WORKERS))
         for run, work in (small, large)
@@ -115,34 +114,34 @@ def tensor_seconds(small: tuple[Run, Workload], large: tuple[Run, Workload]) -> 
 
 
 def tensor_passes(work: Workload, workers: int) -> int:
-    """How many tensors a trainer's passes over the samples have, all together."""
-    return rows_of(work, workers).passes * work.policy.tensors
+    """Return the number of tensors in all passes of a trainer together."""
+    return micro_batch_sizes(work, workers).passes * work.policy.tensors
 
 
 def training_rate(run: Run, work: Workload, workers: int, tensor_s: float) -> float:
-    """Operations a second of a trainer, beside what tensors take whatever their size."""
+    """Return the operations per second of a trainer, without the seconds for each tensor."""
     seconds = run.quiet("time/update_policy") - tensor_passes(work, workers) * tensor_s
     return training_flops(work, work.policy, workers) / seconds
 
 
 def decoding_costs(few: tuple[Run, Workload], many: tuple[Run, Workload]) -> tuple[float, float]:
-    """Seconds of a step of decoding without responses, and of each response in it."""
+    """Return the seconds of a decoding step without responses, and the additional seconds for each response."""
     (a, b), (m, n) = [(run.quiet("time/rollout") / work.response_tokens, work.responses) for run, work in (few, many)]
     slope = max(0.0, (m - a) / (n - b))
     return max(0.0, a - slope * b), slope
 
 
 def sampling_rates(runs: Sequence[tuple[Run, Workload]], step_s: float, sequence_s: float) -> tuple[float, float]:
-    """Operations and bytes a second of each core in decoding, from two runs with other numbers of responses."""
+    """Return the operations and bytes per second of each core in decoding, from runs with few and many responses."""
     rows, seconds = [], []
     for run, work in runs:
         context = work.prompt_tokens + work.response_tokens / 2
         flops = work.policy.forward_flops(work.responses * work.response_tokens, context)
         read = work.responses * prompt_tokens_of_sample(work, on_cpu=True)
         flops += work.policy.forward_flops(read, work.prompt_tokens / 2)
-        width = WIDTHS[work.engine_dtype]
+        width = work.engine_width
         each = work.policy.multiplied * width + work.responses * context * work.policy.kv_bytes(width)
-        # The engine has the cores of all workers.
+        # The engine uses the cores of all workers.
         rows.append((flops / WORKERS, each * work.response_tokens / WORKERS))
         seconds.append(run.quiet("time/rollout") - work.response_tokens * (step_s + work.responses * sequence_s))
     (a, b), (c, d) = rows
@@ -151,14 +150,14 @@ def sampling_rates(runs: Sequence[tuple[Run, Workload]], step_s: float, sequence
 
 
 def memory(few: tuple[Run, Workload], larger: Sequence[tuple[Run, Workload]], device: Device) -> dict[str, float]:
-    """Bytes of processes that have hardly a model, without that; and by how much heaps exceed what passes have."""
+    """Return the bytes of processes without a model, and the heap size divided by the live data of a pass."""
     run, work = few
     assert run.resident is not None
     start, end = run.steps[1]["time"], run.steps[-1]["time"]
-    # All other processes are looked at once a second.
+    # All other processes are sampled once a second.
     found: dict[str, float] = {"machine_base": run.resident.others(start - 5, end)}
     found["trainer_base"] = run.resident.peak("RayTrainWorker", start, end) - total(update(work, device))
-    engine = engine_memory(work, PLACE, device)["sampling"]
+    engine = engine_memory(work, PLAN, device)["sampling"]
     found["engine_base"] = run.resident.peak("VLLMActor", start, end, shared=True) - total(engine)
     heaps = []
     for run, work in larger:
@@ -171,14 +170,14 @@ def memory(few: tuple[Run, Workload], larger: Sequence[tuple[Run, Workload]], de
 
 
 def update(work: Workload, device: Device) -> dict[str, float]:
-    """Parts of a trainer's memory in the update, as if heaps were as large as what is in them."""
-    return trainer_memory(work, PLACE, replace(device, fragments=1.0))["update"]
+    """Return the parts of the memory of a trainer in the update, without fragments of the heap."""
+    return trainer_memory(work, PLAN, replace(device, fragments=1.0))["update"]
 
 
 def run_at(
     folder: Path, overrides: list[str], kept: Path | None, workers: int = WORKERS, zero_stage: int = 1
 ) -> tuple[Run, Workload]:
-    """A run, and the work of one of its steps with the lengths that were sampled."""
+    """Return a run, and the work of one of its steps with the mean length of the sampled responses."""
     name = "_".join(
         [folder.name, *(option.rpartition("=")[2] for option in overrides[-2:]), str(workers), str(zero_stage)]
     )
@@ -198,14 +197,14 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=CPU_FILE)
-    parser.add_argument("--kept", type=Path, help="a folder for what was measured, which is not measured again")
+    parser.add_argument("--kept", type=Path, help="folder that keeps measured runs")
     arguments = parser.parse_args()
     output = arguments.output
     found = measure(arguments.kept)
     Device(**found)
     output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(output.read_text(encoding="utf-8"))
-    assert set(found["train_flops"]) == set(WIDTHS)
+    assert set(found["train_flops"]) == set(DTYPE_BYTES)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,41 @@
-"""Seconds of an RL step by phase, and the same work in a single process with Hugging Face generate.
+"""Seconds of an RL step by phase, compared with the same work in a single process with Hugging Face generate.
 
 `python -m benchmarks.grpo_step [--sizes quickstart 28m] [--steps 8] [--against plain trl trl-bf16]
-[--set run.deterministic=true]` prints one table per size. All run on this machine one after the other: here two workers
-and vLLM with one thread each, there one process with two threads, a plain loop or TRL's trainer (which has to be
-installed).
+[--set run.deterministic=true]` prints one table per size. The runs follow each other on this machine. The recipe runs
+two workers and vLLM with one thread each. The alternatives, a plain loop and TRL's trainer (which must be installed),
+run one process with two threads. The last line is a lower limit: the matrix products of the step at the rate of large
+products.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.matrix_floor import matrix_rate, step_floor_s
 from benchmarks.plan_work import work_of
 from benchmarks.policies import save_28m, save_prompts
 from benchmarks.runs import TIMEOUT_S, run_grpo
+from rl_plugins.planning.workload import Workload, micro_batch_sizes
 
 GIB = 2**30
+_MATRIX_ROWS = 1536
 SIZES = {
-    # prompts, samples, new tokens, tokens of a prompt at most, samples of a micro-batch
+    # prompts, samples, new tokens, largest number of prompt tokens, samples of a micro-batch
     "quickstart": (32, 8, 8, 24, 256),
     "28m": (16, 4, 128, 64, 16),
 }
 
 
 def prepare(size: str, folder: Path) -> int:
-    """Write the policy and the data of a size; returns the number of parameters."""
+    """Write the policy and the data of a size, and return the number of parameters."""
     if size == "28m":
         save_prompts(folder / "data")
         return save_28m(folder / "policy")
@@ -54,7 +58,7 @@ ALTERNATIVES = {
 
 
 def compare(size: str, steps: int, overrides: list[str], alternatives: list[str]) -> None:
-    """Run both and print."""
+    """Run the recipe and the alternatives, and print."""
     prompts, samples, max_tokens, prompt_tokens, micro_batch = SIZES[size]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -68,30 +72,30 @@ def compare(size: str, steps: int, overrides: list[str], alternatives: list[str]
             *overrides,
         ]
         planned = work_of(folder / "policy", options)
-        ours = run_grpo(folder, f"run.steps={steps}", *options)
+        recipe_run = run_grpo(folder, f"run.steps={steps}", *options)
         work = [
             f"{folder}/policy", f"{folder}/data/train.parquet",
             "--prompts", str(prompts), "--samples", str(samples), "--max-tokens", str(max_tokens),
             "--micro-batch", str(micro_batch), "--steps", str(steps),
         ]  # fmt: skip
-        theirs = {name: run_alternative(ALTERNATIVES[name], work) for name in alternatives}
+        alternative_runs = {name: run_alternative(ALTERNATIVES[name], work) for name in alternatives}
     print(f"\n{size}: {parameters / 1e6:.1f} M parameters, {prompts} x {samples} samples, {max_tokens} new tokens")
-    print("  seconds by phase: " + ", ".join(f"{name} {value:.3f}" for name, value in ours.phases().items()))
-    phases, step = ours.phases(), ours.median("time/step")
+    print("  seconds by phase: " + ", ".join(f"{name} {value:.3f}" for name, value in recipe_run.phases().items()))
+    phases, step = recipe_run.phases(), recipe_run.median("time/step")
     moving = sum(phases.get(name, 0.0) for name in ("offload", "reload"))
     update = phases.get("update_weights", 0.0)
     print(f"  of a step: weights to the engine {update / step:.1%}, memory given up and taken back {moving / step:.1%}")
-    peaks = ", ".join(f"{kind} {value / GIB:.2f} GiB" for kind, value in ours.peak_bytes.items())
+    peaks = ", ".join(f"{kind} {value / GIB:.2f} GiB" for kind, value in recipe_run.peak_bytes.items())
     print(f"  peak memory: {peaks}")
     print(f"  {'':12}{'s/step':>10}{'samples/s':>12}{'GiB':>8}{'samples/s here, times theirs':>32}")
-    here = ours.median("samples_per_s")
+    here = recipe_run.median("samples_per_s")
     print(f"  {'here':12}{step:10.2f}{here:12.2f}")
-    for name, other in theirs.items():
-        numbers = f"{other['seconds']['step']:10.2f}{other['samples_per_s']:12.2f}{other['peak_bytes'] / GIB:8.2f}"
-        print(f"  {name:12}{numbers}{here / other['samples_per_s']:32.2f}")
+    for name, result in alternative_runs.items():
+        numbers = f"{result['seconds']['step']:10.2f}{result['samples_per_s']:12.2f}{result['peak_bytes'] / GIB:8.2f}"
+        print(f"  {name:12}{numbers}{here / result['samples_per_s']:32.2f}")
     rate = matrix_rate(planned.dtype, planned.policy.hidden, planned.policy.intermediate)
-    floor = step_floor_s(replace(planned, response_tokens=ours.median("train/response_length")), rate)
-    times = ", ".join(f"{name} {other['seconds']['step'] / floor:.2f}" for name, other in theirs.items())
+    floor = step_floor_s(replace(planned, response_tokens=recipe_run.median("train/response_length")), rate)
+    times = ", ".join(f"{name} {result['seconds']['step'] / floor:.2f}" for name, result in alternative_runs.items())
     print(
         f"  matrix products alone take {floor:.2f} s at the {rate / 1e9:.0f} GFLOP/s that this processor reaches in "
         f"{planned.dtype}: {floor / step:.0%} of a step here"
@@ -100,10 +104,10 @@ def compare(size: str, steps: int, overrides: list[str], alternatives: list[str]
 
 
 def run_alternative(module: list[str], work: list[str]) -> dict[str, Any]:
-    """What a loop that is not ours prints of the same work.
+    """Run an alternative on the same work, and return the figures of its last line.
 
     Raises:
-        RuntimeError: it failed; the message ends with what it wrote.
+        RuntimeError: The alternative failed. The message ends with its error output.
     """
     command = [sys.executable, "-m", module[0], *work, *module[1:]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -111,6 +115,40 @@ def run_alternative(module: list[str], work: list[str]) -> dict[str, Any]:
         raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-4000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def matrix_rate(dtype_name: str, hidden: int, intermediate: int) -> float:
+    """Return the operations per second of all cores in matrix products of an MLP; the best of several tries counts."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    dtype = getattr(torch, dtype_name)
+    states, weights = torch.randn(_MATRIX_ROWS, hidden).to(dtype), torch.randn(intermediate, hidden).to(dtype)
+    best = float("inf")
+    for _ in range(30):
+        start = time.perf_counter()
+        for _ in range(10):
+            torch.nn.functional.linear(states, weights)
+        best = min(best, time.perf_counter() - start)
+    return 10 * 2 * _MATRIX_ROWS * hidden * intermediate / best
+
+
+def step_floor_s(work: Workload, rate: float) -> float:
+    """Return the seconds of the matrix products of a step.
+
+    Every response token needs one forward pass in sampling, and a forward and a backward pass in training. Sampling and
+    training read each prompt once for all its samples.
+
+    Args:
+        work: Work of the step.
+        rate: Operations per second.
+    """
+    shape, sampled = work.policy, work.responses * work.response_tokens
+    sampling = shape.forward_flops(sampled, work.prompt_tokens + work.response_tokens / 2)
+    sampling += shape.forward_flops(work.prompts * work.prompt_tokens, work.prompt_tokens / 2)
+    sizes = micro_batch_sizes(work, 1)
+    training = 3 * shape.forward_flops(sizes.tokens, sizes.context)
+    return (sampling + training) / rate
 
 
 def main() -> None:

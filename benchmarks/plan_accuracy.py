@@ -1,8 +1,9 @@
-"""What `rl-plugins plan --device cpu` predicts of a step, over what is measured: memory of the processes, and time.
+"""Memory and time of a step as `rl-plugins plan --device cpu` predicts them, compared with measurements.
 
 `python -m benchmarks.plan_accuracy [--only PART ...] [--measured FILE]` runs the GRPO recipe with each setting and
-prints predicted, measured and their ratio. Rates and the memory of libraries are those of the calibration file, which
-other runs have made (`python -m benchmarks.calibrate`). What was measured is kept in FILE, and not measured again.
+prints predicted values, measured values and their ratios. Rates and the memory of libraries are those of the
+calibration file, which is made from other runs (`python -m benchmarks.calibrate`). FILE keeps measurements, which are
+then not repeated.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from benchmarks.policies import save_28m, save_50m, save_prompts
 from benchmarks.runs import run_grpo
 from rl_plugins.planning.devices import CPU_FILE, GIB, Device, device_named
 from rl_plugins.planning.memory import engine_memory, total, trainer_memory
-from rl_plugins.planning.placement import Placement
 from rl_plugins.planning.step_time import step_time
+from rl_plugins.planning.workload import Plan
 
 MODELS = {"28m": save_28m, "50m": save_50m}
 COMMON = [
@@ -28,25 +29,34 @@ COMMON = [
     "batch.tokens_per_micro_batch=1536",
 ]  # fmt: skip
 MEMORY = {
-    f"ZeRO-{stage} {precision}": ("28m", Placement(2, 1, zero_stage=stage, offload="stay"), precision, 128)
+    f"ZeRO-{stage} {precision}": ("28m", Plan(2, 1, zero_stage=stage, offload="stay"), precision, 128)
     for precision in ("32-true", "bf16-true")
     for stage in (1, 2, 3)
 }
 TIME = {
-    "2 trainers, engine each, ZeRO-1": ("28m", Placement(2, 2, zero_stage=1, offload="stay"), "bf16-true", 128),
-    "2 trainers, 1 engine, ZeRO-1": ("28m", Placement(2, 1, zero_stage=1, offload="stay"), "bf16-true", 128),
-    "2 trainers, 1 engine, ZeRO-3, recomputing": ("28m", Placement(2, 1, offload="stay"), "bf16-true", 128),
-    "1 trainer, 1 engine, ZeRO-1": ("28m", Placement(1, 1, zero_stage=1, offload="stay"), "bf16-true", 128),
-    "50 M: 2 trainers, 1 engine, ZeRO-2": ("50m", Placement(2, 1, zero_stage=2, offload="stay"), "bf16-true", 192),
+    "2 trainers, engine each, ZeRO-1": ("28m", Plan(2, 2, zero_stage=1, offload="stay"), "bf16-true", 128),
+    "2 trainers, 1 engine, ZeRO-1": ("28m", Plan(2, 1, zero_stage=1, offload="stay"), "bf16-true", 128),
+    "2 trainers, 1 engine, ZeRO-3, recomputing": ("28m", Plan(2, 1, offload="stay"), "bf16-true", 128),
+    "1 trainer, 1 engine, ZeRO-1": ("28m", Plan(1, 1, zero_stage=1, offload="stay"), "bf16-true", 128),
+    "50 M: 2 trainers, 1 engine, ZeRO-2": ("50m", Plan(2, 1, zero_stage=2, offload="stay"), "bf16-true", 192),
 }
 NOISE = 0.05
-"""Step times of the same setting differ by so much from run to run."""
+"""Relative difference of step times between runs of the same setting."""
 RECOMPUTING = "model.gradient_checkpointing=true"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A run: bytes of a trainer and of an engine at their largest, seconds of a step and of its phases."""
+class StepFigures:
+    """Measured or predicted figures of a step.
+
+    Attributes:
+        trainer: Largest bytes of a trainer.
+        engine: Largest bytes of an engine.
+        step: Seconds of a step.
+        rollout: Seconds of sampling.
+        update: Seconds of the update.
+        response_tokens: Mean tokens of a response.
+    """
 
     trainer: float
     engine: float
@@ -57,21 +67,21 @@ class Measured:
 
 
 def options(name: str) -> list[str]:
-    """Of the recipe, for a setting."""
-    _, place, precision, max_tokens = {**MEMORY, **TIME}[name]
+    """Return the options of the recipe for a setting."""
+    _, plan, precision, max_tokens = {**MEMORY, **TIME}[name]
     return [
         *COMMON,
         f"model.precision={precision}",
-        f"placement.num_workers={place.trainers}",
-        f"rollout.engines={place.engines}",
-        f"strategy.zero_stage={place.zero_stage}",
+        f"placement.num_workers={plan.trainers}",
+        f"rollout.engines={plan.engines}",
+        f"strategy.zero_stage={plan.zero_stage}",
         f"sampling.max_tokens={max_tokens}",
         *([RECOMPUTING] if "recomputing" in name else []),
     ]
 
 
-def measure(name: str, folder: Path) -> Measured:
-    """Run a setting."""
+def measure(name: str, folder: Path) -> StepFigures:
+    """Run a setting and measure."""
     model = {**MEMORY, **TIME}[name][0]
     here = folder / model
     if not here.exists():
@@ -80,7 +90,7 @@ def measure(name: str, folder: Path) -> Measured:
     run = run_grpo(here, *options(name), name=f"run{len(list(here.iterdir()))}_{hash(name) % 10**6}", closely=True)
     assert run.resident is not None
     start, end = run.steps[0]["time"], run.steps[-1]["time"]
-    return Measured(
+    return StepFigures(
         trainer=run.resident.peak("RayTrainWorker", start, end),
         engine=run.resident.peak("VLLMActor", start, end, shared=True),
         step=run.quiet("time/step"),
@@ -90,16 +100,16 @@ def measure(name: str, folder: Path) -> Measured:
     )
 
 
-def predict(name: str, device: Device, folder: Path, response_tokens: float) -> Measured:
-    """The same by arithmetic, from the model's config.json, the options and the mean length of a response."""
-    model, place, _, _ = {**MEMORY, **TIME}[name]
+def predict(name: str, device: Device, folder: Path, response_tokens: float) -> StepFigures:
+    """Predict figures from the config.json of the model, the options and the mean length of a response."""
+    model, plan, _, _ = {**MEMORY, **TIME}[name]
     if not (folder / model).exists():
         MODELS[model](folder / model / "policy")
     work = replace(work_of(folder / model / "policy", options(name)), response_tokens=response_tokens)
-    time = step_time(work, place, device, device.cores)
-    trainer = trainer_memory(work, place, device)["update"]
-    engine = engine_memory(work, place, device)["sampling"]
-    return Measured(
+    time = step_time(work, plan, device, device.cores)
+    trainer = trainer_memory(work, plan, device)["update"]
+    engine = engine_memory(work, plan, device)["sampling"]
+    return StepFigures(
         trainer=device.trainer_base + total(trainer),
         engine=device.engine_base + total(engine),
         step=time.step,
@@ -109,29 +119,29 @@ def predict(name: str, device: Device, folder: Path, response_tokens: float) -> 
     )
 
 
-def line(name: str, predicted: Measured, found: Measured) -> str:
-    """Predicted, measured and ratio of memory and time."""
+def line(name: str, predicted: StepFigures, measured: StepFigures) -> str:
+    """Return predicted value, measured value and ratio of each figure."""
     cells = [f"{name:44}"]
-    for one, other, unit in (
-        (predicted.trainer, found.trainer, GIB),
-        (predicted.engine, found.engine, GIB),
-        (predicted.rollout, found.rollout, 1),
-        (predicted.update, found.update, 1),
-        (predicted.step, found.step, 1),
+    for prediction, measurement, unit in (
+        (predicted.trainer, measured.trainer, GIB),
+        (predicted.engine, measured.engine, GIB),
+        (predicted.rollout, measured.rollout, 1),
+        (predicted.update, measured.update, 1),
+        (predicted.step, measured.step, 1),
     ):
-        cells.append(f"{one / unit:6.2f} {other / unit:6.2f} {one / other:5.2f}")
+        cells.append(f"{prediction / unit:6.2f} {measurement / unit:6.2f} {prediction / measurement:5.2f}")
     return " |".join(cells)
 
 
-def _alike(one: float, other: float) -> bool:
-    return abs(one - other) <= NOISE * min(one, other)
+def _similar(first: float, second: float) -> bool:
+    return abs(first - second) <= NOISE * min(first, second)
 
 
 def main() -> None:
-    """Measure what has not been, and print."""
+    """Measure the settings that FILE does not have, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=list(MEMORY | TIME), help="settings by a part of their names")
-    parser.add_argument("--measured", type=Path, help="a file that keeps what was measured")
+    parser.add_argument("--only", nargs="+", default=list(MEMORY | TIME), help="parts of the names of settings")
+    parser.add_argument("--measured", type=Path, help="file that keeps measurements")
     parser.add_argument("--calibration", type=Path, default=CPU_FILE)
     arguments = parser.parse_args()
     device = device_named("cpu", arguments.calibration)
@@ -147,12 +157,12 @@ def main() -> None:
                 kept[name] = vars(measure(name, Path(folder)))
                 if file:
                     file.write_text(json.dumps(kept, indent=1))
-            found = Measured(**kept[name])
-            predicted = predict(name, device, Path(folder), found.response_tokens)
-            print(line(name, predicted, found), flush=True)
+            measured = StepFigures(**kept[name])
+            predicted = predict(name, device, Path(folder), measured.response_tokens)
+            print(line(name, predicted, measured), flush=True)
             if name.startswith(("1", "2")) or name == "ZeRO-3 bf16-true":
-                steps[name] = predicted.step, found.step
-    pairs = [(one, other) for one, other in combinations(steps.values(), 2) if not _alike(one[1], other[1])]
+                steps[name] = predicted.step, measured.step
+    pairs = [(a, b) for a, b in combinations(steps.values(), 2) if not _similar(a[1], b[1])]
     right = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)
     if pairs:
         print(

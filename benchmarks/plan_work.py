@@ -1,4 +1,4 @@
-"""What the benchmarks of plans have in common: workers, models, and the work that a recipe's options describe."""
+"""Shared parts of the benchmarks of plans: the number of workers, the tiny model, and the work of a recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORKERS = 2
 
 
 def prepare_tiny(folder: Path) -> None:
-    """The quickstart's model and sums to solve."""
+    """Write the model of the quickstart, and sums to solve."""
     from rl_plugins.data.prepare.files import write_splits
     from rl_plugins.data.prepare.tasks import addition_rows
     from rl_plugins.models.tiny import save_tiny_policy
@@ -23,5 +23,5 @@ def prepare_tiny(folder: Path) -> None:
 
 
 def work_of(policy: Path, overrides: list[str]) -> Workload:
-    """The work of a step of the GRPO recipe."""
+    """Return the work of a step of the GRPO recipe with these options."""
     return workload_of(parse_config(compose_config("grpo", [f"model.path={policy}", *overrides])))

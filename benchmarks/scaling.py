@@ -1,10 +1,10 @@
-"""What placements and schedules do from 8 to 1,024 devices, by the simulator: samples a second, idle shares, staleness.
+"""Simulated effect of placements and schedules from 8 to 1,024 devices: samples per second, idle shares, staleness.
 
-`python -m benchmarks.scaling --picture docs/images/scaling.png` draws a model of 7 B parameters on H100s, whose rates
-are those of their data sheets and shares that `rl_plugins/planning/devices.py` assumes. `--run RUN --device cpu` takes
-the work of a run and what its phases took instead, as if devices like those it had were so many, and no farther apart.
-The batch grows with the devices. Response lengths are log-normal. Of a split placement the division with the most
-samples a second is shown.
+`python -m benchmarks.scaling --picture docs/images/scaling.png` draws a model of 7 B parameters on H100s. The rates are
+those of the data sheets and the shares that `rl_plugins/planning/devices.py` assumes. `--run RUN --device cpu` takes
+the work and the measured phases of a run instead, and assumes more devices of the same kind at the same distances.
+The batch grows with the number of devices. Response lengths are log-normal. For a split placement the benchmark shows
+the division with the most samples per second.
 """
 
 from __future__ import annotations
@@ -13,15 +13,24 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
+from benchmarks.simulator import (
+    PhaseTimes,
+    SamplingSchedule,
+    SimulatedStep,
+    StepSamples,
+    Workers,
+    log_normal,
+    simulate,
+)
 from rl_plugins.commands.plan import workload_of
 from rl_plugins.launch.config import parse_config
 from rl_plugins.planning.devices import Device, device_named
-from rl_plugins.planning.phase_times import corrected, planned
-from rl_plugins.planning.placement import Placement
+from rl_plugins.planning.memory import prompt_tokens_of_sample
 from rl_plugins.planning.shape import ModelShape
-from rl_plugins.planning.simulator import Batch, Layout, Outcome, PhaseTimes, Schedule, log_normal, simulate
-from rl_plugins.planning.workload import Workload
+from rl_plugins.planning.step_time import engine_devices, step_time
+from rl_plugins.planning.workload import Plan, Workload
 from rl_plugins.run_folder import RunFolder, read_metrics
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -33,56 +42,112 @@ WORK = Workload(
 PER_NODE = 8
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
 SCHEDULES = {
-    "colocated, synchronous": (True, Schedule()),
-    "split, synchronous": (False, Schedule()),
-    "split, a quarter of a step dropped": (False, Schedule(0, 0.25)),
-    "split, staleness 1": (False, Schedule(1)),
-    "split, staleness 4, 1 step ahead": (False, Schedule(4, 1)),
+    "colocated, synchronous": (True, SamplingSchedule()),
+    "split, synchronous": (False, SamplingSchedule()),
+    "split, a quarter of a step dropped": (False, SamplingSchedule(0, 0.25)),
+    "split, staleness 1": (False, SamplingSchedule(1)),
+    "split, staleness 4, 1 step ahead": (False, SamplingSchedule(4, 1)),
 }
 
 
+Metrics = Mapping[str, Mapping[int, float]]
+"""Values of each metric by step."""
+
+
+def planned_phase_times(work: Workload, plan: Plan, device: Device, devices_per_node: int) -> PhaseTimes:
+    """Return the phase times of a placement by the arithmetic of `rl-plugins plan`."""
+    time = step_time(work, plan, device, devices_per_node)
+    tokens = work.responses * work.sample_tokens / plan.trainers
+    width, devices = work.engine_width, engine_devices(plan, device)
+    bandwidth, flops = (rates[work.engine_dtype] * devices for rates in (device.sample_bandwidth, device.sample_flops))
+    read = work.samples * prompt_tokens_of_sample(work, on_cpu=device.is_cpu) / work.prompt_tokens
+    context = work.prompt_tokens + work.response_tokens / 2
+    reading = context * work.policy.kv_bytes(width) / bandwidth
+    multiplying = work.policy.forward_flops(1, context) / flops
+    return PhaseTimes(
+        decode_step_s=device.decode_step_s + work.policy.multiplied * width / bandwidth,
+        # An accelerator multiplies while it reads.
+        decode_sequence_s=device.decode_sequence_s + reading + (multiplying if device.is_cpu else 0.0),
+        prefill_token_s=read * work.policy.forward_flops(1, work.prompt_tokens / 2) / flops,
+        train_token_s=(time.update + time.log_probs) / tokens,
+        train_fixed_s=time.other,
+        update_weights_s=time.update_weights,
+        move_s=time.move,
+    )
+
+
+def corrected_phase_times(
+    times: PhaseTimes, work: Workload, plan: Plan, device: Device, metrics: Metrics
+) -> PhaseTimes:
+    """Scale planned phase times to the measured times of a run.
+
+    Args:
+        times: Planned times for the work and placement of the run, or for others with the same model and device.
+        work: Work of the run.
+        plan: Placement of the run.
+        device: Device of the run.
+        metrics: Metrics of the run, as `read_metrics` returns. The first step is ignored, because it warms up.
+    """
+    measured = {name: median(list(series.values())[1:] or series.values()) for name, series in metrics.items()}
+    planned = step_time(work, plan, device, plan.trainers)
+    sampling = measured["time/rollout"] / planned.rollout
+    training = measured["time/update_policy"] / planned.update
+    phases = ("time/rollout", "time/update_policy", "time/update_weights")
+    return replace(
+        times,
+        decode_step_s=times.decode_step_s * sampling,
+        decode_sequence_s=times.decode_sequence_s * sampling,
+        prefill_token_s=times.prefill_token_s * sampling,
+        train_token_s=times.train_token_s * training,
+        train_fixed_s=measured["time/step"] - sum(measured.get(phase, 0.0) for phase in phases),
+        update_weights_s=times.update_weights_s * measured.get("time/update_weights", 0.0) / planned.update_weights,
+    )
+
+
 @dataclass(frozen=True)
-class Source:
-    """Where phase times come from.
+class PhaseSource:
+    """Source of phase times.
 
     Attributes:
-        work: of so many devices.
-        devices: their number.
-        device: of one kind.
-        measured: the placement and the metrics of a run; None where times are planned.
+        work: Work of a step on `devices` devices.
+        devices: Number of devices.
+        device: Device.
+        measured: Placement and metrics of a run; None for planned times.
     """
 
     work: Workload
     devices: int
     device: Device
-    measured: tuple[Placement, Mapping[str, Mapping[int, float]]] | None = None
+    measured: tuple[Plan, Metrics] | None = None
 
-    def times(self, work: Workload, place: Placement) -> PhaseTimes:
-        """Of a placement; measured ones are those of a device, however many there are."""
+    def times(self, work: Workload, plan: Plan) -> PhaseTimes:
+        """Return the phase times of a placement. Measured times are the same for every number of devices."""
         if self.measured is None:
-            return planned(work, place, self.device, PER_NODE)
-        place, metrics = self.measured
-        times = planned(self.work, place, self.device, PER_NODE)
-        return corrected(times, self.work, place, self.device, metrics)
+            return planned_phase_times(work, plan, self.device, PER_NODE)
+        plan, metrics = self.measured
+        times = planned_phase_times(self.work, plan, self.device, PER_NODE)
+        return corrected_phase_times(times, self.work, plan, self.device, metrics)
 
 
-def outcome(source: Source, devices: int, colocated: bool, schedule: Schedule, sigma: float) -> Outcome:
-    """The best division's."""
+def best_step(
+    source: PhaseSource, devices: int, colocated: bool, schedule: SamplingSchedule, sigma: float
+) -> SimulatedStep:
+    """Simulate a step of the division of the devices with the most samples per second."""
     work = replace(source.work, prompts=source.work.prompts * devices // source.devices)
     trainers = [devices] if colocated else sorted({round(devices * share) for share in SHARES})
     lengths = log_normal(work.response_tokens, sigma, int(work.max_tokens - work.prompt_tokens))
-    batch = Batch(work.prompts, work.samples, work.prompt_tokens, lengths)
+    batch = StepSamples(work.prompts, work.samples, work.prompt_tokens, lengths)
     found = []
     for count in trainers:
         engines = devices if colocated else devices - count
-        place = Placement(count, engines, colocated=colocated, ahead=0 if colocated else 1)
-        layout = Layout(count, engines, colocated, work.max_num_seqs)
-        found.append(simulate(source.times(work, place), layout, schedule, batch, steps=6))
-    return max(found, key=lambda one: one.samples_per_s)
+        plan = Plan(count, engines, colocated=colocated, ahead=0 if colocated else 1)
+        workers = Workers(count, engines, colocated, work.max_num_seqs)
+        found.append(simulate(source.times(work, plan), workers, schedule, batch, steps=6))
+    return max(found, key=lambda step: step.samples_per_s)
 
 
-def of_run(folder: RunFolder, device: Device) -> Source:
-    """The work and the phases of a run."""
+def of_run(folder: RunFolder, device: Device) -> PhaseSource:
+    """Return the work and the measured phases of a run."""
     import yaml
 
     config = parse_config(yaml.safe_load(folder.config.read_text(encoding="utf-8")))
@@ -90,12 +155,12 @@ def of_run(folder: RunFolder, device: Device) -> Source:
     lengths = list(metrics["train/response_length"].values())
     work = workload_of(config, response_tokens=sum(lengths) / len(lengths))
     engines = config.placement.num_workers if config.rollout.engines == "per_worker" else int(config.rollout.engines)
-    place = Placement(config.placement.num_workers, engines, zero_stage=config.strategy.zero_stage, offload="stay")
-    return Source(work, place.trainers, device, (place, metrics))
+    plan = Plan(config.placement.num_workers, engines, zero_stage=config.strategy.zero_stage, offload="stay")
+    return PhaseSource(work, plan.trainers, device, (plan, metrics))
 
 
-def draw(results: Mapping[str, Mapping[int, Outcome]], path: Path) -> None:
-    """Samples a second of a device, idle shares, staleness."""
+def draw(results: Mapping[str, Mapping[int, SimulatedStep]], path: Path) -> None:
+    """Draw samples per second of a device, idle shares and staleness."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -118,23 +183,23 @@ def draw(results: Mapping[str, Mapping[int, Outcome]], path: Path) -> None:
 
 
 def main() -> None:
-    """Simulate, print, draw."""
+    """Simulate, print and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="h100")
     parser.add_argument("--run", type=Path, help="the folder of a run on such devices")
-    parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of the lengths")
+    parser.add_argument("--sigma", type=float, default=0.8, help="standard deviation of the logarithm of the lengths")
     parser.add_argument("--picture", type=Path, help="file to draw")
     arguments = parser.parse_args()
     device = device_named(arguments.device)
-    source = of_run(RunFolder(arguments.run), device) if arguments.run else Source(WORK, PER_NODE, device)
+    source = of_run(RunFolder(arguments.run), device) if arguments.run else PhaseSource(WORK, PER_NODE, device)
     columns = ("s/step", "samples/s of each", "trainers idle", "engines idle", "staleness")
     print(f"{'':38}{'devices':>8}" + "".join(f"{name:>19}" for name in columns))
-    results: dict[str, dict[int, Outcome]] = {}
+    results: dict[str, dict[int, SimulatedStep]] = {}
     for name, (colocated, schedule) in SCHEDULES.items():
         for devices in SIZES:
-            one = outcome(source, devices, colocated, schedule, arguments.sigma)
-            results.setdefault(name, {})[devices] = one
-            numbers = (one.step_s, one.samples_per_s / devices, one.trainer_idle, one.engine_idle, one.staleness)
+            step = best_step(source, devices, colocated, schedule, arguments.sigma)
+            results.setdefault(name, {})[devices] = step
+            numbers = (step.step_s, step.samples_per_s / devices, step.trainer_idle, step.engine_idle, step.staleness)
             print(f"{name:38}{devices:8}" + "".join(f"{value:19.3g}" for value in numbers), flush=True)
     if arguments.picture:
         draw(results, arguments.picture)

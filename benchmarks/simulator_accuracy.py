@@ -1,11 +1,11 @@
-"""Step times, idle shares and staleness that the simulator predicts, over those of runs of the GRPO recipe.
+"""Step times, idle shares and staleness as the simulator predicts them, compared with runs of the GRPO recipe.
 
 `python -m benchmarks.simulator_accuracy [--models 24m 6m] [--schedules 0 1 2:0.5] [--measured FILE]` runs each model
-twice with one engine and few or many prompts, takes the seconds of phases and the lengths of responses from that, and
-predicts runs with more prompts, and with an engine for each trainer. A schedule is `schedule.max_staleness`, or that
-and `schedule.ahead`. Other ones than 0 run with one trainer and one engine, a core for each, and are predicted from
-runs in which these take turns. Responses end where the random policy happens to end them, so their lengths have a tail.
-What was measured is kept in FILE, and not measured again.
+twice with one engine, with few and with many prompts. The seconds of phases and the lengths of responses of these runs
+predict runs with more prompts, and with an engine for each trainer. A schedule is `schedule.max_staleness`, with or
+without `schedule.ahead`. Schedules other than 0 run with one trainer and one engine, a core for each; the predictions
+are made from runs in which trainer and engine take turns. The random policy ends responses at random, so their lengths
+have a tail. FILE keeps measurements, which are then not repeated.
 """
 
 from __future__ import annotations
@@ -21,57 +21,62 @@ from typing import Any
 
 from benchmarks.policies import PROMPT_TOKENS, save_policy, save_prompts
 from benchmarks.runs import quiet, run_grpo
-from rl_plugins.planning.simulator import Batch, Layout, PhaseTimes, Schedule, measured, simulate
+from benchmarks.simulator import PhaseTimes, SamplingSchedule, SimulatedStep, StepSamples, Workers, measured, simulate
 
 STEPS, SKIPPED, SAMPLES, MAX_TOKENS = 8, 2, 4, 256
-# About one token in so many ends a response.
+# The random policy ends a response at a token with a probability of about 1 / VOCABULARY.
 VOCABULARY = 272
 MODELS = {"24m": (512, 8, 1408), "6m": (256, 8, 704)}
 FITTED = (4, 12)
-"""Prompts of the runs that phases are taken from, with one engine."""
-SYNCHRONOUS = {"1 engine": (Layout(2, 1), 16), "engine each": (Layout(2, 2), 12)}
-ASYNCHRONOUS = {"1 trainer, 1 engine": (Layout(1, 1, colocated=False), 12)}
-"""Who there is in the runs that are predicted, and the prompts of a step."""
+"""Prompts of the runs with one engine from which the phase times are fitted."""
+SYNCHRONOUS = {"1 engine": (Workers(2, 1), 16), "engine each": (Workers(2, 2), 12)}
+ASYNCHRONOUS = {"1 trainer, 1 engine": (Workers(1, 1, colocated=False), 12)}
+"""Workers and prompts of a step of the predicted runs."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Of each step of a run after the first: seconds of phases; idle shares and staleness, where the run has them."""
+class MeasuredSteps:
+    """Measurements of the steps of a run after the first steps.
+
+    Attributes:
+        steps: Metrics of each step: seconds of phases, and idle shares and staleness where the run has them.
+        lengths: Response lengths of each step.
+    """
 
     steps: list[dict[str, float]]
     lengths: list[list[int]]
 
     def quiet(self, name: str) -> float | None:
-        """The lower quartile over the steps that have it: what else a machine does only adds to a step."""
+        """Return the lower quartile over the steps with the metric; other work of the machine only adds to a step."""
         values = [step[name] for step in self.steps if name in step]
         return quiet(values) if values else None
 
     def quiet_half(self) -> list[tuple[dict[str, float], list[int]]]:
-        """The steps that took least for their tokens, each with the lengths of its responses."""
+        """Return the half of the steps with the fewest seconds per token, each with its response lengths."""
         pairs = sorted(zip(self.steps, self.lengths, strict=True), key=lambda pair: pair[0]["time/step"] / sum(pair[1]))
         return pairs[: (len(pairs) + 1) // 2]
 
 
-def run(folder: Path, name: str, prompts: int, layout: Layout, further: Sequence[str] = ()) -> Seen:
-    """Run, and read what happened."""
+def run(folder: Path, name: str, prompts: int, workers: Workers, further: Sequence[str] = ()) -> MeasuredSteps:
+    """Run the recipe, and read its measurements."""
     from rl_plugins.data.experience import Experience
 
     found = run_grpo(
         folder, f"run.steps={STEPS}", f"batch.prompts_per_step={prompts}", f"batch.samples_per_prompt={SAMPLES}",
         f"sampling.max_tokens={MAX_TOKENS}", f"data.max_prompt_tokens={PROMPT_TOKENS}", "model.precision=bf16-true",
         "batch.tokens_per_micro_batch=1536", "strategy.zero_stage=1", f"debug.dump_rollouts={STEPS}",
-        f"placement.num_workers={layout.trainers}", f"rollout.engines={layout.engines}", *further, name=name,
+        f"placement.num_workers={workers.trainers}", f"rollout.engines={workers.engines}", *further, name=name,
     )  # fmt: skip
     folders = sorted((folder / "outputs" / name / "rollouts").iterdir())
     lengths = [
         [n for file in sorted(step.glob("*.pt")) for n in Experience.load(file).response_lengths.tolist()]
         for step in folders
     ]
-    return Seen(found.steps[SKIPPED:], lengths[SKIPPED:])
+    return MeasuredSteps(found.steps[SKIPPED:], lengths[SKIPPED:])
 
 
-def fit(runs: Sequence[tuple[int, Seen]], trainers: int) -> PhaseTimes:
-    """Seconds of phases, by least squares over the steps of runs with one engine."""
+def fit(runs: Sequence[tuple[int, MeasuredSteps]], trainers: int) -> PhaseTimes:
+    """Fit the seconds of phases to the steps of runs with one engine, by least squares."""
     import numpy as np
 
     training, rollouts = [], []
@@ -89,28 +94,30 @@ def fit(runs: Sequence[tuple[int, Seen]], trainers: int) -> PhaseTimes:
     return PhaseTimes(decode, sequence, token / 3, token, max(0.0, fixed), fmean(updates))
 
 
-def predict(times: PhaseTimes, prompts: int, layout: Layout, schedule: Schedule, lengths: Sequence[int]) -> Any:
-    """What the simulator says, with lengths drawn from those that were seen."""
-    batch = Batch(prompts, SAMPLES, PROMPT_TOKENS, measured(lengths))
-    return simulate(times, layout, schedule, batch, steps=100)
+def predict(
+    times: PhaseTimes, prompts: int, workers: Workers, schedule: SamplingSchedule, lengths: Sequence[int]
+) -> SimulatedStep:
+    """Simulate with lengths that are drawn from measured lengths."""
+    batch = StepSamples(prompts, SAMPLES, PROMPT_TOKENS, measured(lengths))
+    return simulate(times, workers, schedule, batch, steps=100)
 
 
 class Runs:
     """Runs of one model, each measured once.
 
     Args:
-        model: which one.
-        folder: for the model, its prompts and the runs.
-        kept: what was measured, of all models.
-        file: that keeps it.
+        model: Name of the model.
+        folder: Folder for the model, its prompts and the runs.
+        kept: Measurements of all models.
+        file: File that keeps the measurements.
     """
 
     def __init__(self, model: str, folder: Path, kept: dict[str, Any], file: Path | None) -> None:
         self.model = model
         self._folder, self._kept, self._file = folder, kept, file
 
-    def seen(self, setting: str, prompts: int, layout: Layout, further: Sequence[str] = ()) -> Seen:
-        """What happened in a run, which is made if it is not known."""
+    def measured(self, setting: str, prompts: int, workers: Workers, further: Sequence[str] = ()) -> MeasuredSteps:
+        """Return the measurements of a run, and make the run if there are none."""
         key = f"{self.model}: {setting}, {prompts} prompts"
         if key not in self._kept:
             if not self._folder.exists():
@@ -120,17 +127,17 @@ class Runs:
                     vocab_size=VOCABULARY,
                 )  # fmt: skip
                 save_prompts(self._folder / "data")
-            self._kept[key] = vars(run(self._folder, f"run{len(self._kept)}", prompts, layout, further))
+            self._kept[key] = vars(run(self._folder, f"run{len(self._kept)}", prompts, workers, further))
             if self._file:
                 self._file.write_text(json.dumps(self._kept))
-        return Seen(**self._kept[key])
+        return MeasuredSteps(**self._kept[key])
 
 
 def compare(runs: Runs, who: str, trainers: int, schedules: Sequence[str]) -> None:
-    """Take phases from runs that take turns, and print what they predict of schedules, over what was measured."""
-    fitted = [(prompts, runs.seen(who, prompts, Layout(trainers, 1))) for prompts in FITTED]
+    """Fit phase times to runs in which trainer and engine take turns, and print predictions beside measurements."""
+    fitted = [(prompts, runs.measured(who, prompts, Workers(trainers, 1))) for prompts in FITTED]
     times = fit(fitted, trainers)
-    lengths = [n for _, one in fitted for step in one.lengths for n in step]
+    lengths = [n for _, seen in fitted for step in seen.lengths for n in step]
     print(
         f"{runs.model}, {trainers} trainer(s): a step of decoding {times.decode_step_s * 1e3:.1f} ms and "
         f"{times.decode_sequence_s * 1e3:.2f} of each response, training "
@@ -138,22 +145,22 @@ def compare(runs: Runs, who: str, trainers: int, schedules: Sequence[str]) -> No
     )
     for text in schedules:
         staleness, _, ahead = text.partition(":")
-        schedule = Schedule(int(staleness), float(ahead) if ahead else None)
+        schedule = SamplingSchedule(int(staleness), float(ahead) if ahead else None)
         wanted = [f"schedule.max_staleness={staleness}"] if schedule.max_staleness else []
         wanted += [f"schedule.ahead={ahead}"] if ahead else []
-        for name, (layout, prompts) in (ASYNCHRONOUS if wanted else SYNCHRONOUS).items():
+        for name, (workers, prompts) in (ASYNCHRONOUS if wanted else SYNCHRONOUS).items():
             setting = name + (f", schedule {text}" if wanted else "")
-            found = runs.seen(setting, prompts, layout, wanted)
-            said = predict(times, prompts, layout, schedule, lengths)
-            print(line(f"{runs.model}: {setting}", said, found), flush=True)
+            measured_steps = runs.measured(setting, prompts, workers, wanted)
+            predicted = predict(times, prompts, workers, schedule, lengths)
+            print(line(f"{runs.model}: {setting}", predicted, measured_steps), flush=True)
 
 
 def main() -> None:
-    """Measure what has not been, and print."""
+    """Make the runs that FILE does not have, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--schedules", nargs="+", default=["0"], metavar="STALENESS[:AHEAD]")
-    parser.add_argument("--measured", type=Path, help="a file that keeps what was measured")
+    parser.add_argument("--measured", type=Path, help="file that keeps measurements")
     arguments = parser.parse_args()
     file = arguments.measured
     kept: dict[str, Any] = json.loads(file.read_text()) if file and file.is_file() else {}
@@ -170,18 +177,18 @@ def main() -> None:
                 compare(runs, "1 trainer, 1 engine", 1, running_ahead)
 
 
-def line(name: str, said: Any, found: Seen) -> str:
-    """Predicted, measured and ratio; a run that does not know its idle shares or its staleness leaves them open."""
+def line(name: str, predicted: SimulatedStep, measured_steps: MeasuredSteps) -> str:
+    """Return prediction, measurement and ratio of each figure; a missing measurement is shown as `-`."""
     cells = [f"{name:36}"]
-    for predicted, key in (
-        (said.step_s, "time/step"),
-        (said.trainer_idle, "idle/trainer"),
-        (said.engine_idle, "idle/engine"),
-        (said.staleness, "rollout/staleness"),
+    for prediction, key in (
+        (predicted.step_s, "time/step"),
+        (predicted.trainer_idle, "idle/trainer"),
+        (predicted.engine_idle, "idle/engine"),
+        (predicted.staleness, "rollout/staleness"),
     ):
-        measured_value = found.quiet(key)
-        seen = f"{measured_value:6.2f} {predicted / measured_value:5.2f}" if measured_value else f"{'-':>6} {'-':>5}"
-        cells.append(f"{predicted:7.2f} {seen}")
+        measurement = measured_steps.quiet(key)
+        shown = f"{measurement:6.2f} {prediction / measurement:5.2f}" if measurement else f"{'-':>6} {'-':>5}"
+        cells.append(f"{prediction:7.2f} {shown}")
     return " |".join(cells)
 
 

@@ -11,7 +11,7 @@ from benchmarks.policies import save_policy, save_prompts
 from benchmarks.runs import run_grpo
 from rl_plugins.planning.devices import device_named
 from rl_plugins.planning.memory import engine_memory, total, trainer_memory
-from rl_plugins.planning.placement import Placement
+from rl_plugins.planning.workload import Plan
 from rl_plugins.processor import multiplies_bfloat16
 
 pytestmark = pytest.mark.extended
@@ -32,11 +32,11 @@ def test_planned_memory_of_trainer_and_engine_equals_measured_memory(tmp_path):
     run = run_grpo(tmp_path, *OPTIONS, closely=True)
     assert run.resident is not None
     start, end = run.steps[0]["time"], run.steps[-1]["time"]
-    device, place = device_named("cpu"), Placement(2, 1, zero_stage=2, offload="stay")
+    device, plan = device_named("cpu"), Plan(2, 1, zero_stage=2, offload="stay")
     lengths = run.quiet("train/response_length")
     work = replace(work_of(tmp_path / "policy", OPTIONS), response_tokens=lengths)
-    trainer = device.trainer_base + total(trainer_memory(work, place, device)["update"])
-    engine = device.engine_base + total(engine_memory(work, place, device)["sampling"])
+    trainer = device.trainer_base + total(trainer_memory(work, plan, device)["update"])
+    engine = device.engine_base + total(engine_memory(work, plan, device)["sampling"])
     measured = {
         "trainer": run.resident.peak("RayTrainWorker", start, end),
         "engine": run.resident.peak("VLLMActor", start, end, shared=True),

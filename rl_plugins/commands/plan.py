@@ -24,7 +24,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.planning.devices import CPU_FILE, DEVICES, GIB, device_named
 from rl_plugins.planning.search import Candidate, Cluster, advice, overrides, search
 from rl_plugins.planning.shape import ModelShape, shape_of
-from rl_plugins.planning.workload import WIDTHS, Workload
+from rl_plugins.planning.workload import DTYPE_BYTES, Workload
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -82,7 +82,7 @@ def run(arguments: Namespace) -> int:
             f"(GiB: {parts}): {advice(nearest)}"
         )
     note = f"; {len(too_large)} of {len(candidates)} placements do not fit" if too_large else ""
-    options = overrides(candidates[0].work, candidates[0].place, cluster)
+    options = overrides(candidates[0].work, candidates[0].plan, cluster)
     print(f"\nbest{note}:\n  " + " ".join(words_of(options)))
     return 0
 
@@ -139,7 +139,7 @@ def _allowed_candidates(config: RecipeConfig, candidates: Sequence[Candidate], c
             "batch.prompts_per_step a multiple of the workers times batch.updates_per_step"
         )
     refusals = [
-        refusal(config, overrides(candidate.work, candidate.place, cluster), cluster) for candidate in candidates
+        refusal(config, overrides(candidate.work, candidate.plan, cluster), cluster) for candidate in candidates
     ]
     if all(refusals):
         raise ConfigError(f"a run would refuse every placement, the first with the message: {refusals[0]}")
@@ -194,9 +194,9 @@ def workload_of(
 
     if config.stage not in COLLECTING_STAGES:
         raise ConfigError(f"plan is for stages that train on their own samples ({', '.join(COLLECTING_STAGES)})")
-    if rollout_dtype(config) not in WIDTHS:
+    if rollout_dtype(config) not in DTYPE_BYTES:
         raise ConfigError(
-            f"rollout.dtype={rollout_dtype(config)}: plan has rates for {' and '.join(WIDTHS)} only: use one of the two"
+            f"rollout.dtype={rollout_dtype(config)}: plan has rates for {' and '.join(DTYPE_BYTES)} only: use one of the two"
         )
     policy = read_shape("model.path", config.model.path)
     algorithm: Mapping[str, Any] = config.algorithm or {}
@@ -286,14 +286,14 @@ def table(candidates: Sequence[Candidate]) -> list[str]:
 
 
 def _describe_placement(candidate: Candidate) -> str:
-    place = candidate.place
-    processes = f"{place.trainers} trainers, {place.engines} engine{'s' if place.engines > 1 else ''}"
-    processes += f" of {place.tensor_parallel}" if place.tensor_parallel > 1 else ""
-    strategy = "FSDP2" if place.zero_stage == 0 else f"ZeRO-{place.zero_stage}"
-    marks = ["" if place.colocated else "split", "ahead" if place.ahead else ""]
-    marks += ["optimizer on host" if place.offload == "cpu" else "", "" if place.sleep != "all" else "sleeps wholly"]
+    plan = candidate.plan
+    processes = f"{plan.trainers} trainers, {plan.engines} engine{'s' if plan.engines > 1 else ''}"
+    processes += f" of {plan.tensor_parallel}" if plan.tensor_parallel > 1 else ""
+    strategy = "FSDP2" if plan.zero_stage == 0 else f"ZeRO-{plan.zero_stage}"
+    marks = ["" if plan.colocated else "split", "ahead" if plan.ahead else ""]
+    marks += ["optimizer on host" if plan.offload == "cpu" else "", "" if plan.sleep != "all" else "sleeps wholly"]
     marks += ["recomputing" if candidate.work.gradient_checkpointing else ""]
-    marks += ["no sleep" if place.sleep == "none" and place.colocated else ""]
+    marks += ["no sleep" if plan.sleep == "none" and plan.colocated else ""]
     return ", ".join([processes, strategy, *filter(None, marks)])
 
 

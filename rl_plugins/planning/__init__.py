@@ -1,1 +1,1 @@
-"""Arithmetic of memory and time: which placements fit, how long their steps take, and how schedules change that."""
+"""Memory and time of a step on given devices, and the search for the best placement. No heavy library is imported."""

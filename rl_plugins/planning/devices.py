@@ -1,6 +1,7 @@
-"""What is known of devices: memory and peak rates from data sheets, and what share of them is reached.
+"""Memory and rates of devices.
 
-Rates of a CPU are measured (`python -m benchmarks.calibrate`), and lie in a file beside this one.
+Accelerators have the peaks of their data sheets and assumed shares of the peaks. The rates of a CPU are measured by
+`python -m benchmarks.calibrate`, which writes the file `cpu.json` beside this module.
 """
 
 from __future__ import annotations
@@ -19,29 +20,33 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator; of `cpu`, one machine whose processes share its memory and have a core each.
+    """An accelerator, or a whole machine without accelerators (`cpu`).
+
+    On a CPU all processes share the memory, and each process has a core.
 
     Attributes:
-        name: in the table.
-        memory: bytes.
-        train_flops: operations a second that training reaches, by the name of the dtype.
-        sample_flops: the same, of prefill and decoding.
-        bandwidth: bytes a second from memory.
-        sample_bandwidth: bytes of weights and KV cache a second that decoding gets through, by the dtype.
-        link: bytes a second between devices of a machine, each way.
-        network: bytes a second between machines, for each device.
-        host_link: bytes a second to the host's memory.
-        decode_step_s: what an engine takes for a step of decoding besides reading and multiplying.
-        decode_sequence_s: the same, for each response that the step goes on with.
-        tensor_s: what a pass with a gradient takes for each tensor of the model besides arithmetic.
-        gather_s: what a pass takes under ZeRO-3 for each tensor besides moving it: DeepSpeed's own work.
-        step_s: what a step takes besides sampling, passes and updates.
-        trainer_base: bytes of a training process before it has a model.
-        engine_base: bytes of an engine's process before it has weights.
-        machine_base: bytes of all other processes of a run together: the driver, Ray.
-        fragments: how much larger the heap of a process on a CPU is than what passes have at once.
-        cores: of a CPU; 0 of an accelerator.
-        alone: by how much a trainer is faster than one beside which all other cores train, too: they share the memory.
+        name: Name in the table of devices.
+        memory: Bytes of memory.
+        train_flops: Operations per second of training, by dtype.
+        sample_flops: Operations per second of prefill and decoding, by dtype.
+        sample_bandwidth: Bytes of weights and KV cache per second read in decoding, by dtype.
+        bandwidth: Bytes per second from the memory of the device.
+        link: Bytes per second between devices of a machine, in each direction.
+        network: Bytes per second between machines, for each device.
+        host_link: Bytes per second to the memory of the host.
+        decode_step_s: Seconds of an engine for a decoding step, in addition to reading and multiplying.
+        decode_sequence_s: Seconds of an engine for each response in a decoding step, in addition to reading and
+            multiplying.
+        tensor_s: Seconds of a pass with gradient for each tensor of the model, in addition to arithmetic.
+        gather_s: Seconds of DeepSpeed's own work in a ZeRO-3 pass for each tensor, in addition to communication.
+        step_s: Seconds of a step in addition to sampling, passes and weight updates.
+        trainer_base: Bytes of a training process without a model.
+        engine_base: Bytes of an engine process without weights.
+        machine_base: Bytes of all other processes of a run together: the driver and Ray.
+        fragments: Heap size of a process on a CPU, divided by the largest size of the live data of a pass.
+        cores: Number of cores of a CPU; 0 for an accelerator.
+        alone: Speed of a lone trainer, divided by its speed while all other cores train, too. The cores share the
+            memory bandwidth.
     """
 
     name: str
@@ -67,12 +72,12 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether processes share its memory."""
+        """True if the device is a CPU, whose memory all processes share."""
         return self.cores > 0
 
 
 TRAIN_SHARE, SAMPLE_SHARE, READ_SHARE, LINK_SHARE = 0.4, 0.5, 0.7, 0.8
-"""Shares of the peaks of an accelerator that training, prefill, decoding and collectives are taken to reach."""
+"""Assumed shares of the peaks of an accelerator in training, in prefill, in decoding and in collectives."""
 
 
 def _accelerator(name: str, gib: float, tflops: float, tb_s: float, link_gb_s: float) -> Device:
@@ -80,7 +85,7 @@ def _accelerator(name: str, gib: float, tflops: float, tb_s: float, link_gb_s: f
     return Device(
         name,
         memory=gib * GIB,
-        # Float32 runs as TF32, at half the rate.
+        # Float32 runs as TF32, at half the rate of bfloat16.
         train_flops={"bfloat16": peak * TRAIN_SHARE, "float32": peak / 2 * TRAIN_SHARE},
         sample_flops={"bfloat16": peak * SAMPLE_SHARE, "float32": peak / 2 * SAMPLE_SHARE},
         sample_bandwidth=dict.fromkeys(("bfloat16", "float32"), tb_s * 1e12 * READ_SHARE),
@@ -92,10 +97,10 @@ def _accelerator(name: str, gib: float, tflops: float, tb_s: float, link_gb_s: f
 
 
 DEVICES = {
-    # name: GiB that a process can have, dense bfloat16 TFLOPS, TB/s of its memory, GB/s to its neighbours each way.
-    # NVIDIA's data sheets; where they give operations with sparsity, half of them.
-    one.name: one
-    for one in (
+    # name, GiB available to a process, dense bfloat16 TFLOPS, TB/s of the memory, GB/s to neighbours in each direction.
+    # Source: NVIDIA's data sheets. Operations with sparsity are halved.
+    device.name: device
+    for device in (
         _accelerator("b200", 178, 2250, 8.0, 900),
         _accelerator("h200", 139, 989, 4.8, 450),
         _accelerator("h100", 79, 989, 3.35, 450),
@@ -112,31 +117,35 @@ DEVICES = {
 
 
 def device_named(name: str, cpu_file: Path = CPU_FILE) -> Device:
-    """An accelerator of the table, or `cpu` with the rates of its file.
+    """Return an accelerator of the table, or the CPU with measured rates.
+
+    Args:
+        name: Name of an accelerator in any case, or `cpu`.
+        cpu_file: File with the measured rates of the CPU.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: The name is unknown.
     """
     if name == "cpu":
         return read_cpu(cpu_file)
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
     near = get_close_matches(name.lower(), DEVICES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(DEVICES)} and cpu"
-    raise ConfigError(f"--device {name}: nothing is known of it; {hint}")
+    hint = f"did you mean {near[0]}?" if near else f"known devices are {', '.join(DEVICES)} and cpu"
+    raise ConfigError(f"device {name} is unknown: {hint}")
 
 
 def read_cpu(path: Path) -> Device:
-    """What `benchmarks.calibrate` has written.
+    """Read a file written by `benchmarks.calibrate`.
 
     Raises:
-        ConfigError: the file is not there, or is none of its.
+        ConfigError: The file is missing or has other content.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        known = {one.name for one in fields(Device)}
-        return Device(**{key: value for key, value in values.items() if key in known})
+        names = {field.name for field in fields(Device)}
+        return Device(**{key: value for key, value in values.items() if key in names})
     except (OSError, json.JSONDecodeError, TypeError) as error:
         raise ConfigError(
-            f"--calibration {path}: {error}; `python -m benchmarks.calibrate --output FILE` measures a machine"
+            f"calibration file {path}: {error}; `python -m benchmarks.calibrate --output FILE` measures a machine"
         ) from None

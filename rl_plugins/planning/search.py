@@ -1,8 +1,8 @@
-"""Every sensible placement of a step on some devices: what memory and time it takes, and why some cannot be.
+"""Search over all placements of a step on given devices: memory, time, and the reason why a placement does not fit.
 
-This is the auto-mapping of HybridFlow (Sheng et al., arXiv:2409.19256, section 6) for the placements there are here:
-there the search is over placements, parallel sizes of each model and devices, and is driven by simulators of each
-phase, as it is here.
+This is the auto-mapping of HybridFlow (Sheng et al., arXiv:2409.19256, section 6) for the placements of this project.
+HybridFlow searches over placements and over parallel sizes and devices of each model. In both searches a simulator of
+each phase returns the time.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ from typing import Any
 
 from rl_plugins.planning.devices import GIB, Device
 from rl_plugins.planning.memory import engine_memory, kv_cache_needed, sample_cache, total, trainer_memory
-from rl_plugins.planning.placement import Placement
 from rl_plugins.planning.step_time import StepTime, step_time
-from rl_plugins.planning.workload import Workload
+from rl_plugins.planning.workload import Plan, Workload
 
 _KEPT_FREE = 0.05
-"""Share of an accelerator's memory that fragments of allocators take."""
+"""Share of an accelerator's memory for fragmentation of the allocators."""
 _ENGINE_SHARE = "rollout.gpu_memory_utilization"
 _SPLIT_SHARE = 0.9
-"""Of an accelerator that an engine has to itself."""
+"""Share of the memory for an engine on an accelerator of its own."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What there is.
+    """Machines with devices of one kind.
 
     Attributes:
-        device: of one kind.
-        per_node: devices of a machine.
-        nodes: machines.
+        device: Device.
+        per_node: Devices of one machine.
+        nodes: Number of machines.
     """
 
     device: Device
@@ -40,71 +39,67 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Devices of all machines."""
         return self.per_node * self.nodes
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement, and what becomes of it.
+    """A placement with its memory and time.
 
     Attributes:
-        place: who runs where.
-        work: the step, with or without activations that are computed again.
-        time: of its phases.
-        memory: bytes by the kind of device (`trainer`, `engine`; of a CPU: `machine`) and phase.
-        parts: of those of the fullest phase, the largest first.
-        fullest: kind and phase that need most of what there is.
-        short: bytes that it lacks; 0 if it fits.
-        reason: why it cannot be; empty if it can.
+        plan: Placement of the step.
+        work: Work of the step, with or without gradient checkpointing.
+        time: Seconds of each phase.
+        memory: Bytes by kind of device (`trainer` and `engine`, `device` for both, or `machine` on a CPU) and by phase.
+        parts: Bytes of each part in the phase with the largest memory, the largest part first.
+        short: Missing bytes; 0 if the placement fits.
+        reason: Reason why the placement does not fit; empty if it fits.
     """
 
-    place: Placement
+    plan: Plan
     work: Workload
     time: StepTime
     memory: Mapping[str, Mapping[str, float]]
     parts: Mapping[str, float]
-    fullest: tuple[str, str]
     short: float
     reason: str = ""
 
     @property
     def fits(self) -> bool:
-        """Whether it can be."""
+        """True if the memory suffices."""
         return not self.reason
 
 
 def search(
     work: Workload, cluster: Cluster, *, fsdp: bool = False, given: Mapping[str, Any] | None = None
 ) -> list[Candidate]:
-    """Every placement, the fastest that fits first, then what does not fit, the least short first.
+    """Return all placements: the fitting placements, fastest first, then the others, least short first.
 
     Args:
-        work: a step.
-        cluster: to run it on.
-        fsdp: with FSDP2 in place of ZeRO.
-        given: values of options that are decided; placements with others are left out.
+        work: Work of the step.
+        cluster: Machines for the step.
+        fsdp: Use FSDP2 in place of ZeRO.
+        given: Values of recipe options that must not change. Placements with other values are left out.
     """
     given = given or {}
-    found = [
-        judge(variant, place, cluster)
-        for variant in (replace(work, gradient_checkpointing=again) for again in (False, True))
-        for place in placements(work, cluster, fsdp=fsdp, engine_share=given.get(_ENGINE_SHARE))
-        if _agrees(overrides(variant, place, cluster), given)
+    candidates = [
+        evaluate(variant, plan, cluster)
+        for variant in (replace(work, gradient_checkpointing=checkpointing) for checkpointing in (False, True))
+        for plan in plans(work, cluster, fsdp=fsdp, engine_share=given.get(_ENGINE_SHARE))
+        if _agrees(overrides(variant, plan, cluster), given)
     ]
-    return sorted(found, key=lambda one: (not one.fits, one.short, one.time.step, -one.place.zero_stage))
+    return sorted(candidates, key=lambda item: (not item.fits, item.short, item.time.step, -item.plan.zero_stage))
 
 
-def placements(
-    work: Workload, cluster: Cluster, *, fsdp: bool = False, engine_share: float | None = None
-) -> Iterator[Placement]:
-    """All that the launcher allows: every worker has as many prompts, and as many in each update.
+def plans(work: Workload, cluster: Cluster, *, fsdp: bool = False, engine_share: float | None = None) -> Iterator[Plan]:
+    """Yield all placements that the launcher allows: every worker has the same number of prompts in each update.
 
     Args:
-        work: a step.
-        cluster: to run it on.
-        fsdp: with FSDP2 in place of ZeRO.
-        engine_share: of an accelerator that is an engine's; what is best by default.
+        work: Work of the step.
+        cluster: Machines for the step.
+        fsdp: Use FSDP2 in place of ZeRO.
+        engine_share: Share of an accelerator's memory for an engine; by default the best share.
     """
     for stage in (0,) if fsdp else (1, 2, 3):
         for trainers in _workers(work, cluster.devices):
@@ -112,78 +107,73 @@ def placements(
                 yield from _on_cpu(trainers, stage)
             elif trainers == cluster.devices:
                 for offload in ("while_sampling",) if fsdp else ("while_sampling", "cpu"):
-                    # One engine on one device: more of them would need devices of their own.
-                    place = Placement(trainers, 1, zero_stage=stage, offload=offload)
-                    yield replace(place, engine_share=engine_share or _engine_share(work, place, cluster.device))
+                    # One engine on one device: more engines would need devices of their own.
+                    plan = Plan(trainers, 1, zero_stage=stage, offload=offload)
+                    yield replace(plan, engine_share=engine_share or _engine_share(work, plan, cluster.device))
             else:
-                for place in _split(work, cluster, trainers, stage):
-                    yield replace(place, engine_share=engine_share or _SPLIT_SHARE)
+                for plan in _split(work, cluster, trainers, stage):
+                    yield replace(plan, engine_share=engine_share or _SPLIT_SHARE)
 
 
-def _on_cpu(trainers: int, stage: int) -> Iterator[Placement]:
+def _on_cpu(trainers: int, stage: int) -> Iterator[Plan]:
     for engines in sorted({1, trainers}):
         for sleep in ("none", "kv_cache", "all"):
-            yield Placement(trainers, engines, zero_stage=stage, sleep=sleep, offload="stay")
+            yield Plan(trainers, engines, zero_stage=stage, sleep=sleep, offload="stay")
 
 
-def _split(work: Workload, cluster: Cluster, trainers: int, stage: int) -> Iterator[Placement]:
-    """Engines on all other devices; each is within a machine, and divides the heads."""
-    rest = cluster.devices - trainers
+def _split(work: Workload, cluster: Cluster, trainers: int, stage: int) -> Iterator[Plan]:
+    """Yield plans with engines on all other devices; an engine is within a machine and divides the KV heads evenly."""
+    engine_devices = cluster.devices - trainers
     for size in (1, 2, 4, 8):
         within = cluster.nodes * (cluster.per_node // size)
-        if work.policy.kv_heads % size or rest % size or rest // size > within:
+        if work.policy.kv_heads % size or engine_devices % size or engine_devices // size > within:
             continue
         for ahead in (0, 1):
             for offload in ("stay", "cpu") if stage else ("stay",):
-                yield Placement(
-                    trainers, rest // size, size, colocated=False, zero_stage=stage, offload=offload, sleep="none",
-                    ahead=ahead,
+                yield Plan(
+                    trainers, engine_devices // size, size, colocated=False, zero_stage=stage, offload=offload,
+                    sleep="none", ahead=ahead,
                 )  # fmt: skip
 
 
-def judge(work: Workload, place: Placement, cluster: Cluster) -> Candidate:
-    """Memory and time of a placement."""
+def evaluate(work: Workload, plan: Plan, cluster: Cluster) -> Candidate:
+    """Return memory and time of a placement, and the reason if the placement does not fit."""
     device = cluster.device
-    needs = memory_needs(work, place, device)
-    room = device.memory if device.is_cpu else device.memory * (1 - _KEPT_FREE)
-    sums = {kind: {phase: total(parts) for phase, parts in phases.items()} for kind, phases in needs.items()}
-    fullest = max(((kind, phase) for kind in sums for phase in sums[kind]), key=lambda at: sums[at[0]][at[1]])
-    parts = dict(sorted(needs[fullest[0]][fullest[1]].items(), key=lambda item: -item[1]))
-    short = max(0.0, sums[fullest[0]][fullest[1]] - room)
+    needs = memory_needs(work, plan, device)
+    available = device.memory if device.is_cpu else device.memory * (1 - _KEPT_FREE)
+    totals = {kind: {phase: total(parts) for phase, parts in phases.items()} for kind, phases in needs.items()}
+    kind, phase = max(((kind, phase) for kind in totals for phase in totals[kind]), key=lambda at: totals[at[0]][at[1]])
+    parts = dict(sorted(needs[kind][phase].items(), key=lambda item: -item[1]))
+    short = max(0.0, totals[kind][phase] - available)
     reason = ""
     if short:
-        reason = f"{_PHASES[fullest[1]]} lacks {short / GIB:.1f} GiB on each {fullest[0]}"
+        reason = f"{_PHASES[phase]} lacks {short / GIB:.1f} GiB on each {kind}"
     else:
-        cache = engine_memory(work, place, device)["start"]["KV cache"]
-        if (lacking := sample_cache(work, place) - cache) > 0:
-            short, reason = (
-                lacking,
-                f"the KV cache lacks {lacking / GIB:.2f} GiB for one sample of {work.max_tokens} tokens",
-            )
-    return Candidate(place, work, step_time(work, place, device, cluster.per_node), sums, parts, fullest, short, reason)
+        cache = engine_memory(work, plan, device)["start"]["KV cache"]
+        if (lacking := sample_cache(work, plan) - cache) > 0:
+            short = lacking
+            reason = f"the KV cache lacks {lacking / GIB:.2f} GiB for one sample of {work.max_tokens} tokens"
+    return Candidate(plan, work, step_time(work, plan, device, cluster.per_node), totals, parts, short, reason)
 
 
-def memory_needs(work: Workload, place: Placement, device: Device) -> dict[str, dict[str, dict[str, float]]]:
-    """Bytes by the kind of device, phase and part."""
-    trainer = trainer_memory(work, place, device)
-    engine = engine_memory(work, place, device)
+def memory_needs(work: Workload, plan: Plan, device: Device) -> dict[str, dict[str, dict[str, float]]]:
+    """Return bytes by kind of device, by phase and by part."""
+    trainer = trainer_memory(work, plan, device)
+    engine = engine_memory(work, plan, device)
     bases = {"libraries of the trainer": device.trainer_base, "libraries of the engine": device.engine_base}
     if device.is_cpu:
-        processes = place.trainers * device.trainer_base + place.engines * device.engine_base
+        processes = plan.trainers * device.trainer_base + plan.engines * device.engine_base
         bases = {"libraries": processes + device.machine_base}
 
-        def machine(of_trainer: str | None, of_engine: str) -> dict[str, float]:
-            mine = _times(trainer[of_trainer], place.trainers) if of_trainer else {}
-            return {
-                **bases,
-                **mine,
-                **{f"engine's {k}": v for k, v in _times(engine[of_engine], place.engines).items()},
-            }
+        def machine(trainer_phase: str | None, engine_phase: str) -> dict[str, float]:
+            trainers = _times(trainer[trainer_phase], plan.trainers) if trainer_phase else {}
+            engines = _times(engine[engine_phase], plan.engines)
+            return {**bases, **trainers, **{f"engine's {name}": value for name, value in engines.items()}}
 
         phases = {"start": machine(None, "start"), "sampling": machine("sampling", "sampling")}
         phases |= {"log_probs": machine("log_probs", "asleep"), "update": machine("update", "asleep")}
         return {"machine": phases}
-    if not place.colocated:
+    if not plan.colocated:
         base = {"libraries": device.trainer_base}
         return {
             "trainer": {phase: {**base, **parts} for phase, parts in trainer.items() if phase != "sampling"},
@@ -205,33 +195,33 @@ def memory_needs(work: Workload, place: Placement, device: Device) -> dict[str, 
     }
 
 
-def overrides(work: Workload, place: Placement, cluster: Cluster) -> dict[str, Any]:
-    """The options of a recipe that make a placement so, with their values."""
+def overrides(work: Workload, plan: Plan, cluster: Cluster) -> dict[str, Any]:
+    """Return the values of the recipe options that select a placement."""
     options = {
-        "placement.num_workers": place.trainers,
-        "placement.rollout": "colocated" if place.colocated else "split",
-        "rollout.engines": place.engines,
-        "rollout.tensor_parallel_size": place.tensor_parallel,
-        "schedule.max_staleness": place.ahead,
+        "placement.num_workers": plan.trainers,
+        "placement.rollout": "colocated" if plan.colocated else "split",
+        "rollout.engines": plan.engines,
+        "rollout.tensor_parallel_size": plan.tensor_parallel,
+        "schedule.max_staleness": plan.ahead,
         "model.gradient_checkpointing": work.gradient_checkpointing,
     }
-    options |= {"strategy.zero_stage": place.zero_stage} if place.zero_stage else {"strategy.name": "fsdp"}
+    options |= {"strategy.zero_stage": plan.zero_stage} if plan.zero_stage else {"strategy.name": "fsdp"}
     if cluster.device.is_cpu:
-        return {**options, "rollout.sleep": place.sleep}
-    return {**options, "strategy.offload.policy": place.offload, _ENGINE_SHARE: place.engine_share}
+        return {**options, "rollout.sleep": plan.sleep}
+    return {**options, "strategy.offload.policy": plan.offload, _ENGINE_SHARE: plan.engine_share}
 
 
 def advice(candidate: Candidate) -> str:
-    """What to change, by what takes most of the memory that is short."""
-    work, place = candidate.work, candidate.place
+    """Return the recipe option that reduces the largest reducible part of the memory."""
+    work, plan = candidate.work, candidate.plan
     for part in candidate.parts:
         if part == "activations" and not work.gradient_checkpointing:
             return "set model.gradient_checkpointing=true"
         if part == "activations" and work.micro_batch_tokens > work.max_tokens:
             return f"lower batch.tokens_per_micro_batch, down to {work.max_tokens}"
-        if part in ("masters", "moments") and place.offload != "cpu" and place.zero_stage:
+        if part in ("masters", "moments") and plan.offload != "cpu" and plan.zero_stage:
             return "set strategy.offload.policy=cpu"
-        if part in ("parameters", "gradients", "bucket") and place.zero_stage in (1, 2):
+        if part in ("parameters", "gradients", "bucket") and plan.zero_stage in (1, 2):
             return "set strategy.zero_stage=3"
         if part.endswith("KV cache") and work.kv_cache_bytes > GIB:
             return "lower rollout.cpu_kv_cache_gib"
@@ -249,12 +239,15 @@ _PHASES = {
 }
 
 
-def _engine_share(work: Workload, place: Placement, device: Device) -> float:
-    """What sampling leaves on a device that trainers have given up, in steps of a twentieth; no more than is used."""
-    left = trainer_memory(work, place, device)["sampling"]
-    free = 1 - _KEPT_FREE - (total(left) + device.trainer_base + device.engine_base) / device.memory
-    weights = engine_memory(work, place, device)["sampling"]["weights"]
-    useful = (weights + kv_cache_needed(work, place, on_cpu=False)) / device.memory + _KEPT_FREE
+def _engine_share(work: Workload, plan: Plan, device: Device) -> float:
+    """Return the share of a device for a colocated engine, in steps of 0.05.
+
+    The share is the memory left by trainers during sampling, but not more than weights and KV cache need.
+    """
+    trainer = trainer_memory(work, plan, device)["sampling"]
+    free = 1 - _KEPT_FREE - (total(trainer) + device.trainer_base + device.engine_base) / device.memory
+    weights = engine_memory(work, plan, device)["sampling"]["weights"]
+    useful = (weights + kv_cache_needed(work, plan, on_cpu=False)) / device.memory + _KEPT_FREE
     return max(0.05, int(min(free, useful + 0.05, 0.9) * 20) / 20)
 
 
@@ -269,6 +262,6 @@ def _times(parts: Mapping[str, float], count: int) -> dict[str, float]:
     return {name: value * count for name, value in parts.items()}
 
 
-def _workers(work: Workload, most: int) -> list[int]:
-    """Numbers of workers that share the prompts of every update evenly."""
-    return [one for one in range(1, most + 1) if work.prompts % (one * work.updates) == 0]
+def _workers(work: Workload, devices: int) -> list[int]:
+    """Return the numbers of workers that divide the prompts of every update evenly."""
+    return [workers for workers in range(1, devices + 1) if work.prompts % (workers * work.updates) == 0]

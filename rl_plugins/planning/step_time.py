@@ -1,4 +1,7 @@
-"""Seconds of a step, phase by phase: sampling by roofline, training by its operations, collectives by their bytes."""
+"""Seconds of each phase of a step.
+
+Sampling follows a roofline model, training the number of its operations, and collectives the number of their bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,8 @@ from dataclasses import dataclass
 
 from rl_plugins.planning.devices import Device
 from rl_plugins.planning.memory import engine_memory, prompt_tokens_of_sample, sample_cache
-from rl_plugins.planning.placement import Placement
-from rl_plugins.planning.rows import rows_of
 from rl_plugins.planning.shape import ModelShape
-from rl_plugins.planning.workload import WIDTHS, Workload
+from rl_plugins.planning.workload import Plan, Workload, micro_batch_sizes
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,14 @@ class StepTime:
     """Seconds of the phases of a step.
 
     Attributes:
-        rollout: sampling.
-        log_probs: passes without gradient: frozen models, and the policy's own where it is updated more than once.
-        update: passes with gradient and the optimizer.
-        update_weights: from the trainers to the engines.
-        move: states given to the host and taken back.
-        other: rewards, advantages, bookkeeping.
-        ahead: the next step's samples are drawn meanwhile.
+        rollout: Sampling.
+        log_probs: Passes without gradient: of frozen models, of the critic, and of the policy if a step has several
+            updates.
+        update: Passes with gradient, and the optimizer.
+        update_weights: Transfer of weights from the trainers to the engines.
+        move: Transfer of states to the host and back.
+        other: Rewards, advantages and bookkeeping.
+        ahead: The samples of the next step are drawn during training.
     """
 
     rollout: float
@@ -37,117 +39,139 @@ class StepTime:
 
     @property
     def training(self) -> float:
-        """What trainers do."""
+        """Seconds of the work of the trainers."""
         return self.log_probs + self.update + self.other
 
     @property
     def step(self) -> float:
-        """From one step to the next."""
+        """Seconds from the start of a step to the start of the next step."""
         between = self.update_weights + self.move
         return between + (max(self.rollout, self.training) if self.ahead else self.rollout + self.training)
 
 
-def step_time(work: Workload, place: Placement, device: Device, devices_per_node: int) -> StepTime:
-    """The phases of a step."""
-    busy = _slowdown(device, place.trainers) / _idle_cores(device, place.trainers)
+def step_time(work: Workload, plan: Plan, device: Device, devices_per_node: int) -> StepTime:
+    """Return the seconds of each phase of a step.
+
+    Args:
+        work: Work of the step.
+        plan: Placement of the step.
+        device: Device of trainers and engines.
+        devices_per_node: Devices of one machine.
+    """
+    busy = _slowdown(device, plan.trainers) / _speedup_beside_idle_cores(device, plan.trainers)
     return StepTime(
-        rollout=rollout_seconds(work, place, device),
-        log_probs=_log_probs(work, place, device, devices_per_node) * busy,
-        update=_updates(work, place, device, devices_per_node) * busy,
-        update_weights=_update_weights(work, place, device, devices_per_node),
-        move=_move(work, place, device),
+        rollout=rollout_seconds(work, plan, device),
+        log_probs=_log_probs(work, plan, device, devices_per_node) * busy,
+        update=_updates(work, plan, device, devices_per_node) * busy,
+        update_weights=_update_weights(work, plan, device, devices_per_node),
+        move=_move(work, plan, device),
         other=device.step_s,
-        ahead=place.ahead > 0 and not place.colocated,
+        ahead=plan.ahead > 0 and not plan.colocated,
     )
 
 
-def rollout_seconds(work: Workload, place: Placement, device: Device) -> float:
-    """Sampling of the engine that has most to do: prefill, then decoding in as many waves as it needs.
+def rollout_seconds(work: Workload, plan: Plan, device: Device) -> float:
+    """Return the seconds of sampling of the engine with the most responses.
 
-    A step of decoding reads the weights and the KV cache of all responses, and multiplies each token by every matrix.
-    An accelerator does both at once, a CPU one after the other; and the engine takes something for itself.
+    The engine reads the prompts (prefill), and decodes in as many waves as its slots require. A decoding step reads the
+    weights and the KV cache of all responses, and multiplies each token by every matrix. An accelerator reads and
+    multiplies at the same time, a CPU one after the other. Each decoding step has an overhead of the engine, too.
+
+    Args:
+        work: Work of the step.
+        plan: Placement of the step.
+        device: Device of the engine.
     """
-    share = math.ceil(work.responses / place.engines)
-    cache = engine_memory(work, place, device)["start"]["KV cache"]
-    most = max(1, min(work.max_num_seqs, int(cache / sample_cache(work, place))))
-    waves = math.ceil(share / most)
-    at_once = math.ceil(share / waves)
-    shape, width = work.policy, WIDTHS[work.engine_dtype]
-    parts = engine_parts(place, device)
-    flops, bandwidth = (rates[work.engine_dtype] * parts for rates in (device.sample_flops, device.sample_bandwidth))
-    read = share * prompt_tokens_of_sample(work, on_cpu=device.is_cpu)
+    responses = math.ceil(work.responses / plan.engines)
+    cache = engine_memory(work, plan, device)["start"]["KV cache"]
+    slots = max(1, min(work.max_num_seqs, int(cache / sample_cache(work, plan))))
+    waves = math.ceil(responses / slots)
+    sequences = math.ceil(responses / waves)
+    shape, width = work.policy, work.engine_width
+    devices = engine_devices(plan, device)
+    flops, bandwidth = (rates[work.engine_dtype] * devices for rates in (device.sample_flops, device.sample_bandwidth))
+    read = responses * prompt_tokens_of_sample(work, on_cpu=device.is_cpu)
     prefill = shape.forward_flops(read, work.prompt_tokens / 2) / flops
     context = work.prompt_tokens + work.response_tokens / 2
-    reading = (shape.multiplied * width + at_once * context * shape.kv_bytes(width)) / bandwidth
-    multiplying = shape.forward_flops(at_once, context) / flops
-    exchanged = 0.0
-    if place.tensor_parallel > 1:
-        # Two sums over the engine's devices in each block.
-        exchanged = 2 * shape.layers * (2 * at_once * shape.hidden * width / device.link + 1e-5)
+    reading = (shape.multiplied * width + sequences * context * shape.kv_bytes(width)) / bandwidth
+    multiplying = shape.forward_flops(sequences, context) / flops
+    communication = 0.0
+    if plan.tensor_parallel > 1:
+        # Two all-reduces over the devices of the engine in each block.
+        communication = 2 * shape.layers * (2 * sequences * shape.hidden * width / device.link + 1e-5)
     computing = reading + multiplying if device.is_cpu else max(reading, multiplying)
-    step = computing + exchanged + device.decode_step_s + at_once * device.decode_sequence_s
-    busy = _slowdown(device, place.engines * parts)
+    step = computing + communication + device.decode_step_s + sequences * device.decode_sequence_s
+    busy = _slowdown(device, plan.engines * devices)
     return (prefill + waves * work.response_tokens * step) * busy
 
 
-def engine_parts(place: Placement, device: Device) -> int:
-    """What an engine works on: devices, and on CPU cores, of which it has those of the trainers that wait for it."""
-    if not (device.is_cpu and place.colocated):
-        return place.tensor_parallel
-    return place.tensor_parallel * max(1, place.trainers // (place.engines * place.tensor_parallel))
+def engine_devices(plan: Plan, device: Device) -> int:
+    """Return the number of devices of an engine, or of its cores on a CPU.
+
+    A colocated engine on a CPU also uses the cores of the trainers that wait for the engine.
+    """
+    if not (device.is_cpu and plan.colocated):
+        return plan.tensor_parallel
+    return plan.tensor_parallel * max(1, plan.trainers // (plan.engines * plan.tensor_parallel))
 
 
 def training_flops(work: Workload, shape: ModelShape, trainers: int) -> float:
-    """Forward and backward, of each trainer; of a model whose own weights are frozen, no gradients of those."""
-    rows = rows_of(work, trainers)
-    forward = shape.forward_flops(rows.tokens, rows.context)
+    """Return the operations of forward and backward passes of each trainer.
+
+    A policy with an adapter needs no gradients of its own weights.
+
+    Args:
+        work: Work of the step.
+        shape: Shape of the trained model.
+        trainers: Number of training workers.
+    """
+    sizes = micro_batch_sizes(work, trainers)
+    forward = shape.forward_flops(sizes.tokens, sizes.context)
     passes = 3.0 - (1.0 if work.lora_rank and shape is work.policy else 0.0)
     return forward * (passes + (1.0 if work.gradient_checkpointing else 0.0))
 
 
-def _updates(work: Workload, place: Placement, device: Device, per_node: int) -> float:
+def _updates(work: Workload, plan: Plan, device: Device, per_node: int) -> float:
     rate = device.train_flops[work.dtype]
     seconds = 0.0
     models = [(work.policy, work.trained_parameters)]
     if work.critic is not None:
         models.append((work.critic, work.critic.parameters))
     for shape, trained in models:
-        arithmetic = training_flops(work, shape, place.trainers) / rate
-        collectives = _collectives(work, shape, trained, place, device, per_node)
-        # The optimizer reads and writes masters, moments and gradients.
-        optimizer = work.updates * 32 * trained / place.trainers / device.bandwidth
-        if place.offload == "cpu":
-            optimizer = work.updates * trained / place.trainers * (32 / 20e9 + 4 / device.host_link)
-        overhead = rows_of(work, place.trainers).passes * shape.tensors * device.tensor_s
+        arithmetic = training_flops(work, shape, plan.trainers) / rate
+        collectives = _collectives(work, shape, trained, plan, device, per_node)
+        # The optimizer reads and writes master weights, moments and gradients.
+        optimizer = work.updates * 32 * trained / plan.trainers / device.bandwidth
+        if plan.offload == "cpu":
+            optimizer = work.updates * trained / plan.trainers * (32 / 20e9 + 4 / device.host_link)
+        overhead = micro_batch_sizes(work, plan.trainers).passes * shape.tensors * device.tensor_s
         seconds += arithmetic + collectives + optimizer + overhead
     return seconds * work.passes
 
 
-def _collectives(
-    work: Workload, shape: ModelShape, trained: int, place: Placement, device: Device, per_node: int
-) -> float:
-    """Seconds in collectives of one pass over the samples."""
-    workers, width = place.trainers, work.width
+def _collectives(work: Workload, shape: ModelShape, trained: int, plan: Plan, device: Device, per_node: int) -> float:
+    """Return the seconds of the collectives in one pass over the samples."""
+    workers, width = plan.trainers, work.width
     if workers == 1:
         return 0.0
     moved = (workers - 1) / workers / _link(device, workers, per_node)
     whole, gradients = shape.parameters * width * moved, trained * width * moved
-    passes = rows_of(work, place.trainers).passes
-    if place.zero_stage == 1:
+    passes = micro_batch_sizes(work, plan.trainers).passes
+    if plan.zero_stage == 1:
         return work.updates * (2 * gradients + gradients)
-    if place.zero_stage == 2:
+    if plan.zero_stage == 2:
         return passes * 2 * gradients + work.updates * gradients
-    if place.zero_stage == 0:
-        reduced = passes if place.accumulate_shards else work.updates
+    if plan.zero_stage == 0:
+        reduced = passes if plan.accumulate_shards else work.updates
         return passes * 2 * whole + reduced * gradients
     gathered = 1 if shape.parameters < 1e9 else 2
-    # Hooks run in the forward and the backward pass, and where activations are computed again.
+    # Hooks run in forward and backward passes, and when activations are computed again.
     hooks = (3 if work.gradient_checkpointing else 2) * shape.tensors * device.gather_s
     return passes * (gathered * whole + gradients + hooks)
 
 
-def _log_probs(work: Workload, place: Placement, device: Device, per_node: int) -> float:
-    rows = rows_of(work, place.trainers)
+def _log_probs(work: Workload, plan: Plan, device: Device, per_node: int) -> float:
+    sizes = micro_batch_sizes(work, plan.trainers)
     shapes = list(work.frozen.values())
     if work.updates * work.passes > 1:
         shapes.append(work.policy)
@@ -155,52 +179,52 @@ def _log_probs(work: Workload, place: Placement, device: Device, per_node: int) 
         shapes.append(work.critic)
     seconds = 0.0
     for shape in shapes:
-        seconds += shape.forward_flops(rows.tokens, rows.context) / device.train_flops[work.dtype]
-        if place.zero_stage in (0, 3) and place.trainers > 1:
-            whole = shape.parameters * work.width * (place.trainers - 1) / place.trainers
-            hooks = shape.tensors * device.gather_s if place.zero_stage == 3 else 0.0
-            seconds += rows.passes * (whole / _link(device, place.trainers, per_node) + hooks)
+        seconds += shape.forward_flops(sizes.tokens, sizes.context) / device.train_flops[work.dtype]
+        if plan.zero_stage in (0, 3) and plan.trainers > 1:
+            whole = shape.parameters * work.width * (plan.trainers - 1) / plan.trainers
+            hooks = shape.tensors * device.gather_s if plan.zero_stage == 3 else 0.0
+            seconds += sizes.passes * (whole / _link(device, plan.trainers, per_node) + hooks)
     return seconds
 
 
-def _update_weights(work: Workload, place: Placement, device: Device, per_node: int) -> float:
+def _update_weights(work: Workload, plan: Plan, device: Device, per_node: int) -> float:
     sent = work.sent_parameters * work.width
     if device.is_cpu:
-        # Every rank writes its part into every engine.
-        return 0.005 + place.engines * sent / device.bandwidth
-    gathered = sent / _link(device, place.trainers, per_node) if place.trainers > 1 else 0.0
-    if place.colocated:
+        # Every rank writes its part of the weights to every engine.
+        return 0.005 + plan.engines * sent / device.bandwidth
+    gathered = sent / _link(device, plan.trainers, per_node) if plan.trainers > 1 else 0.0
+    if plan.colocated:
         return 0.05 + gathered + sent / device.bandwidth
-    apart = place.devices > per_node
+    apart = plan.devices > per_node
     return 0.05 + gathered + sent / (device.network if apart else device.link)
 
 
-def _move(work: Workload, place: Placement, device: Device) -> float:
-    """States to the host and back, of trainers that make room for engines."""
-    if device.is_cpu or not place.colocated:
+def _move(work: Workload, plan: Plan, device: Device) -> float:
+    """Return the seconds in which colocated trainers and engines move states to the host and back."""
+    if device.is_cpu or not plan.colocated:
         return 0.0
     seconds = 0.2
-    if place.offload == "while_sampling":
-        shard = work.trained_parameters / place.trainers
-        kept = work.policy.parameters * work.width / (place.trainers if place.zero_stage in (0, 3) else 1)
+    if plan.offload == "while_sampling":
+        shard = work.trained_parameters / plan.trainers
+        kept = work.policy.parameters * work.width / (plan.trainers if plan.zero_stage in (0, 3) else 1)
         seconds += 2 * (12 * shard + kept) / device.host_link
-    if place.sleep == "kv_cache":
-        weights = work.policy.parameters * WIDTHS[work.engine_dtype] / place.tensor_parallel
+    if plan.sleep == "kv_cache":
+        weights = work.policy.parameters * work.engine_width / plan.tensor_parallel
         seconds += 2 * weights / device.host_link
     return seconds
 
 
 def _link(device: Device, workers: int, per_node: int) -> float:
-    """Bytes a second of a collective over so many workers: the slowest connection among them decides."""
+    """Return the bytes per second of the slowest connection of a collective over all workers."""
     return device.network if workers > per_node else device.link
 
 
-def _idle_cores(device: Device, trainers: int) -> float:
-    """By how much trainers are faster than as many as there are cores, whose rate is known."""
+def _speedup_beside_idle_cores(device: Device, trainers: int) -> float:
+    """Return the speed of trainers beside idle cores, divided by the speed of trainers on all cores."""
     idle = max(0, device.cores - trainers)
     return 1.0 + (device.alone - 1.0) * idle / max(1, device.cores - 1)
 
 
 def _slowdown(device: Device, processes: int) -> float:
-    """By how much processes that work at the same time are slower than one alone."""
+    """Return the seconds of one of several processes on the same cores, divided by the seconds of a lone process."""
     return max(1.0, processes / device.cores) if device.is_cpu else 1.0

@@ -1,43 +1,47 @@
-"""What a step has to do, whatever it runs on: models, lengths, batch."""
+"""A step to plan: its work, the placement of its workers, and the micro-batches that follow from both."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rl_plugins.planning.shape import ModelShape
 
-WIDTHS = {"float32": 4, "bfloat16": 2}
-"""Bytes of a number."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number by dtype."""
 COPY = 0.125
-"""As in `stages/micro_batches.py`, which imports torch."""
+"""Weight of a prompt token for each further sample: attention keeps keys and values of the token for each sample.
+
+The constant is repeated from `stages/micro_batches.py`, because that module imports torch.
+"""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of policy optimization.
+    """Models, lengths and batch of one step of policy optimization.
 
     Attributes:
-        policy: what is trained.
-        precision: Lightning's flag.
-        engine_dtype: of the rollout engine's weights.
-        prompts: of a step.
-        samples: responses to each prompt.
-        prompt_tokens: of a prompt, on average.
-        response_tokens: of a response, on average.
-        max_tokens: of the longest prompt and response together.
-        micro_batch_tokens: of one forward and backward pass on a worker.
-        updates: optimizer steps of a pass over the samples.
-        passes: passes over the samples of a step.
-        gradient_checkpointing: activations are computed again in the backward pass.
-        lora_rank: of the adapter that is trained in the policy's place; 0 for none.
-        merged: the engine is sent whole weights of a policy with an adapter.
-        critic: trained beside the policy, if there is one.
-        frozen: models that are run only, by their engine's name.
-        max_num_seqs: responses that an engine samples at once.
-        prefix_caching: a prompt is read once for all its responses.
-        kv_cache_bytes: that an engine reserves on a CPU.
-        bucket_bytes: of weights in flight.
+        policy: Shape of the policy.
+        precision: Precision flag of the Lightning trainer.
+        engine_dtype: Dtype of the weights in the rollout engine.
+        prompts: Prompts of a step.
+        samples: Responses to each prompt.
+        prompt_tokens: Mean tokens of a prompt.
+        response_tokens: Mean tokens of a response.
+        max_tokens: Tokens of the longest prompt and the longest response together.
+        micro_batch_tokens: Tokens of one forward and backward pass on a worker.
+        updates: Optimizer steps of one pass over the samples.
+        passes: Passes over the samples of a step.
+        gradient_checkpointing: Activations are computed again in the backward pass.
+        lora_rank: Rank of the adapter if only an adapter is trained; 0 without an adapter.
+        merged: The engine receives whole weights of a policy with an adapter.
+        critic: Shape of the critic; None without a critic.
+        frozen: Shapes of the models without training, by the names of the models.
+        max_num_seqs: Largest number of responses sampled by an engine at the same time.
+        prefix_caching: The engine reads a prompt once for all its responses.
+        kv_cache_bytes: Bytes of the KV cache reserved by an engine on a CPU.
+        bucket_bytes: Bytes of the weights in flight in a weight update.
     """
 
     policy: ModelShape
@@ -63,30 +67,122 @@ class Workload:
 
     @property
     def dtype(self) -> str:
-        """That training computes in."""
+        """Dtype of the arithmetic in training."""
         return "float32" if self.precision == "32-true" else "bfloat16"
 
     @property
     def width(self) -> int:
-        """Bytes of a number that training computes with."""
-        return WIDTHS[self.dtype]
+        """Bytes of a number in the arithmetic of training."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def engine_width(self) -> int:
+        """Bytes of a number in the rollout engine."""
+        return DTYPE_BYTES[self.engine_dtype]
 
     @property
     def responses(self) -> int:
-        """Of a step."""
+        """Responses of a step."""
         return self.prompts * self.samples
 
     @property
     def sample_tokens(self) -> float:
-        """Of a prompt and a response."""
+        """Mean tokens of a prompt and a response together."""
         return self.prompt_tokens + self.response_tokens
 
     @property
     def trained_parameters(self) -> int:
-        """Those of the policy that have a gradient."""
+        """Parameters of the policy with a gradient."""
         return self.policy.adapter(self.lora_rank) if self.lora_rank else self.policy.parameters
 
     @property
     def sent_parameters(self) -> int:
-        """What an update of the engine brings."""
+        """Parameters in a weight update of the engine."""
         return self.trained_parameters if self.lora_rank and not self.merged else self.policy.parameters
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One placement of the workers and engines of a step.
+
+    Attributes:
+        trainers: Training workers, each with a device.
+        engines: Rollout engines.
+        tensor_parallel: Devices of an engine.
+        colocated: The engines share the devices of the trainers. Otherwise the engines have devices of their own.
+        zero_stage: ZeRO stage, 1 to 3; 0 stands for FSDP2.
+        accumulate_shards: FSDP2 accumulates gradients in shards.
+        offload: Location of the states of trained models: `while_sampling` (on the host during sampling), `stay` (on
+            the device), `cpu` (optimizer always on the host).
+        sleep: Memory that the engines free while the workers train: `none`, `kv_cache` or `all`.
+        engine_share: Largest share of an accelerator's memory for an engine.
+        ahead: Steps whose samples are drawn while an earlier step trains; more than 0 requires separate devices.
+    """
+
+    trainers: int
+    engines: int
+    tensor_parallel: int = 1
+    colocated: bool = True
+    zero_stage: int = 3
+    accumulate_shards: bool = False
+    offload: str = "while_sampling"
+    sleep: str = "kv_cache"
+    engine_share: float = 0.4
+    ahead: int = 0
+
+    @property
+    def devices(self) -> int:
+        """Devices of trainers and engines together."""
+        return self.trainers + (0 if self.colocated else self.engines * self.tensor_parallel)
+
+
+@dataclass(frozen=True)
+class MicroBatchSizes:
+    """Sizes of the micro-batches of one worker in one pass over its samples.
+
+    Attributes:
+        tokens: Tokens of all micro-batches. A prompt counts once for all its samples in the same micro-batch.
+        passes: Number of micro-batches.
+        largest: Tokens of the largest micro-batch.
+        copies: Mean number of samples that contain a token.
+        context: Mean number of tokens to which a token attends.
+    """
+
+    tokens: float
+    passes: int
+    largest: float
+    copies: float
+    context: float
+
+
+def micro_batch_sizes(work: Workload, trainers: int) -> MicroBatchSizes:
+    """Return the micro-batches of each worker for samples of mean lengths, as `stages/micro_batches.py` cuts them.
+
+    Args:
+        work: Work of the step.
+        trainers: Number of training workers.
+    """
+    budget, prompts = max(work.micro_batch_tokens, work.max_tokens), work.prompts / trainers
+    ways = []
+    for bundle_budget in (budget, budget / 2, budget / 4):
+        copied = COPY * work.prompt_tokens
+        room = (bundle_budget - work.prompt_tokens + copied) / (work.response_tokens + copied)
+        together = min(work.samples, max(1, int(room)))
+        bundles = math.ceil(work.samples / together)
+        samples = work.samples / bundles
+        size = work.prompt_tokens + samples * work.response_tokens
+        update_bundles = math.ceil(prompts / work.updates) * bundles
+        passes = math.ceil(update_bundles / max(1, int(budget / (size + (samples - 1) * copied))))
+        ways.append((passes, prompts * bundles * size, math.ceil(update_bundles / passes) * size))
+    passes, tokens, largest = min(ways)
+    responses = prompts * work.samples * work.response_tokens
+    attended = responses * (work.prompt_tokens + work.response_tokens / 2)
+    attended += (tokens - responses) * work.prompt_tokens / 2
+    return MicroBatchSizes(
+        tokens=tokens,
+        passes=passes * work.updates,
+        # A sample of the largest length has a micro-batch of its own.
+        largest=max(largest, work.max_tokens),
+        copies=prompts * work.samples * work.sample_tokens / tokens,
+        context=attended / tokens,
+    )

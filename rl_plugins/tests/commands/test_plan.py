@@ -104,7 +104,7 @@ def test_plan_refuses_the_impossible_and_loads_no_heavy_library(model, root):
             ["grpo", "model.path=M", "placement.cpus_per_worker=9", "--device", "cpu"],
             "a run would refuse every placement, the first with the message: the placement needs 9 CPUs",
         ),
-        (["grpo", "model.path=M", "--device", "cpu", "--calibration", "no.json"], "--calibration no.json: "),
+        (["grpo", "model.path=M", "--device", "cpu", "--calibration", "no.json"], "calibration file no.json: "),
     ],
 )
 def test_plan_names_a_wrong_option_and_the_correction_in_one_line(words, message, model, capsys):

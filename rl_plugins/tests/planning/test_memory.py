@@ -8,9 +8,8 @@ import pytest
 
 from rl_plugins.planning.devices import DEVICES
 from rl_plugins.planning.memory import engine_memory, kv_cache_needed, total, trainer_memory
-from rl_plugins.planning.placement import Placement
 from rl_plugins.planning.shape import ModelShape
-from rl_plugins.planning.workload import Workload
+from rl_plugins.planning.workload import Plan, Workload
 
 # A block: 4 x 64 x 64 of attention, 3 x 64 x 128 of the MLP, 2 x 64 of norms.
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=4, head_dim=16, vocab=1000, norms=128)
@@ -41,29 +40,29 @@ def test_model_shape_parameters_by_hand():
     ],
 )
 def test_trainer_memory_of_states_while_engines_sample(stage, precision, kept):
-    place = Placement(2, 1, zero_stage=stage, offload="stay")
+    plan = Plan(2, 1, zero_stage=stage, offload="stay")
     work = replace(WORK, precision=precision)
-    assert total(trainer_memory(work, place, GPU)["sampling"]) == pytest.approx(kept)
+    assert total(trainer_memory(work, plan, GPU)["sampling"]) == pytest.approx(kept)
 
 
 def test_trainer_memory_of_colocated_trainers_is_frozen_models_while_engines_sample():
     work = replace(WORK, frozen={"reference": SHAPE})
-    place = Placement(2, 2, zero_stage=1)
-    assert trainer_memory(work, place, GPU)["sampling"] == {"reference parameters": 2 * P}
-    apart = replace(place, colocated=False)
+    plan = Plan(2, 2, zero_stage=1)
+    assert trainer_memory(work, plan, GPU)["sampling"] == {"reference parameters": 2 * P}
+    apart = replace(plan, colocated=False)
     assert total(trainer_memory(work, apart, GPU)["sampling"]) == pytest.approx(2 * P + 12 * P / 2 + 2 * P)
 
 
 def test_trainer_memory_of_an_adapter_has_states_of_the_adapter_only():
     adapter = 2 * 8 * (4 * 128 + 3 * 192)
-    place = Placement(2, 1, zero_stage=1, offload="stay")
-    states = trainer_memory(replace(WORK, lora_rank=8), place, GPU)["sampling"]
+    plan = Plan(2, 1, zero_stage=1, offload="stay")
+    states = trainer_memory(replace(WORK, lora_rank=8), plan, GPU)["sampling"]
     assert total(states) == pytest.approx(2 * P + 2 * adapter + 12 * adapter / 2)
 
 
 def test_trainer_memory_of_an_update_by_hand():
-    place = Placement(2, 1, zero_stage=2, offload="stay")
-    parts = trainer_memory(WORK, place, GPU)["update"]
+    plan = Plan(2, 1, zero_stage=2, offload="stay")
+    parts = trainer_memory(WORK, plan, GPU)["update"]
     # A micro-batch of a prompt and its two responses. Of a block and a token in bfloat16: two norms of 4 + 2 + 2 bytes,
     # and two bytes each of q, of twice what attention gives, of four times the MLP's width, and, as 96 tokens of a row
     # make samples of 128, of 4 / 3 times k and v.
@@ -72,30 +71,30 @@ def test_trainer_memory_of_an_update_by_hand():
     assert parts["activations"] == pytest.approx(96 * (2 * block + ends))
     assert parts["bucket"] == 2 * P and parts["gradients"] == 2 * P / 2
     assert parts["logits"] == pytest.approx(64 * 1000 * 2 * 2)
-    again = trainer_memory(replace(WORK, gradient_checkpointing=True), place, GPU)["update"]
+    again = trainer_memory(replace(WORK, gradient_checkpointing=True), plan, GPU)["update"]
     assert again["activations"] == pytest.approx(96 * (2 * 64 * 2 + block + ends))
 
 
 def test_trainer_memory_of_stage_1_has_whole_gradients_with_several_micro_batches():
-    place = Placement(2, 1, zero_stage=1, offload="stay")
-    assert trainer_memory(WORK, place, GPU)["update"]["gradients"] == 2 * P + 2 * P / 2
+    plan = Plan(2, 1, zero_stage=1, offload="stay")
+    assert trainer_memory(WORK, plan, GPU)["update"]["gradients"] == 2 * P + 2 * P / 2
     once = replace(WORK, micro_batch_tokens=10_000)
-    assert trainer_memory(once, place, GPU)["update"]["gradients"] == 2 * P / 2
+    assert trainer_memory(once, plan, GPU)["update"]["gradients"] == 2 * P / 2
 
 
 def test_trainer_memory_of_a_large_model_peaks_in_the_optimizer_step():
     # It works with the gradients in float32.
     work = replace(WORK, micro_batch_tokens=1, prompts=1, samples=1, prompt_tokens=1, response_tokens=1, max_tokens=1)
-    parts = trainer_memory(work, Placement(1, 1, zero_stage=2, offload="stay"), GPU)["update"]
+    parts = trainer_memory(work, Plan(1, 1, zero_stage=2, offload="stay"), GPU)["update"]
     assert "activations" not in parts and parts["float32 gradients"] == 4 * P
-    on_host = trainer_memory(work, Placement(1, 1, zero_stage=2, offload="cpu"), GPU)["update"]
+    on_host = trainer_memory(work, Plan(1, 1, zero_stage=2, offload="cpu"), GPU)["update"]
     assert "float32 gradients" not in on_host and on_host["masters"] == 0
 
 
 def test_engine_memory_on_a_cpu_by_hand():
-    place = Placement(2, 2, sleep="kv_cache")
+    plan = Plan(2, 2, sleep="kv_cache")
     weights, token = 2 * P, 2 * 2 * 64 * 2
-    memory = engine_memory(WORK, place, CPU)
+    memory = engine_memory(WORK, plan, CPU)
     packed = 2 * WORK.policy.multiplied
     # Four responses; prompts are not longer than a block of the cache, so that nothing of them is shared.
     cache = 4 * 64 * token
@@ -103,23 +102,23 @@ def test_engine_memory_on_a_cpu_by_hand():
     assert memory["start"]["KV cache"] == 2**20
     assert memory["sampling"] == {"weights": weights, "packed weights": packed, "KV cache": cache}
     assert memory["asleep"] == {"weights": weights}
-    assert engine_memory(WORK, replace(place, sleep="none"), CPU)["asleep"] == memory["start"]
-    assert engine_memory(WORK, replace(place, sleep="all"), CPU)["asleep"] == {}
+    assert engine_memory(WORK, replace(plan, sleep="none"), CPU)["asleep"] == memory["start"]
+    assert engine_memory(WORK, replace(plan, sleep="all"), CPU)["asleep"] == {}
     longer = replace(WORK, prompt_tokens=130.0)
-    assert kv_cache_needed(longer, place, on_cpu=True) == pytest.approx(4 * (2 + 64 + 32) * token)
+    assert kv_cache_needed(longer, plan, on_cpu=True) == pytest.approx(4 * (2 + 64 + 32) * token)
 
 
 def test_engine_memory_on_an_accelerator_is_the_engine_share():
-    place = Placement(2, 1, 2, engine_share=0.5)
-    memory = engine_memory(WORK, place, GPU)
+    plan = Plan(2, 1, 2, engine_share=0.5)
+    memory = engine_memory(WORK, plan, GPU)
     assert memory["sampling"] == {"weights": P, "KV cache": 0.5 * GPU.memory - P}
     assert memory["asleep"] == {"left": 0.0}
-    assert engine_memory(WORK, replace(place, colocated=False), GPU)["asleep"]["left"] == 0.5 * GPU.memory
+    assert engine_memory(WORK, replace(plan, colocated=False), GPU)["asleep"]["left"] == 0.5 * GPU.memory
 
 
 def test_trainer_memory_on_a_cpu_includes_fragments_of_freed_memory():
-    place = Placement(2, 1, zero_stage=1, offload="stay")
-    update, sampling = (trainer_memory(WORK, place, CPU)[phase] for phase in ("update", "sampling"))
+    plan = Plan(2, 1, zero_stage=1, offload="stay")
+    update, sampling = (trainer_memory(WORK, plan, CPU)[phase] for phase in ("update", "sampling"))
     held = update["gradients"] + update["gathered"] + update["activations"]
     assert update["fragments"] == pytest.approx(held / 2)
     assert sampling["activations"] == pytest.approx(1.5 * update["activations"])

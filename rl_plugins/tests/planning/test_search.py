@@ -9,10 +9,10 @@ import pytest
 from rl_plugins.commands.plan import words_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.batch import check_batch
-from rl_plugins.launch.placement import check_fit, roles_of
+from rl_plugins.launch.planment import check_fit, roles_of
 from rl_plugins.launch.values import check_values
 from rl_plugins.planning.devices import DEVICES, GIB, device_named
-from rl_plugins.planning.search import Cluster, advice, overrides, placements, search
+from rl_plugins.planning.search import Cluster, advice, overrides, plans, search
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.workload import Workload
 from rl_plugins.tests.launch.configurations import configured
@@ -32,23 +32,23 @@ def test_search_puts_fitting_placements_first_in_order_of_step_time():
         assert one.short == pytest.approx(max(0.0, fullest - 0.95 * NODE.device.memory)) or "KV cache" in one.reason
 
 
-def test_placements_use_all_devices_and_divide_prompts_and_heads():
-    for place in placements(WORK, NODE):
-        assert place.devices == 8
-        assert WORK.prompts % place.trainers == 0
-        assert 4 % place.tensor_parallel == 0
-        assert (place.trainers, place.engines) == (8, 1) if place.colocated else place.trainers < 8
+def test_plans_use_all_devices_and_divide_prompts_and_heads():
+    for plan in plans(WORK, NODE):
+        assert plan.devices == 8
+        assert WORK.prompts % plan.trainers == 0
+        assert 4 % plan.tensor_parallel == 0
+        assert (plan.trainers, plan.engines) == (8, 1) if plan.colocated else plan.trainers < 8
 
 
-def test_placements_keep_an_engine_within_a_machine():
+def test_plans_keep_an_engine_within_a_machine():
     # Sixteen devices beside two trainers are four engines of four; three machines of six have room for three.
-    sizes = {place.tensor_parallel for place in placements(WORK, Cluster(DEVICES["h100"], 6, 3))}
+    sizes = {plan.tensor_parallel for plan in plans(WORK, Cluster(DEVICES["h100"], 6, 3))}
     assert sizes == {1, 2}
 
 
-def test_placements_give_workers_equal_prompts_in_every_update():
+def test_plans_give_workers_equal_prompts_in_every_update():
     work = replace(WORK, prompts=32, updates=16)
-    assert {place.trainers for place in placements(work, NODE)} == {1, 2}
+    assert {plan.trainers for plan in plans(work, NODE)} == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_overrides_of_every_placement_pass_the_checks_of_a_run(cluster: Cluster,
     on_cpu = cluster.device.is_cpu
     machine = {"CPU": float(cluster.per_node)} if on_cpu else {"CPU": 64.0, "GPU": float(cluster.per_node)}
     run = ("model.path=none", "batch.prompts_per_step=8", "batch.updates_per_step=2")
-    found = list(placements(replace(WORK, prompts=8, updates=2), cluster, fsdp=fsdp))
+    found = list(plans(replace(WORK, prompts=8, updates=2), cluster, fsdp=fsdp))
     assert found
-    for place in found:
-        config = configured("grpo", *run, *words_of(overrides(WORK, place, cluster)))
+    for plan in found:
+        config = configured("grpo", *run, *words_of(overrides(WORK, plan, cluster)))
         check_values(config)
         check_batch(config)
         check_fit(roles_of(config, "cpu" if on_cpu else "cuda"), [machine] * cluster.nodes, "the cluster")
@@ -80,7 +80,7 @@ def test_search_keeps_given_options():
     found = search(WORK, NODE, given=given)
     assert found
     for one in found:
-        options = overrides(one.work, one.place, NODE)
+        options = overrides(one.work, one.plan, NODE)
         assert options["strategy.zero_stage"] == 2 and options["rollout.engines"] == 4
     assert search(WORK, NODE, given={"placement.num_workers": 7}) == []
 
@@ -97,7 +97,7 @@ def test_search_keeps_given_options():
 )
 def test_search_gives_every_placement_the_given_option(option: str, value: object):
     found = search(WORK, NODE, given={option: value})
-    assert found and all(overrides(one.work, one.place, NODE)[option] == value for one in found)
+    assert found and all(overrides(one.work, one.plan, NODE)[option] == value for one in found)
 
 
 def test_search_and_advice_name_lacking_memory_and_the_option_to_change():
@@ -118,21 +118,21 @@ def test_search_finds_no_room_for_the_kv_cache_of_too_long_samples():
 
 
 def test_overrides_set_max_staleness_and_fsdp():
-    ahead = next(one for one in search(WORK, NODE) if one.place.ahead)
-    assert overrides(ahead.work, ahead.place, NODE)["schedule.max_staleness"] == 1
+    ahead = next(one for one in search(WORK, NODE) if one.plan.ahead)
+    assert overrides(ahead.work, ahead.plan, NODE)["schedule.max_staleness"] == 1
     sharded = search(WORK, NODE, fsdp=True)[0]
-    assert overrides(sharded.work, sharded.place, NODE)["strategy.name"] == "fsdp"
+    assert overrides(sharded.work, sharded.plan, NODE)["strategy.name"] == "fsdp"
 
 
 def test_search_on_a_cpu_counts_engines_and_trainers_on_the_same_machine():
     machine = Cluster(device_named("cpu"), 2)
     small = replace(WORK, policy=ModelShape(2, 64, 128, 4, 4, 16, 1000), engine_dtype="float32")
     found = search(small, machine)
-    assert {one.place.engines for one in found} == {1, 2} and all(set(one.memory) == {"machine"} for one in found)
-    two = [one for one in found if one.place.engines == 2]
+    assert {one.plan.engines for one in found} == {1, 2} and all(set(one.memory) == {"machine"} for one in found)
+    two = [one for one in found if one.plan.engines == 2]
     assert all(one.memory["machine"]["start"] > 2 * WORK.kv_cache_bytes for one in two)
 
 
 def test_device_named_suggests_the_nearest_device():
-    with pytest.raises(ConfigError, match="--device h10: nothing is known of it; did you mean h100"):
+    with pytest.raises(ConfigError, match="device h10 is unknown: did you mean h100"):
         device_named("h10")

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from rl_plugins.planning.devices import Device
-from rl_plugins.planning.placement import Placement
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.step_time import rollout_seconds, step_time
-from rl_plugins.planning.workload import Workload
+from rl_plugins.planning.workload import Plan, Workload
 
 SHAPE = ModelShape(layers=1, hidden=100, intermediate=200, heads=1, kv_heads=1, head_dim=100, vocab=1000)
 N = 4 * 100 * 100 + 3 * 100 * 200 + 100 + 100 * 1000
@@ -23,7 +22,7 @@ DEVICE = Device(
     sample_bandwidth={"bfloat16": 1e6}, bandwidth=1e6, link=1e6, network=1e5, host_link=1e6,
     decode_step_s=0.5, decode_sequence_s=0.25, tensor_s=0.0, step_s=2.0,
 )  # fmt: skip
-APART = Placement(1, 1, colocated=False, zero_stage=1, engine_share=0.9)
+APART = Plan(1, 1, colocated=False, zero_stage=1, engine_share=0.9)
 
 
 def test_rollout_seconds_take_the_longer_of_reading_and_multiplying():
@@ -74,9 +73,9 @@ def test_step_time_of_collectives_by_zero_stage():
     work = replace(WORK, micro_batch_tokens=30)
     sizes = {}
     for stage in (1, 2, 3):
-        place = replace(APART, trainers=2, zero_stage=stage)
-        with_link = step_time(work, place, DEVICE, 8).update
-        sizes[stage] = (with_link - step_time(work, place, replace(DEVICE, link=1e30), 8).update) * 1e6
+        plan = replace(APART, trainers=2, zero_stage=stage)
+        with_link = step_time(work, plan, DEVICE, 8).update
+        sizes[stage] = (with_link - step_time(work, plan, replace(DEVICE, link=1e30), 8).update) * 1e6
     # Two workers, two micro-batches each: half of the weights' bytes goes over the link each time.
     half = SHAPE.parameters * 2 / 2
     assert sizes == {1: pytest.approx(3 * half), 2: pytest.approx(5 * half), 3: pytest.approx(4 * half)}

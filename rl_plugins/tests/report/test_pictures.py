@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_plugins.report.pictures import draw_curves
->
+
 
 def test_draw_curves_draws_known_metrics_only(tmp_path):
     path = tmp_path / "curves.png"

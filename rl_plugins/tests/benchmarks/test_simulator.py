@@ -7,10 +7,18 @@ from itertools import cycle
 
 import pytest
 
-from rl_plugins.planning.simulator import Batch, Layout, PhaseTimes, Schedule, log_normal, measured, simulate
+from benchmarks.simulator import (
+    PhaseTimes,
+    SamplingSchedule,
+    StepSamples,
+    Workers,
+    log_normal,
+    measured,
+    simulate,
+)
 
 SLOW = PhaseTimes(1.0, 0.0, 0.0, 0.0, train_fixed_s=10.0)
-APART = Layout(1, 1, colocated=False)
+APART = Workers(1, 1, colocated=False)
 
 
 def in_turn(*lengths):
@@ -20,7 +28,7 @@ def in_turn(*lengths):
 
 def test_simulate_a_synchronous_step_is_the_sum_of_the_phases():
     times = PhaseTimes(0.02, 2e-4, 1e-5, 1e-4, train_fixed_s=1.0, update_weights_s=0.5)
-    out = simulate(times, Layout(2, 2), Schedule(), Batch(8, 4, 10, in_turn(100)), steps=3)
+    out = simulate(times, Workers(2, 2), SamplingSchedule(), StepSamples(8, 4, 10, in_turn(100)), steps=3)
     # Four groups of each engine: 16 responses of 100 tokens; a trainer has half of the tokens.
     rollout = 4 * 10 * 1e-5 + 100 * (0.02 + 16 * 2e-4)
     training = 1.0 + 8 * 4 * 110 / 2 * 1e-4
@@ -33,21 +41,27 @@ def test_simulate_a_synchronous_step_is_the_sum_of_the_phases():
 
 def test_simulate_decodes_faster_after_shorter_responses_have_ended():
     times = PhaseTimes(0.0, 1.0, 0.0, 0.0)
-    out = simulate(times, Layout(1, 1), Schedule(), Batch(2, 1, 0, in_turn(10, 20)), steps=2)
+    out = simulate(times, Workers(1, 1), SamplingSchedule(), StepSamples(2, 1, 0, in_turn(10, 20)), steps=2)
     assert out.step_s == pytest.approx(10 * 2 + 10 * 1)
 
 
 def test_simulate_responses_wait_for_a_slot():
     out = simulate(
-        PhaseTimes(1.0, 0.0, 0.0, 0.0), Layout(1, 1, slots=2), Schedule(), Batch(3, 1, 0, in_turn(10)), steps=2
+        PhaseTimes(1.0, 0.0, 0.0, 0.0),
+        Workers(1, 1, slots=2),
+        SamplingSchedule(),
+        StepSamples(3, 1, 0, in_turn(10)),
+        steps=2,
     )
     assert out.step_s == pytest.approx(20)
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_simulate_overlap_of_equal_sampling_and_training_halves_the_step(staleness):
-    out = simulate(SLOW, APART, Schedule(staleness), Batch(4, 1, 0, in_turn(10)), steps=6)
-    assert simulate(SLOW, APART, Schedule(), Batch(4, 1, 0, in_turn(10)), steps=6).step_s == pytest.approx(20)
+    out = simulate(SLOW, APART, SamplingSchedule(staleness), StepSamples(4, 1, 0, in_turn(10)), steps=6)
+    assert simulate(
+        SLOW, APART, SamplingSchedule(), StepSamples(4, 1, 0, in_turn(10)), steps=6
+    ).step_s == pytest.approx(20)
     assert out.step_s == pytest.approx(10)
     assert out.staleness_max == staleness
     assert out.trainer_idle == pytest.approx(0, abs=1e-9)
@@ -56,40 +70,46 @@ def test_simulate_overlap_of_equal_sampling_and_training_halves_the_step(stalene
 def test_simulate_staleness_counts_the_version_that_sampled_each_token():
     # Twenty tokens while two steps train: half of them are sampled by the version after the one they began with.
     times = PhaseTimes(1.0, 0.0, 0.0, 0.0, train_fixed_s=10.0)
-    out = simulate(times, APART, Schedule(2), Batch(4, 1, 0, in_turn(20)), steps=6)
+    out = simulate(times, APART, SamplingSchedule(2), StepSamples(4, 1, 0, in_turn(20)), steps=6)
     assert out.step_s == pytest.approx(10)
     assert out.staleness == pytest.approx(1.5)
 
 
 def test_simulate_drops_surplus_groups_and_stragglers():
-    waiting = simulate(SLOW, APART, Schedule(), Batch(4, 1, 0, in_turn(10, 10, 10, 100)), steps=4)
-    dropping = simulate(SLOW, APART, Schedule(0, 0.25), Batch(4, 1, 0, in_turn(10, 10, 10, 10, 100)), steps=4)
+    waiting = simulate(SLOW, APART, SamplingSchedule(), StepSamples(4, 1, 0, in_turn(10, 10, 10, 100)), steps=4)
+    dropping = simulate(
+        SLOW, APART, SamplingSchedule(0, 0.25), StepSamples(4, 1, 0, in_turn(10, 10, 10, 10, 100)), steps=4
+    )
     assert waiting.step_s == pytest.approx(110)
     assert dropping.step_s == pytest.approx(20) and dropping.dropped == pytest.approx(0.2)
 
 
 def test_simulate_carries_stragglers_over_up_to_max_staleness():
     lengths = in_turn(*[10] * 7, 35)
-    in_order = simulate(SLOW, APART, Schedule(4, 4), Batch(4, 1, 0, lengths), steps=16)
-    carried = simulate(SLOW, APART, Schedule(4, 1), Batch(4, 1, 0, in_turn(*[10] * 7, 35)), steps=16)
+    in_order = simulate(SLOW, APART, SamplingSchedule(4, 4), StepSamples(4, 1, 0, lengths), steps=16)
+    carried = simulate(SLOW, APART, SamplingSchedule(4, 1), StepSamples(4, 1, 0, in_turn(*[10] * 7, 35)), steps=16)
     assert in_order.staleness_max == 4 and carried.staleness_max <= 4
     assert carried.staleness < in_order.staleness
-    bounded = simulate(SLOW, APART, Schedule(1, 0.5), Batch(4, 1, 0, in_turn(*[10] * 7, 35)), steps=16)
+    bounded = simulate(SLOW, APART, SamplingSchedule(1, 0.5), StepSamples(4, 1, 0, in_turn(*[10] * 7, 35)), steps=16)
     assert bounded.staleness_max == 1 and bounded.step_s > carried.step_s
 
 
 def test_simulate_colocated_engines_wait_while_trainers_train():
     # The engine's time is proportional to its responses, so that two batches at once gain nothing.
     times = PhaseTimes(0.0, 0.25, 0.0, 0.0, train_fixed_s=10.0)
-    out = simulate(times, Layout(1, 1), Schedule(1), Batch(4, 1, 0, in_turn(10)), steps=4)
+    out = simulate(times, Workers(1, 1), SamplingSchedule(1), StepSamples(4, 1, 0, in_turn(10)), steps=4)
     assert out.step_s == pytest.approx(20)
-    assert simulate(times, APART, Schedule(1), Batch(4, 1, 0, in_turn(10)), steps=4).step_s == pytest.approx(10)
+    assert simulate(
+        times, APART, SamplingSchedule(1), StepSamples(4, 1, 0, in_turn(10)), steps=4
+    ).step_s == pytest.approx(10)
 
 
 def test_simulate_with_the_same_seed_gives_the_same_result():
     def outcome(seed):
-        batch = Batch(8, 4, 10, log_normal(100, 1.0, 1000))
-        return simulate(PhaseTimes(0.01, 1e-3, 0, 0, 1.0), Layout(2, 4, False), Schedule(2, 1), batch, seed=seed)
+        batch = StepSamples(8, 4, 10, log_normal(100, 1.0, 1000))
+        return simulate(
+            PhaseTimes(0.01, 1e-3, 0, 0, 1.0), Workers(2, 4, False), SamplingSchedule(2, 1), batch, seed=seed
+        )
 
     assert outcome(0) == outcome(0) != outcome(1)
 

@@ -8,9 +8,8 @@ from itertools import product
 import pytest
 import torch
 
-from rl_plugins.planning.rows import rows_of
 from rl_plugins.planning.shape import ModelShape
-from rl_plugins.planning.workload import Workload
+from rl_plugins.planning.workload import Workload, micro_batch_sizes
 from rl_plugins.stages.micro_batches import Cutter, Lengths
 from rl_plugins.tests.cases import case
 
@@ -18,14 +17,14 @@ SHAPE = ModelShape(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=4, h
 WORK = Workload(SHAPE, prompts=16, samples=4, prompt_tokens=64, response_tokens=128, max_tokens=192)
 
 
-def test_rows_of_agrees_with_the_micro_batches_of_cutter() -> None:
+def test_micro_batch_sizes_agrees_with_the_micro_batches_of_cutter() -> None:
     for budget, updates in product((192, 320, 500, 576, 600, 1152, 1536, 1728, 10_000), (1, 2)):
         with case(f"{budget} tokens per micro-batch, {updates} updates"):
-            check_rows(budget, updates)
+            check_sizes(budget, updates)
 
 
-def check_rows(budget: int, updates: int) -> None:
-    found = rows_of(replace(WORK, micro_batch_tokens=budget, updates=updates), trainers=2)
+def check_sizes(budget: int, updates: int) -> None:
+    found = micro_batch_sizes(replace(WORK, micro_batch_tokens=budget, updates=updates), trainers=2)
     groups = 8 // updates
     prompts, first = torch.full((groups * 4,), 64), (torch.arange(groups * 4) // 4) * 4
     lengths = Lengths(prompts, prompts * 2, prompts * 3, first)
@@ -40,8 +39,8 @@ def check_rows(budget: int, updates: int) -> None:
     assert found.context * found.tokens == pytest.approx(prompts_run * 64 * 32 + 8 * 4 * 128 * 128)
 
 
-def test_rows_of_runs_the_prompt_of_a_lone_sample_once() -> None:
-    alone = rows_of(replace(WORK, samples=1), trainers=2)
+def test_micro_batch_sizes_runs_the_prompt_of_a_lone_sample_once() -> None:
+    alone = micro_batch_sizes(replace(WORK, samples=1), trainers=2)
     assert (alone.tokens, alone.copies, alone.context) == (8 * 192, 1, 96)
     # One sample may be longer than the others are on average.
-    assert rows_of(replace(WORK, micro_batch_tokens=1, max_tokens=1000), trainers=16).largest == 1000
+    assert micro_batch_sizes(replace(WORK, micro_batch_tokens=1, max_tokens=1000), trainers=16).largest == 1000
