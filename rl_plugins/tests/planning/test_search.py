@@ -9,7 +9,7 @@ import pytest
 from rl_plugins.commands.plan import words_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.batch import check_batch
-from rl_plugins.launch.planment import check_fit, roles_of
+from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.values import check_values
 from rl_plugins.planning.devices import DEVICES, GIB, device_named
 from rl_plugins.planning.search import Cluster, advice, overrides, plans, search
