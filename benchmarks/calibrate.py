@@ -75,7 +75,7 @@ def measure(kept: Path | None) -> dict[str, Any]:
         single = run_at(large, [*LARGE, f"{PROMPTS}=8", "model.precision=bf16-true"], kept, workers=1)
     bandwidth = copy_rate()
     decode_step, decode_sequence = decoding_costs(few, many)
-    found: dict[str, Any] = {
+    rates: dict[str, Any] = {
         "name": "cpu",
         "cores": os.cpu_count(),
         "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -86,22 +86,22 @@ def measure(kept: Path | None) -> dict[str, Any]:
         "sample_flops": {},
         "sample_bandwidth": {},
     }
-    found["tensor_s"] = tensor_s = tensor_seconds(many, at["32-true"][1])
+    rates["tensor_s"] = tensor_s = tensor_seconds(many, at["32-true"][1])
     for runs in at.values():
         run, work = runs[1]
-        found["train_flops"][work.dtype] = training_rate(run, work, WORKERS, tensor_s)
+        rates["train_flops"][work.dtype] = training_rate(run, work, WORKERS, tensor_s)
         rate, read = sampling_rates(runs, decode_step, decode_sequence)
-        found["sample_flops"][work.engine_dtype], found["sample_bandwidth"][work.engine_dtype] = rate, read
-    found["alone"] = training_rate(*single, 1, tensor_s) / found["train_flops"]["bfloat16"]
+        rates["sample_flops"][work.engine_dtype], rates["sample_bandwidth"][work.engine_dtype] = rate, read
+    rates["alone"] = training_rate(*single, 1, tensor_s) / rates["train_flops"]["bfloat16"]
     run, work = many
     longer = gathered.quiet("time/update_policy") - run.quiet("time/update_policy")
     # The hooks run in forward and backward passes. The communication of such a small model takes no time.
-    found["gather_s"] = max(0.0, longer) / (2 * tensor_passes(work, WORKERS))
+    rates["gather_s"] = max(0.0, longer) / (2 * tensor_passes(work, WORKERS))
     phases = ("time/rollout", "time/update_policy", "time/update_weights", "time/offload", "time/reload")
-    found["step_s"] = max(0.0, run.quiet("time/step") - sum(run.quiet(phase) for phase in phases))
+    rates["step_s"] = max(0.0, run.quiet("time/step") - sum(run.quiet(phase) for phase in phases))
     # Ranks communicate in shared memory, so a collective is a few copies.
-    found |= {"link": bandwidth / 4, "network": 1e9, "host_link": bandwidth}
-    return found | memory(few, [runs[1] for runs in at.values()], Device(**found))
+    rates |= {"link": bandwidth / 4, "network": 1e9, "host_link": bandwidth}
+    return rates | memory(few, [runs[1] for runs in at.values()], Device(**rates))
 
 
 def tensor_seconds(small: tuple[Run, Workload], large: tuple[Run, Workload]) -> float:
@@ -155,18 +155,18 @@ def memory(few: tuple[Run, Workload], larger: Sequence[tuple[Run, Workload]], de
     assert run.resident is not None
     start, end = run.steps[1]["time"], run.steps[-1]["time"]
     # All other processes are sampled once a second.
-    found: dict[str, float] = {"machine_base": run.resident.others(start - 5, end)}
-    found["trainer_base"] = run.resident.peak("RayTrainWorker", start, end) - total(update(work, device))
+    sizes: dict[str, float] = {"machine_base": run.resident.others(start - 5, end)}
+    sizes["trainer_base"] = run.resident.peak("RayTrainWorker", start, end) - total(update(work, device))
     engine = engine_memory(work, PLAN, device)["sampling"]
-    found["engine_base"] = run.resident.peak("VLLMActor", start, end, shared=True) - total(engine)
+    sizes["engine_base"] = run.resident.peak("VLLMActor", start, end, shared=True) - total(engine)
     heaps = []
     for run, work in larger:
         assert run.resident is not None
         peak = run.resident.peak("RayTrainWorker", run.steps[0]["time"], run.steps[-1]["time"])
         parts = update(work, device)
         held = sum(parts[name] for name in ("gradients", "gathered", "activations"))
-        heaps.append(1 + (peak - found["trainer_base"] - total(parts)) / held)
-    return {**found, "fragments": max(1.0, fmean(heaps))}
+        heaps.append(1 + (peak - sizes["trainer_base"] - total(parts)) / held)
+    return {**sizes, "fragments": max(1.0, fmean(heaps))}
 
 
 def update(work: Workload, device: Device) -> dict[str, float]:
@@ -200,11 +200,11 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, help="folder that keeps measured runs")
     arguments = parser.parse_args()
     output = arguments.output
-    found = measure(arguments.kept)
-    Device(**found)
-    output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    rates = measure(arguments.kept)
+    Device(**rates)
+    output.write_text(json.dumps(rates, indent=2) + "\n", encoding="utf-8")
     print(output.read_text(encoding="utf-8"))
-    assert set(found["train_flops"]) == set(DTYPE_BYTES)
+    assert set(rates["train_flops"]) == set(DTYPE_BYTES)
 
 
 if __name__ == "__main__":

@@ -137,13 +137,13 @@ def best_step(
     trainers = [devices] if colocated else sorted({round(devices * share) for share in SHARES})
     lengths = log_normal(work.response_tokens, sigma, int(work.max_tokens - work.prompt_tokens))
     batch = StepSamples(work.prompts, work.samples, work.prompt_tokens, lengths)
-    found = []
+    simulated: list[SimulatedStep] = []
     for count in trainers:
         engines = devices if colocated else devices - count
         plan = Plan(count, engines, colocated=colocated, ahead=0 if colocated else 1)
         workers = Workers(count, engines, colocated, work.max_num_seqs)
-        found.append(simulate(source.times(work, plan), workers, schedule, batch, steps=6))
-    return max(found, key=lambda step: step.samples_per_s)
+        simulated.append(simulate(source.times(work, plan), workers, schedule, batch, steps=6))
+    return max(simulated, key=lambda step: step.samples_per_s)
 
 
 def of_run(folder: RunFolder, device: Device) -> PhaseSource:

@@ -61,7 +61,7 @@ def run(folder: Path, name: str, prompts: int, workers: Workers, further: Sequen
     """Run the recipe, and read its measurements."""
     from rl_plugins.data.experience import Experience
 
-    found = run_grpo(
+    measured_run = run_grpo(
         folder, f"run.steps={STEPS}", f"batch.prompts_per_step={prompts}", f"batch.samples_per_prompt={SAMPLES}",
         f"sampling.max_tokens={MAX_TOKENS}", f"data.max_prompt_tokens={PROMPT_TOKENS}", "model.precision=bf16-true",
         "batch.tokens_per_micro_batch=1536", "strategy.zero_stage=1", f"debug.dump_rollouts={STEPS}",
@@ -72,7 +72,7 @@ def run(folder: Path, name: str, prompts: int, workers: Workers, further: Sequen
         [n for file in sorted(step.glob("*.pt")) for n in Experience.load(file).response_lengths.tolist()]
         for step in folders
     ]
-    return MeasuredSteps(found.steps[SKIPPED:], lengths[SKIPPED:])
+    return MeasuredSteps(measured_run.steps[SKIPPED:], lengths[SKIPPED:])
 
 
 def fit(runs: Sequence[tuple[int, MeasuredSteps]], trainers: int) -> PhaseTimes:

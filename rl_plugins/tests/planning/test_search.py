@@ -1,4 +1,4 @@
-"""The search over placements: fitting ones come first, given options are kept, and a reason is given for the rest."""
+"""The search over placements: order, given options, and the reason of a placement that does not fit."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ NODE = Cluster(DEVICES["h100"], 8)
 
 def test_search_puts_fitting_placements_first_in_order_of_step_time():
     found = search(WORK, NODE)
-    fitting = [one.time.step for one in found if one.fits]
+    fitting = [candidate.time.step for candidate in found if candidate.fits]
     assert fitting and fitting == sorted(fitting)
-    assert [one.fits for one in found] == sorted((one.fits for one in found), reverse=True)
-    for one in found:
-        fullest = max(max(phases.values()) for phases in one.memory.values())
-        assert one.short == pytest.approx(max(0.0, fullest - 0.95 * NODE.device.memory)) or "KV cache" in one.reason
+    assert [candidate.fits for candidate in found] == sorted((candidate.fits for candidate in found), reverse=True)
+    for candidate in found:
+        fullest = max(max(phases.values()) for phases in candidate.memory.values())
+        assert (
+            candidate.short == pytest.approx(max(0.0, fullest - 0.95 * NODE.device.memory))
+            or "KV cache" in candidate.reason
+        )
 
 
 def test_plans_use_all_devices_and_divide_prompts_and_heads():
@@ -79,8 +82,8 @@ def test_search_keeps_given_options():
     given = {"strategy.zero_stage": 2, "placement.num_workers": 4, "rollout.engines": "per_worker"}
     found = search(WORK, NODE, given=given)
     assert found
-    for one in found:
-        options = overrides(one.work, one.plan, NODE)
+    for candidate in found:
+        options = overrides(candidate.work, candidate.plan, NODE)
         assert options["strategy.zero_stage"] == 2 and options["rollout.engines"] == 4
     assert search(WORK, NODE, given={"placement.num_workers": 7}) == []
 
@@ -97,7 +100,7 @@ def test_search_keeps_given_options():
 )
 def test_search_gives_every_placement_the_given_option(option: str, value: object):
     found = search(WORK, NODE, given={option: value})
-    assert found and all(overrides(one.work, one.plan, NODE)[option] == value for one in found)
+    assert found and all(overrides(candidate.work, candidate.plan, NODE)[option] == value for candidate in found)
 
 
 def test_search_and_advice_name_lacking_memory_and_the_option_to_change():
@@ -114,11 +117,11 @@ def test_search_and_advice_name_lacking_memory_and_the_option_to_change():
 def test_search_finds_no_room_for_the_kv_cache_of_too_long_samples():
     long = replace(WORK, max_tokens=8_000_000, micro_batch_tokens=1)
     given = {"model.gradient_checkpointing": False}
-    assert all(not one.fits for one in search(long, NODE, given=given))
+    assert all(not candidate.fits for candidate in search(long, NODE, given=given))
 
 
 def test_overrides_set_max_staleness_and_fsdp():
-    ahead = next(one for one in search(WORK, NODE) if one.plan.ahead)
+    ahead = next(candidate for candidate in search(WORK, NODE) if candidate.plan.ahead)
     assert overrides(ahead.work, ahead.plan, NODE)["schedule.max_staleness"] == 1
     sharded = search(WORK, NODE, fsdp=True)[0]
     assert overrides(sharded.work, sharded.plan, NODE)["strategy.name"] == "fsdp"
@@ -128,9 +131,11 @@ def test_search_on_a_cpu_counts_engines_and_trainers_on_the_same_machine():
     machine = Cluster(device_named("cpu"), 2)
     small = replace(WORK, policy=ModelShape(2, 64, 128, 4, 4, 16, 1000), engine_dtype="float32")
     found = search(small, machine)
-    assert {one.plan.engines for one in found} == {1, 2} and all(set(one.memory) == {"machine"} for one in found)
-    two = [one for one in found if one.plan.engines == 2]
-    assert all(one.memory["machine"]["start"] > 2 * WORK.kv_cache_bytes for one in two)
+    assert {candidate.plan.engines for candidate in found} == {1, 2} and all(
+        set(candidate.memory) == {"machine"} for candidate in found
+    )
+    two = [candidate for candidate in found if candidate.plan.engines == 2]
+    assert all(candidate.memory["machine"]["start"] > 2 * WORK.kv_cache_bytes for candidate in two)
 
 
 def test_device_named_suggests_the_nearest_device():

@@ -96,10 +96,10 @@ def check_activations(family, dtype, *, same_prompt):
     def config(layers):
         return family(**{**SIZES, "num_hidden_layers": layers}, **HEADS, head_dim=24)
 
-    three, one = (kept_by_autograd(config(layers), dtype, same_prompt=same_prompt) for layers in (3, 1))
+    three_blocks, one_block = (kept_by_autograd(config(layers), dtype, same_prompt=same_prompt) for layers in (3, 1))
     tokens = 56 + 4 * 8 if same_prompt else 4 * 64
     found = shape_of(config(1).to_dict(), "it").activation_bytes(dtype.itemsize, copies=4 * 64 / tokens)
-    assert found == pytest.approx((three - one) / 2 / tokens, rel=0.02)
+    assert found == pytest.approx((three_blocks - one_block) / 2 / tokens, rel=0.02)
 
 
 def test_shape_of_refuses_missing_sizes_and_experts_by_name():

