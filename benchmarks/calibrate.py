@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.plan_work import WORKERS, prepare_tiny, work_of
 from benchmarks.policies import save_28m, save_prompts
-from benchmarks.runs import Run, run_grpo
+from benchmarks.runs import MeasuredRun, run_grpo
 from rl_plugins.planning.devices import CPU_FILE, Device
 from rl_plugins.planning.memory import engine_memory, prompt_tokens_of_sample, total, trainer_memory
 from rl_plugins.planning.step_time import training_flops
@@ -104,7 +104,7 @@ def measure(kept: Path | None) -> dict[str, Any]:
     return rates | memory(few, [runs[1] for runs in at.values()], Device(**rates))
 
 
-def tensor_seconds(small: tuple[Run, Workload], large: tuple[Run, Workload]) -> float:
+def tensor_seconds(small: tuple[MeasuredRun, Workload], large: tuple[MeasuredRun, Workload]) -> float:
     """Return the seconds of a pass for each tensor, from updates of two models with equal arithmetic rates."""
     (s, m, a), (t, n, b) = (
         (run.quiet("time/update_policy"), tensor_passes(work, WORKERS), training_flops(work, work.policy, WORKERS))
@@ -118,20 +118,22 @@ def tensor_passes(work: Workload, workers: int) -> int:
     return micro_batch_sizes(work, workers).passes * work.policy.tensors
 
 
-def training_rate(run: Run, work: Workload, workers: int, tensor_s: float) -> float:
+def training_rate(run: MeasuredRun, work: Workload, workers: int, tensor_s: float) -> float:
     """Return the operations per second of a trainer, without the seconds for each tensor."""
     seconds = run.quiet("time/update_policy") - tensor_passes(work, workers) * tensor_s
     return training_flops(work, work.policy, workers) / seconds
 
 
-def decoding_costs(few: tuple[Run, Workload], many: tuple[Run, Workload]) -> tuple[float, float]:
+def decoding_costs(few: tuple[MeasuredRun, Workload], many: tuple[MeasuredRun, Workload]) -> tuple[float, float]:
     """Return the seconds of a decoding step without responses, and the additional seconds for each response."""
     (a, b), (m, n) = [(run.quiet("time/rollout") / work.response_tokens, work.responses) for run, work in (few, many)]
     slope = max(0.0, (m - a) / (n - b))
     return max(0.0, a - slope * b), slope
 
 
-def sampling_rates(runs: Sequence[tuple[Run, Workload]], step_s: float, sequence_s: float) -> tuple[float, float]:
+def sampling_rates(
+    runs: Sequence[tuple[MeasuredRun, Workload]], step_s: float, sequence_s: float
+) -> tuple[float, float]:
     """Return the operations and bytes per second of each core in decoding, from runs with few and many responses."""
     rows, seconds = [], []
     for run, work in runs:
@@ -149,7 +151,9 @@ def sampling_rates(runs: Sequence[tuple[Run, Workload]], step_s: float, sequence
     return determinant / (seconds[0] * d - b * seconds[1]), determinant / (a * seconds[1] - seconds[0] * c)
 
 
-def memory(few: tuple[Run, Workload], larger: Sequence[tuple[Run, Workload]], device: Device) -> dict[str, float]:
+def memory(
+    few: tuple[MeasuredRun, Workload], larger: Sequence[tuple[MeasuredRun, Workload]], device: Device
+) -> dict[str, float]:
     """Return the bytes of processes without a model, and the heap size divided by the live data of a pass."""
     run, work = few
     assert run.resident is not None
@@ -176,14 +180,14 @@ def update(work: Workload, device: Device) -> dict[str, float]:
 
 def run_at(
     folder: Path, overrides: list[str], kept: Path | None, workers: int = WORKERS, zero_stage: int = 1
-) -> tuple[Run, Workload]:
+) -> tuple[MeasuredRun, Workload]:
     """Return a run, and the work of one of its steps with the mean length of the sampled responses."""
     name = "_".join(
         [folder.name, *(option.rpartition("=")[2] for option in overrides[-2:]), str(workers), str(zero_stage)]
     )
     file = kept / f"{name}.pickle" if kept else None
     if file and file.is_file():
-        run: Run = pickle.loads(file.read_bytes())
+        run: MeasuredRun = pickle.loads(file.read_bytes())
     else:
         further = (f"placement.num_workers={workers}", f"strategy.zero_stage={zero_stage}")
         run = run_grpo(folder, *overrides, *further, name=name, closely=True)

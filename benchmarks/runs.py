@@ -1,4 +1,4 @@
-"""Run the GRPO recipe in a process of its own and read its metrics; watch the memory of all its processes."""
+"""Runs of the GRPO recipe in a separate process, with their metrics and the memory of all processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TIMEOUT_S = 1800
 
 
 @dataclass
-class Run:
-    """Metrics of the training steps, and the peak memory of each kind of process, in bytes.
+class MeasuredRun:
+    """Metrics and memory of a run.
 
     Attributes:
-        steps: a row for each.
-        peak_bytes: of the largest process of each kind.
-        resident: the private memory of each process over time, if that was watched.
+        steps: Metrics of each training step.
+        peak_bytes: Peak memory of the largest process of each kind, in bytes.
+        resident: Private memory of each process over time; None if only the peaks were measured.
     """
 
     steps: list[dict[str, float]]
@@ -33,40 +33,40 @@ class Run:
     resident: Resident | None = None
 
     def values(self, name: str) -> list[float]:
-        """One metric over the steps that have it."""
+        """Return the values of a metric over the steps with the metric."""
         return [step[name] for step in self.steps if name in step]
 
     def median(self, name: str, skip: int = 2) -> float:
-        """Median over the steps after the first `skip`."""
+        """Return the median over the steps after the first `skip` steps."""
         return median(self.values(name)[skip:] or self.values(name))
 
     def quiet(self, name: str) -> float:
-        """Lower quartile over the steps after the first: what else a machine does only adds to a step."""
+        """Return the lower quartile over the steps after the first; other work of the machine only adds to a step."""
         return quiet(self.values(name)[1:])
 
     def phases(self) -> dict[str, float]:
-        """Median seconds of each phase, largest first."""
+        """Return the median seconds of each phase, largest first."""
         names = {name for step in self.steps for name in step if name.startswith("time/")} - {"time/step"}
         phases = {name.removeprefix("time/"): self.median(name) for name in names}
         return dict(sorted(((k, v) for k, v in phases.items() if v >= 0.0005), key=lambda item: -item[1]))
 
 
 def quiet(values: Sequence[float]) -> float:
-    """The lower quartile."""
+    """Return the lower quartile."""
     return sorted(values)[(len(values) - 1) // 4]
 
 
-def run_grpo(folder: Path, *overrides: str, name: str = "run", closely: bool = False) -> Run:
+def run_grpo(folder: Path, *overrides: str, name: str = "run", closely: bool = False) -> MeasuredRun:
     """Train `folder/policy` on `folder/data/train.parquet` with the GRPO recipe, in `folder/outputs/name`.
 
     Args:
-        folder: with the policy and the data.
-        overrides: options of the recipe.
-        name: of the run.
-        closely: watch private memory fifty times a second, in place of shares of all memory once.
+        folder: Folder with the policy and the data.
+        overrides: Options of the recipe.
+        name: Name of the run.
+        closely: Measure private memory fifty times a second. Otherwise measure proportional memory once a second.
 
     Raises:
-        RuntimeError: it failed; the message ends with its output.
+        RuntimeError: The run failed. The message ends with its output.
     """
     command = [
         sys.executable, "-m", "rl_plugins.recipes.grpo", f"run.name={name}", f"run.output_dir={folder}/outputs",
@@ -81,11 +81,11 @@ def run_grpo(folder: Path, *overrides: str, name: str = "run", closely: bool = F
     if process.returncode:
         raise RuntimeError(f"the recipe ended with status {process.returncode}:\n{output[-4000:]}")
     steps = [row for row in metric_rows(folder / "outputs" / name / "metrics.jsonl") if "train/loss" in row]
-    return Run(steps, resident=seen) if isinstance(seen, Resident) else Run(steps, seen)
+    return MeasuredRun(steps, resident=seen) if isinstance(seen, Resident) else MeasuredRun(steps, seen)
 
 
 class MemoryWatch:
-    """Samples the memory of a process's descendants once a second; what several map counts in shares."""
+    """Thread that measures the proportional memory (PSS) of the descendants of a process once a second."""
 
     KINDS = ("RayTrainWorker", "VLLMActor")
 
@@ -96,17 +96,17 @@ class MemoryWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> dict[str, int]:
-        """End; the peak of the largest process of each kind."""
+        """Stop the thread, and return the peak of the largest process of each kind."""
         self._ended.set()
         self._thread.join()
         return self._peaks
 
     def _watch(self) -> None:
-        # The kernel counts every page of a process for this: more often, and the steps would be slower for it.
+        # The kernel counts every page of a process. Measuring more often would make the steps slower.
         while not self._ended.wait(1.0):
             try:
                 processes = [self._root, *self._root.children(recursive=True)]

@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks.learning import config_of, start
 from benchmarks.policies import save_policy, save_prompts
-from benchmarks.runs import Run, run_grpo
+from benchmarks.runs import MeasuredRun, run_grpo
 from rl_plugins.launch.command_line import compose_config, run_recipe
 from rl_plugins.launch.config import parse_config
 from rl_plugins.run_folder import metric_rows, read_metrics
@@ -158,7 +158,7 @@ def lost() -> None:
     print(f"  the step itself took {steps[at]:.2f} s; in all the run took {more:.2f} steps longer")
 
 
-def _run_and_kill(folder: Path, at_step: int) -> Run:
+def _run_and_kill(folder: Path, at_step: int) -> MeasuredRun:
     options = [
         "run.name=lost", f"run.output_dir={folder}/outputs", f"model.path={folder}/policy",
         f"data.train_files=[{folder}/data/train.parquet]", "run.export=false", "run.eval_every=0",
@@ -182,7 +182,7 @@ def _run_and_kill(folder: Path, at_step: int) -> Run:
             break
     if process.wait(1800):
         raise RuntimeError(f"the recipe ended with status {process.returncode}")
-    return Run(rows())
+    return MeasuredRun(rows())
 
 
 def main() -> None:
