@@ -58,7 +58,7 @@ def speed(overrides: list[str]) -> None:
 
 
 def accuracy(seeds: list[int]) -> None:
-    """RemoteSamples-out accuracy of both modes for each seed."""
+    """Held-out accuracy of both modes for each seed."""
     modes = {"synchronous": [], "one step ahead": [AHEAD]}
     found: dict[str, list[float]] = {mode: [] for mode in modes}
     before = []

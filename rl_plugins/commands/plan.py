@@ -196,7 +196,8 @@ def workload_of(
         raise ConfigError(f"plan is for stages that train on their own samples ({', '.join(COLLECTING_STAGES)})")
     if rollout_dtype(config) not in DTYPE_BYTES:
         raise ConfigError(
-            f"rollout.dtype={rollout_dtype(config)}: plan has rates for {' and '.join(DTYPE_BYTES)} only: use one of the two"
+            f"rollout.dtype={rollout_dtype(config)}: plan has rates for {' and '.join(DTYPE_BYTES)} only: "
+            "use one of the two"
         )
     policy = read_shape("model.path", config.model.path)
     algorithm: Mapping[str, Any] = config.algorithm or {}
