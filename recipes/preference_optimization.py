@@ -1,4 +1,4 @@
-"""Preference optimization on given pairs (DPO and its kin).
+"""Preference optimization on given pairs (DPO and similar losses).
 
 `python -m rl_plugins.recipes.preference_optimization model.path=... data.train_files=[...]`
 """

@@ -19,7 +19,7 @@ from rl_plugins.override import override
 def main() -> None:
     """Run the quickstart; exit with status 1 if GRPO did not learn."""
     start = time.perf_counter()
-    # Waiting threads do not spin, and DeepSpeed does not print its choice of a device.
+    # Waiting threads do not spin, and DeepSpeed does not print the choice of a device.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     options = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
