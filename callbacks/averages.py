@@ -1,4 +1,4 @@
-"""Models that follow the policy: a moving average of its weights, and a reference model that is updated."""
+"""Models behind the policy: a moving average of the policy's weights, and updates of the reference model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PolicyAverage(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         previous, self._last_step = self._last_step, clock(pl_module)
-        # After a roll-back the clock shows a step again that the average already includes.
+        # After a roll-back the clock repeats a step, and the average already includes the step.
         if self._last_step > previous:
             for name, shard in _trained_shards(trainer):
                 self._average[name].lerp_(shard.float(), 1 - self._keep)

@@ -36,7 +36,7 @@ class HasRankShares(Protocol):
         """Restore the state; return the restored parts, in words.
 
         Args:
-            shares: this rank's share only if `own`, else the shares of all ranks that saved the checkpoint.
+            shares: only this rank's share if `own`, else the shares of all ranks of the earlier run.
             own: True if as many ranks have saved the checkpoint as load it.
         """
 
@@ -60,15 +60,15 @@ class PolicyCheckpoint(Callback):
         every: number of steps between two checkpoints.
         keep_last: number of newest checkpoints to keep.
         report_to_ray: True if the workers run under Ray Train.
-        keep_models: for a model that fewer than `keep_last` checkpoints hold: its name, and the number of newest
-            checkpoints that hold it. A sharded critic takes as much disk space as the policy. A run can continue only
-            from a checkpoint that holds every model.
+        keep_models: number of newest checkpoints with a certain model, by the name of the model. A smaller number than
+            `keep_last` saves disk space: a sharded critic takes as much as the policy. A run can continue only from a
+            checkpoint with all models.
 
     Attributes:
         saved_step: newest step with a checkpoint, at first the step from which the run started; -1 before training.
 
     Example:
-        Place callbacks that change weights before `PolicyCheckpoint`, and callbacks that look at checkpoints behind::
+        Averages come before `PolicyCheckpoint`. Callbacks for saved checkpoints come behind `PolicyCheckpoint`::
 
             Trainer(callbacks=[PolicyAverage(keep=0.99), PolicyCheckpoint(folder, every=50), BestCheckpoints(folder)])
     """
@@ -102,7 +102,7 @@ class PolicyCheckpoint(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            # A killed process can leave folders that are half written or half removed.
+            # A killed process can leave half-written and half-removed folders.
             for unfinished in self._folder.unfinished():
                 shutil.rmtree(unfinished)
 

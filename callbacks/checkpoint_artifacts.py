@@ -37,7 +37,7 @@ class CheckpointReference(Callback):
     """Record each new checkpoint in MLflow: its path, its files and a digest, without a copy of the files.
 
     MLflow gets a file such as `checkpoints/step_00000050.json`, and tags for the newest checkpoint. Place this callback
-    behind the callback that saves.
+    behind `PolicyCheckpoint`.
 
     Args:
         folder: folder of the run.
@@ -147,7 +147,7 @@ class BestUpload(Callback):
                 logger.submit(self.send)
 
     def send(self, run: TrackedRun) -> None:
-        """Upload the checkpoints that are the best ones at the time of the call."""
+        """Upload the best checkpoints at the time of the call."""
         upload_best(run, ranked_bests(self._folder, self._metric, self._mode)[: self._count])
 
 

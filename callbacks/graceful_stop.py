@@ -30,7 +30,7 @@ class GracefulStop(Callback):
 
     Args:
         folder: folder of the run.
-        time_limit_s: seconds from `started`; the step that runs at this time is the last one. None for no limit.
+        time_limit_s: seconds from `started`; the step running at this time is the last one. None for no limit.
         started: start of the run in seconds since 1970; the start of this process by default.
         ray_notices: True if the workers run under Ray Train. After every step the callback then checks for a notice
             that Ray is about to lose a node. It saves at once, and training continues: Ray Train later starts the

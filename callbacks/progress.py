@@ -25,7 +25,7 @@ LINE_INTERVAL_S = 10.0
 SAME_STEP_INTERVAL_S = 60.0
 """Seconds between two lines of the same step."""
 BAR_WIDTH = 48
-"""Columns that tqdm needs behind the text: bar, steps, time, time left and pace."""
+"""Number of columns behind the text, for tqdm: bar, steps, time, time left and pace."""
 
 _SHOWN_METRICS = {
     "train/reward": "reward", "train/accuracy": "accuracy", "train/kl": "kl", "val/reward": "val", "train/loss": "loss",

@@ -1,7 +1,7 @@
 """Load of the machines during training: MLflow's system metrics of every node, in one run, on the stage's clock.
 
-The monitors are MLflow's. MLflow's `SystemMetricsMonitor` is not used: it sends from every node with a client of its
-own and counts samples in place of steps. Here only rank 0 logs, through the loggers of the trainer.
+The monitors are MLflow's. MLflow's `SystemMetricsMonitor` is not used: its thread on every node would open the store
+with another client, and would count samples in place of steps. Here rank 0 logs, through the loggers of the trainer.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class SystemMetrics(Callback):
 
 
 class Sampler(threading.Thread):
-    """Thread that reads MLflow's monitors at intervals. The thread also imports MLflow, so training does not wait.
+    """Thread for reading MLflow's monitors at intervals. The thread also imports MLflow, so training does not wait.
 
     Args:
         prefix: prefix of the metrics' names.
         every_s: seconds between two samples.
 
     Attributes:
-        ended: event that ends the thread.
+        ended: event for ending the thread.
     """
 
     def __init__(self, prefix: str, every_s: float) -> None:

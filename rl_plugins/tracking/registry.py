@@ -51,7 +51,7 @@ def register_policy(run: TrackedRun, policy: Path, name: str, evaluation: Evalua
     Args:
         run: run of the policy.
         policy: folder of the policy.
-        name: name of the registered model; created if it does not exist.
+        name: name of the registered model; a missing model is created.
         evaluation: evaluation of the policy, for the comparison with the champion.
         example: text of a user message, stored as the model's input example.
 
@@ -133,11 +133,11 @@ def is_in_mlflow(path: str) -> bool:
 
 
 def fetch_model(option: str, uri: str, store: str, cache: Path) -> Path:
-    """Return the local folder of a model in MLflow; download the model if the cache does not have it.
+    """Return the local folder of a model in MLflow; download a model missing in the cache.
 
     The model is a registered model (`models:/NAME@ALIAS`, `models:/NAME/VERSION`) or an artifact of a run
     (`runs:/ID/FOLDER`), in MLflow's transformers flavour or as a Hugging Face folder. A version or an artifact does not
-    change, so it is downloaded once. The folder's name ends with a digest of the store and of the origin of the
+    change, so one download is enough. The folder's name ends with a digest of the store and of the origin of the
     version: other stores use the same names and versions, and so does a model created again under a deleted name.
 
     Args:

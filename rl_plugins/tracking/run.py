@@ -80,11 +80,11 @@ class TrackedRun:
 
 
 def open_run(uri: str, experiment: str, folder: RunFolder, description: RunDescription) -> TrackedRun:
-    """Create the MLflow run, or continue the run whose id is in the folder, and record its description.
+    """Create the MLflow run, or continue the run whose id is in the folder, and record the description.
 
     Args:
         uri: address of the MLflow store.
-        experiment: name of the experiment; created if it does not exist.
+        experiment: name of the experiment; a missing experiment is created.
         folder: folder of the run; its name is the name of a new MLflow run.
         description: description to record.
 
