@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from rl_plugins.errors import ConfigError, DeadlineExceeded
-from rl_plugins.rewards import RewardFailureError, RewardPool, Score, ScoringRequest, failure_counts
+from rl_plugins.rewards import RewardError, RewardPool, Score, ScoringRequest, failure_counts
 from rl_plugins.tests.patience import patient
 
 pytestmark = pytest.mark.usefixtures("running_ray")
@@ -110,7 +110,7 @@ def test_batch_that_kills_a_worker_is_scored_one_by_one() -> None:
 
 def test_score_raises_above_max_failure_rate_at_once_and_the_pool_survives() -> None:
     with pool(f"{HERE}.obey", max_failure_rate=0.05, chunk_size=1) as workers:
-        with pytest.raises(RewardFailureError, match=r"^3 of 40 rewards failed.*timeout.*no result within \S+ s"):
+        with pytest.raises(RewardError, match=r"^3 of 40 rewards failed.*timeout.*no result within \S+ s"):
             workers.score(requests(*["expire"] * 40))
         assert outcomes(workers.score(requests("a", "bb"))) == [1.0, 2.0]
 
@@ -120,7 +120,7 @@ def test_data_sources_are_routed_and_unknown_ones_refused() -> None:
     with RewardPool(config, **DEFAULTS) as workers:
         assert outcomes(workers.score(requests("abc"))) == [3.0]
         stranger = ScoringRequest(data_source="t", solution_str="", ground_truth=None, extra_info={})
-        with pytest.raises(ConfigError, match="data_source 't'"):
+        with pytest.raises(RewardError, match="data_source 't'"):
             workers.score([stranger])
 
 
@@ -133,6 +133,16 @@ def test_reward_of_a_file(tmp_path: Path) -> None:
 
 def test_error_of_loading_a_reward_arrives_unchanged() -> None:
     with pool(f"{HERE}.obei") as workers, pytest.raises(ConfigError, match="did you mean 'obey'"):
+        workers.score(requests("a"))
+
+
+def test_new_worker_that_cannot_load_the_reward_raises_reward_error(tmp_path: Path) -> None:
+    path = tmp_path / "fleeting.py"
+    path.write_text("import os, pathlib\ndef f(solution_str):\n    pathlib.Path(__file__).unlink()\n    os._exit(1)\n")
+    with (
+        RewardPool({"path": str(path), "name": "f"}, **DEFAULTS) as workers,
+        pytest.raises(RewardError, match=r"a new worker cannot start: reward file .* does not exist"),
+    ):
         workers.score(requests("a"))
 
 
@@ -153,7 +163,7 @@ def test_score_raises_when_a_worker_dies_while_loading_the_reward(tmp_path: Path
     config = {"path": str(path), "name": "f"}
     with (
         RewardPool(config, **DEFAULTS) as workers,
-        pytest.raises(RuntimeError, match="died while it loaded its rewards"),
+        pytest.raises(RewardError, match="died while it loaded its rewards"),
     ):
         workers.score(requests("a"))
 

@@ -46,6 +46,10 @@ class RowError(ConfigError):
         return RowError, (self.where, self.field, self.reason)
 
 
+class RewardError(RuntimeError):
+    """Rewards of a running run failed: too many samples without a score, or workers that cannot score."""
+
+
 class DeadlineExceeded(TimeoutError):
     """A wait that passed its deadline. The message names the waiting process, its phase, and the awaited event."""
 

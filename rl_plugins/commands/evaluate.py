@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.generate import add_sampling_arguments
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, RewardError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +70,6 @@ def run(arguments: Namespace) -> int:
     from rich.console import Console
 
     from rl_plugins.evaluation.results import compare, evaluate, load_samples
-    from rl_plugins.rewards.failures import RewardFailureError
     from rl_plugins.rewards.routing import check_routes
 
     if len(arguments.inputs) > 2:
@@ -90,7 +89,7 @@ def run(arguments: Namespace) -> int:
                     right_from=arguments.right_from,
                     max_failure_rate=arguments.max_failure_rate,
                 )
-            except RewardFailureError as error:
+            except RewardError as error:
                 raise ConfigError(f"{samples.path}: --reward {arguments.reward}: {error}") from None
             results.append(result)
             _print_results(console, result)

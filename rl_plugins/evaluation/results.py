@@ -28,8 +28,7 @@ from rl_plugins.evaluation.measures import (
     sizes_up_to,
     summarize_columns,
 )
-from rl_plugins.rewards.failures import check_failure_rate, failure_counts
-from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate, failure_counts
 
 ALL = "all"
 """Name of the data source for all prompts together."""
@@ -124,7 +123,7 @@ def evaluate(
         max_failure_rate: largest share of all samples with a failed reward.
 
     Raises:
-        RewardFailureError: the rewards of more samples failed; raised as soon as the share is certain.
+        RewardError: the rewards of more samples failed; raised as soon as the share is certain.
     """
     size, total = samples.size, samples.size * len(samples.rows)
     prompts, sources, repeats = dict[bytes, int](), list[str](), Counter[bytes]()

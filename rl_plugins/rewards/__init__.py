@@ -1,14 +1,14 @@
-"""Rewards: plain callables named in the configuration; a failure is recorded, never turned into 0."""
+"""Rewards: plain callables named in the configuration. A failure is recorded, never turned into 0."""
 
-from rl_plugins.rewards.failures import RewardFailureError, check_failure_rate, failure_counts
+from rl_plugins.errors import RewardError
 from rl_plugins.rewards.inline import InlineScorer, check_reward
 from rl_plugins.rewards.pool import RewardPool
-from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate, failure_counts
 from rl_plugins.rewards.routing import check_routes
 
 __all__ = [
     "InlineScorer",
-    "RewardFailureError",
+    "RewardError",
     "RewardPool",
     "Score",
     "ScoringRequest",

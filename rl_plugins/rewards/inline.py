@@ -1,23 +1,26 @@
 """Scoring in the calling process, without Ray: for one-process runs in which `breakpoint()` works.
 
-It has the pool's soft deadline (none outside the main thread or under a debugger), but nothing that stops
-native code.
+`InlineScorer` has the soft deadline of `RewardPool` (none outside the main thread or under a debugger), and no hard
+deadline for native code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.deadline import debugging
-from rl_plugins.rewards.failures import check_failure_rate
-from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rewards.routing import Router, check_routes
+from rl_plugins.rewards.calling import debugging
+from rl_plugins.rewards.pool import RewardPool
+from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
+from rl_plugins.rewards.routing import Router, check_requests, check_routes
+
+Reward = Callable[..., Any] | Mapping[str, Any]
 
 
 class InlineScorer:
-    """Same interface as `RewardPool`, in this process."""
+    """Scorer in this process, with the interface of `RewardPool`."""
 
     def __init__(
         self,
@@ -29,9 +32,9 @@ class InlineScorer:
         """Load the rewards.
 
         Args:
-            reward_config: One reward, or a mapping from data_source to rewards (see `routing`).
-            deadline_s: Seconds for one call; None for no limit.
-            max_failure_rate: Share of failed samples (0 to 1) above which `score` raises.
+            reward_config: One reward, or a mapping from data source to reward (see `routing`).
+            deadline_s: Seconds for one call of a reward function. None sets no limit.
+            max_failure_rate: Share of failed samples (0 to 1) above which `score` raises an error.
 
         Raises:
             ConfigError: The configuration is wrong or a reward cannot be loaded.
@@ -44,19 +47,22 @@ class InlineScorer:
         self._router = Router(reward_config)
 
     def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
-        """Score in the order of the requests.
+        """Score requests in order.
 
         Raises:
-            ConfigError: A data_source has no reward.
-            RewardFailureError: More than `max_failure_rate` of the samples failed.
+            RewardError: A data source has no reward, or more than `max_failure_rate` of the samples failed.
         """
         scores = self.answer(requests)
         check_failure_rate(scores, self.max_failure_rate)
         return scores
 
     def answer(self, requests: Sequence[ScoringRequest]) -> list[Score]:
-        """Score some of the samples of a step, or reply to them; however many fail, that is for the caller to judge."""
-        check_routes(self.reward_config, {request.data_source for request in requests})
+        """Score or reply to requests in order, and leave the check of the failure rate to the caller.
+
+        Raises:
+            RewardError: A data source has no reward.
+        """
+        check_requests(self.reward_config, requests)
         deadline_s = None if debugging() else self.deadline_s
         first = self._router.score(requests, deadline_s)
         scores = [
@@ -69,19 +75,43 @@ class InlineScorer:
         return complete
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is no resource to release."""
 
 
 def check_reward(
     reward_config: Mapping[str, Any], sample_request: ScoringRequest, *, deadline_s: float | None = 60.0
 ) -> Score:
-    """Score one sample in this process at start-up, before anything heavy starts.
+    """Score one sample in this process, before anything heavy starts.
+
+    Args:
+        reward_config: One reward, or a mapping from data source to reward (see `routing`).
+        sample_request: The sample.
+        deadline_s: Seconds for the call.
 
     Raises:
-        ConfigError: The reward cannot be loaded, has no route for the sample, or failed on it.
+        ConfigError: The reward cannot be loaded, the sample's data source has no reward, or the reward fails.
     """
+    source = sample_request.data_source
+    check_routes(reward_config, [source])
     score = InlineScorer(reward_config, deadline_s=deadline_s, max_failure_rate=1.0).score([sample_request])[0]
     if score.failure is not None:
-        source = sample_request.data_source
         raise ConfigError(f"the reward fails on a sample of data_source {source!r}: {score.failure}: {score.message}")
     return score
+
+
+def default_scorer(reward: Reward, *, deadline_s: float = 10.0) -> RewardPool | InlineScorer:
+    """Return a scorer for a bare reward: a pool of workers where Ray runs, an inline scorer elsewhere.
+
+    Args:
+        reward: Reward function, or reward configuration (see `routing`). A function of the script itself is sent to
+            the workers by value. The workers import the module of any other function.
+        deadline_s: Seconds for one call of the function.
+
+    Raises:
+        ConfigError: The function asks for an argument that samples do not have, or cannot be loaded.
+    """
+    config = reward if isinstance(reward, Mapping) else {"_target_": reward}
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return RewardPool(config, num_workers=1, deadline_s=deadline_s)
+    return InlineScorer(config, deadline_s=deadline_s)

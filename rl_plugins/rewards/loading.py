@@ -1,13 +1,13 @@
-"""From configuration to callable: a reward is named by `_target_`, or by a file's `path` and a `name`.
+"""Loading of a reward from its configuration: `_target_`, or the `path` of a file and a `name`.
 
     {_target_: my_package.rewards.length_penalty, weight: 0.1}   a function; every call gets `weight`
-    {_target_: my_package.rewards.Judge, url: http://...}        a class; its constructor gets `url`
-    {path: rewards.py, name: compute_score}                      either, from a file that is in no package
+    {_target_: my_package.rewards.Judge, url: http://...}        a class; the constructor gets `url`
+    {path: rewards.py, name: compute_score}                      either, from a file in no package
 
-In Python `_target_` may also be the function or class itself.
+In Python, `_target_` may also be the function or class itself.
 
-Whatever is missing is a ConfigError that names the nearest thing that exists. Errors raised by the user's own
-module while it is imported keep their traceback.
+A missing name raises a ConfigError with the nearest existing name. An error of the user's own module during import
+keeps its traceback.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from rl_plugins.errors import ConfigError
 
 
 def load_reward(config: Mapping[str, Any]) -> tuple[str, Callable[..., Any], dict[str, Any]]:
-    """Load what `config` names.
+    """Load the function or class of a configuration.
+
+    Args:
+        config: `_target_`, or `path` and `name`, and further keyword arguments.
 
     Returns:
-        Its name for messages; the callable (of a class: an instance made with the configured keyword
-        arguments); the keyword arguments to pass to every call (of a class: none).
+        The name of the reward for messages, the callable, and the keyword arguments for every call. For a class, the
+        callable is an instance made with the keyword arguments, and there are none for the calls.
 
     Raises:
         ConfigError: A key, module, file or name is missing, or a class does not take the keyword arguments.
@@ -53,7 +56,7 @@ def load_reward(config: Mapping[str, Any]) -> tuple[str, Callable[..., Any], dic
     found: Any = getattr(module, attribute, None)
     if not callable(found):
         offered = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-        problem = "has no" if found is None else "holds, but not as a function or class,"
+        problem = "has no" if found is None else "has, but not as a function or class,"
         hint = nearest(attribute, offered)
         raise ConfigError(f"reward {name!r}: {module.__name__} {problem} {attribute!r}{hint}")
     return _ready(name, found, options)
@@ -75,7 +78,7 @@ def _ready(
 
 
 def nearest(wanted: str, existing: Iterable[str]) -> str:
-    """The end of an error message: "; did you mean 'x'?", else the list of what exists."""
+    """Return the end of an error message: "; did you mean 'x'?", or else the list of existing names."""
     names = sorted(set(existing))
     close = get_close_matches(wanted, names, n=1)
     if close:
@@ -83,8 +86,8 @@ def nearest(wanted: str, existing: Iterable[str]) -> str:
     return f"; there is: {', '.join(names[:20])}" if names else ""
 
 
-def plain(value: Any) -> Any:
-    """Turn configuration containers, OmegaConf's too, into dicts and lists."""
+def plain(value: object) -> Any:
+    """Turn containers of a configuration, also OmegaConf containers, into dicts and lists."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -114,8 +117,8 @@ def _import_file(path: Path) -> ModuleType:
     digest = sha256(str(path.resolve()).encode()).hexdigest()[:12]
     spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}_{digest}", path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"reward file {str(path)!r} is no Python file: its name must end in .py")
+        raise ConfigError(f"reward file {str(path)!r} is not a Python file: the name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    sys.modules[spec.name] = module  # dataclasses and pickle look modules up by name
     spec.loader.exec_module(module)
     return module

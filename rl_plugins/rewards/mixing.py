@@ -1,11 +1,11 @@
-"""Several rewards for the same samples, summed with weights.
+"""Weighted sum of several rewards for the same samples.
 
     {_target_: rl_plugins.rewards.mixing.WeightedSum,
      rewards: {rule: {_target_: ...}, model: {_target_: ...}},
      weights: {rule: 1.0, model: 0.5}}
 
-The reward of each part becomes a detail of the sample's score under the part's name. A part that fails fails the
-sample: a sum without it would be another reward.
+The value of each part becomes a detail of the sample's score, under the name of the part. If a part fails, the sample
+fails, because a sum without the part would be another reward.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.calling import RequestScorer, Scorer
+from rl_plugins.rewards.calling import CompositeReward, RewardFunction
 from rl_plugins.rewards.loading import nearest
-from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rewards.results import failed
+from rl_plugins.rewards.records import Score, ScoringRequest, failed
 
-_LEAST_S = 1e-3
+_MIN_DEADLINE_S = 1e-3
 
 
-class WeightedSum(RequestScorer):
-    """The weighted sum of named rewards, which may be plain, batched or asynchronous, each called in its own way."""
+class WeightedSum(CompositeReward):
+    """Weighted sum of named rewards. Each part is called in its own way: plain, batched or asynchronous."""
 
     def __init__(self, rewards: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float] | None = None) -> None:
         """Load every part.
 
         Args:
-            rewards: configuration of each part, by its name.
-            weights: of the parts; 1 for those that are not named.
+            rewards: Configuration of each part, by the name of the part.
+            weights: Weight of each part, by the name of the part. A part without an entry has weight 1.
 
         Raises:
-            ConfigError: there is no part, a weight belongs to none or is not a finite number, or a part cannot be
+            ConfigError: There is no part, a weight belongs to no part or is not a finite number, or a part cannot be
                 loaded.
         """
         if not rewards:
@@ -49,16 +48,20 @@ class WeightedSum(RequestScorer):
             if not isinstance(config, Mapping):
                 raise ConfigError(f"WeightedSum: the reward {name!r} is {config!r}, not a mapping with `_target_`")
         self.weights = {name: float((weights or {}).get(name, 1.0)) for name in rewards}
-        self.parts = {name: Scorer(config) for name, config in rewards.items()}
+        self.parts = {name: RewardFunction(config) for name, config in rewards.items()}
         self.batched = any(part.batched for part in self.parts.values())
         self.is_async = any(part.is_async for part in self.parts.values())
 
     def __call__(self, requests: Sequence[ScoringRequest], deadline_s: float | None) -> list[Score | None]:
-        """Score in order; `deadline_s` bounds all parts together.
+        """Score requests in order.
+
+        Args:
+            requests: Samples to score.
+            deadline_s: Seconds for all parts together. None sets no deadline.
 
         Returns:
-            None for a request that must run alone: the time of several requests was up, and nobody can tell whose
-            fault it was.
+            One entry per request. None marks a request to run again alone: the time of several requests was up, and
+            the request at fault is unknown.
         """
         stop = math.inf if deadline_s is None else time.monotonic() + deadline_s
         columns = {name: _scores(part, requests, stop) for name, part in self.parts.items()}
@@ -74,7 +77,7 @@ class WeightedSum(RequestScorer):
                 return failed(score.failure, f"{name}: {score.message}")
         for name, score in parts.items():
             if score is not None and score.reply is not None:
-                return failed("raised", f"{name}: a part of a sum cannot answer: it returns a score")
+                return failed("raised", f"{name}: a part of a sum cannot reply: return a score")
         for name, score in parts.items():
             if score is None or score.value is None:
                 return None
@@ -86,15 +89,15 @@ class WeightedSum(RequestScorer):
         return Score(value, details)
 
 
-def _scores(part: Scorer, requests: Sequence[ScoringRequest], stop: float) -> list[Score | None]:
-    def left() -> float | None:
-        return None if stop == math.inf else max(round(stop - time.monotonic(), 3), _LEAST_S)
+def _scores(part: RewardFunction, requests: Sequence[ScoringRequest], stop: float) -> list[Score | None]:
+    def remaining_s() -> float | None:
+        return None if stop == math.inf else max(round(stop - time.monotonic(), 3), _MIN_DEADLINE_S)
 
     if part.batched or part.is_async:
-        return part.score(requests, left())
+        return part.score(requests, remaining_s())
     scores: list[Score | None] = []
     for request in requests:
-        # What could not be started is tried again alone; alone, it starts in any case and is timed.
+        # A late request runs again alone. A single request starts in any case, with a deadline.
         is_late = len(requests) > 1 and time.monotonic() >= stop
-        scores += [None] if is_late else part.score([request], left())
+        scores += [None] if is_late else part.score([request], remaining_s())
     return scores

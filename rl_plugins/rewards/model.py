@@ -1,8 +1,7 @@
-"""A reward with weights of its own: a reward model that reads the prompt's messages and the response as text.
+"""Reward model as a reward function: the model reads the prompt's messages and the response as text.
 
-It has its own tokenizer, so it may belong to another family than the policy; and it lives in the reward workers, away
-from training. (A reward model with the policy's tokens can also be an engine of the trainer: see the stage's
-`reward_model`.)
+The model has a tokenizer of its own, so model and policy may belong to different families. The model runs in the reward
+workers. A reward model with the policy's tokenizer can run in the trainer instead (see `reward_model` of the stage).
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class ModelReward:
-    """The score of a response's last token under a model with a scalar head; batched.
+    """Score of the last token of a response under a model with a scalar head. Calls are batched.
 
-    The model reads what it was trained on: the messages in the tokenizer's chat template, the response, and the end of
-    sequence, whether or not the response had come to its end.
+    The input has the form of the training data: the messages in the tokenizer's chat template, the response, and the
+    end-of-sequence token. A response without an end gets the token, too.
     """
 
     def __init__(
@@ -38,16 +37,16 @@ class ModelReward:
         """Load the model and its tokenizer.
 
         Args:
-            path: Hugging Face name or folder of a reward model, such as one that the recipe reward_model has trained.
-            device: where to run it; a CUDA device must be one that reward workers are given.
-            dtype: of the parameters, by its name in torch.
-            batch_size: most responses in one forward pass; those of similar length go together.
-            chat_template_kwargs: further variables for the chat template, such as `enable_thinking`.
+            path: Hugging Face name or folder of a reward model, such as a result of the recipe reward_modeling.
+            device: Device of the model. Reward workers see a CUDA device only if the pool reserves GPUs.
+            dtype: Data type of the parameters, by its name in torch.
+            batch_size: Largest number of responses in one forward pass. Responses of similar length go together.
+            chat_template_kwargs: Further variables for the chat template, such as `enable_thinking`.
 
         Raises:
-            ConfigError: the folder is not a reward model's, an option is out of range, or there is no such device.
+            ConfigError: The folder has no reward model, an option is out of range, or the device does not exist.
         """
-        # Rewards that need no model must not wait for these.
+        # Imported here: rewards without a model must not wait for torch.
         import torch
 
         from rl_plugins.data.tokenization import check_chat_template, load_tokenizer
@@ -58,7 +57,7 @@ class ModelReward:
             raise ConfigError(f"ModelReward: batch_size={batch_size}: set it to 1 or more")
         parameter_type = getattr(torch, dtype, None)
         if not isinstance(parameter_type, torch.dtype):
-            raise ConfigError(f"ModelReward: dtype={dtype!r} is none of torch's: use float32 or bfloat16")
+            raise ConfigError(f"ModelReward: dtype={dtype!r} is not a data type of torch: use float32 or bfloat16")
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(
                 f"ModelReward: device={device}, but this process has no GPU: use device=cpu, or a pool of workers with "
@@ -75,8 +74,12 @@ class ModelReward:
     def __call__(self, solution_strs: Sequence[str], prompts: Sequence[Messages | None]) -> list[float]:
         """Score a batch.
 
+        Args:
+            solution_strs: Text of each response.
+            prompts: Messages of each prompt.
+
         Raises:
-            ValueError: a sample has no prompt.
+            ValueError: A sample has no prompt.
         """
         import torch
 
@@ -96,7 +99,7 @@ class ModelReward:
 
     def _sequences(self, solution_strs: Sequence[str], prompts: Sequence[Messages | None]) -> list[list[int]]:
         if any(not prompt for prompt in prompts):
-            raise ValueError("ModelReward reads the prompt's messages, and a sample has none")
+            raise ValueError("ModelReward reads the prompt's messages, and a sample has no prompt")
         prompt_ids = self.tokenizer.apply_chat_template(
             [list(prompt or ()) for prompt in prompts],
             add_generation_prompt=True,
@@ -109,7 +112,7 @@ class ModelReward:
         return [[*prompt, *response, *end] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
 
     def _padded(self, sequences: Sequence[Sequence[int]]) -> tuple[dict[str, Any], torch.Tensor]:
-        """The arguments of a forward pass, and where each sequence ends [B]."""
+        """Return the arguments of a forward pass, and the index of each sequence's last token [B]."""
         import torch
 
         from rl_plugins.data.padding import pad_ragged
@@ -128,7 +131,7 @@ class ModelReward:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    # Reward workers share the processors; a scorer in the trainer's own process must leave it its threads.
+    # Reward workers share the processors. In the trainer's process, the number of threads must be restored.
     import torch
 
     threads = torch.get_num_threads()

@@ -1,9 +1,9 @@
-"""`data_source` decides which scorer scores a sample.
+"""Choice of the reward for each sample by the sample's `data_source`.
 
     {default: {...}, "openai/gsm8k": {...}}      one reward per data source, `default` for all others
     {_target_: ...}                              one reward for everything
 
-Names are checked up front with `check_routes`, which loads no reward.
+`check_routes` checks names before a run starts and loads no reward.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.calling import Scorer
+from rl_plugins.errors import ConfigError, RewardError
+from rl_plugins.rewards.calling import RewardFunction
 from rl_plugins.rewards.records import Score, ScoringRequest
 
 
@@ -39,7 +39,7 @@ def check_routes(reward_config: Mapping[str, Any], data_sources: Iterable[str]) 
     """Check that every data source of a data set has a reward.
 
     Raises:
-        ConfigError: Names the data sources without a reward, and those that have one.
+        ConfigError: A data source has no reward. The message names the data sources without and with a reward.
     """
     routes = normalize_routes(reward_config)
     unknown = sorted(set(data_sources) - set(routes))
@@ -50,38 +50,63 @@ def check_routes(reward_config: Mapping[str, Any], data_sources: Iterable[str]) 
         )
 
 
+def check_requests(reward_config: Mapping[str, Any], requests: Sequence[ScoringRequest]) -> None:
+    """Check in a running run that every request has a reward.
+
+    Raises:
+        RewardError: The data source of a request has no reward.
+    """
+    try:
+        check_routes(reward_config, {request.data_source for request in requests})
+    except ConfigError as error:
+        raise RewardError(str(error)) from None
+
+
 class Router:
-    """The loaded scorers of one process."""
+    """Loaded rewards of one process."""
 
     def __init__(self, reward_config: Mapping[str, Any]) -> None:
-        """Load every scorer. Raises ConfigError as `Scorer` does."""
-        self.scorers = {source: Scorer(route) for source, route in normalize_routes(reward_config).items()}
+        """Load every reward.
+
+        Args:
+            reward_config: One reward, or a mapping from data source to reward.
+
+        Raises:
+            ConfigError: The configuration is wrong or a reward cannot be loaded.
+        """
+        self.functions = {source: RewardFunction(route) for source, route in normalize_routes(reward_config).items()}
 
     def score(
         self, requests: Sequence[ScoringRequest], deadline_s: float | None, budget_s: float = float("inf")
     ) -> list[Score | None]:
-        """Score in order of the requests; start no further call once `budget_s` seconds have gone.
+        """Score requests in order.
+
+        Args:
+            requests: Samples to score.
+            deadline_s: Seconds for one call of a reward function. None sets no deadline.
+            budget_s: Seconds after which no further call starts.
 
         Returns:
-            None for a request that was not started, or that must be run alone. One request is never None.
+            One entry per request. None marks a request to run later, or to run again alone. A single request never has
+            None.
         """
         scores: list[Score | None] = [None] * len(requests)
         stop = time.monotonic() + budget_s
-        for scorer, rows in self._calls(requests):
-            for row, score in zip(rows, scorer.score([requests[row] for row in rows], deadline_s), strict=True):
+        for function, rows in self._calls(requests):
+            for row, score in zip(rows, function.score([requests[row] for row in rows], deadline_s), strict=True):
                 scores[row] = score
             if time.monotonic() > stop:
                 break
         return scores
 
-    def _calls(self, requests: Sequence[ScoringRequest]) -> Iterator[tuple[Scorer, list[int]]]:
-        rows_of: dict[str, list[int]] = {}
+    def _calls(self, requests: Sequence[ScoringRequest]) -> Iterator[tuple[RewardFunction, list[int]]]:
+        rows_of_source: dict[str, list[int]] = {}
         for row, request in enumerate(requests):
-            source = request.data_source if request.data_source in self.scorers else "default"
-            rows_of.setdefault(source, []).append(row)
-        for source, rows in rows_of.items():
-            scorer = self.scorers[source]
-            if scorer.batched or scorer.is_async:
-                yield scorer, rows
+            source = request.data_source if request.data_source in self.functions else "default"
+            rows_of_source.setdefault(source, []).append(row)
+        for source, rows in rows_of_source.items():
+            function = self.functions[source]
+            if function.batched or function.is_async:
+                yield function, rows
             else:
-                yield from ((scorer, [row]) for row in rows)
+                yield from ((function, [row]) for row in rows)

@@ -1,4 +1,4 @@
-"""Ready-made scorers for answers that can be checked. 1.0 is right, 0.0 wrong; a bad ground truth raises."""
+"""Ready-made rewards for checkable answers: 1.0 is right, 0.0 is wrong. A bad ground truth raises an error."""
 
 from __future__ import annotations
 
@@ -12,37 +12,53 @@ from rl_plugins.errors import ConfigError
 _NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)")
 
 
-def exact_match(solution_str: str, ground_truth: Any, ignore_case: bool = False) -> float:
-    """Whether the response is the ground truth, apart from white space at both ends."""
+def exact_match(solution_str: str, ground_truth: object, ignore_case: bool = False) -> float:
+    """Return 1 if the response equals the ground truth, apart from white space at both ends.
+
+    Args:
+        solution_str: Text of the response.
+        ground_truth: Right answer.
+        ignore_case: Ignore the difference between upper and lower case.
+    """
     given, wanted = solution_str.strip(), str(ground_truth).strip()
     return float(given.casefold() == wanted.casefold() if ignore_case else given == wanted)
 
 
 def correct_and_format(
-    solution_str: str, ground_truth: Any, pattern: str = r"\s*[-+]?\d+\s*", format_weight: float = 0.5
+    solution_str: str, ground_truth: object, pattern: str = r"\s*[-+]?\d+\s*", format_weight: float = 0.5
 ) -> dict[str, float]:
-    """Whether the response is the ground truth, and whether it has the form of an answer at all.
+    """Score the answer (see `exact_match`) and the format of the response.
+
+    Args:
+        solution_str: Text of the response.
+        ground_truth: Right answer.
+        pattern: Regular expression for the whole text of a well-formed response.
+        format_weight: Weight of the format in the score.
 
     Returns:
-        `correct` and `format`, 0 or 1 each, and `score = correct + format_weight format`.
+        `correct` and `format`, each 0 or 1, and `score = correct + format_weight format`.
     """
     correct, formatted = exact_match(solution_str, ground_truth), float(bool(re.fullmatch(pattern, solution_str)))
     return {"score": correct + format_weight * formatted, "correct": correct, "format": formatted}
 
 
-def final_answer(solution_str: str, ground_truth: Any, require_marker: bool = False) -> float:
-    """Whether the response's final number is the ground truth's, as in GSM8K.
+def final_answer(solution_str: str, ground_truth: object, require_marker: bool = False) -> float:
+    """Return 1 if the final number of the response equals the final number of the ground truth, as in GSM8K.
 
-    The final number is the one after the last "####"; without that marker it is the last number of the text,
-    or, with `require_marker`, there is none and the response is wrong. Thousands separators are dropped, and
-    numbers are compared by value (18 is 18.00).
+    The final number is the first number after the last "####". In a text without the marker, the final number is the
+    last number. Thousands separators are dropped. Numbers are compared by value: 18 equals 18.00.
+
+    Args:
+        solution_str: Text of the response.
+        ground_truth: Right answer. The text may be a whole solution.
+        require_marker: Count a response without the marker as wrong.
 
     Raises:
-        ValueError: The ground truth holds no number.
+        ValueError: The ground truth has no number.
     """
     wanted = _final_number(str(ground_truth), require_marker=False)
     if wanted is None:
-        raise ValueError(f"the ground truth {ground_truth!r} holds no number")
+        raise ValueError(f"the ground truth {ground_truth!r} has no number")
     return float(_final_number(solution_str, require_marker) == wanted)
 
 
@@ -57,15 +73,14 @@ def _final_number(text: str, require_marker: bool) -> Decimal | None:
 
 
 class MathVerify:
-    r"""Whether the response's answer, LaTeX or plain, equals the ground truth mathematically.
+    r"""Mathematical comparison of the response's answer, LaTeX or plain, with the ground truth.
 
-    A ground truth without `$` or `\boxed` is taken as LaTeX. A response without a recognisable answer is
-    wrong; an error of the comparison itself is raised. The package's own timeouts are off: the scorer's
-    deadline does their work.
+    A ground truth without `$` or `\boxed` is read as LaTeX. A response without a recognisable answer is wrong. An error
+    of the comparison itself is raised. The timeouts of the package are off, because a reward has a deadline anyway.
     """
 
     def __init__(self) -> None:
-        """Import the package and its parser now, so that no sample's deadline pays for it.
+        """Import the package and its parser, so that the deadline of the first sample does not include the import.
 
         Raises:
             ConfigError: `math-verify` is not installed.
@@ -74,12 +89,12 @@ class MathVerify:
             from math_verify import parse, verify
         except ImportError as error:
             raise ConfigError("the reward MathVerify needs: pip install 'math-verify[antlr4_9_3]'") from error
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warning about the timeouts
         self._parse, self._verify = parse, verify
         self("$1$", "1")
 
-    def __call__(self, solution_str: str, ground_truth: Any) -> float:
-        """Score one response.
+    def __call__(self, solution_str: str, ground_truth: object) -> float:
+        """Return 1 if the answer in the response equals the ground truth.
 
         Raises:
             ValueError: The ground truth cannot be parsed.

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.data.tokenization import TurnTokenizer
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.failures import check_failure_rate
-from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, RolloutEngine, SamplingConfig
 from rl_plugins.stages.environment import Ending, Environment, EnvironmentConfig, Trajectory
 from rl_plugins.stages.seeds import seed_of
@@ -134,7 +133,7 @@ class Conversations:
         """What the environment gave in the end.
 
         Raises:
-            RewardFailureError: too many failures.
+            RewardError: too many failures.
         """
         scores = [ending.score for ending in endings]
         check_failure_rate(scores, self._environment.max_failure_rate)

@@ -14,8 +14,7 @@ from rl_plugins.algorithms.masked import GroupStatistics, group_statistics
 from rl_plugins.data.curriculum import GroupResult
 from rl_plugins.data.experience import Experience
 from rl_plugins.evaluation.measures import Summary
-from rl_plugins.rewards.failures import failure_counts
-from rl_plugins.rewards.records import Score
+from rl_plugins.rewards.records import Score, failure_counts
 from rl_plugins.stages.trajectory_queue import row_of
 
 Reduce = Callable[[Tensor], Tensor]

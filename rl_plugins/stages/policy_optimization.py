@@ -20,7 +20,7 @@ from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import add_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
-from rl_plugins.rewards.default import Reward, default_scorer
+from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.comparable import check_comparable
 from rl_plugins.stages.critic import CriticConfig, value_objective

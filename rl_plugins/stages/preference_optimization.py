@@ -19,7 +19,7 @@ from rl_plugins.data.preferences import PairBatch, UnpairedBatch
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.default import Reward, default_scorer
+from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.environment import EnvironmentConfig
 from rl_plugins.stages.metrics import SampleMetrics

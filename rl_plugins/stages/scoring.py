@@ -13,9 +13,7 @@ from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import last_token_scores
-from rl_plugins.rewards.failures import check_failure_rate
-from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rewards.results import failed
+from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate, failed
 from rl_plugins.stages.conversations import Conversations
 from rl_plugins.stages.fields import filled
 from rl_plugins.stages.forward_passes import ForwardPasses
@@ -100,7 +98,7 @@ class RewardModelScorer:
         A sample whose mixed score is not finite is not valid, like a sample whose reward function failed.
 
         Raises:
-            RewardFailureError: too many scores are not finite.
+            RewardError: too many scores are not finite.
         """
         with self.passes.strategy.phases.measure("reward_model"):
             model_scores_B = self._model_scores(samples)

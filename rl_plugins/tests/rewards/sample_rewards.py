@@ -144,8 +144,20 @@ def obey(solution_str: str) -> Any:
 
 
 async def obey_async(solution_str: str) -> Any:
-    """As `obey`; `expire` blocks the event loop, `await expire` and `stubborn` wait in it."""
+    """As `obey`; `expire` blocks the event loop, and `await expire` and `stubborn` wait in the event loop.
+
+    The callbacks of `callback` and `two callbacks` block the event loop, and the event loop swallows the alarm.
+    """
     if solution_str == "await":
+        await asyncio.sleep(600)
+    if solution_str == "callback":
+        asyncio.get_running_loop().call_soon(hang_after_the_alarm)
+        await give_turns()
+        pass_time()
+        await asyncio.sleep(600)
+    if solution_str == "two callbacks":
+        for _ in range(2):
+            asyncio.get_running_loop().call_soon(swallow_and_hang)
         await asyncio.sleep(600)
     if solution_str == "own timeout":
         raise TimeoutError("the server did not answer")

@@ -1,20 +1,26 @@
-"""Scorer: arguments by name, every kind of function, and every kind of failure."""
+"""RewardFunction and run_with_deadline: arguments by name, every kind of function, and every kind of failure."""
 
 from __future__ import annotations
 
 import bdb
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards import calling
-from rl_plugins.rewards.calling import Scorer
+from rl_plugins.rewards.calling import RewardFunction, SoftDeadline, debugging, run_with_deadline
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.tests.patience import patient
 
 HERE = "rl_plugins.tests.rewards.sample_rewards"
-# Of calls that return, and of calls that let their deadline pass by themselves.
+# Deadline for calls that return, and for calls that raise the alarm by themselves.
 DEADLINE_S = patient(60)
 
 
@@ -31,7 +37,7 @@ def request(solution: str, **fields: Any) -> ScoringRequest:
 
 
 def score(name: str, *solutions: str, deadline_s: float | None = DEADLINE_S, **options: Any) -> list[Score | None]:
-    scorer = Scorer({"_target_": f"{HERE}.{name}", **options})
+    scorer = RewardFunction({"_target_": f"{HERE}.{name}", **options})
     return scorer.score([request(solution) for solution in solutions], deadline_s)
 
 
@@ -100,7 +106,7 @@ def test_score_records_the_failure_of_a_sample(function: str, solution: str, fai
     ("function", "solution"),
     [
         ("obey", "loop"), ("obey", "swallow"), ("obey_async", "loop"), ("obey_async", "swallow"),
-        ("obey_async", "await"), ("obey_batch", "loop"),
+        ("obey_async", "await"), ("obey_async", "two callbacks"), ("obey_batch", "loop"),
     ],
 )  # fmt: skip
 def test_score_records_a_timeout_after_the_deadline(
@@ -134,11 +140,15 @@ def test_score_times_out_one_coroutine_and_records_a_raised_timeout_error_as_rai
     assert [r.failure for r in results if r] == [None, "timeout", "raised", None]
 
 
-@pytest.mark.parametrize("culprit", ["expire", "exit", "stubborn"])
+@pytest.mark.parametrize("culprit", ["expire", "exit", "stubborn", "callback"])
 def test_score_returns_none_for_coroutines_beside_a_coroutine_that_blocks_the_loop(culprit: str) -> None:
     results = score("obey_async", "a", culprit, "bb")
     assert results[1] is None
     assert all(result is None or result.failure is None for result in results)
+
+
+def test_score_returns_none_for_a_waiting_coroutine_when_the_event_loop_swallows_the_alarm() -> None:
+    assert score("obey_async", "await", "callback") == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -161,16 +171,16 @@ def test_score_times_out_a_whole_batch_and_fails_one_sample_for_nan() -> None:
     assert [r.failure for r in score("obey_batch", "a", "nan") if r] == [None, "not_finite"]
 
 
-def define(source: str, tmp_path: Any, **options: Any) -> Scorer:
+def define(source: str, tmp_path: Any, **options: Any) -> RewardFunction:
     path = tmp_path / "rewards.py"
     path.write_text(source)
-    return Scorer({"path": str(path), "name": "f", **options})
+    return RewardFunction({"path": str(path), "name": "f", **options})
 
 
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("def f(completion): ...", {}, "asks for 'completion'.*configure it or give it a default"),
+        ("def f(completion): ...", {}, "asks for 'completion'.*configure the argument or give it a default"),
         ("def f(solution): ...", {}, "did you mean 'solution_str'"),
         ("def f(solution_str, ground_truths): ...", {}, "mixes 'solution_str'"),
         ("def f(solution_str, /): ...", {}, "positional-only"),
@@ -179,7 +189,7 @@ def define(source: str, tmp_path: Any, **options: Any) -> Scorer:
         ("def f(solution_str, prompt): ...", {"prompt": "x"}, "'prompt' comes from the sample"),
     ],
 )
-def test_scorer_refuses_a_signature_with_arguments_that_are_not_known(
+def test_reward_function_refuses_a_signature_with_arguments_that_are_not_known(
     tmp_path: Any, source: str, options: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -198,7 +208,7 @@ def test_score_raises_keyboard_interrupt_and_bdb_quit(tmp_path: Any) -> None:
 
 
 def test_score_returns_replies_of_an_environment_while_turns_are_left() -> None:
-    scorer = Scorer({"_target_": f"{HERE}.haggle"})
+    scorer = RewardFunction({"_target_": f"{HERE}.haggle"})
     said = ({"role": "assistant", "content": "no"}, {"role": "user", "content": "sure?"})
     asked = [
         request("no", turns_left=1), request("maybe", turns_left=1), request("yes", turns_left=1), request("no"),
@@ -220,5 +230,124 @@ def test_score_fails_a_reply_without_turns_left() -> None:
 
 
 def test_score_fails_a_reply_that_is_not_text() -> None:
-    (score_,) = Scorer({"_target_": f"{HERE}.mumbles"}).score([request("x", turns_left=1)], DEADLINE_S)
+    (score_,) = RewardFunction({"_target_": f"{HERE}.mumbles"}).score([request("x", turns_left=1)], DEADLINE_S)
     assert score_ is not None and score_.failure == "raised" and "of type int, not text" in score_.message
+
+
+def trace(frame: FrameType, event: str, argument: Any) -> None:
+    return None
+
+
+@pytest.fixture
+def _tracer() -> Iterator[None]:
+    previous = sys.gettrace()
+    yield
+    sys.settrace(previous)
+
+
+def alarm_handler() -> Any:
+    return signal.getsignal(signal.SIGALRM)
+
+
+def test_run_with_deadline_returns_the_result_and_turns_the_timer_off() -> None:
+    handler, outer = alarm_handler(), signal.getitimer(signal.ITIMER_REAL)[0]
+
+    def function() -> int:
+        assert alarm_handler() is not handler
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= DEADLINE_S
+        return 3
+
+    assert run_with_deadline(function, DEADLINE_S) == 3
+    assert alarm_handler() is handler
+    assert bool(signal.getitimer(signal.ITIMER_REAL)[0]) == bool(outer)
+
+
+def compute_for_ever() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    "never_returns",
+    [lambda: time.sleep(600), lambda: threading.Event().wait(), compute_for_ever],
+    ids=["sleep", "wait", "compute"],
+)
+def test_run_with_deadline_raises_after_the_deadline(never_returns: Any) -> None:
+    with pytest.raises(SoftDeadline):
+        run_with_deadline(never_returns, 0.02)
+
+
+def test_run_with_deadline_restores_the_handler_after_an_alarm_before_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler, setitimer = alarm_handler(), signal.setitimer
+
+    def setitimer_with_alarm(which: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
+        previous = setitimer(which, seconds, interval)
+        if seconds == DEADLINE_S:
+            signal.raise_signal(signal.SIGALRM)
+        return previous
+
+    calls: list[int] = []
+    monkeypatch.setattr(signal, "setitimer", setitimer_with_alarm)
+    with pytest.raises(SoftDeadline):
+        run_with_deadline(lambda: calls.append(1), DEADLINE_S)
+    assert calls == []
+    assert alarm_handler() is handler
+    assert not 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= DEADLINE_S
+
+
+def test_run_with_deadline_stops_the_timer_before_the_handler_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler, set_handler = alarm_handler(), signal.signal
+    seconds_left: list[float] = []
+
+    def set_handler_and_look(signum: int, new_handler: Any) -> Any:
+        if new_handler is handler:
+            seconds_left.append(signal.getitimer(signal.ITIMER_REAL)[0])
+        return set_handler(signum, new_handler)
+
+    monkeypatch.setattr(signal, "signal", set_handler_and_look)
+    run_with_deadline(lambda: None, DEADLINE_S)
+    assert seconds_left == [0.0]
+
+
+def test_run_with_deadline_takes_the_seconds_of_the_function_from_an_outer_timer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = iter([100.0, 2100.0])
+    monkeypatch.setattr(calling, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    before = signal.setitimer(signal.ITIMER_REAL, 5000.0)
+    try:
+        run_with_deadline(lambda: None, DEADLINE_S)
+        left = signal.getitimer(signal.ITIMER_REAL)[0]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+    # 5000 s less the 2000 s of the function, and the time of the test itself.
+    assert 2500.0 < left <= 3000.0
+
+
+def test_run_with_deadline_sets_no_timer_in_another_thread_or_without_deadline() -> None:
+    handler, handlers = alarm_handler(), []
+    thread = threading.Thread(target=lambda: handlers.append(run_with_deadline(alarm_handler, DEADLINE_S)))
+    thread.start()
+    thread.join()
+    handlers.append(run_with_deadline(alarm_handler, None))
+    assert handlers == [handler, handler]
+
+
+@pytest.mark.usefixtures("_tracer")
+def test_run_with_deadline_does_not_interrupt_a_debugger() -> None:
+    def step_into_debugger() -> str:
+        sys.settrace(trace)  # what breakpoint() does
+        signal.raise_signal(signal.SIGALRM)
+        return "stepped"
+
+    handler = alarm_handler()
+    assert run_with_deadline(step_into_debugger, DEADLINE_S) == "stepped"
+    assert debugging()
+    assert run_with_deadline(alarm_handler, DEADLINE_S) is handler
+
+
+@pytest.mark.usefixtures("_tracer")
+def test_debugging_is_false_under_a_coverage_tracer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "__module__", "coverage.pytracer")
+    sys.settrace(trace)
+    assert not debugging()

@@ -1,4 +1,4 @@
-"""InlineScorer scores in this process; check_reward scores one sample; RewardPool checks the options first."""
+"""InlineScorer, check_reward and default_scorer, and the checks of RewardPool before the workers start."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 import ray
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards import InlineScorer, RewardFailureError, RewardPool, ScoringRequest, check_reward
+from rl_plugins.rewards import InlineScorer, RewardError, RewardPool, ScoringRequest, check_reward
+from rl_plugins.rewards.inline import default_scorer
 from rl_plugins.tests.patience import patient
 
 HERE = "rl_plugins.tests.rewards.sample_rewards"
-# Of calls that return, and of calls that let their deadline pass by themselves.
+# Deadline for calls that return, and for calls that raise the alarm by themselves.
 DEADLINE_S = patient(60)
 
 
@@ -42,13 +43,18 @@ def test_inline_scorer_scores_coroutines_beside_a_blocking_coroutine_again() -> 
 
 def test_inline_scorer_raises_above_the_failure_rate() -> None:
     scorer = InlineScorer({"_target_": f"{HERE}.obey"})
-    with pytest.raises(RewardFailureError, match="1 of 2 rewards failed"):
+    with pytest.raises(RewardError, match="1 of 2 rewards failed"):
         scorer.score([request("a"), request("raise")])
 
 
 def test_inline_scorer_refuses_an_unknown_data_source() -> None:
-    with pytest.raises(ConfigError, match="'s'"):
+    with pytest.raises(RewardError, match="no reward for data_source 's'"):
         InlineScorer({"math": {"_target_": f"{HERE}.length"}}).score([request("a")])
+
+
+def test_check_reward_refuses_an_unknown_data_source() -> None:
+    with pytest.raises(ConfigError, match="no reward for data_source 's'"):
+        check_reward({"math": {"_target_": f"{HERE}.length"}}, request("a"))
 
 
 def test_check_reward_returns_the_score_or_raises_the_cause() -> None:
@@ -111,3 +117,40 @@ def test_inline_scorer_sets_no_deadline_for_a_coroutine_under_a_debugger(traced:
     finally:
         sys.settrace(previous)
     assert (score.value, score.failure) == ((3.0, None) if traced else (None, "timeout"))
+
+
+def right(solution_str: str, ground_truth: str) -> float:
+    return float(solution_str == ground_truth)
+
+
+class Right:
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+
+    def __call__(self, solution_str: str, ground_truth: str) -> float:
+        return self.value * right(solution_str, ground_truth)
+
+
+@pytest.mark.parametrize(
+    ("reward", "value"),
+    [
+        (right, 1.0),
+        (Right, 1.0),
+        (Right(0.5), 0.5),
+        ({"_target_": Right, "value": 2.0}, 2.0),
+        ({"s": {"_target_": right}}, 1.0),
+        ({"_target_": "rl_plugins.rewards.scorers.exact_match"}, 1.0),
+    ],
+)
+def test_default_scorer_of_a_bare_reward_is_an_inline_scorer(reward: Any, value: float) -> None:
+    scorer = default_scorer(reward)
+    assert isinstance(scorer, InlineScorer)
+    assert [score.value for score in scorer.score([request("yes")])] == [value]
+
+
+def test_default_scorer_names_a_function_with_unknown_arguments() -> None:
+    def strange(answer: str) -> float:
+        return 0.0
+
+    with pytest.raises(ConfigError, match=r"strange.*'answer'"):
+        default_scorer(strange)

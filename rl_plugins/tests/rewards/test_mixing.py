@@ -9,11 +9,11 @@ import pytest
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards import InlineScorer, Score, ScoringRequest, mixing
-from rl_plugins.rewards.calling import Scorer
+from rl_plugins.rewards.calling import RewardFunction
 from rl_plugins.tests.patience import patient
 
 HERE = "rl_plugins.tests.rewards.sample_rewards"
-# Of calls that return, and of calls that let their deadline pass by themselves.
+# Deadline for calls that return, and for calls that raise the alarm by themselves.
 DEADLINE_S = patient(60)
 
 
@@ -55,7 +55,7 @@ def test_weighted_sum_has_weight_1_by_default_and_keeps_the_details_of_parts() -
 )
 def test_weighted_sum_calls_plain_batched_and_async_parts(parts: list[str], batched: bool, is_async: bool) -> None:
     config = mixed(None, **dict(zip("ab", parts, strict=True)))
-    scorer = Scorer(config)
+    scorer = RewardFunction(config)
     assert (scorer.batched, scorer.is_async) == (batched, is_async)
     single = {name: score({"_target_": f"{HERE}.{name}"}, "a", "bb", "yes") for name in parts}
     for row, result in enumerate(score(config, "a", "bb", "yes")):
@@ -128,10 +128,10 @@ def test_weighted_sum_accepts_a_weighted_sum_as_a_part() -> None:
 )
 def test_weighted_sum_refuses_a_wrong_configuration(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Scorer(config)
+        RewardFunction(config)
 
 
 def test_weighted_sum_fails_a_part_that_replies() -> None:
     scorer = InlineScorer(mixed(rule="is_right", talk="insists"), max_failure_rate=1.0)
     (result,) = scorer.answer([ScoringRequest("s", "yes", "yes", {"index": 7}, turns_left=3)])
-    assert result.failure == "raised" and "talk: a part of a sum cannot answer" in result.message
+    assert result.failure == "raised" and "talk: a part of a sum cannot reply" in result.message

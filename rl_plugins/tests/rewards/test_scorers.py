@@ -47,7 +47,7 @@ def test_final_answer_with_the_marker_required() -> None:
 
 
 def test_final_answer_refuses_a_ground_truth_without_a_number() -> None:
-    with pytest.raises(ValueError, match="holds no number"):
+    with pytest.raises(ValueError, match="has no number"):
         final_answer("72", "seventy-two")
 
 

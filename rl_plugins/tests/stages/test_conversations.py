@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
-from rl_plugins.rewards import InlineScorer, RewardFailureError, ScoringRequest
+from rl_plugins.rewards import InlineScorer, RewardError, ScoringRequest
 from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, RemoteSamples, SamplingConfig
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.conversations import Conversations, Opening
@@ -171,7 +171,7 @@ def test_scores_checks_the_failure_rate_after_all_conversations() -> None:
     talk = conversations(Scripted(said), "mumbles", failures=0.4)
     talk.submit([opening()], SAMPLING)
     generations = talk.collect([7], 0)[7]
-    with pytest.raises(RewardFailureError, match="2 of 2 rewards failed"):
+    with pytest.raises(RewardError, match="2 of 2 rewards failed"):
         talk.scores(generations.endings)
 
 

@@ -17,10 +17,9 @@ from rl_plugins.algorithms.reward_shaping import OverlongPenalty, RewardShaping
 from rl_plugins.algorithms.rollout_correction import RolloutCorrection
 from rl_plugins.callbacks.averages import ReferenceUpdate
 from rl_plugins.data.experience import Experience
-from rl_plugins.errors import ConfigError, DataError
+from rl_plugins.errors import ConfigError, DataError, RewardError
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_model, build_tokenizer
-from rl_plugins.rewards.failures import RewardFailureError
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.critic import CriticConfig, explained_variance
 from rl_plugins.stages.optimizer import OptimizerConfig
@@ -185,7 +184,7 @@ def test_samples_without_a_finite_reward_model_score_are_masked_and_counted(tmp_
     # The reward of one of the three samples had failed before.
     assert stage.metrics[0]["train/reward_not_finite"] == 2
     assert all(parameter.isfinite().all() for parameter in stage.policy.parameters())
-    with pytest.raises(RewardFailureError, match=r"2 of 12 rewards failed.*the reward model: its score is nan"):
+    with pytest.raises(RewardError, match=r"2 of 12 rewards failed.*the reward model: its score is nan"):
         train(Algorithm(), stage_class=WithoutNumbers, reward_model=RewardModelConfig(str(tmp_path)))
 
 

@@ -1,11 +1,11 @@
-"""Failures are counted by kind, and too many raise with the commonest reason."""
+"""failure_counts counts failures by kind, and check_failure_rate raises with the most frequent reason."""
 
 from __future__ import annotations
 
 import pytest
 
-from rl_plugins.rewards.failures import RewardFailureError, check_failure_rate, failure_counts
-from rl_plugins.rewards.records import Score
+from rl_plugins.errors import RewardError
+from rl_plugins.rewards.records import Score, check_failure_rate, failure_counts
 
 GOOD = Score(value=0.0)
 SLOW = Score(value=None, failure="timeout", message="too slow")
@@ -23,11 +23,11 @@ def test_check_failure_rate_allows_the_limit() -> None:
 
 
 def test_check_failure_rate_names_the_commonest_reason_above_the_limit() -> None:
-    with pytest.raises(RewardFailureError, match=r"3 of 4 .*=0\.5 .*raised \(2 times\).*ValueError: no"):
+    with pytest.raises(RewardError, match=r"3 of 4 .*=0\.5 .*raised \(2 times\).*ValueError: no"):
         check_failure_rate([SLOW, BAD, GOOD, BAD], 0.5)
 
 
 def test_check_failure_rate_counts_only_scored_samples() -> None:
     check_failure_rate([BAD, None, None, None], 0.25)
-    with pytest.raises(RewardFailureError, match="2 of 4"):
+    with pytest.raises(RewardError, match="2 of 4"):
         check_failure_rate([BAD, BAD, None, None], 0.25)
