@@ -1,1 +1,1 @@
-"""Language models: building, loading, and the log-probs of their responses."""
+"""Language models: loading, adapters, log-probs of responses, scalar heads, packed rows, and export."""

@@ -1,9 +1,9 @@
-"""Columns of token distributions straight from hidden states: the logits exist for one chunk of tokens at a time.
+"""Columns of token distributions from hidden states. The logits exist for one chunk of positions at a time.
 
-In backward the logits of a chunk are computed again, and the gradients of the hidden states and of the head's weight
-are added up in place. What is kept from forward is the normaliser and the entropy of every token.
+Backward computes the logits of each chunk again, and adds the gradients of the hidden states and of the head's weight
+in place. Forward keeps the normaliser and the entropy of every position.
 
-Axes: `N` tokens, `H` hidden, `V` vocabulary, `J` and `K`: see `token_distributions`.
+Axes: `N` positions, `H` hidden, `V` vocabulary, `J` and `K`: see `token_distributions`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_plugins.models.token_distributions import (
-    Columns,
+    ColumnSpec,
     columns_and_normaliser,
     logits_gradient,
-    with_further,
+    with_extra,
 )
 
 
@@ -28,24 +28,33 @@ def chunked_head_columns(
     weight_VH: Tensor,
     bias_V: Tensor | None,
     tokens_N: Tensor,
-    columns: Columns,
-    further_NJ: Tensor | None = None,
+    columns: ColumnSpec,
+    extra_NJ: Tensor | None = None,
     *,
     rows: int,
 ) -> Tensor:
-    """`distribution_columns` [N, K] of the logits `hidden_NH @ weight_VH.T + bias_V`, `rows` tokens at a time.
+    """Compute `distribution_columns` [N, K] of the logits `hidden_NH @ weight_VH.T + bias_V`, chunk by chunk.
 
-    The logits are rounded to the dtype of the hidden states (under autocast, to its dtype), as the head itself
-    would round them; sums over the vocabulary, and over chunks in the gradients, are taken in float32 at least.
+    The logits have the dtype of the hidden states (under autocast, the dtype of autocast), as the output of the head
+    has. Sums over the vocabulary, and sums of gradients over chunks, have at least float32.
+
+    Args:
+        hidden_NH: Hidden states before the head.
+        weight_VH: Weight of the head.
+        bias_V: Bias of the head, if any.
+        tokens_N: Ids of the sampled tokens.
+        columns: Numbers to compute.
+        extra_NJ: Ids of extra tokens whose log-probs are computed, too.
+        rows: Number of positions in a chunk.
     """
     device = hidden_NH.device.type
     if torch.is_autocast_enabled(device) and hidden_NH.dtype != torch.float64:
-        # Autocast knows a linear layer, but not a custom function.
+        # Autocast casts the inputs of a linear layer, but not of a custom function.
         dtype = torch.get_autocast_dtype(device)
         hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
         bias_V = None if bias_V is None else bias_V.to(dtype)
     with torch.autocast(device, enabled=False):
-        result_NK: Tensor = _ChunkedHead.apply(hidden_NH, weight_VH, bias_V, tokens_N, further_NJ, columns, rows)
+        result_NK: Tensor = _ChunkedHead.apply(hidden_NH, weight_VH, bias_V, tokens_N, extra_NJ, columns, rows)
     return result_NK
 
 
@@ -57,16 +66,16 @@ class _ChunkedHead(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         tokens_N: Tensor,
-        further_NJ: Tensor | None,
-        columns: Columns,
+        extra_NJ: Tensor | None,
+        columns: ColumnSpec,
         rows: int,
     ) -> Tensor:
-        tokens_NJ = with_further(tokens_N, further_NJ)
+        tokens_NJ = with_extra(tokens_N, extra_NJ)
         parts = [
             columns_and_normaliser(_logits(hidden_NH[chunk], weight_VH, bias_V), tokens_NJ[chunk], columns)
             for chunk in _chunks(len(hidden_NH), rows)
         ]
-        result_NK, normaliser_N = (torch.cat(one) for one in zip(*parts, strict=True))
+        result_NK, normaliser_N = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_NJ, normaliser_N, result_NK[:, 1].clone())
         ctx.columns, ctx.rows = columns, rows
         return result_NK
@@ -111,7 +120,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _chunks(length: int, rows: int) -> Iterator[slice]:
-    # One at least, which may be empty.
+    # At least one chunk, which may be empty.
     return (slice(start, start + rows) for start in range(0, max(1, length), rows))
 
 

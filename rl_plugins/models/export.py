@@ -1,4 +1,4 @@
-"""A trained policy as a Hugging Face folder: safetensors, config, generation config and tokenizer."""
+"""Export of a trained policy as a Hugging Face folder: safetensors, config, generation config and tokenizer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def save_policy(model: Any, source: WeightSource, tokenizer: Any, folder: Path, is_writer: bool) -> None:
-    """Gather the weights layer by layer and write them; the folder appears when it is complete. Collective.
+    """Gather the weights layer by layer and write the folder. The folder appears when it is complete. Collective.
 
     Args:
-        model: the (possibly sharded) transformers model, for its config and its way of saving.
-        source: its weights.
-        tokenizer: saved beside them.
-        folder: where; an older export there is replaced.
-        is_writer: on one rank; it holds a full copy in host memory.
+        model: Model of transformers (possibly sharded), with the config and the method `save_pretrained`.
+        source: Weights of the model.
+        tokenizer: Tokenizer to save in the folder.
+        folder: Folder to write. An older export in the folder is replaced.
+        is_writer: True on exactly one rank. This rank holds a full copy of the weights in host memory.
 
     Raises:
-        ConfigError: the model cannot save itself in Hugging Face format.
+        ConfigError: The model has no method `save_pretrained`.
     """
     if has_adapter(model):
         model = model.get_base_model()
@@ -46,33 +46,33 @@ def save_policy(model: Any, source: WeightSource, tokenizer: Any, folder: Path, 
 
 
 def write_policy(model: Any, weights: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:
-    """Write whole weights with the model's config and a tokenizer; atomic."""
+    """Write full weights, the config of the model and a tokenizer into a folder, as one atomic step."""
     dtype = next(iter(weights.values())).dtype
     model.config.dtype = dtype if isinstance(dtype, torch.dtype) else None
-    with _appearing(folder) as partial:
+    with _atomic_folder(folder) as partial:
         model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
 
 
 def save_adapter(model: PeftModel, weights: dict[str, Tensor], tokenizer: Any, folder: Path, is_writer: bool) -> None:
-    """Write an adapter as peft does, for `PeftModel.from_pretrained`; atomic.
+    """Write an adapter in the format of peft, for `PeftModel.from_pretrained`, as one atomic step.
 
     Args:
-        model: that has the adapter.
-        weights: all that is trained, whole.
-        tokenizer: saved beside them.
-        folder: where; an older export there is replaced.
-        is_writer: on one rank.
+        model: Model with the adapter.
+        weights: Full trained tensors, by name.
+        tokenizer: Tokenizer to save in the folder.
+        folder: Folder to write. An older export in the folder is replaced.
+        is_writer: True on exactly one rank.
     """
     if is_writer:
-        with _appearing(folder) as partial:
+        with _atomic_folder(folder) as partial:
             model.save_pretrained(str(partial), state_dict=weights, save_embedding_layers=False)
             tokenizer.save_pretrained(partial)
 
 
 @contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """Where to write what `folder` is to hold; it gets its name, in place of an older one, when it is complete."""
+def _atomic_folder(folder: Path) -> Iterator[Path]:
+    """Give a temporary folder, and move its content to `folder` at the end of the block."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     yield partial

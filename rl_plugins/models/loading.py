@@ -1,4 +1,4 @@
-"""Causal language models from a Hugging Face name or folder."""
+"""Loading of causal language models from a Hugging Face name or folder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def load_causal_lm(path: str, *, dtype: torch.dtype, gradient_checkpointing: bool = False) -> PreTrainedModel:
-    """Load a model in train mode without dropout surprises: dropout stays as its config says.
+    """Load a model in train mode. Dropout is the dropout of the model's config.
 
     Args:
         path: Hugging Face name or folder.
-        dtype: of the parameters.
-        gradient_checkpointing: recompute activations in the backward pass.
+        dtype: Data type of the parameters.
+        gradient_checkpointing: Recompute activations in the backward pass.
     """
     from transformers import AutoModelForCausalLM
 
@@ -33,16 +33,16 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, gradient_checkpointing: boo
 
 
 def check_model_folder(option: str, path: str) -> None:
-    """Check a local model folder in milliseconds, without loading a library: files, and tokenizer against model.
+    """Check the files of a local model folder, and the tokenizer against the model.
 
-    A name that is not a local folder is left to the hub.
+    The check takes milliseconds and loads no library. A name of the Hugging Face hub is not checked.
 
     Args:
-        option: that names the model, for messages.
-        path: folder or name.
+        option: Option or argument with the path, for messages.
+        path: Folder or name.
 
     Raises:
-        ConfigError: a missing file, or a tokenizer with more tokens than the model has embeddings.
+        ConfigError: A file is missing, or the tokenizer has more tokens than the model has embeddings.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -61,8 +61,8 @@ def check_model_folder(option: str, path: str) -> None:
     ids += list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
     if vocabulary is not None and ids and max(ids) >= vocabulary:
         raise ConfigError(
-            f"{option}={path}: the tokenizer gives ids up to {max(ids)} but the model has {vocabulary} embeddings; "
-            "they do not belong together"
+            f"{option}={path}: the tokenizer has ids up to {max(ids)}, but the model has only {vocabulary} embeddings: "
+            "save the tokenizer of this model in the folder"
         )
 
 

@@ -1,45 +1,54 @@
-"""Log-probs and entropy of response tokens, without the logits of a batch.
+"""Log-probs and entropy of response tokens, without the logits of a whole batch.
 
-A causal language model is run up to its output head; there, the hidden states that predict a response token go through
-the head by chunks (`chunked_head`). Models that do something to their logits after the head, or have none, give the
-logits of the response, which are turned to float32 by blocks.
+A causal language model runs up to its output head. The hidden states of the predicting positions go through the head
+chunk by chunk (`chunked_head`). For this, the forward of the head is replaced during the call of the model. The head is
+still called as a module, because ZeRO-3 gathers the weights of a module in the hooks of `__call__`, in forward and in
+backward.
+
+Some models change the logits after the head, or have no head. Such a model returns the logits of the response, and the
+logits are converted to float32 block by block.
 
 Axes: `B` samples, `S` prompt and response (prompts padded on the left, responses on the right), `T` response tokens,
-`N` real response tokens of all samples, `H` hidden, `V` vocabulary, `J` and `K`: see `token_distributions`; in results
-and arguments of `response_log_probs`, `K` is tokens at the place of one.
+`N` real response tokens of all samples, `H` hidden, `V` vocabulary, `J` and `K`: see `token_distributions`. In results
+and arguments of `response_log_probs`, `K` is the number of tokens at one position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from rl_plugins.models.chunked_head import chunked_head_columns
-from rl_plugins.models.output_head import last_linear_head, replaced_forward
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
-from rl_plugins.models.token_distributions import Columns, distribution_columns
+from rl_plugins.models.token_distributions import ColumnSpec, accumulation_dtype, distribution_columns
 
 CHUNK_ELEMENTS = 2**24
-"""Logits at a time: 32 MB in bfloat16."""
+"""Largest number of logits in a chunk: 32 MB in bfloat16."""
+
+# Cache: for each output head, whether the model returns the head's output unchanged as logits (no soft-cap, scaling or
+# truncation).
+_RETURNS_HEAD_OUTPUT: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class ResponseLogProbs:
-    """Of the response tokens and the distributions they were drawn from, [B, T].
+    """Log-probs of response tokens and numbers of their distributions, [B, T]. Fields not requested are None.
 
     Attributes:
-        log_probs_BT: log-probs of the tokens.
-        entropy_BT: entropy in nats; without gradient unless asked for.
-        sum_pi_squared_BT: sum over the vocabulary of the squared probabilities, without gradient; None unless asked
-            for.
-        top_ids_BTK: the most likely tokens, the likeliest first, int64; None unless asked for.
-        top_log_probs_BTK: their log-probs, without gradient.
-        log_probs_BTK: log-probs of the tokens that were given, with gradient; None where none were.
+        log_probs_BT: Log-probs of the response tokens.
+        entropy_BT: Entropy in nats, with a gradient on request.
+        sum_pi_squared_BT: Sum of the squared probabilities over the vocabulary, without gradient.
+        top_ids_BTK: Ids of the most likely tokens, the likeliest first, int64.
+        top_log_probs_BTK: Log-probs of the most likely tokens, without gradient.
+        log_probs_BTK: Log-probs of the tokens given as `tokens_BTK`, with gradient.
     """
 
     log_probs_BT: Tensor
@@ -58,12 +67,19 @@ def token_log_probs(
     sum_pi_squared: bool = False,
     entropy_gradient: bool = False,
 ) -> ResponseLogProbs:
-    """Log-probs of `tokens_BT` under `softmax(logits / temperature)`, and that distribution's entropy.
+    """Compute log-probs of tokens under `softmax(logits / temperature)`, and the entropy of each distribution.
 
-    The float32 copy of the logits (float64 of float64) is made, and recomputed in backward, a block at a time. Give
-    contiguous logits: others are copied whole, in their own dtype.
+    The conversion of the logits to float32 (float64 stays float64) is done block by block, again in backward. Logits
+    should be contiguous: other logits are copied whole, in their own dtype.
+
+    Args:
+        logits_BTV: Logits of the distributions.
+        tokens_BT: Ids of the tokens.
+        temperature: Divisor of the logits.
+        sum_pi_squared: Return `sum_pi_squared_BT`.
+        entropy_gradient: Give `entropy_BT` a gradient.
     """
-    columns = Columns(temperature, sum_pi_squared, entropy_gradient)
+    columns = ColumnSpec(temperature, sum_pi_squared, entropy_gradient)
     columns_NK = distribution_columns(logits_BTV.reshape(-1, logits_BTV.shape[-1]), tokens_BT.reshape(-1), columns)
     return _by_name(columns_NK.view(*tokens_BT.shape, -1), columns)
 
@@ -82,28 +98,29 @@ def response_log_probs(
     tokens_BTK: Tensor | None = None,
     packed: bool = False,
 ) -> ResponseLogProbs:
-    """One forward pass; log-probs of the last `response_width` tokens of every row, [B, T].
+    """Run one forward pass, and compute the log-probs of the last `response_width` tokens of every sample, [B, T].
 
-    Padded positions give finite numbers without meaning: mask them.
+    Padded positions have finite numbers without meaning. Callers must mask padded positions.
 
     Args:
-        model: with the `forward` of a causal language model of transformers, `logits_to_keep` included; an engine
-            around one will do, and so will a `RemoteModel`, whose log-probs have no gradient.
-        input_ids_BS: prompts and responses.
-        attention_mask_BS: 1 at real tokens.
-        position_ids_BS: from 0 at the first real token of a row.
-        response_width: T.
-        temperature: the logits are divided by it.
-        sum_pi_squared: give `sum_pi_squared_BT`, too.
-        entropy_gradient: `entropy_BT` has a gradient.
-        top_k: give so many of the most likely tokens, too, at most the vocabulary: `top_ids_BTK`, `top_log_probs_BTK`.
-        tokens_BTK: give the log-probs of these tokens, too: `log_probs_BTK`.
-        packed: the real tokens of all samples go through the model as one row without padding, the prompts that
-            several of them have only once. With attention that is not `packed_sdpa`, prompts are not shared, and the
-            mask of that row may be as large as the square of its length.
+        model: Causal language model of transformers, or any callable with the same `forward` (`logits_to_keep`
+            included), such as a model engine. With a `RemoteModel`, the log-probs have no gradient.
+        input_ids_BS: Ids of prompts and responses.
+        attention_mask_BS: 1 at real tokens, 0 at padding.
+        position_ids_BS: Positions, counted from 0 at the first real token of a sample.
+        response_width: Number of response columns, T.
+        temperature: Divisor of the logits.
+        sum_pi_squared: Return `sum_pi_squared_BT`.
+        entropy_gradient: Give `entropy_BT` a gradient.
+        top_k: Number of most likely tokens to return as `top_ids_BTK` and `top_log_probs_BTK`, at most the size of the
+            vocabulary.
+        tokens_BTK: Ids of tokens whose log-probs are returned as `log_probs_BTK`.
+        packed: Run the real tokens of all samples as one row without padding, with each shared prompt only once. If
+            the model does not use the attention `packed_sdpa`, prompts are not shared, and the attention mask may be as
+            large as the square of the row.
 
     Raises:
-        ConfigError: `packed`, and the model lets the samples of a row see each other.
+        ConfigError: `packed` is True, and the model does not separate the samples of a row.
     """
     if isinstance(model, RemoteModel):
         return model.response_log_probs(
@@ -116,11 +133,11 @@ def response_log_probs(
             top_k=top_k,
             packed=packed,
         )
-    columns = Columns(temperature, sum_pi_squared, entropy_gradient, top_k)
+    columns = ColumnSpec(temperature, sum_pi_squared, entropy_gradient, top_k)
     prompt_width = input_ids_BS.shape[1] - response_width
-    where = attention_mask_BS[:, prompt_width:].nonzero(as_tuple=True)
-    tokens_N = input_ids_BS[:, prompt_width:][where]
-    further_NJ = None if tokens_BTK is None else tokens_BTK[where]
+    real_tokens = attention_mask_BS[:, prompt_width:].nonzero(as_tuple=True)
+    tokens_N = input_ids_BS[:, prompt_width:][real_tokens]
+    extra_NJ = None if tokens_BTK is None else tokens_BTK[real_tokens]
     inputs: dict[str, Any] = {
         "input_ids": input_ids_BS,
         "attention_mask": attention_mask_BS,
@@ -137,7 +154,7 @@ def response_log_probs(
         )
         inputs = {**row.inputs, "logits_to_keep": row.predicting(attention_mask_BS, response_width)}
     else:
-        # The last position predicts nothing, but `logits_to_keep` cannot leave it out.
+        # The last position predicts no token, but `logits_to_keep` cannot exclude the last position.
         inputs["logits_to_keep"] = response_width + 1
     run = partial(model, **inputs, use_cache=False)
 
@@ -145,25 +162,25 @@ def response_log_probs(
         forward = head.forward
 
         def columns_of_hidden(hidden: Tensor) -> Tensor:
-            hidden_NH = hidden[0] if packed else hidden[:, :-1][where]
-            return _columns_of_hidden(head, forward, hidden_NH, tokens_N, columns, further_NJ)[None]
+            hidden_NH = hidden[0] if packed else hidden[:, :-1][real_tokens]
+            return _columns_of_hidden(head, forward, hidden_NH, tokens_N, columns, extra_NJ)[None]
 
-        # The result goes out as the head's output, so that hooks on it see to the weight in backward.
+        # The columns are returned as the output of the head, so that hooks on the output gather the weight in backward.
         with replaced_forward(head, columns_of_hidden):
             columns_NK = run().logits[0]
     elif packed:
-        columns_NK = distribution_columns(run().logits[0], tokens_N, columns, further_NJ)
+        columns_NK = distribution_columns(run().logits[0], tokens_N, columns, extra_NJ)
     else:
-        # Choosing among the positions would copy the logits: the last one and padding get any token.
+        # A selection of positions would copy the logits. The last position and padding get an arbitrary token instead.
         next_tokens_BT = input_ids_BS.roll(-1, dims=1)[:, -(response_width + 1) :]
         logits_BTV = run().logits
         logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
         if tokens_BTK is not None:
-            further_NJ = nn.functional.pad(tokens_BTK, (0, 0, 0, 1)).flatten(0, 1)
-        all_NK = distribution_columns(logits_NV, next_tokens_BT.reshape(-1), columns, further_NJ)
+            extra_NJ = nn.functional.pad(tokens_BTK, (0, 0, 0, 1)).flatten(0, 1)
+        all_NK = distribution_columns(logits_NV, next_tokens_BT.reshape(-1), columns, extra_NJ)
         return _by_name(all_NK.view(*next_tokens_BT.shape, -1)[:, :-1], columns)
     columns_BTK = columns_NK.new_zeros(len(input_ids_BS), response_width, columns_NK.shape[-1])
-    columns_BTK[where] = columns_NK
+    columns_BTK[real_tokens] = columns_NK
     return _by_name(columns_BTK, columns)
 
 
@@ -172,24 +189,86 @@ def _columns_of_hidden(
     forward: Callable[[Tensor], Tensor],
     hidden_NH: Tensor,
     tokens_N: Tensor,
-    columns: Columns,
-    further_NJ: Tensor | None,
+    columns: ColumnSpec,
+    extra_NJ: Tensor | None,
 ) -> Tensor:
     if hidden_NH.shape[0] * head.out_features <= CHUNK_ELEMENTS:
-        return distribution_columns(forward(hidden_NH), tokens_N, columns, further_NJ)
+        return distribution_columns(forward(hidden_NH), tokens_N, columns, extra_NJ)
     rows = max(1, CHUNK_ELEMENTS // head.out_features)
-    return chunked_head_columns(hidden_NH, head.weight, head.bias, tokens_N, columns, further_NJ, rows=rows)
+    return chunked_head_columns(hidden_NH, head.weight, head.bias, tokens_N, columns, extra_NJ, rows=rows)
 
 
-def _by_name(columns_BTK: Tensor, columns: Columns) -> ResponseLogProbs:
+def _by_name(columns_BTK: Tensor, columns: ColumnSpec) -> ResponseLogProbs:
     entropy_BT = columns_BTK[..., 1]
-    own, further_BTK = columns_BTK[..., : columns.own].detach(), columns_BTK[..., columns.own :]
-    tops, ids = own[..., own.shape[-1] - 2 * columns.top_k :].tensor_split(2, dim=-1)
+    fixed, extra_BTK = columns_BTK[..., : columns.num_fixed].detach(), columns_BTK[..., columns.num_fixed :]
+    tops, ids = fixed[..., fixed.shape[-1] - 2 * columns.top_k :].tensor_split(2, dim=-1)
     return ResponseLogProbs(
         columns_BTK[..., 0],
         entropy_BT if columns.entropy_gradient else entropy_BT.detach(),
-        own[..., 2] if columns.sum_pi_squared else None,
+        fixed[..., 2] if columns.sum_pi_squared else None,
         ids.long() if columns.top_k else None,
         tops if columns.top_k else None,
-        further_BTK if further_BTK.shape[-1] else None,
+        extra_BTK if extra_BTK.shape[-1] else None,
     )
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Replace the forward of `module` inside the block. The hooks of the module still run."""
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+
+
+def last_linear_head(model: Callable[..., Any], inputs: dict[str, Tensor]) -> nn.Linear | None:
+    """Return the output head of `model` if the logits are the unchanged output of this linear layer, or else None.
+
+    None is returned for a model that caps or scales its logits, drops or adds logits, ignores `logits_to_keep`, or has
+    no head or a head of another class. There is no list of model families: each head is tested once, in a forward pass
+    without gradient in which the head returns known numbers. Under ZeRO-3, the test is collective.
+
+    Args:
+        model: Causal language model, or a model engine with the `get_output_embeddings` of its module.
+        inputs: Arguments of a forward pass. The test uses the first row.
+    """
+    get_output_embeddings = getattr(model, "get_output_embeddings", None)
+    head = get_output_embeddings() if get_output_embeddings is not None else None
+    # A subclass, or a forward already replaced by other code, may compute something else.
+    if type(head) is not nn.Linear or "forward" in head.__dict__:
+        return None
+    if head not in _RETURNS_HEAD_OUTPUT:
+        _RETURNS_HEAD_OUTPUT[head] = _returns_head_output(
+            model, head, {name: tensor[:1] for name, tensor in inputs.items()}
+        )
+    return head if _RETURNS_HEAD_OUTPUT[head] else None
+
+
+def _returns_head_output(model: Callable[..., Any], head: nn.Linear, inputs: dict[str, Tensor]) -> bool:
+    shapes: list[torch.Size] = []
+    ramps: list[Tensor] = []
+
+    def ramp(hidden: Tensor) -> Tensor:
+        # The range is wide enough for any soft-cap to change the numbers, and float32 shows every change.
+        ramp_V = torch.linspace(
+            -1e4, 1e4, head.out_features, dtype=accumulation_dtype(hidden.dtype), device=hidden.device
+        )
+        shapes.append(hidden.shape[:-1])
+        ramps.append(ramp_V.expand(*hidden.shape[:-1], -1))
+        return ramps[-1].clone()
+
+    with torch.no_grad(), _unchanged_random_state(inputs["input_ids"].device), replaced_forward(head, ramp):
+        logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=1).logits
+    if shapes != [torch.Size([1, 1])] or logits.shape != ramps[0].shape:
+        return False
+    return bool((logits == ramps[0]).all())
+
+
+@contextmanager
+def _unchanged_random_state(device: torch.device) -> Iterator[None]:
+    """Restore the random state after the block. The model may use dropout inside the block."""
+    # `fork_rng` always restores the CPU's state. For a CPU, `device_type` must still name a module of torch.
+    device_type = "cuda" if device.type == "cpu" else device.type
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device_type):
+        yield

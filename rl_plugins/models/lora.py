@@ -1,10 +1,10 @@
-"""LoRA: a model learns a low-rank change of its linear layers, `scaling * B A`, while its own weights stay as they are.
+"""LoRA adapters: training of a low-rank change of linear layers, `scaling * B A`, with frozen base weights.
 
-peft makes the adapter; a model with one is its `PeftModel`, whoever made it. With the adapter off it is the model that
-it started from, so that a reference needs no second copy. To an engine or an export it gives plain weights: of each
-adapted layer the sum of both, computed one layer at a time.
+peft makes the adapter, and a model with an adapter is a `PeftModel`. With the adapter off, the model computes the
+outputs of the base model, so a reference model needs no second copy. Rollout engines and exports get merged weights:
+the sum of base weight and change, computed for one layer at a time.
 
-Axes: `O` output features, `I` input features, `R` the rank, `N` elements of a flattened weight.
+Axes: `O` output features, `I` input features, `R` rank, `N` elements of a flattened weight.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """An adapter.
+    """Settings of an adapter.
 
     Attributes:
-        rank: of the change.
-        alpha: the change is multiplied by `alpha / rank`.
-        dropout: of the adapter's inputs, while training.
-        target_modules: `all-linear` for all linear layers but the output head, names of layers (`q_proj`), or a
-            regular expression for their full names.
+        rank: Rank of the change.
+        alpha: Scale of the change, which is multiplied by `alpha / rank`.
+        dropout: Dropout of the adapter's inputs in training.
+        target_modules: `all-linear` for all linear layers except the output head, a list of layer names (`q_proj`), or
+            a regular expression for full layer names.
 
     Source: LoRA, https://arxiv.org/abs/2106.09685.
     """
@@ -51,17 +51,17 @@ class LoraConfig:
 
 
 def add_adapter(model: Any, config: LoraConfig) -> PeftModel:
-    """Freeze a transformers model and give it an adapter that changes nothing yet; a scalar head is trained whole.
+    """Freeze a transformers model and add an adapter. The adapter does not change the outputs before training.
 
-    The adapter has the dtype of the model. Of a model in shards (ZeRO-3) the adapter comes into being whole, on every
-    rank; DeepSpeed shards it, from rank 0's, when it makes the engine, and so does FSDP2.
+    The adapter has the dtype of the model. A scalar head is trained whole. For a sharded model (ZeRO-3), every rank
+    makes the whole adapter. DeepSpeed and FSDP2 shard the adapter of rank 0 when they make the model engine.
 
     Args:
-        model: with an output head, or with a scalar one.
-        config: of the adapter.
+        model: Causal language model, or model with a scalar head.
+        config: Settings of the adapter.
 
     Raises:
-        ConfigError: `target_modules` are not in the model, or not linear.
+        ConfigError: `target_modules` names layers that the model does not have or that are not linear.
     """
     import peft
 
@@ -71,7 +71,7 @@ def add_adapter(model: Any, config: LoraConfig) -> PeftModel:
     targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
     settings = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # a number like any other
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
         lora_dropout=config.dropout,
         target_modules=targets,
         exclude_modules=heads or None,
@@ -79,25 +79,27 @@ def add_adapter(model: Any, config: LoraConfig) -> PeftModel:
         task_type=peft.TaskType.CAUSAL_LM if is_causal else peft.TaskType.TOKEN_CLS,
     )
     try:
-        # In low precision the optimizer has the float32 weights, as it has those of a model that is trained whole.
+        # Without autocast: for low precision, the optimizer has float32 copies, as for a model that is trained whole.
         adapted: Any = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
-        raise ConfigError(f"lora.target_modules={targets} does not fit {type(model).__name__}: {error}") from None
+        raise ConfigError(
+            f"LoraConfig: target_modules={targets} does not fit {type(model).__name__}: {error}"
+        ) from None
     adapted_layers(adapted)
     trained: PeftModel = adapted.train(model.training)
     return trained
 
 
 def has_adapter(model: nn.Module) -> TypeGuard[PeftModel]:
-    """Whether the model is one of peft's."""
-    # Where nobody has imported the library, nothing can be of its class, and the import takes seconds.
+    """Return True if the model is a `PeftModel`."""
+    # No import of peft, which takes seconds: without an earlier import, no object can be a `PeftModel`.
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 @contextmanager
 def adapter_off(model: PeftModel) -> Iterator[None]:
-    """Inside, the model is the one that it started from, and in evaluation mode like any frozen model."""
+    """Turn the adapter off inside the block. The model is in evaluation mode there, as any frozen model."""
     training = model.training
     model.eval()
     try:
@@ -108,10 +110,10 @@ def adapter_off(model: PeftModel) -> Iterator[None]:
 
 
 def adapted_layers(model: PeftModel) -> dict[str, Any]:
-    """The layers that the adapter changes, by the names of their weights in the model.
+    """Return the layers with an adapter, by the names of their base weights in the model.
 
     Raises:
-        ConfigError: it does something else than add `scaling * B A` to weights of linear layers.
+        ConfigError: An adapter does something other than add `scaling * B A` to the weight of a linear layer.
     """
     from peft.tuners.lora import Linear
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -126,27 +128,27 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
         if not plain or layer.merged or len(layer.active_adapters) != 1:
             raise ConfigError(
                 f"the adapter of {name.removeprefix(_PREFIX)} ({type(layer).__name__}) is not one plain LoRA adapter "
-                "of a linear layer: others cannot be sent to a rollout engine or exported. Choose other "
+                "of a linear layer. Other adapters cannot be sent to a rollout engine or exported: choose other "
                 "target_modules, or another peft configuration"
             )
         if weight not in parameters:
             raise ConfigError(
-                f"{name.removeprefix(_PREFIX)} shares its weight with another layer, which its adapter would change as "
-                "well: leave it out of target_modules"
+                f"{name.removeprefix(_PREFIX)} shares its weight with another layer, and an adapter would change both "
+                f"layers: remove {name.removeprefix(_PREFIX)} from target_modules"
             )
         layers[weight] = layer
     return layers
 
 
 class MergedWeightSource:
-    """The weights of a model with an adapter, under the names and with the sizes that it would have without.
+    """Merged weights of a model with an adapter, with the names and shapes of the base model.
 
-    Nothing in the model changes. The products are computed in float32, added, and rounded once to the dtype of the
-    weights. While it is iterated over, it holds the adapter whole.
+    The model itself does not change. The changes are computed and added in float32, and the sum is rounded once to the
+    dtype of the weights. During an iteration, the whole adapter is in memory.
 
     Args:
-        source: the weights of `model` as they are.
-        model: the model.
+        source: Weights of `model` without merging.
+        model: Model with an adapter.
     """
 
     def __init__(self, source: WeightSource, model: PeftModel) -> None:
@@ -154,12 +156,12 @@ class MergedWeightSource:
         self._layers = adapted_layers(model)
         self._adapter = model.active_adapter
         parameters = dict(model.named_parameters())
-        plain = {name: _plain_name(name, self._adapter) for name in parameters}
-        self._names = {name: as_plain for name, as_plain in plain.items() if as_plain is not None}
+        base_names = {name: _base_name(name, self._adapter) for name in parameters}
+        self._names = {name: base_name for name, base_name in base_names.items() if base_name is not None}
         self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
     def metadata(self) -> list[WeightMeta]:
-        """Those of the plain model; what the adapter does not touch is frozen."""
+        """Describe the weights of the base model. A weight without an adapter is marked as frozen."""
         changing = self._trained.keys() | self._layers.keys()
         return [
             replace(meta, name=self._names[meta.name], frozen=meta.name not in changing)
@@ -168,29 +170,29 @@ class MergedWeightSource:
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors. Collective."""
+        """Iterate over names and full tensors. Collective."""
         changes = self._changes()
         for name, tensor in self._source:
             if name in changes:
-                yield self._names[name], changes[name].added_to(tensor.flatten(), 0).view(tensor.shape)
+                yield self._names[name], changes[name].add_to(tensor.flatten(), 0).view(tensor.shape)
             elif name in self._names:
                 yield self._names[name], tensor
 
     def shards(self) -> Iterator[tuple[str, int, Tensor]]:
-        """This rank's parts; of an adapted weight the product is computed for this part alone. Collective."""
+        """Iterate over this rank's parts: name, offset, flat part. A change is computed for its part. Collective."""
         changes = self._changes()
         for name, start, part in self._source.shards():
             if name in changes:
-                yield self._names[name], start, changes[name].added_to(part, start)
+                yield self._names[name], start, changes[name].add_to(part, start)
             elif name in self._names:
                 yield self._names[name], start, part
 
     def adapter(self) -> dict[str, Tensor]:
-        """What is trained, whole, under its own names. Collective."""
-        return dict(zip(self._trained, _whole(list(self._trained.values())), strict=True))
+        """Return the full trained tensors by their names in the model with the adapter. Collective."""
+        return dict(zip(self._trained, _full_tensors(list(self._trained.values())), strict=True))
 
     def adapter_files(self) -> dict[str, bytes]:
-        """What peft saves of the adapter, by file name; empty on all ranks but the first. Collective."""
+        """Return the files that peft saves for the adapter, by file name. Empty on all ranks but rank 0. Collective."""
         weights = self.adapter()
         if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
             return {}
@@ -198,36 +200,36 @@ class MergedWeightSource:
             self._model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
             return {path.name: path.read_bytes() for path in Path(folder).glob("adapter_*")}
 
-    def _changes(self) -> dict[str, _Change]:
+    def _changes(self) -> dict[str, _LowRankChange]:
         adapter = self._adapter
         pairs = [(layer.lora_A[adapter].weight, layer.lora_B[adapter].weight) for layer in self._layers.values()]
-        whole = iter(_whole([factor for pair in pairs for factor in pair]))
+        factors = iter(_full_tensors([factor for pair in pairs for factor in pair]))
         return {
-            name: _Change.of(A_RI=next(whole), B_OR=next(whole), layer=layer, scaling=layer.scaling[adapter])
+            name: _LowRankChange.of_layer(layer, next(factors), next(factors), layer.scaling[adapter])
             for name, layer in self._layers.items()
         }
 
 
 def plain_weights(source: WeightSource, model: nn.Module) -> WeightSource:
-    """The weights of a model, with its adapter merged if it has one."""
+    """Return the weights of a model, with the adapter merged if the model has an adapter."""
     return MergedWeightSource(source, model) if has_adapter(model) else source
 
 
 @dataclass(frozen=True)
-class _Change:
-    """`scaling * left @ right`, of the shape of a weight as its layer stores it."""
+class _LowRankChange:
+    """Change `scaling * left @ right`, with the shape of the stored weight."""
 
     left: Tensor
     right: Tensor
     scaling: float
 
     @classmethod
-    def of(cls, *, A_RI: Tensor, B_OR: Tensor, layer: Any, scaling: float) -> _Change:
-        # GPT-2 and its kin store their weights as [I, O].
+    def of_layer(cls, layer: Any, A_RI: Tensor, B_OR: Tensor, scaling: float) -> _LowRankChange:
+        # GPT-2 and similar models store weights as [I, O].
         return cls(A_RI.T, B_OR.T, scaling) if layer.fan_in_fan_out else cls(B_OR, A_RI, scaling)
 
-    def added_to(self, part_N: Tensor, start: int) -> Tensor:
-        """The part of the flattened weight that begins at `start`, changed."""
+    def add_to(self, part_N: Tensor, start: int) -> Tensor:
+        """Return a part of the flattened weight, which begins at `start`, plus the change."""
         width = self.right.shape[1]
         first, last = start // width, -(-(start + part_N.numel()) // width)
         dtype = torch.promote_types(part_N.dtype, torch.float32)
@@ -236,8 +238,8 @@ class _Change:
         return torch.add(part_N.to(dtype), change_N, alpha=self.scaling).to(part_N.dtype)
 
 
-def _whole(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """The parameters themselves; of those in shards, whole copies, gathered at once. Collective."""
+def _full_tensors(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Return the tensors of unsharded parameters, and gathered copies of sharded parameters. Collective."""
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         return [parameter.full_tensor().detach() for parameter in parameters if isinstance(parameter, DTensor)]
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
@@ -248,8 +250,8 @@ def _whole(parameters: list[nn.Parameter]) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in parameters]
 
 
-def _plain_name(name: str, adapter: str) -> str | None:
-    """The name in a model without the adapter; None for what that model does not have."""
+def _base_name(name: str, adapter: str) -> str | None:
+    """Return the name of a parameter in the base model. None for a parameter that the base model does not have."""
     if ".lora_A." in name or ".lora_B." in name or ".original_module." in name:
         return None
     return name.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(f".modules_to_save.{adapter}.", ".")

@@ -1,16 +1,17 @@
-"""Attention over a row of samples that do not see each other, without a mask and without padding.
+"""Attention over a row of separate samples, without a mask and without padding.
 
-Registered with transformers under the name `packed_sdpa`. A model that uses it takes, beside a row, where its samples
-begin (`cu_seq_lens_q`, as flash attention does), and each runs through `scaled_dot_product_attention` by itself (or
-`product_attention`, where that is faster); those of one length that stand side by side run together. Without these it
-is transformers' own `sdpa`.
+The attention is registered with transformers under the name `packed_sdpa`. Beside the row, a model with this attention
+gets the starts of the samples (`cu_seq_lens_q`, as for flash attention). Each sample runs through
+`scaled_dot_product_attention` by itself, or through `product_attention` where this is faster. Neighbouring samples of
+the same length run together. Without the starts, the attention is `sdpa` of transformers.
 
-In a row, samples may share a prompt: it stands there once, before the response of the first of them, and the responses
-of the others, whose positions go on from the prompt's, follow. Then everything runs once over the prompt; the tokens of
-a stretch of the row attend, and they see those of their whole sample (`cu_seq_lens_k`).
+Samples of a row may share a prompt. The prompt is in the row once, before the response of its first sample. The
+responses of the other samples follow, and their positions continue from the end of the prompt. The model then computes
+the prompt once. A stretch of the row is a run of consecutive positions: a whole sample, or a response after a shared
+prompt. The tokens of a stretch are queries, and the tokens of the stretch's whole sample are keys (`cu_seq_lens_k`).
 
-Axes: `M` tokens of the row, `F` of all samples as wholes, `N` stretches of the row, `Q` tokens of a stretch, `K` of its
-whole sample, `H` heads of queries, `G` of keys, `D` width of a head.
+Axes: `M` tokens of the row, `F` tokens of all whole samples, `N` stretches of the row, `Q` tokens of a stretch, `K`
+tokens of its whole sample, `H` heads of queries, `G` heads of keys, `D` width of a head.
 """
 
 from __future__ import annotations
@@ -33,48 +34,51 @@ from rl_plugins.models.product_attention import product_attention, suits
 PACKED_SDPA = "packed_sdpa"
 
 
-class HeadExchange(Protocol):
-    """Ranks that have parts of a row give each other tokens for heads."""
+class SequenceParallelExchange(Protocol):
+    """Exchange of tokens for heads between the ranks of sequence parallelism. Each rank has a part of the row."""
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All heads of a part [1, heads, P, D]; some of them of the whole row [1, some, M, D]."""
+        """Turn all heads of the rank's part [1, heads, P, D] into some heads of the whole row [1, some, M, D]."""
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """Some heads of the whole row [M, some, D]; all heads of the part [P, heads, D]."""
+        """Turn some heads of the whole row [M, some, D] into all heads of the rank's part [P, heads, D]."""
 
 
-class _Attending(NamedTuple):
-    """What transformers' `sdpa` asks of a layer."""
+class _SdpaLayer(NamedTuple):
+    """Attributes of a layer that `sdpa` of transformers reads."""
 
     num_key_value_groups: int
     is_causal: bool
 
 
-# Kinds of layers whose mask is known without being told: causal, or causal within a window.
-_LAYERS = {"full_attention", "sliding_attention"}
+# Layer types with a mask that needs no further information: causal, or causal within a window.
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Let a model of transformers run rows by `packed_sdpa`, if it runs by `sdpa`; others keep what they have."""
+    """Switch a model of transformers from `sdpa` to `packed_sdpa`. A model with any other attention is unchanged."""
     if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
         return
-    plain = model.config.get_text_config() is model.config
-    layers = set(getattr(model.config, "layer_types", None) or _LAYERS)
-    # transformers' own test of whether a family goes through its attention interface; asking for it there would warn.
-    if plain and layers <= _LAYERS and model._can_set_attn_implementation():
+    has_text_only = model.config.get_text_config() is model.config
+    layer_types = set(getattr(model.config, "layer_types", None) or _LAYER_TYPES)
+    # transformers' own test for families with its attention interface; a call of the setter alone would warn.
+    if has_text_only and layer_types <= _LAYER_TYPES and model._can_set_attn_implementation():
         model.set_attn_implementation(PACKED_SDPA)
 
 
 def has_packed_attention(model: Callable[..., Any]) -> bool:
-    """Whether a model, or the one in an engine, runs by `packed_sdpa`."""
+    """Return True if a model, or the model inside a model engine, uses `packed_sdpa`."""
     config = getattr(getattr(model, "module", model), "config", None)
     return getattr(config, "_attn_implementation", None) == PACKED_SDPA
 
 
 def boundaries(positions_M: Tensor) -> dict[str, Any]:
-    """The arguments that tell a model which tokens of a row are one sample, from their positions in it.
+    """Return the arguments of `packed_sdpa` for a row.
 
-    A stretch of positions that does not begin at 0 goes on behind as many tokens of the last one that does.
+    A stretch whose positions start at p > 0 continues after the first p tokens of the last stretch that starts at 0.
+
+    Args:
+        positions_M: Position of each token in its sample.
     """
     starts = starts_of(positions_M)
     begin_N, own_N = starts[:-1], starts.diff()
@@ -83,13 +87,13 @@ def boundaries(positions_M: Tensor) -> dict[str, Any]:
         return _cut_at(own_N, own_N)
     first_N = torch.where(shared_N == 0, torch.arange(len(own_N), device=starts.device), 0).cummax(dim=0).values
     whole_N = shared_N + own_N
-    # Those of one length run together.
+    # Stretches of the same lengths are sorted next to each other, to run together.
     order_N = (whole_N * len(positions_M) + own_N).argsort(stable=True)
     begin_N, own_N, whole_N, shared_N, prompt_N = (
         values[order_N] for values in (begin_N, own_N, whole_N, shared_N, begin_N[first_N])
     )
-    query_places_M = _nth(own_N) + begin_N.repeat_interleave(own_N)
-    nth_F = _nth(whole_N)
+    query_places_M = _counts(own_N) + begin_N.repeat_interleave(own_N)
+    nth_F = _counts(whole_N)
     in_prompt_F = nth_F < shared_N.repeat_interleave(whole_N)
     from_own_F, from_prompt_F = torch.stack([begin_N - shared_N, prompt_N]).repeat_interleave(whole_N, dim=1)
     return {
@@ -100,23 +104,23 @@ def boundaries(positions_M: Tensor) -> dict[str, Any]:
     }
 
 
-def _nth(lengths_N: Tensor) -> Tensor:
-    """0, 1, ... of each length, one behind the other."""
-    nth = torch.arange(int(lengths_N.sum()), device=lengths_N.device)
-    return nth - (lengths_N.cumsum(dim=0) - lengths_N).repeat_interleave(lengths_N)
+def _counts(lengths_N: Tensor) -> Tensor:
+    """Count 0, 1, ... up to each length, and join the counts in one tensor."""
+    counts = torch.arange(int(lengths_N.sum()), device=lengths_N.device)
+    return counts - (lengths_N.cumsum(dim=0) - lengths_N).repeat_interleave(lengths_N)
 
 
 def _cut_at(own_N: Tensor, whole_N: Tensor) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name, lengths_N in (("q", own_N), ("k", whole_N)):
-        # Attention cuts by the lengths on the host, in every layer.
+        # On the host, because attention splits tensors by these lengths in every layer.
         starts = nn.functional.pad(lengths_N.cpu().cumsum(dim=0, dtype=torch.int32), (1, 0))
         arguments |= {f"cu_seq_lens_{name}": starts, f"max_length_{name}": int(lengths_N.max())}
     return arguments
 
 
 def starts_of(positions_M: Tensor) -> Tensor:
-    """Where the stretches of a row begin whose positions go up one by one, and where the last one ends."""
+    """Return the start of each stretch of consecutive positions, and the end of the last stretch [N + 1]."""
     begins_M = positions_M.diff(prepend=positions_M[:1]) != 1
     return nn.functional.pad(begins_M.nonzero().flatten(), (0, 1), value=len(positions_M))
 
@@ -133,7 +137,7 @@ def packed_sdpa(
     query_places: Tensor | None = None,
     key_places: Tensor | None = None,
     row_places: Tensor | None = None,
-    head_exchange: HeadExchange | None = None,
+    head_exchange: SequenceParallelExchange | None = None,
     position_ids: Tensor | None = None,
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
@@ -141,16 +145,31 @@ def packed_sdpa(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' models call it: heads [1, heads, M, D] in, [1, M, heads, D] out.
+    """Compute attention in the form of transformers: heads [1, heads, M, D] in, [1, M, heads, D] out.
 
-    With a `head_exchange` a rank has but a part of the row, in and out. At `query_places` [M] of the row are the
-    stretches that `cu_seq_lens_q` cuts, at `key_places` [F] the whole samples of each, which `cu_seq_lens_k` cuts, and
-    at `row_places` [M] of the stretches what goes on in the row.
+    Args:
+        module: Attention layer.
+        query: Heads of queries.
+        key: Heads of keys.
+        value: Heads of values.
+        attention_mask: Mask of a padded batch. None for a row.
+        cu_seq_lens_q: Boundaries of the stretches, in the order of `query_places`.
+        cu_seq_lens_k: Boundaries of the whole samples of the stretches, in the order of `key_places`.
+        query_places: Index in the row of each token of the stretches [M].
+        key_places: Index in the row of each token of the whole samples [F].
+        row_places: Index in the stretches of each token of the row [M].
+        head_exchange: Exchange between ranks, if each rank has a part of the row.
+        position_ids: Positions of the tokens.
+        position_bias: Bias by the distance between tokens.
+        sliding_window: Number of tokens in an attention window.
+        dropout: Dropout of the attention weights.
+        scaling: Factor of the scores.
+        **others: Further arguments of transformers, for a padded batch.
 
     Raises:
-        ConfigError: a row, and a bias that depends on the distance between its tokens.
+        ConfigError: The model adds a bias by the distance between tokens, and the input is a row.
     """
-    if attention_mask is None and cu_seq_lens_q is None and _may_be_a_row(query, key, position_ids):
+    if attention_mask is None and cu_seq_lens_q is None and _may_be_row(query, key, position_ids):
         assert position_ids is not None
         starts = starts_of(position_ids[0])
         cu_seq_lens_q = starts if len(starts) > 2 else None
@@ -160,7 +179,10 @@ def packed_sdpa(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
     if position_bias is not None:
-        raise ConfigError(f"{type(module).__name__} adds a bias to its attention: set batch.packing=false")
+        raise ConfigError(
+            f"{type(module).__name__} adds a bias to its attention, so rows cannot be packed: set packing=False "
+            "in the stage (batch.packing=false in a recipe)"
+        )
     if head_exchange is not None:
         query, key, value = head_exchange.to_heads(query, key, value)
     query_MHD, key_FGD, value_FGD = (heads.transpose(1, 2)[0] for heads in (query, key, value))
@@ -183,9 +205,9 @@ def packed_sdpa(
         scaling=scaling,
     )
     outputs = []
-    for (own, whole, count), (of_queries, *of_keys) in zip(runs, parts, strict=True):
+    for (own, whole, count), (queries, *keys_and_values) in zip(runs, parts, strict=True):
         output_NQHD = attend(
-            of_queries.unflatten(0, (count, own)), *(heads.unflatten(0, (count, whole)) for heads in of_keys)
+            queries.unflatten(0, (count, own)), *(heads.unflatten(0, (count, whole)) for heads in keys_and_values)
         )
         outputs.append(output_NQHD.flatten(0, 1))
     output_MHD = torch.cat(outputs)
@@ -205,8 +227,8 @@ def packed_sdpa_mask(
     use_vmap: bool = False,
     **others: Any,
 ) -> Tensor | None:
-    """None for a row that holds several samples, whose mask would be M x M; otherwise transformers' `sdpa_mask`."""
-    # What transformers asks for when the positions of a row without padding start again.
+    """Return None for a row of several samples (a mask would be M x M), and `sdpa_mask` of transformers otherwise."""
+    # transformers calls with these arguments when the positions of a row without padding start again.
     is_row = attention_mask is None and batch_size == 1 and q_length == kv_length
     if is_row and not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap):
         return None
@@ -222,8 +244,8 @@ def packed_sdpa_mask(
     )
 
 
-def _may_be_a_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> bool:
-    """Whether it could be one that someone gave with its positions alone, as transformers takes it."""
+def _may_be_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> bool:
+    # transformers accepts a row with positions and no other information.
     is_whole = query.shape[0] == 1 and query.shape[2] == key.shape[2]
     return is_whole and position_ids is not None and position_ids.ndim == 2
 
@@ -240,7 +262,7 @@ def _attend(
 ) -> Tensor:
     device = query_NQHD.device.type
     if torch.is_autocast_enabled(device) and query_NQHD.dtype != torch.float64:
-        # As autocast does for the plain function; rotary positions make queries and keys float32 there, values not.
+        # As autocast does for the function of torch. Rotary positions make queries and keys float32, but not values.
         dtype = torch.get_autocast_dtype(device)
         query_NQHD, key_NKGD, value_NKGD = (heads.to(dtype) for heads in (query_NQHD, key_NKGD, value_NKGD))
     if is_causal and not dropout and suits(query_NQHD):
@@ -249,17 +271,17 @@ def _attend(
     (_, heads, own, _), (_, groups, whole, _) = query.shape, key.shape
     mask = None if window is None or whole <= window else _mask(own, whole, window, query.device)
     if own < whole and mask is None:
-        # The way to say so that flash attention understands; keys stay as few as they are.
+        # This form of the causal mask allows flash attention, and keys are not repeated for the heads of queries.
         output = nn.functional.scaled_dot_product_attention(
             query, key, value, causal_lower_right(own, whole), dropout, scale=scaling, enable_gqa=heads > groups
         )
         return output.transpose(1, 2)
-    module: Any = _Attending(heads // groups, is_causal)
+    module: Any = _SdpaLayer(heads // groups, is_causal)
     return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling)[0]
 
 
 def _mask(own: int, whole: int, window: int, device: torch.device) -> Tensor:
-    """Which tokens of a sample its last ones see within a window [1, 1, Q, K]."""
+    """Return the mask of the last tokens of a sample within a window, True at visible tokens [1, 1, Q, K]."""
     places_K = torch.arange(whole, device=device)
     distance_QK = places_K[whole - own :, None] - places_K
     return ((distance_QK >= 0) & (distance_QK < window))[None, None]

@@ -1,11 +1,12 @@
-"""The samples of a micro-batch as one row without padding; where one ends, the positions start again at 0.
+"""Packing of a micro-batch: the samples become one row without padding. Positions start at 0 for each sample.
 
-transformers takes such a row, given without an attention mask, as several sequences that do not see each other; a model
-that attends by `packed_sdpa` needs no mask as large as the square of the row for that. A model that lets them see each
-other (one with a state that runs through the row, or with a mask of its own) is refused.
+Given such a row without an attention mask, a model of transformers treats the samples as separate sequences. With the
+attention `packed_sdpa`, the model needs no mask for this (a mask would be as large as the square of the row). Some
+models do not separate the samples, because a state runs through the row, or because the model makes its own mask. Such
+a model is refused.
 
-A model that attends by `packed_sdpa` also runs a prompt only once for all samples of it that are in the row: where the
-second response to it begins, positions go on from the prompt's end (see `packed_attention`).
+With `packed_sdpa`, a model also computes a prompt only once for all its samples in the row. The positions of the second
+response continue from the end of the prompt (see `packed_attention`).
 
 Axes: `B` samples, `S` prompt and response with padding, `P` prompt with padding, `T` response tokens with padding, `M`
 tokens of the row, `N` real response tokens.
@@ -28,40 +29,40 @@ from rl_plugins.models.packed_attention import boundaries, has_packed_attention
 
 logger = logging.getLogger(__name__)
 
-_TRIAL_TOKENS = 4
+_TEST_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """What a model does with rows.
+class _RowSupport:
+    """Abilities of a model with packed rows.
 
     Attributes:
-        keeps_apart: a sample's outputs do not depend on the sample that stands before it.
-        shares_prompts: nor on whether its prompt stands there for it alone.
+        separates_samples: The outputs of a sample do not depend on the sample before it.
+        shares_prompts: The outputs of a sample do not change if its prompt is shared with another sample.
     """
 
-    keeps_apart: bool
+    separates_samples: bool
     shares_prompts: bool
 
 
-# Of every model that has been tried, without the engine around it.
-_TRIALS: WeakKeyDictionary[nn.Module, _Trial] = WeakKeyDictionary()
+# Cache: the result of the test for each model, without the model engine around the model.
+_ROW_SUPPORT: WeakKeyDictionary[nn.Module, _RowSupport] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Row:
-    """A micro-batch as one row.
+class PackedRow:
+    """Micro-batch as one row.
 
     Attributes:
-        inputs: of a forward pass of the model, `input_ids` and `position_ids` [1, M] among them.
-        places_BS: int64, where in the row each real token stands.
+        inputs: Arguments of a forward pass of the model, with `input_ids` and `position_ids` [1, M].
+        places_BS: Index in the row of each real token, int64.
     """
 
     inputs: dict[str, Any]
     places_BS: Tensor
 
     def predicting(self, attention_mask_BS: Tensor, response_width: int) -> Tensor:
-        """Where in the row the tokens stand that predict the response tokens, sample after sample [N]."""
+        """Return the index in the row of each token that predicts a response token, sample after sample [N]."""
         prompt_width = attention_mask_BS.shape[1] - response_width
         return self.places_BS[:, prompt_width - 1 : -1][attention_mask_BS[:, prompt_width:].bool()]
 
@@ -73,26 +74,26 @@ def pack(
     attention_mask_BS: Tensor,
     position_ids_BS: Tensor,
     response_width: int | None = None,
-) -> Row:
-    """The real tokens of some samples as one row. Collective.
+) -> PackedRow:
+    """Make one row of the real tokens of a micro-batch. Collective.
 
     Args:
-        model: that will run it.
-        input_ids_BS: prompts, padded on the left, and responses.
-        attention_mask_BS: 1 at real tokens.
-        position_ids_BS: from 0 at the first real token of a sample.
-        response_width: T; None where it is not known what of the samples is a prompt.
+        model: Model to run on the row.
+        input_ids_BS: Ids of prompts, padded on the left, and responses.
+        attention_mask_BS: 1 at real tokens, 0 at padding.
+        position_ids_BS: Positions, counted from 0 at the first real token of a sample.
+        response_width: Number of response columns, T. If None, the prompts are unknown and cannot be shared.
 
     Raises:
-        ConfigError: the model lets the samples of a row see each other.
+        ConfigError: The model does not separate the samples of a row.
     """
-    trial, is_token_BS = _try(model, input_ids_BS.device), attention_mask_BS.bool()
-    if response_width is None or not trial.shares_prompts:
+    support, is_token_BS = _row_support(model, input_ids_BS.device), attention_mask_BS.bool()
+    if response_width is None or not support.shares_prompts:
         places_BS = is_token_BS.flatten().cumsum(dim=0).view_as(is_token_BS) - 1
-        return Row(_inputs(model, input_ids_BS[is_token_BS], position_ids_BS[is_token_BS]), places_BS)
+        return PackedRow(_inputs(model, input_ids_BS[is_token_BS], position_ids_BS[is_token_BS]), places_BS)
     width = input_ids_BS.shape[1] - response_width
     first_B = first_of_prompt(input_ids_BS[:, :width], is_token_BS[:, :width])
-    # The samples of a prompt stand where the first of them did.
+    # All samples of a prompt move to the place of the first sample of the prompt.
     first_B, order_B = first_B.sort(stable=True)
     is_in_row_BS = is_token_BS[order_B]
     is_in_row_BS[:, :width] &= (first_B == order_B)[:, None]
@@ -100,11 +101,11 @@ def pack(
     places_BS[order_B] = is_in_row_BS.flatten().cumsum(dim=0).view_as(is_in_row_BS) - 1
     places_BS[order_B, :width] = places_BS[first_B, :width]
     row = (values_BS[order_B][is_in_row_BS] for values_BS in (input_ids_BS, position_ids_BS))
-    return Row(_inputs(model, *row), places_BS)
+    return PackedRow(_inputs(model, *row), places_BS)
 
 
 def first_of_prompt(prompts_BP: Tensor, is_token_BP: Tensor) -> Tensor:
-    """Of each sample, the first one [B] that has the same real tokens at the same places as its prompt."""
+    """Return for each sample the index of the first sample with the same prompt, compared column by column [B]."""
     nth_B = torch.arange(len(prompts_BP), device=prompts_BP.device)
     if not prompts_BP.numel():
         return nth_B
@@ -114,11 +115,11 @@ def first_of_prompt(prompts_BP: Tensor, is_token_BP: Tensor) -> Tensor:
 
 
 def shares_prompts(model: Callable[..., Any]) -> bool:
-    """Whether a model runs a prompt only once for all its samples in a row, as far as is known."""
+    """Return True if a model computes a shared prompt only once. For an untested model, `packed_sdpa` decides."""
     if not has_packed_attention(model):
         return False
-    trial = _TRIALS.get(_without_engine(model))
-    return trial is None or trial.shares_prompts
+    support = _ROW_SUPPORT.get(_without_engine(model))
+    return support is None or support.shares_prompts
 
 
 def _without_engine(model: Callable[..., Any]) -> nn.Module:
@@ -128,35 +129,35 @@ def _without_engine(model: Callable[..., Any]) -> nn.Module:
 
 
 def _inputs(model: Callable[..., Any], ids_M: Tensor, positions_M: Tensor) -> dict[str, Any]:
-    begin = boundaries(positions_M) if has_packed_attention(model) else {}
-    return {"input_ids": ids_M[None], "position_ids": positions_M[None], **begin}
+    arguments = boundaries(positions_M) if has_packed_attention(model) else {}
+    return {"input_ids": ids_M[None], "position_ids": positions_M[None], **arguments}
 
 
-def _try(model: Callable[..., Any], device: torch.device) -> _Trial:
-    # Once per model.
+def _row_support(model: Callable[..., Any], device: torch.device) -> _RowSupport:
     inner = _without_engine(model)
-    if inner in _TRIALS:
-        return _TRIALS[inner]
-    trial, name = _trial_of(model, device), type(inner).__name__
-    if not trial.keeps_apart:
+    if inner in _ROW_SUPPORT:
+        return _ROW_SUPPORT[inner]
+    assert isinstance(model, nn.Module)
+    support, name = _test_rows(model, device), type(inner).__name__
+    if not support.separates_samples:
         raise ConfigError(
-            f"{name} lets packed samples see each other: with this model and its attention implementation, "
-            "set batch.packing=false"
+            f"{name} with its attention implementation lets packed samples see each other: set packing=False in the "
+            "stage (batch.packing=false in a recipe)"
         )
-    if has_packed_attention(model) and not trial.shares_prompts:
+    if has_packed_attention(model) and not support.shares_prompts:
         logger.warning(
-            "%s cannot share a prompt among the samples of a row: each runs its own. The first micro-batches hold more "
-            "than batch.tokens_per_micro_batch",
+            "%s cannot share a prompt among the samples of a row, so the prompt is computed for each sample. The first "
+            "micro-batches have more tokens than tokens_per_micro_batch",
             name,
         )
-    _TRIALS[inner] = trial
-    return trial
+    _ROW_SUPPORT[inner] = support
+    return support
 
 
-def _trial_of(model: Any, device: torch.device) -> _Trial:
-    ids = torch.arange(_TRIAL_TOKENS, device=device)
-    others = ids.flip(0)
-    half = _TRIAL_TOKENS // 2
+def _test_rows(model: nn.Module, device: torch.device) -> _RowSupport:
+    ids = torch.arange(_TEST_TOKENS, device=device)
+    reversed_ids = ids.flip(0)
+    half = _TEST_TOKENS // 2
 
     def outputs(tokens: list[Tensor], positions: list[Tensor], last: int) -> list[Tensor]:
         with _inputs_of_scalar_heads(model) as seen:
@@ -164,20 +165,21 @@ def _trial_of(model: Any, device: torch.device) -> _Trial:
         return [output[0, -last:] for output in (logits, *seen)]
 
     with torch.no_grad(), _without_dropout(model):
-        whole = outputs([others, ids], [ids, ids], _TRIAL_TOKENS)
-        after_another = outputs([torch.zeros_like(ids), ids], [ids, ids], _TRIAL_TOKENS)
-        if not (keeps_apart := _are_close(whole, after_another)) or not has_packed_attention(model):
-            return _Trial(keeps_apart, shares_prompts=False)
-        shared = outputs([ids[:half], others[half:], ids[half:]], [ids, ids[half:]], half)
-        # The kernels of rows of another length round in another way, layer after layer.
-        return _Trial(keeps_apart, _are_close([output[half:] for output in whole], shared, at_least=1e-2))
+        whole = outputs([reversed_ids, ids], [ids, ids], _TEST_TOKENS)
+        after_zeros = outputs([torch.zeros_like(ids), ids], [ids, ids], _TEST_TOKENS)
+        if not (separates_samples := _are_close(whole, after_zeros)) or not has_packed_attention(model):
+            return _RowSupport(separates_samples, shares_prompts=False)
+        shared = outputs([ids[:half], reversed_ids[half:], ids[half:]], [ids, ids[half:]], half)
+        # The kernels for rows of another length round differently in every layer.
+        shares_prompts = _are_close([output[half:] for output in whole], shared, min_tolerance=1e-2)
+        return _RowSupport(separates_samples, shares_prompts)
 
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
-        # Not by `eval`, which some models take as the sign to merge adapters.
+        # Without `eval`, because some models merge adapters when `eval` is called.
         for module, _ in modes:
             module.training = False
         yield
@@ -188,7 +190,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _inputs_of_scalar_heads(model: nn.Module) -> Iterator[list[Tensor]]:
-    """What goes into the heads that give one number: a new head says 0 of everything."""
+    """Record the inputs of scalar heads. The output of a new scalar head is always 0 and shows no difference."""
     seen: list[Tensor] = []
     heads = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features == 1]
     hooks = [head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])) for head in heads]
@@ -199,9 +201,10 @@ def _inputs_of_scalar_heads(model: nn.Module) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def _are_close(outputs: list[Tensor], others: list[Tensor], at_least: float = 0.0) -> bool:
-    # Not bit for bit: the kernels of a mixture of experts follow how many tokens go to each expert.
-    return all(
-        bool(((one - other).abs() <= max(8 * torch.finfo(one.dtype).eps, at_least) * float(one.abs().max())).all())
-        for one, other in zip(outputs, others, strict=True)
-    )
+def _are_close(outputs: list[Tensor], expected: list[Tensor], min_tolerance: float = 0.0) -> bool:
+    # With a tolerance: in a mixture of experts, kernels depend on the number of tokens for each expert.
+    def is_close(output: Tensor, wanted: Tensor) -> bool:
+        tolerance = max(8 * torch.finfo(output.dtype).eps, min_tolerance)
+        return bool(((output - wanted).abs() <= tolerance * float(output.abs().max())).all())
+
+    return all(is_close(output, wanted) for output, wanted in zip(outputs, expected, strict=True))

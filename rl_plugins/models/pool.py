@@ -1,8 +1,7 @@
-"""A pool of processes that hold a model, as a training rank sees it: a model that runs elsewhere (`pool_actor.py`).
+"""Client of a pool of actors with a frozen model (see `pool_actor`), used by a training rank in place of a model.
 
-A rank sends the rows of a micro-batch straight to the actors, spread by their tokens, and puts the numbers that come
-back in the order of the rows. An actor with a frozen model that dies is restarted by Ray, which repeats what it was
-asked.
+A rank sends the samples of a micro-batch directly to the actors, balanced by tokens, and puts the results back in the
+order of the samples. Ray restarts a dead actor and repeats the interrupted calls.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from rl_plugins.models.remote import RemoteModel
 
 
 class ModelPool(RemoteModel):
-    """What a training rank holds of a pool.
+    """Remote model backed by the actors of a pool.
 
     Args:
-        config: the pool, whose actors somebody has started.
-        rank: this one.
+        config: Settings of the pool. The actors must have been started (`start_pool`).
+        rank: Rank of this training process.
     """
 
     def __init__(self, config: PoolConfig, rank: int = 0) -> None:
         super().__init__()
         self.config, self._rank = config, rank
         self._actors: list[Any] = []
-        # That of each actor; another one means that the actor died in between.
+        # Process name of each actor. A new name means a restart of the actor.
         self._processes: list[str] = []
         self._restarts, self._turn = 0, rank
 
@@ -46,7 +45,7 @@ class ModelPool(RemoteModel):
         return ResponseLogProbs(**self._run("log_probs", arguments))
 
     def metrics(self, _: Any = None) -> dict[str, float]:
-        """How often an actor died and was replaced, as far as this rank has seen, since it began."""
+        """Return the number of actor restarts that this rank has seen since its start."""
         return {f"pool/{self.config.role}_restarts": float(self._restarts)}
 
     def _connect(self) -> None:
@@ -59,41 +58,48 @@ class ModelPool(RemoteModel):
 
     def _run(self, method: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
         self._connect()
-        rows = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        options = {name: value for name, value in arguments.items() if name not in rows}
-        lengths_B = rows["attention_mask_BS"].sum(dim=1).tolist()
-        # An empty micro-batch, too, has an answer, of its own shapes.
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        options = {name: value for name, value in arguments.items() if name not in tensors}
+        lengths_B = tensors["attention_mask_BS"].sum(dim=1).tolist()
+        # An empty micro-batch is sent as well, because its result has shapes of its own.
         parts = spread(lengths_B, len(self._actors)) or [[]]
         self._turn += 1
-        asked = []
+        calls = []
         for place, part in enumerate(parts):
             number = (self._turn + place) % len(self._actors)
-            sent = {name: value[part].to("cpu", torch.int32).numpy() for name, value in rows.items()}
-            asked.append((number, getattr(self._actors[number], method).remote(sent, options)))
-        answers = self._wait(asked, self.config.call_timeout_s, f"compute {method}")
-        for (number, _), (process, _) in zip(asked, answers, strict=True):
+            arrays = {name: value[part].to("cpu", torch.int32).numpy() for name, value in tensors.items()}
+            calls.append((number, getattr(self._actors[number], method).remote(arrays, options)))
+        results = self._wait(calls, self.config.call_timeout_s, f"compute {method}")
+        for (number, _), (process, _) in zip(calls, results, strict=True):
             self._restarts += process != self._processes[number]
             self._processes[number] = process
-        return _in_order(parts, [values for _, values in answers], rows["input_ids_BS"].device)
+        return _in_order(parts, [values for _, values in results], tensors["input_ids_BS"].device)
 
-    def _wait(self, asked: Sequence[tuple[int, Any]], timeout_s: float, what: str) -> list[Any]:
+    def _wait(self, calls: Sequence[tuple[int, Any]], timeout_s: float, task: str) -> list[Any]:
         import ray
 
-        references = [reference for _, reference in asked]
+        references = [reference for _, reference in calls]
         try:
-            answers: list[Any] = ray.get(references, timeout=timeout_s)
+            results: list[Any] = ray.get(references, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:
             done, _ = ray.wait(references, num_returns=len(references), timeout=0)
-            late = [self.config.label(number) for number, reference in asked if reference not in done]
+            late = [self.config.label(number) for number, reference in calls if reference not in done]
             raise DeadlineExceeded(
                 f"rank {self._rank} waited {timeout_s:.0f} s for {', '.join(map(repr, late))} of the pool "
-                f"{self.config.role} to {what}"
+                f"{self.config.role} to {task}"
             ) from None
-        return answers
+        return results
 
 
 def spread(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of at most so many parts of about equally many tokens; the longest row first, to the smallest part."""
+    """Divide samples into parts with about the same number of tokens, and return the sample indices of each part.
+
+    The longest sample goes first, each to the part with the fewest tokens. Empty parts are left out.
+
+    Args:
+        lengths: Number of tokens of each sample.
+        parts: Largest number of parts.
+    """
     smallest_first = [(0, part) for part in range(parts)]
     indices: list[list[int]] = [[] for _ in range(parts)]
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -103,12 +109,12 @@ def spread(lengths: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(part) for part in indices if part]
 
 
-def _in_order(parts: Sequence[list[int]], answers: Sequence[Arrays], device: torch.device) -> dict[str, Tensor]:
-    """The rows of all parts where they came from."""
+def _in_order(parts: Sequence[list[int]], results: Sequence[Arrays], device: torch.device) -> dict[str, Tensor]:
+    """Join the results of all parts in the order of the samples."""
     order = torch.tensor([index for part in parts for index in part], dtype=torch.int64)
-    result = {}
-    for name in answers[0]:
-        # Copied: what Ray hands over is read-only.
-        values = torch.cat([torch.tensor(answer[name]) for answer in answers])
-        result[name] = torch.empty_like(values).index_copy_(0, order, values).to(device)
-    return result
+    joined = {}
+    for name in results[0]:
+        # `torch.tensor` copies, because arrays from Ray are read-only.
+        values = torch.cat([torch.tensor(result[name]) for result in results])
+        joined[name] = torch.empty_like(values).index_copy_(0, order, values).to(device)
+    return joined

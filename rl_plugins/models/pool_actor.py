@@ -1,6 +1,6 @@
-"""Frozen models in processes of their own: a pool of Ray actors that each hold the whole model.
+"""Pool of Ray actors with a frozen model. Each actor holds the whole model in a process of its own.
 
-The driver starts them and imports neither torch nor a model for it.
+The driver starts the actors, and imports neither torch nor a model.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ Arrays = dict[str, "np.ndarray"]
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """A pool; ranks find its actors by the name.
+    """Settings of a pool. Training ranks find the actors by name.
 
     Attributes:
-        role: of the model, for messages and metrics.
+        role: Role of the model (such as `critic`), for messages and metrics.
         model: Hugging Face name or folder.
-        head: a scalar one, or that of a causal language model.
-        dtype: of the parameters, by its name in torch.
-        actors: how many processes hold the model.
-        device: `cpu` or `cuda`.
-        threads: of each process, on CPU.
-        ready_timeout_s: deadline for loading the model.
-        call_timeout_s: deadline for the numbers of a micro-batch, the waits for other ranks and for a new actor
-            included.
-        name: of the actors.
+        head: Kind of output head: a scalar head, or the head of a causal language model.
+        dtype: Data type of the parameters, by its name in torch.
+        actors: Number of actor processes.
+        device: Device of the model, `cpu` or `cuda`.
+        threads: Number of CPU threads of each process.
+        ready_timeout_s: Seconds for an actor to load the model.
+        call_timeout_s: Seconds for the results of a micro-batch. The time includes the wait for calls of other ranks
+            and for the restart of an actor.
+        name: Prefix of the actor names.
     """
 
     role: str
@@ -49,34 +49,34 @@ class PoolConfig:
     name: str = field(default_factory=lambda: f"pool-{uuid.uuid4().hex[:8]}")
 
     def label(self, actor: int) -> str:
-        """Name of an actor."""
+        """Return the name of an actor."""
         return f"{self.name}-{self.role}-{actor}"
 
 
 def start_pool(config: PoolConfig, options: Sequence[dict[str, Any]]) -> list[Any]:
-    """Start the actors; does not wait for them.
+    """Start the actors, and return before they are ready.
 
     Args:
-        config: the pool.
-        options: Ray's for each actor: where it runs, and what it takes.
+        config: Settings of the pool.
+        options: Ray options of each actor, such as resources and placement.
     """
     import ray
 
     return [
         ray.remote(ModelActor)
-        .options(name=config.label(number), max_restarts=-1, max_task_retries=_REPEATS, **own)
+        .options(name=config.label(number), max_restarts=-1, max_task_retries=_REPEATS, **actor_options)
         .remote(config)
-        for number, own in enumerate(options)
+        for number, actor_options in enumerate(options)
     ]
 
 
 def process_name() -> str:
-    """That of this process, which no other one has."""
+    """Return a name of this process that is unique in the cluster."""
     return f"{os.getpid()}@{socket.gethostname()}"
 
 
 class ModelActor:
-    """Holds the model, and runs what it is sent, one request after the other."""
+    """Actor that holds the model and runs one call at a time."""
 
     def __init__(self, config: PoolConfig) -> None:
         import torch
@@ -95,32 +95,32 @@ class ModelActor:
         self._device = config.device
 
     def ready(self) -> str:
-        """The model is loaded; returns which process has it."""
+        """Return the name of the process. The call returns after the model is loaded."""
         return process_name()
 
-    def scores(self, rows: Arrays, options: dict[str, Any]) -> tuple[str, Arrays]:
-        """`position_scores` of some rows."""
+    def scores(self, tensors: Arrays, options: dict[str, Any]) -> tuple[str, Arrays]:
+        """Compute `position_scores` of some samples."""
         import torch
 
         from rl_plugins.models.scalar_head import position_scores
 
         with torch.inference_mode():
-            scores_BS = position_scores(self._model, **self._inputs(rows), **options)
+            scores_BS = position_scores(self._model, **self._inputs(tensors), **options)
         return process_name(), {"scores": scores_BS.cpu().numpy()}
 
-    def log_probs(self, rows: Arrays, options: dict[str, Any]) -> tuple[str, Arrays]:
-        """`response_log_probs` of some rows: its fields that are there."""
+    def log_probs(self, tensors: Arrays, options: dict[str, Any]) -> tuple[str, Arrays]:
+        """Compute `response_log_probs` of some samples, and return the fields that are not None."""
         import torch
 
         from rl_plugins.models.log_probs import response_log_probs
 
         with torch.inference_mode():
-            result = response_log_probs(self._model, **self._inputs(rows), **options)
-        values = {one.name: getattr(result, one.name) for one in fields(result)}
+            result = response_log_probs(self._model, **self._inputs(tensors), **options)
+        values = {entry.name: getattr(result, entry.name) for entry in fields(result)}
         return process_name(), {name: value.cpu().numpy() for name, value in values.items() if value is not None}
 
-    def _inputs(self, rows: Arrays) -> dict[str, Any]:
+    def _inputs(self, tensors: Arrays) -> dict[str, Any]:
         import torch
 
-        # Copied: what Ray hands over is read-only.
-        return {name: torch.tensor(values, dtype=torch.int64, device=self._device) for name, values in rows.items()}
+        # `torch.tensor` copies, because arrays from Ray are read-only.
+        return {name: torch.tensor(values, dtype=torch.int64, device=self._device) for name, values in tensors.items()}

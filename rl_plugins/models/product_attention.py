@@ -1,12 +1,12 @@
-"""Causal attention on processors that multiply bfloat16 numbers, as products of large matrices.
+"""Causal attention as products of large matrices, for CPUs that multiply bfloat16 numbers.
 
-There oneDNN's products are several times as fast as torch's own attention kernel. A product rounds the scores to
-bfloat16, and a second one gives what the first rounded away; their sum is good for 16 bits, where a softmax of large
-scores needs them. What grows with the square of a sample exists for a block of its tokens at a time, and once more in
-backward (FlashAttention: https://arxiv.org/abs/2205.14135, algorithm 1).
+On such CPUs, matrix products of oneDNN are several times as fast as the attention kernel of torch. A first product
+rounds the scores to bfloat16. A second product computes the rounding error of the first. The sum of both has 16 bits,
+which the softmax of large scores needs. Scores exist for one block of queries at a time, and are computed again in
+backward (FlashAttention, https://arxiv.org/abs/2205.14135, algorithm 1).
 
-Axes: `N` samples, `Q` tokens that attend, `K` tokens that they see, `H` heads of queries, `G` heads of keys and values,
-each of which serves `R` heads of queries, `B` pairs of a sample and such a head, `D` width of a head.
+Axes: `N` samples, `Q` queries, `K` keys, `H` heads of queries, `G` heads of keys and values (each head serves `R` heads
+of queries), `B` pairs of a sample and a head of keys, `D` width of a head.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from rl_plugins.processor import multiplies_bfloat16
 _LOG2_E = math.log2(math.e)
 
 _BLOCK_ELEMENTS = 2**20
-"""Scores in float32 at a time: 4 MB, which caches hold."""
+"""Largest number of float32 scores in a block: 4 MB, which fit into a cache."""
 _BLOCK_QUERIES = 128
-"""Tokens that attend at a time: the fewer, the less is computed of what they do not see, by smaller products."""
+"""Largest number of queries in a block. Small blocks compute fewer masked scores, with smaller matrix products."""
 
 
 def suits(query: Tensor) -> bool:
-    """Whether this is the fastest way to attend for such queries."""
+    """Return True if `product_attention` is the fastest attention for such queries."""
     return query.device.type == "cpu" and query.dtype == torch.bfloat16 and multiplies_bfloat16()
 
 
 def product_attention(
     query_NQHD: Tensor, key_NKGD: Tensor, value_NKGD: Tensor, *, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """The last tokens of some samples attend to themselves and to all before them; the result [N, Q, H, D].
+    """Compute causal attention of the last Q of K tokens of each sample [N, Q, H, D].
 
     Args:
-        query_NQHD: of the last Q of K tokens.
-        key_NKGD: of all.
-        value_NKGD: of all.
-        scale: of the scores; by default one over the root of D.
-        window: a token sees so many tokens at most, itself among them; all by default.
+        query_NQHD: Queries of the last Q tokens.
+        key_NKGD: Keys of all tokens.
+        value_NKGD: Values of all tokens.
+        scale: Factor of the scores, by default one over the square root of D.
+        window: Number of tokens visible to a token, including the token itself. By default all earlier tokens.
     """
     n, q, h, d = query_NQHD.shape
     groups = key_NKGD.shape[2]
@@ -58,22 +58,22 @@ def product_attention(
 
 
 class _Block(NamedTuple):
-    """Tokens that attend together, and those that they may see."""
+    """Slices of the queries of one block, and of the keys visible to them."""
 
     pairs: slice
     queries: slice
     keys: slice
 
-    def of_queries(self, values_BRQx: Tensor) -> Tensor:
-        """Theirs, as rows of one product: [B, RQ, x]."""
+    def take_queries(self, values_BRQx: Tensor) -> Tensor:
+        """Return the values of the block's queries, as rows of one matrix product [B, RQ, x]."""
         return values_BRQx[self.pairs, :, self.queries].flatten(1, 2)
 
-    def of_keys(self, values_BKD: Tensor) -> Tensor:
+    def take_keys(self, values_BKD: Tensor) -> Tensor:
         """[B, K, D]."""
         return values_BKD[self.pairs, self.keys]
 
     def set_queries(self, values_BRQx: Tensor, part: Tensor) -> None:
-        """The reverse of `of_queries`."""
+        """Write values in the form of `take_queries` to the block's queries."""
         place = values_BRQx[self.pairs, :, self.queries]
         place.copy_(part.view(place.shape))
 
@@ -88,7 +88,7 @@ class _ProductAttention(torch.autograd.Function):
             largest = scores.amax(dim=-1, keepdim=True)
             weights = scores.sub_(largest).exp2_()
             total = weights.sum(dim=-1, keepdim=True)
-            block.set_queries(output_BRQD, torch.bmm(weights.div_(total).bfloat16(), block.of_keys(value_BKD)))
+            block.set_queries(output_BRQD, torch.bmm(weights.div_(total).bfloat16(), block.take_keys(value_BKD)))
             block.set_queries(norms_BRQ1, total.log2_().add_(largest))
         ctx.save_for_backward(query_BRQD, key_BKD, value_BKD, output_BRQD, norms_BRQ1)
         ctx.scale, ctx.window = scale, window
@@ -98,19 +98,31 @@ class _ProductAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient_BRQD: Tensor) -> tuple[Tensor | None, ...]:
         query_BRQD, key_BKD, value_BKD, output_BRQD, norms_BRQ1 = ctx.saved_tensors
-        of_query_BRQD = torch.empty_like(query_BRQD)
-        of_key_BKD, of_value_BKD = (torch.zeros_like(heads, dtype=torch.float32) for heads in (key_BKD, value_BKD))
+        query_gradient_BRQD = torch.empty_like(query_BRQD)
+        key_gradient_BKD, value_gradient_BKD = (
+            torch.zeros_like(heads, dtype=torch.float32) for heads in (key_BKD, value_BKD)
+        )
         mean_BRQ1 = (gradient_BRQD.float() * output_BRQD).sum(dim=-1, keepdim=True)
         for block in _blocks(query_BRQD, key_BKD, ctx.window):
             scores = _scores(block, query_BRQD, key_BKD, ctx.scale, ctx.window)
-            weights = scores.sub_(block.of_queries(norms_BRQ1)).exp2_()
-            gradient = block.of_queries(gradient_BRQD)
-            block.of_keys(of_value_BKD).add_(torch.bmm(weights.bfloat16().transpose(1, 2), gradient))
-            of_weights = torch.bmm(gradient, block.of_keys(value_BKD).transpose(1, 2)).float()
-            of_scores = of_weights.sub_(block.of_queries(mean_BRQ1)).mul_(weights).mul_(ctx.scale).bfloat16()
-            block.set_queries(of_query_BRQD, torch.bmm(of_scores, block.of_keys(key_BKD)))
-            block.of_keys(of_key_BKD).add_(torch.bmm(of_scores.transpose(1, 2), block.of_queries(query_BRQD)))
-        return of_query_BRQD, of_key_BKD.to(key_BKD.dtype), of_value_BKD.to(value_BKD.dtype), None, None
+            weights = scores.sub_(block.take_queries(norms_BRQ1)).exp2_()
+            gradient = block.take_queries(gradient_BRQD)
+            block.take_keys(value_gradient_BKD).add_(torch.bmm(weights.bfloat16().transpose(1, 2), gradient))
+            weights_gradient = torch.bmm(gradient, block.take_keys(value_BKD).transpose(1, 2)).float()
+            scores_gradient = (
+                weights_gradient.sub_(block.take_queries(mean_BRQ1)).mul_(weights).mul_(ctx.scale).bfloat16()
+            )
+            block.set_queries(query_gradient_BRQD, torch.bmm(scores_gradient, block.take_keys(key_BKD)))
+            block.take_keys(key_gradient_BKD).add_(
+                torch.bmm(scores_gradient.transpose(1, 2), block.take_queries(query_BRQD))
+            )
+        return (
+            query_gradient_BRQD,
+            key_gradient_BKD.to(key_BKD.dtype),
+            value_gradient_BKD.to(value_BKD.dtype),
+            None,
+            None,
+        )
 
 
 def _blocks(query_BRQD: Tensor, key_BKD: Tensor, window: int) -> Iterator[_Block]:
@@ -126,16 +138,16 @@ def _blocks(query_BRQD: Tensor, key_BKD: Tensor, window: int) -> Iterator[_Block
 
 
 def _scores(block: _Block, query_BRQD: Tensor, key_BKD: Tensor, scale: float, window: int) -> Tensor:
-    """Logarithms to base 2 of the weights but for a sum [B, RQ, K], float32; unseen tokens have minus infinity."""
-    query, key = block.of_queries(query_BRQD), block.of_keys(key_BKD).transpose(1, 2)
+    """Compute unnormalised attention weights as logarithms to base 2, -inf at masked keys [B, RQ, K], float32."""
+    query, key = block.take_queries(query_BRQD), block.take_keys(key_BKD).transpose(1, 2)
     rounded = torch.baddbmm(query.new_empty(()), query, key, beta=0, alpha=scale * _LOG2_E)
     rest = torch.baddbmm(rounded, query, key, beta=-1, alpha=scale * _LOG2_E)
     scores = rounded.float().add_(rest)
     count, seen = block.queries.stop - block.queries.start, key.shape[-1]
     first = key_BKD.shape[1] - query_BRQD.shape[2] + block.queries.start - block.keys.start
-    nothing = scores.new_full((count, seen), -torch.inf)
-    unseen = nothing.triu(first + 1)
+    minus_infinity = scores.new_full((count, seen), -torch.inf)
+    masked = minus_infinity.triu(first + 1)
     if window < seen:
-        unseen += nothing.tril(first - window)
-    scores.view(len(scores), -1, count, seen).add_(unseen)
+        masked += minus_infinity.tril(first - window)
+    scores.view(len(scores), -1, count, seen).add_(masked)
     return scores

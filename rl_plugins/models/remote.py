@@ -1,6 +1,7 @@
-"""Models whose weights are not here, but whose numbers can be had: what functions over models ask of them.
+"""Base classes of models that run in other processes.
 
-One stands where a model would, as a module without parameters, so there is nothing of it to shard or train here.
+A remote model takes the place of a local model. The class is a module without parameters, so strategies have nothing to
+shard or train.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ if TYPE_CHECKING:
 
 
 class RemoteModel(nn.Module, ABC):
-    """Computes elsewhere what the functions of the same names would compute with the model itself."""
+    """Model in other processes. Each method returns the result of the function with the same name."""
 
     @abstractmethod
     def position_scores(self, **arguments: Any) -> Tensor:
-        """`scalar_head.position_scores`."""
+        """Compute `scalar_head.position_scores` with the remote model."""
 
     @abstractmethod
     def response_log_probs(self, **arguments: Any) -> ResponseLogProbs:
-        """`log_probs.response_log_probs`, without gradient."""
+        """Compute `log_probs.response_log_probs` with the remote model, without a gradient."""
 
 
 class RemoteLearner(RemoteModel):
-    """One that is trained where it is, so that checkpoints must hold what it has become."""
+    """Remote model that is trained in its own processes. Checkpoints must include its state."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule; one rank asks for it."""
+        """Write weights, optimizer and schedule. One rank calls this method."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Go on from what `save` has written; one rank asks for it.
+        """Load the files of `save`. One rank calls this method.
 
         Raises:
-            ConfigError: the folder does not hold it.
+            ConfigError: The folder does not have the files.
         """

@@ -1,9 +1,11 @@
-"""Models that give every position a number: critics and reward models (a causal model's body under a linear head).
+"""Models with a scalar head: critics and reward models. The body of a causal model has a linear head with one output.
 
-A critic's number at a position is the value of the state that the tokens up to there make; a reward model's is the
-score of those tokens. On disk both are token classification models with one label, as transformers knows them.
+The number at a position depends on the tokens up to the position. For a critic, the number is the value of this state.
+For a reward model, the number is the score of these tokens. On disk, both are token classification models of
+transformers with one label.
 
-Axes: `B` samples, `S` prompt and response (prompts padded on the left, responses on the right), `T` response tokens.
+Axes: `B` samples, `S` prompt and response (prompts padded on the left, responses on the right), `T` response tokens,
+`M` tokens of a packed row.
 """
 
 from __future__ import annotations
@@ -31,18 +33,18 @@ def load_scalar_head(
 ) -> PreTrainedModel:
     """Load a model with a scalar head, in train mode and without dropout before the head.
 
-    A folder with such a head (a reward model: token or sequence classification with one label) comes with it. Over the
-    body of a causal language model the head is new: weight and bias are 0, and so is every score.
+    The head is loaded from a reward model (token or sequence classification with one label). On the body of a causal
+    language model, the head is new: weight and bias are 0, so every score is 0.
 
     Args:
         path: Hugging Face name or folder.
-        dtype: of the parameters.
-        gradient_checkpointing: recompute activations in the backward pass.
-        new_head: whether a model without a head gets one; if not, it is refused.
+        dtype: Data type of the parameters.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        new_head: Add a new head to a model without a scalar head. If False, such a model is refused.
 
     Raises:
-        ConfigError: the architecture has no token classification model, the head has several labels, weights of the
-            body are missing, or the head is, where it should be there.
+        ConfigError: The architecture has no token classification model, the head has several labels, weights of the
+            body are missing, or a required head is missing.
     """
     from transformers import AutoModelForTokenClassification
 
@@ -56,15 +58,18 @@ def load_scalar_head(
     if None in missing.values():
         lost = sorted(name for name, parameter in missing.items() if parameter is None)
         raise ConfigError(f"{path}: {len(lost)} weights of {type(model).__name__} are missing, such as {lost[0]}")
-    # A head that was trained may have been without a bias.
+    # A trained head may have no bias.
     is_new = any(name.endswith("weight") for name in missing)
     if is_new and not new_head:
         raise ConfigError(
             f"{path} has no scalar head ({', '.join(sorted(head))}), so all its scores would be 0: name a reward "
             "model, such as one that the recipe reward_modeling has trained"
         )
-    if is_new and (unused := sorted(name for name in loaded["unexpected_keys"] if _is_a_head(name))):
-        raise ConfigError(f"{path}: its head {unused[0]} does not fit {type(model).__name__}, which wants {min(head)}")
+    if is_new and (unused := sorted(name for name in loaded["unexpected_keys"] if _is_head(name))):
+        raise ConfigError(
+            f"{path}: the head {unused[0]} does not fit {type(model).__name__}, which needs {min(head)}: name a model "
+            "with this head, or a causal language model"
+        )
     _zero([parameter for parameter in missing.values() if parameter is not None])
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -73,10 +78,13 @@ def load_scalar_head(
 
 
 def scalar_head_config(path: str) -> PreTrainedConfig:
-    """The configuration of a model with a scalar head, from that of a causal language model or of such a model.
+    """Return the configuration of a model with a scalar head.
+
+    Args:
+        path: Hugging Face name or folder of a causal language model or of a model with a scalar head.
 
     Raises:
-        ConfigError: several labels, or an architecture without token classification.
+        ConfigError: The model has several labels, or the architecture has no token classification model.
     """
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
 
@@ -93,15 +101,15 @@ def scalar_head_config(path: str) -> PreTrainedConfig:
             "reward models need: start them from a model of another family, such as Qwen2 or Llama"
         )
     config.num_labels = 1
-    # Scores of the same tokens must not differ from pass to pass.
+    # Two passes over the same tokens must give the same scores.
     config.classifier_dropout = 0.0
     return config
 
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    # transformers warns that the head is new and the language model's head unused; both are meant. A filter, because
-    # at a higher level of this logger transformers reports on tensor parallelism instead.
+    # transformers warns about the new head and the unused head of the language model, and both are intended. This is a
+    # filter, because with a higher log level transformers prints a report about tensor parallelism instead.
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(_is_an_error)
     try:
@@ -114,7 +122,7 @@ def _is_an_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def _is_a_head(name: str) -> bool:
+def _is_head(name: str) -> bool:
     return name.split(".")[0] in ("score", "classifier", "value_head", "v_head", "reward_head")
 
 
@@ -126,7 +134,7 @@ def _zero(parameters: list[torch.nn.Parameter]) -> None:
             return
         import deepspeed
 
-        # Under ZeRO-3 each rank has a shard; what rank 0 writes into the whole goes to all.
+        # Under ZeRO-3, each rank has a shard. DeepSpeed sends the full parameter of rank 0 to all ranks.
         with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
             for parameter in parameters:
                 parameter.zero_()
@@ -141,10 +149,17 @@ def position_scores(
     response_width: int | None = None,
     packed: bool = False,
 ) -> Tensor:
-    """One forward pass; the number at every position [B, S], in float32 at least. Padding has finite numbers.
+    """Run one forward pass, and return the number at every position [B, S], in float32 or float64.
 
-    With `packed`, the real tokens of all samples go through the model as one row, and if it is known how many columns
-    are not prompts (`response_width`), the same prompts only once: see `packing`.
+    Padded positions have finite numbers without meaning.
+
+    Args:
+        model: Model with a scalar head, a model engine around such a model, or a `RemoteModel`.
+        input_ids_BS: Ids of prompts and responses.
+        attention_mask_BS: 1 at real tokens, 0 at padding.
+        position_ids_BS: Positions, counted from 0 at the first real token of a sample.
+        response_width: Number of response columns, T, needed for shared prompts in a packed row.
+        packed: Run the real tokens of all samples as one row without padding (see `packing`).
     """
     if isinstance(model, RemoteModel):
         return model.position_scores(
@@ -176,12 +191,12 @@ def position_scores(
 
 
 def response_values(model: Callable[..., Any], *, response_width: int, **forward: Any) -> Tensor:
-    """The number at the position before each response token [B, T]: the value of the state it was sampled in.
+    """Return the value of the state before each response token [B, T]: the number at the position before the token.
 
     Args:
-        model: see `position_scores`.
-        response_width: T.
-        **forward: further arguments of `position_scores`.
+        model: Critic (see `position_scores`).
+        response_width: Number of response columns, T.
+        **forward: Further arguments of `position_scores`.
     """
     scores_BS = position_scores(model, response_width=response_width, **forward)
     return scores_BS[:, -(response_width + 1) : -1]
@@ -190,16 +205,16 @@ def response_values(model: Callable[..., Any], *, response_width: int, **forward
 def response_scores(
     model: Callable[..., Any], *, attention_mask_BS: Tensor, response_width: int, **forward: Any
 ) -> Tensor:
-    """The number at each response token itself [B, T].
+    """Return the number at each response token [B, T].
 
-    At padding it is that of the sample's last token, which for an empty response is the prompt's. So that this has a
-    place, there is one column even if every response is empty.
+    Padded positions have the number of the sample's last token. For an empty response, this is the last token of the
+    prompt. If every response is empty, the result has one column for this number.
 
     Args:
-        model: see `position_scores`.
-        attention_mask_BS: 1 at real tokens.
-        response_width: T.
-        **forward: further arguments of `position_scores`.
+        model: Reward model (see `position_scores`).
+        attention_mask_BS: 1 at real tokens, 0 at padding.
+        response_width: Number of response columns, T.
+        **forward: Further arguments of `position_scores`.
     """
     scores_BS = position_scores(model, attention_mask_BS=attention_mask_BS, response_width=response_width, **forward)
     prompt_width = scores_BS.shape[1] - response_width
@@ -209,8 +224,12 @@ def response_scores(
 
 
 def last_token_scores(scores_BT: Tensor, response_lengths_B: Tensor) -> Tensor:
-    """The score of each whole response [B]: of `response_scores`, the one at its last token, found by its length.
+    """Return the score of each whole response [B]: the score at its last token.
 
     An empty response has the score of its prompt.
+
+    Args:
+        scores_BT: Result of `response_scores`.
+        response_lengths_B: Number of tokens in each response.
     """
     return scores_BT.gather(-1, (response_lengths_B - 1).clamp(min=0)[:, None]).squeeze(-1)

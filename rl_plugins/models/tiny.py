@@ -1,10 +1,10 @@
-"""A policy small enough to train and sample on a CPU, made from a few numbers and a seed.
+"""Tiny policy, small enough to train and sample on a CPU, made from a few numbers and a seed without a download.
 
-The model is an ordinary Qwen2 causal language model with tied embeddings: what serves Qwen2 serves it.
-The tokenizer is an ordinary Qwen2 byte-level BPE tokenizer with the 256 bytes as its alphabet and no merges:
-any text can be encoded (in Unicode's composed form, as Qwen2 does) and every ASCII character is one token.
-It is Qwen2's because `AutoTokenizer` rebuilds the tokenizer of a qwen2 folder as that class, whatever was
-saved there; this one comes back exactly. Nothing is downloaded.
+The model is an ordinary Qwen2 causal language model with tied embeddings. Any software for Qwen2 can run the model. The
+tokenizer is an ordinary byte-level BPE tokenizer of Qwen2, with the 256 bytes as alphabet and no merges. Any text can
+be encoded (in Unicode's composed form, as for Qwen2), and every ASCII character is one token. The class must be the
+tokenizer class of Qwen2, because `AutoTokenizer` rebuilds the tokenizer of a qwen2 folder with this class. The rebuilt
+tokenizer equals the saved tokenizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
 ROLE_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>")
 
-# `generation` marks what the assistant says, so that `return_assistant_tokens_mask=True` works.
+# `generation` marks the text of the assistant, for `return_assistant_tokens_mask=True`.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' }}"
@@ -37,13 +37,13 @@ CHAT_TEMPLATE = (
 def build_tokenizer() -> Qwen2Tokenizer:
     """Return the byte-level tokenizer: 256 bytes, then `<|pad|>`, `<|end|>` (end of sequence) and the roles.
 
-    Its chat template is compact: a question reads `<|user|>17+25<|assistant|>`, its answer `42<|end|>`.
+    The chat template is compact: a question is `<|user|>17+25<|assistant|>`, an answer is `42<|end|>`.
     """
     pieces = [*sorted(ByteLevel.alphabet()), PAD_TOKEN, END_TOKEN, *ROLE_TOKENS]
     return Qwen2Tokenizer(
         vocab={piece: index for index, piece in enumerate(pieces)},
         merges=[],
-        unk_token=None,  # type: ignore[arg-type]  # every byte is known; Qwen2's own files say null here too
+        unk_token=None,  # type: ignore[arg-type]  # no byte is unknown; null in Qwen2's own files, too
         eos_token=END_TOKEN,
         pad_token=PAD_TOKEN,
         extra_special_tokens=list(ROLE_TOKENS),
@@ -62,23 +62,23 @@ def build_model(
     seed: int = 0,
     initializer_range: float = 0.08,
 ) -> Qwen2ForCausalLM:
-    """Return a new float32 model for `build_tokenizer()`'s vocabulary (0.43 M parameters by default).
+    """Return a new float32 model for the vocabulary of `build_tokenizer` (0.43 M parameters by default).
 
-    The same arguments always give the same weights, and the caller's random state is left as it was.
+    The same arguments always give the same weights. The random state of the caller does not change.
 
     Args:
-        hidden_size: model width, a multiple of twice `num_heads`; vLLM on CPU serves heads of 32 or wider.
-        num_layers: number of decoder layers.
-        num_heads: number of query heads; a multiple of `num_kv_heads`.
-        num_kv_heads: number of key and value heads.
-        intermediate_size: inner width of the gated MLP.
-        max_position_embeddings: longest prompt and response together, in tokens.
-        seed: seed of the initial weights.
-        initializer_range: standard deviation of the initial weights; about 1 / sqrt(hidden_size) learns much
-            sooner at this size than Qwen2's 0.02.
+        hidden_size: Width of the model, a multiple of twice `num_heads`. vLLM on CPU needs heads of width 32 or more.
+        num_layers: Number of decoder layers.
+        num_heads: Number of query heads, a multiple of `num_kv_heads`.
+        num_kv_heads: Number of key and value heads.
+        intermediate_size: Inner width of the gated MLP.
+        max_position_embeddings: Largest number of tokens of prompt and response together.
+        seed: Seed of the initial weights.
+        initializer_range: Standard deviation of the initial weights. At this size, a value of about
+            1 / sqrt(hidden_size) learns much sooner than the 0.02 of Qwen2.
 
     Raises:
-        ConfigError: a size is not positive, or the heads do not divide the width.
+        ConfigError: A size is not positive, or the heads do not divide the width.
     """
     sizes = {
         "hidden_size": hidden_size,
@@ -90,15 +90,15 @@ def build_model(
     }
     for name, size in sizes.items():
         if size < 1:
-            raise ConfigError(f"tiny model: {name} is {size}; give a positive number")
+            raise ConfigError(f"tiny model: {name} is {size}; set it to 1 or more")
     if hidden_size % (2 * num_heads):
         raise ConfigError(
             f"tiny model: hidden_size {hidden_size} is not a multiple of twice num_heads {num_heads}: "
-            "rotary positions need heads of an even width; change one"
+            "rotary positions need heads of an even width, so change hidden_size or num_heads"
         )
     if num_heads % num_kv_heads:
         raise ConfigError(
-            f"tiny model: num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}; change one"
+            f"tiny model: num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}: change one of the two"
         )
     tokenizer = build_tokenizer()
     special = {
@@ -127,11 +127,11 @@ def build_model(
 
 
 def save_tiny_policy(folder: str | Path, **model_arguments: Any) -> Path:
-    """Write weights (safetensors), configurations and tokenizer as `from_pretrained` reads them.
+    """Write the files of a tiny policy for `from_pretrained`: weights (safetensors), configurations and tokenizer.
 
     Args:
-        folder: made if missing; files of the same names are replaced.
-        model_arguments: `build_model`'s.
+        folder: Folder to write. Files with the same names are replaced.
+        model_arguments: Arguments of `build_model`.
 
     Returns:
         The folder.

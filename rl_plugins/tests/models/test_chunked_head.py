@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.models.chunked_head import chunked_head_columns
-from rl_plugins.models.token_distributions import Columns, distribution_columns
+from rl_plugins.models.token_distributions import ColumnSpec, distribution_columns
 from rl_plugins.tests.algorithms.reference import token_distributions as reference
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.memory import LargestNewTensor
@@ -36,12 +36,12 @@ def random_head(length: int = LENGTH, dtype: torch.dtype = torch.float64) -> Hea
     return Head(normal(length, WIDTH), normal(VOCABULARY, WIDTH), normal(VOCABULARY), tokens)
 
 
-def whole(head: Head, columns: Columns, *, bias: bool) -> Tensor:
+def whole(head: Head, columns: ColumnSpec, *, bias: bool) -> Tensor:
     logits = nn.functional.linear(head.hidden, head.weight, head.bias if bias else None)
     return distribution_columns(logits, head.tokens, columns)
 
 
-def chunked(head: Head, columns: Columns, *, bias: bool, rows: int) -> Tensor:
+def chunked(head: Head, columns: ColumnSpec, *, bias: bool, rows: int) -> Tensor:
     offset = head.bias if bias else None
     return chunked_head_columns(head.hidden, head.weight, offset, head.tokens, columns, rows=rows)
 
@@ -55,7 +55,7 @@ def test_columns_of_whole_and_chunked_heads_equal_the_definitions(length: int, b
     expected = reference.columns(
         head.hidden.detach().numpy(), head.weight.detach().numpy(), offset, head.tokens.tolist(), temperature
     )
-    columns = Columns(temperature, sum_pi_squared=True)
+    columns = ColumnSpec(temperature, sum_pi_squared=True)
     results = [
         whole(head, columns, bias=bias),
         *(chunked(head, columns, bias=bias, rows=rows) for rows in (1, 3, 7, 9)),
@@ -70,7 +70,7 @@ def test_columns_of_whole_and_chunked_heads_equal_the_definitions(length: int, b
 def test_chunked_head_columns_have_the_gradients_of_whole_logits(
     rows: int, bias: bool, entropy_gradient: bool, sum_pi_squared: bool
 ) -> None:
-    head, columns = random_head(), Columns(0.6, sum_pi_squared, entropy_gradient)
+    head, columns = random_head(), ColumnSpec(0.6, sum_pi_squared, entropy_gradient)
     inputs = [head.hidden, head.weight, *([head.bias] if bias else [])]
     results = [whole(head, columns, bias=bias), chunked(head, columns, bias=bias, rows=rows)]
     # A weight for every number, those without a gradient included: it must not matter.
@@ -83,7 +83,7 @@ def test_chunked_head_columns_have_the_gradients_of_whole_logits(
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_chunked_head_gradients_equal_finite_differences(entropy_gradient: bool) -> None:
     head = random_head()
-    columns = Columns(0.6, entropy_gradient=entropy_gradient)
+    columns = ColumnSpec(0.6, entropy_gradient=entropy_gradient)
     weights = torch.randn(LENGTH, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     inputs = [head.hidden, head.weight, head.bias]
     result = chunked(head, columns, bias=True, rows=3)
@@ -111,7 +111,7 @@ def test_chunked_head_gradients_equal_finite_differences(entropy_gradient: bool)
 
 @for_each("wanted", [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ("weight", "bias")])
 def test_chunked_head_computes_only_required_gradients(wanted: tuple[str, ...]) -> None:
-    head, columns = random_head(), Columns()
+    head, columns = random_head(), ColumnSpec()
     full = torch.autograd.grad(whole(head, columns, bias=True)[:, 0].sum(), [getattr(head, name) for name in wanted])
     frozen = Head(*(tensor.detach() for tensor in head))
     leaves = [getattr(frozen, name).requires_grad_() for name in wanted]
@@ -128,19 +128,19 @@ def test_chunked_head_sums_bfloat16_gradients_in_float32() -> None:
     hidden = (1 + 0.1 * torch.randn(length, WIDTH, generator=generator)).bfloat16().requires_grad_()
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).bfloat16().requires_grad_()
     tokens = torch.zeros(length, dtype=torch.int64)
-    result = chunked_head_columns(hidden, weight, None, tokens, Columns(), rows=2)
+    result = chunked_head_columns(hidden, weight, None, tokens, ColumnSpec(), rows=2)
     assert result.dtype == torch.float32
     (gradient,) = torch.autograd.grad(result[:, 0].sum(), weight)
     assert gradient.dtype == torch.bfloat16
     double = weight.detach().double().requires_grad_()
-    exact = distribution_columns(hidden.detach().double() @ double.T, tokens, Columns())
+    exact = distribution_columns(hidden.detach().double() @ double.T, tokens, ColumnSpec())
     (expected,) = torch.autograd.grad(exact[:, 0].sum(), double)
     torch.testing.assert_close(result.double(), exact, rtol=2e-2, atol=2e-2)  # the logits are rounded to bfloat16
     torch.testing.assert_close(gradient.double(), expected, rtol=2e-2, atol=1e-2 * float(expected.abs().max()))
 
 
 def test_chunked_head_under_autocast_rounds_like_a_linear_layer() -> None:
-    head, columns = random_head(dtype=torch.float32), Columns(0.6, entropy_gradient=True)
+    head, columns = random_head(dtype=torch.float32), ColumnSpec(0.6, entropy_gradient=True)
     inputs = [head.hidden, head.weight, head.bias]
     with torch.autocast("cpu", torch.bfloat16):
         results = [whole(head, columns, bias=True), chunked(head, columns, bias=True, rows=3)]
@@ -153,8 +153,8 @@ def test_chunked_head_under_autocast_rounds_like_a_linear_layer() -> None:
 
 
 @for_each("dtype", [torch.bfloat16, torch.float32])
-@for_each("columns", [Columns(), Columns(0.7, sum_pi_squared=True, entropy_gradient=True)])
-def test_chunked_head_makes_no_tensor_of_the_size_of_the_logits(columns: Columns, dtype: torch.dtype) -> None:
+@for_each("columns", [ColumnSpec(), ColumnSpec(0.7, sum_pi_squared=True, entropy_gradient=True)])
+def test_chunked_head_makes_no_tensor_of_the_size_of_the_logits(columns: ColumnSpec, dtype: torch.dtype) -> None:
     length, width, vocabulary, rows = 64, 8, 128, 16
     hidden = torch.randn(length, width, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)

@@ -99,11 +99,11 @@ def test_pack_makes_one_row_with_positions_per_sample() -> None:
 
 
 def test_response_log_probs_refuses_to_pack_a_recurrent_model() -> None:
-    """A state that runs through the row knows nothing of where a sample begins."""
+    """The state of a recurrent model runs through the row, from sample to sample."""
     model = tiny("RecurrentGemma", lru_width=32, attention_window_size=16, block_types=["recurrent", "attention"])
     batch = batch_of(random_samples(*LENGTHS))
-    message = "RecurrentGemmaForCausalLM lets packed samples see each other"
-    with pytest.raises(ConfigError, match=rf"{message}.*set batch.packing=false"):
+    message = "RecurrentGemmaForCausalLM .*lets packed samples see each other"
+    with pytest.raises(ConfigError, match=rf"{message}.*set packing=False .*batch\.packing=false"):
         response_log_probs(model, **forward_arguments(batch), packed=True)
 
 
@@ -115,7 +115,7 @@ def test_packed_log_probs_of_one_sample_equal_padded_log_probs() -> None:
 
 
 class RunningMean(nn.Module):
-    """A causal model of one's own whose state knows nothing of boundaries, under a head that says 0."""
+    """A causal model with a state that runs through all samples, under a head of zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class RunningMean(nn.Module):
 
 
 def test_response_values_refuses_to_pack_a_recurrent_critic_with_a_zero_head() -> None:
-    """All its outputs are alike, and what goes into its head is not."""
+    """The outputs of the head are equal, and the inputs of the head are not."""
     batch = batch_of(random_samples(*LENGTHS))
-    with pytest.raises(ConfigError, match=r"RunningMean lets packed samples see each other.*batch\.packing=false"):
+    with pytest.raises(ConfigError, match=r"RunningMean .*lets packed samples see each other.*batch\.packing=false"):
         response_values(RunningMean(), **forward_arguments(batch), packed=True)

@@ -198,7 +198,7 @@ def test_load_scalar_head_refuses_a_head_of_another_name(tmp_path: Path) -> None
     config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1)
     config.num_labels = 1
     GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"its head score\.weight does not fit GPT2ForTokenClassification"):
+    with pytest.raises(ConfigError, match=r"the head score\.weight does not fit GPT2ForTokenClassification"):
         load_scalar_head(str(tmp_path), dtype=torch.float32)
 
 

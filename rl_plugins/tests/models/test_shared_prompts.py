@@ -1,4 +1,4 @@
-"""Samples of one prompt in a row: it runs once, and nothing else changes."""
+"""Samples of one prompt in a row: the model computes the prompt once, and no result changes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rl_plugins.models.scalar_head import load_scalar_head, response_scores, res
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
 
-# Of each prompt its length, and those of its responses.
+# The length of each prompt, and the lengths of its responses.
 GROUPS = [(5, [4, 0, 4, 7]), (1, [3, 3]), (6, [2]), (3, [0, 0]), (5, [1, 6])]
-# Those of a group need not stand side by side.
+# The samples of a group need not be neighbours.
 ORDER = [3, 10, 0, 4, 7, 1, 9, 5, 2, 8, 6]
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -167,7 +167,7 @@ def test_first_of_prompt_compares_real_tokens() -> None:
     assert first_of_prompt(prompts[:0, :0], is_token[:0, :0]).tolist() == []
 
 
-def test_shared_prompts_trial_ignores_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_tests_a_model_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     model = packed(attention_dropout=0.5).train()
     rows = rows_of(model)
     response_log_probs(model, **forward_arguments(batch()), packed=True)
@@ -175,7 +175,7 @@ def test_shared_prompts_trial_ignores_dropout(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_shared_prompts_are_off_for_a_model_without_position_ids(caplog: pytest.LogCaptureFixture) -> None:
-    """It is asked, not trusted: this one takes the place in the row for the position, from where a sample begins."""
+    """The model computes positions from places in the row, counted from the start of a sample."""
     model = packed()
     inner = model.model.rotary_emb.forward
 

@@ -1,4 +1,4 @@
-"""The most likely tokens, and log-probs of several tokens at the place of one, against those of whole logits."""
+"""The most likely tokens, and log-probs of several tokens at one position, against whole logits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import Tensor
 
 from rl_plugins.models import log_probs as module
 from rl_plugins.models.chunked_head import chunked_head_columns
-from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.models.output_head import last_linear_head
-from rl_plugins.models.token_distributions import Columns, distribution_columns
+from rl_plugins.models.log_probs import last_linear_head, response_log_probs
+from rl_plugins.models.token_distributions import ColumnSpec, distribution_columns
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.memory import LargestNewTensor
 from rl_plugins.tests.models.samples import VOCABULARY, batch_of, forward_arguments, random_samples, tiny
@@ -73,8 +72,8 @@ def test_top_k_and_given_tokens_equal_whole_logits(
         (weights * got).sum() + (result.log_probs_BT[mask] - 0.3 * result.entropy_BT[mask]).sum(),
         (weights * wanted).sum() + (sampled - 0.3 * entropy).sum(),
     ]
-    mine, theirs = (torch.autograd.grad(loss, parameters) for loss in losses)
-    for one, other in zip(mine, theirs, strict=True):
+    gradients, expected_gradients = (torch.autograd.grad(loss, parameters) for loss in losses)
+    for one, other in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
     assert (last_linear_head(model, {}) is not None) == head_is_last
 
@@ -85,29 +84,29 @@ def test_chunked_head_columns_of_several_tokens_equal_plain_operations() -> None
         torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
         for shape in ((7, 5), (11, 5), (11,))
     )
-    tokens, further = torch.randint(11, (7,), generator=generator), torch.randint(11, (7, 4), generator=generator)
-    columns = Columns(0.6, sum_pi_squared=True, entropy_gradient=True, top_k=2)
+    tokens, extra = torch.randint(11, (7,), generator=generator), torch.randint(11, (7, 4), generator=generator)
+    columns = ColumnSpec(0.6, sum_pi_squared=True, entropy_gradient=True, top_k=2)
     logits = torch.nn.functional.linear(hidden, weight, bias)
-    expected = distribution_columns(logits, tokens, columns, further)
+    expected = distribution_columns(logits, tokens, columns, extra)
     assert expected.shape == (7, 2 + 1 + 2 * 2 + 4)
     weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     for rows in (1, 3, 7):
-        got = chunked_head_columns(hidden, weight, bias, tokens, columns, further, rows=rows)
+        got = chunked_head_columns(hidden, weight, bias, tokens, columns, extra, rows=rows)
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-        mine, theirs = (
+        gradients, expected_gradients = (
             torch.autograd.grad((weights * one).sum(), [hidden, weight, bias], retain_graph=True)
             for one in (got, expected)
         )
-        for one, other in zip(mine, theirs, strict=True):
+        for one, other in zip(gradients, expected_gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
 def test_chunked_head_with_top_k_makes_no_tensor_of_the_size_of_the_logits() -> None:
     length, width, vocabulary, rows = 64, 8, 128, 16
     hidden, weight = torch.randn(length, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
-    tokens, further = torch.randint(vocabulary, (length,)), torch.randint(vocabulary, (length, 4))
+    tokens, extra = torch.randint(vocabulary, (length,)), torch.randint(vocabulary, (length, 4))
     with LargestNewTensor() as forward:
-        result = chunked_head_columns(hidden, weight, None, tokens, Columns(top_k=4), further, rows=rows)
+        result = chunked_head_columns(hidden, weight, None, tokens, ColumnSpec(top_k=4), extra, rows=rows)
     with LargestNewTensor() as backward:
         result.sum().backward()
     for noted in (forward, backward):

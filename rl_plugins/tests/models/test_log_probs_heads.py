@@ -1,4 +1,4 @@
-"""Which models' logits are just what their head gives, seen from the models; and their log-probs against plain ones."""
+"""last_linear_head finds heads whose output is the logits, and response_log_probs equals plain logits for any head."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.models import log_probs as module
-from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.models.output_head import last_linear_head, replaced_forward
+from rl_plugins.models.log_probs import last_linear_head, replaced_forward, response_log_probs
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.samples import VOCABULARY, batch_of, forward_arguments, random_samples, tiny
 
@@ -19,7 +18,7 @@ LENGTHS = [(5, 4), (1, 6), (7, 1), (3, 6), (2, 0)]
 
 
 class ModelOfAUser(nn.Module):
-    """The forward of a causal language model, and nothing else of one."""
+    """A module with the forward of a causal language model and no other method of the class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +175,7 @@ def test_response_log_probs_equal_plain_logits_for_any_head(
 def test_response_log_probs_pass_only_predicting_positions_to_the_head(
     monkeypatch: pytest.MonkeyPatch, gradient: bool
 ) -> None:
-    """Everything that the padding gives is NaN, and neither a value nor a gradient knows."""
+    """The hidden states of padding are NaN, and no value and no gradient becomes NaN."""
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 3 * VOCABULARY)
     model, samples = tiny("Qwen2"), random_samples(*LENGTHS)
     batch = batch_of(samples)
@@ -203,7 +202,7 @@ def test_response_log_probs_pass_only_predicting_positions_to_the_head(
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 @for_each("width", [0, 3])
 def test_response_log_probs_without_response_tokens_have_a_zero_gradient(name: str, width: int) -> None:
-    """Every rank takes part in the collectives of a backward pass, whatever it has."""
+    """Every rank takes part in the collectives of a backward pass, also a rank without response tokens."""
     model = (PLAIN | CHANGED)[name]()
     batch = batch_of(random_samples((3, 0), (5, 0)))
     ids = torch.nn.functional.pad(batch.input_ids, (0, width))
