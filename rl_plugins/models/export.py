@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter
@@ -18,9 +18,22 @@ from rl_plugins.rollout.weights import WeightSource
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
 
 
-def save_policy(model: Any, source: WeightSource, tokenizer: Any, folder: Path, is_writer: bool) -> None:
+@runtime_checkable
+class SavesPretrained(Protocol):
+    """Model with a config and the method `save_pretrained` of transformers."""
+
+    config: Any
+
+    def save_pretrained(self, save_directory: Path, *, state_dict: dict[str, Tensor]) -> object:
+        """Write the weights, the config and the generation config."""
+
+
+def save_policy(
+    model: nn.Module, source: WeightSource, tokenizer: PreTrainedTokenizerBase, folder: Path, is_writer: bool
+) -> None:
     """Gather the weights layer by layer and write the folder. The folder appears when it is complete. Collective.
 
     Args:
@@ -35,7 +48,7 @@ def save_policy(model: Any, source: WeightSource, tokenizer: Any, folder: Path, 
     """
     if has_adapter(model):
         model = model.get_base_model()
-    if not hasattr(model, "save_pretrained"):
+    if not isinstance(model, SavesPretrained):
         raise ConfigError(f"{type(model).__name__} has no save_pretrained: only transformers models can be exported")
     weights: dict[str, Tensor] = {}
     for name, tensor in source:
@@ -45,7 +58,9 @@ def save_policy(model: Any, source: WeightSource, tokenizer: Any, folder: Path, 
         write_policy(model, weights, tokenizer, folder)
 
 
-def write_policy(model: Any, weights: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:
+def write_policy(
+    model: SavesPretrained, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
     """Write full weights, the config of the model and a tokenizer into a folder, as one atomic step."""
     dtype = next(iter(weights.values())).dtype
     model.config.dtype = dtype if isinstance(dtype, torch.dtype) else None
@@ -54,7 +69,9 @@ def write_policy(model: Any, weights: dict[str, Tensor], tokenizer: Any, folder:
         tokenizer.save_pretrained(partial)
 
 
-def save_adapter(model: PeftModel, weights: dict[str, Tensor], tokenizer: Any, folder: Path, is_writer: bool) -> None:
+def save_adapter(
+    model: PeftModel, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path, is_writer: bool
+) -> None:
     """Write an adapter in the format of peft, for `PeftModel.from_pretrained`, as one atomic step.
 
     Args:

@@ -26,6 +26,7 @@ from rl_plugins.rollout.weights import WeightMeta, WeightSource
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from transformers import PreTrainedModel
 
 _PREFIX = "base_model.model."
 
@@ -50,7 +51,7 @@ class LoraConfig:
     target_modules: str | Sequence[str] = "all-linear"
 
 
-def add_adapter(model: Any, config: LoraConfig) -> PeftModel:
+def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """Freeze a transformers model and add an adapter. The adapter does not change the outputs before training.
 
     The adapter has the dtype of the model. A scalar head is trained whole. For a sharded model (ZeRO-3), every rank
@@ -205,7 +206,9 @@ class MergedWeightSource:
         pairs = [(layer.lora_A[adapter].weight, layer.lora_B[adapter].weight) for layer in self._layers.values()]
         factors = iter(_full_tensors([factor for pair in pairs for factor in pair]))
         return {
-            name: _LowRankChange.of_layer(layer, next(factors), next(factors), layer.scaling[adapter])
+            name: _LowRankChange.of_factors(
+                next(factors), next(factors), layer.scaling[adapter], transposed=layer.fan_in_fan_out
+            )
             for name, layer in self._layers.items()
         }
 
@@ -224,9 +227,9 @@ class _LowRankChange:
     scaling: float
 
     @classmethod
-    def of_layer(cls, layer: Any, A_RI: Tensor, B_OR: Tensor, scaling: float) -> _LowRankChange:
-        # GPT-2 and similar models store weights as [I, O].
-        return cls(A_RI.T, B_OR.T, scaling) if layer.fan_in_fan_out else cls(B_OR, A_RI, scaling)
+    def of_factors(cls, A_RI: Tensor, B_OR: Tensor, scaling: float, *, transposed: bool) -> _LowRankChange:
+        # GPT-2 and similar models store transposed weights [I, O].
+        return cls(A_RI.T, B_OR.T, scaling) if transposed else cls(B_OR, A_RI, scaling)
 
     def add_to(self, part_N: Tensor, start: int) -> Tensor:
         """Return a part of the flattened weight, which begins at `start`, plus the change."""

@@ -44,7 +44,7 @@ class ModelPool(RemoteModel):
     def response_log_probs(self, **arguments: Any) -> ResponseLogProbs:
         return ResponseLogProbs(**self._run("log_probs", arguments))
 
-    def metrics(self, _: Any = None) -> dict[str, float]:
+    def metrics(self, _: object = None) -> dict[str, float]:
         """Return the number of actor restarts that this rank has seen since its start."""
         return {f"pool/{self.config.role}_restarts": float(self._restarts)}
 

@@ -40,7 +40,7 @@ class ScoringRequest:
     solution_str: str
     ground_truth: Any
     extra_info: Mapping[str, Any]
-    prompt: Any = None
+    prompt: Sequence[Message] | None = None
     turns: Sequence[Message] = ()
     turns_left: int = 0
 
