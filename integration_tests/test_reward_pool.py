@@ -141,7 +141,7 @@ def test_new_worker_that_cannot_load_the_reward_raises_reward_error(tmp_path: Pa
     path.write_text("import os, pathlib\ndef f(solution_str):\n    pathlib.Path(__file__).unlink()\n    os._exit(1)\n")
     with (
         RewardPool({"path": str(path), "name": "f"}, **DEFAULTS) as workers,
-        pytest.raises(RewardError, match=r"a new worker cannot start: reward file .* does not exist"),
+        pytest.raises(RewardError, match=r"the new worker cannot load the rewards: reward file .* does not exist"),
     ):
         workers.score(requests("a"))
 

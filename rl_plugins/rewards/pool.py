@@ -198,7 +198,9 @@ class RewardPool:
                 raise
             if slot.starts == 1:
                 raise error.cause from None
-            raise RewardError(f"a reward worker was lost, and a new worker cannot start: {error.cause}") from None
+            raise RewardError(
+                f"a reward worker was replaced, and the new worker cannot load the rewards: {error.cause}"
+            ) from None
         for row, score in zip(slot.rows, results or (), strict=True):
             scores[row] = score
         unscored = [row for row in slot.rows if scores[row] is None]

@@ -44,7 +44,7 @@ def test_recipe_passes_the_checks(name):
     if config.stage in ("policy_optimization", "prime"):
         check_algorithm(config)
     if generates(config):
-        assert Router(config.reward.functions).scorers
+        assert Router(config.reward.functions).functions
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -89,7 +89,7 @@ def test_check_algorithm_accepts_the_algorithm(name):
 
 @pytest.mark.parametrize("name", [name for name in choices("reward") if name != "file"])
 def test_router_loads_the_reward(name):
-    assert Router(configured("grpo", "model.path=m", f"reward={name}").reward.functions).scorers
+    assert Router(configured("grpo", "model.path=m", f"reward={name}").reward.functions).functions
 
 
 def test_files_of_options_explain_themselves_and_their_defaults():
