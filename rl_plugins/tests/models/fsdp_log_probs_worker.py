@@ -1,7 +1,7 @@
-"""One of two ranks of FSDP2 on CPU: what `test_log_probs_fsdp.py` runs.
+"""One of two ranks of FSDP2 on CPU, for `test_log_probs_fsdp.py`.
 
-The log-probs are those of an unsharded model, bit for bit; the gradients of each rank's samples, averaged over the
-ranks, are those of all samples.
+The log-probs equal the log-probs of an unsharded model, bit for bit. The gradients of each rank's samples, averaged
+over the ranks, equal the gradients of all samples.
 """
 
 from __future__ import annotations

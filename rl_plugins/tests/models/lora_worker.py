@@ -30,7 +30,7 @@ ZERO: dict[str, Any] = {
 
 
 def with_random_adapter(model: peft.PeftModel) -> peft.PeftModel:
-    """A trained adapter: one that is new changes nothing."""
+    """Give the adapter random weights, because a new adapter does not change the outputs."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -55,7 +55,7 @@ def engine_of(model: peft.PeftModel) -> Any:
 
 
 def check_merged(engine: Any, whole: peft.PeftModel, atol: float = 1e-6) -> None:
-    """The shards and the gathered weights are those of the same model that is not sharded."""
+    """Compare the shards and the gathered weights with the weights of the unsharded model."""
     rank = torch.distributed.get_rank()
     expected = dict(MergedWeightSource(ModuleWeightSource(whole), whole))
     source = MergedWeightSource(ZeroWeightSource(engine.module, rank, 2), engine.module)
@@ -65,9 +65,9 @@ def check_merged(engine: Any, whole: peft.PeftModel, atol: float = 1e-6) -> None
         engine(input_ids=torch.arange(6)[None])
     for name, tensor in source:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=atol)
-    mine = {name: (start, part.clone()) for name, start, part in source.shards()}
+    own_shards = {name: (start, part.clone()) for name, start, part in source.shards()}
     all_shards: list[Any] = [None, None]
-    torch.distributed.all_gather_object(all_shards, mine)
+    torch.distributed.all_gather_object(all_shards, own_shards)
     for name, weight in expected.items():
         (first, head), (second, tail) = (shards[name] for shards in all_shards)
         assert first == 0 and second == head.numel() and head.numel() + tail.numel() == weight.numel()
@@ -85,7 +85,7 @@ def loss(model: Any) -> Tensor:
 
 
 def check_training(engine: Any, whole: peft.PeftModel, base: Tensor) -> None:
-    """Steps, with passes of the base between them, are those of one process; the base stays what it is."""
+    """Compare training steps, with passes of the base model between, with one process. The base does not change."""
     parameters = {name: p for name, p in whole.named_parameters() if p.requires_grad}
     optimizer = torch.optim.SGD(parameters.values(), lr=0.5)
     for _ in range(2):
@@ -101,11 +101,11 @@ def check_training(engine: Any, whole: peft.PeftModel, base: Tensor) -> None:
 
 
 def check_checkpoint(engine: Any, folder: Path) -> None:
-    """The file holds the adapter alone, and brings it back bit for bit."""
+    """Check that the checkpoint has only the adapter, and restores the adapter bit for bit."""
     before = trained_weights(engine)
     engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=True)
     state = torch.load(next((folder / "zero").glob("*rank_0_*model_states.pt")), weights_only=False)
-    # DeepSpeed keeps a second name of a frozen weight; under stage 3 there is nothing behind it.
+    # DeepSpeed keeps a second name of a frozen weight. Under stage 3, the second name has no data.
     assert set(state["module"]) - {"base_model.model.lm_head.weight"} == set(before)
     assert not state["frozen_param_shapes"]
     engine.backward(loss(engine))
@@ -117,7 +117,7 @@ def check_checkpoint(engine: Any, folder: Path) -> None:
 
 def check_rank(rank: int, policy: str, folder: Path) -> None:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    # Ranks whose random states differ have one adapter all the same: rank 0's.
+    # Ranks with different random states have the same adapter, the adapter of rank 0.
     torch.manual_seed(rank)
     with sharded_loading():
         model = with_random_adapter(add_adapter(load_causal_lm(policy, dtype=torch.float32), CONFIG))
@@ -131,7 +131,7 @@ def check_rank(rank: int, policy: str, folder: Path) -> None:
         assert parameter.ds_tensor.numel() == -(-parameter.ds_numel // 2), f"{name} is not sharded"
     check_merged(engine, whole)
     check_training(engine, whole, base)
-    # As near as the steps of both are.
+    # The same tolerance as for the steps.
     check_merged(engine, whole, atol=1e-5)
     check_checkpoint(engine, folder)
     torch.testing.assert_close(engine_of(new)(input_ids=torch.arange(6)[None]).logits, base, rtol=1e-5, atol=1e-5)

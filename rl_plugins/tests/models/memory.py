@@ -1,4 +1,4 @@
-"""What memory an operation asks for, seen from torch's dispatcher."""
+"""Memory requested by an operation, measured in the dispatcher of torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestNewTensor(TorchDispatchMode):
-    """Notes the most elements, per dtype, of any tensor with a memory of its own made inside."""
+    """Record the largest number of elements, per dtype, of any tensor with its own memory made inside the block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ Samples = list[tuple[list[int], list[int]]]
 
 
 def tiny(family: str, **options: Any) -> Any:
-    """A random float64 model in evaluation mode; `options` are its config's."""
+    """Return a random float64 model in evaluation mode; `options` are options of the config."""
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -38,7 +38,7 @@ def tiny(family: str, **options: Any) -> Any:
 
 
 def random_samples(*lengths: tuple[int, int], seed: int = 1, vocabulary: int = VOCABULARY) -> Samples:
-    """Prompts and responses of these lengths."""
+    """Return random prompts and responses with the given lengths."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> list[int]:
@@ -48,14 +48,14 @@ def random_samples(*lengths: tuple[int, int], seed: int = 1, vocabulary: int = V
 
 
 def batch_of(samples: Samples) -> Experience:
-    """The padded micro-batch."""
+    """Return the samples as a padded micro-batch."""
     prompts, responses = [prompt for prompt, _ in samples], [response for _, response in samples]
     zeros = [[0.0] * len(response) for response in responses]
     return Experience.from_samples(prompts, responses, zeros, list(range(len(samples))), 0)
 
 
 def forward_arguments(batch: Experience) -> dict[str, Any]:
-    """What `response_log_probs` takes of a micro-batch."""
+    """Return the arguments of `response_log_probs` for a micro-batch."""
     return {
         "input_ids_BS": batch.input_ids,
         "attention_mask_BS": batch.attention_mask,

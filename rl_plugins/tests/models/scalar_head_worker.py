@@ -28,7 +28,7 @@ def check_rank(rank: int, precision: str, policy: str, folder: Path) -> None:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     keep_alive = HfDeepSpeedConfig(config_of(precision))
-    # What was left in memory must not be what the head is made of.
+    # The head must not be made of old content of the memory.
     torch.manual_seed(rank)
     new = load_scalar_head(policy, dtype=dtype)
     trained = load_scalar_head(str(folder / "trained"), dtype=dtype, new_head=False)

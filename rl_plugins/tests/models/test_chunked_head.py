@@ -1,4 +1,4 @@
-"""The head by chunks against the definitions in NumPy, finite differences and autograd of the whole logits."""
+"""chunked_head_columns against definitions in NumPy, finite differences, and autograd of whole logits."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_chunked_head_columns_have_the_gradients_of_whole_logits(
     head, columns = random_head(), ColumnSpec(0.6, sum_pi_squared, entropy_gradient)
     inputs = [head.hidden, head.weight, *([head.bias] if bias else [])]
     results = [whole(head, columns, bias=bias), chunked(head, columns, bias=bias, rows=rows)]
-    # A weight for every number, those without a gradient included: it must not matter.
+    # Every number has a weight. A weight of a number without a gradient must have no effect.
     weights = torch.randn(results[0].shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     expected, got = (torch.autograd.grad((weights * result).sum(), inputs) for result in results)
     for one, other in zip(expected, got, strict=True):
@@ -122,7 +122,7 @@ def test_chunked_head_computes_only_required_gradients(wanted: tuple[str, ...]) 
 
 
 def test_chunked_head_sums_bfloat16_gradients_in_float32() -> None:
-    """Many chunks that each add a little: a bfloat16 sum would stop growing."""
+    """With many small summands, a bfloat16 sum would stop growing."""
     length = 2000
     generator = torch.Generator().manual_seed(6)
     hidden = (1 + 0.1 * torch.randn(length, WIDTH, generator=generator)).bfloat16().requires_grad_()

@@ -19,7 +19,7 @@ from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_
 
 
 def plain(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy, all at once."""
+    """Compute log-probs and entropy without blocks."""
     distribution = (logits / temperature).log_softmax(dim=-1)
     chosen = distribution.gather(-1, tokens[..., None]).squeeze(-1)
     return chosen, -(distribution.exp() * distribution).sum(dim=-1)
@@ -67,7 +67,7 @@ def test_token_log_probs_of_bfloat16_logits_are_computed_in_float32(monkeypatch:
 
 
 class Logits(torch.nn.Module):
-    """A model whose logits are given."""
+    """Model that returns fixed logits."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_response_log_probs_never_copies_whole_logits(monkeypatch: pytest.Monkey
     assert max(forward.elements.values()) <= max(rows * vocabulary, ids.numel())
     with LargestNewTensor() as backward:
         result.log_probs_BT.sum().backward()
-    # The gradient of the logits, in their own dtype, is all that has their size.
+    # Only the gradient of the logits, in the dtype of the logits, has the size of the logits.
     whole = batch * (width + 1) * vocabulary
     assert backward.elements.pop(dtype) == whole
     assert all(elements <= rows * vocabulary for elements in backward.elements.values())

@@ -29,7 +29,7 @@ class ModelOfAUser(nn.Module):
 
 
 class WithAnother(nn.Module):
-    """A Qwen2 with its logits changed by `change`."""
+    """Qwen2 with logits changed by `change`."""
 
     def __init__(self, change: Any) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ def test_replaced_forward_restores_the_forward_after_an_error() -> None:
 
 
 def plain_columns(model: Any, samples: Any, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropy and sum of squares of all response tokens, from the logits of all positions."""
-    # Padded as in the function under test: some families round to float32 inside, each shape of batch in its own way.
+    """Compute log-probs, entropy and sum of squares of response tokens from the logits of all positions."""
+    # Padded as in the function under test: some families round to float32 inside, differently for each shape.
     logits_BSV = model(**inputs_of(batch_of(samples)), use_cache=False, logits_to_keep=0).logits
     prompt_width = max(len(prompt) for prompt, _ in samples)
     parts = []

@@ -1,4 +1,4 @@
-"""LoRA: the base is untouched, the adapter alone learns, and merged weights say what the adapter says."""
+"""LoRA: only the adapter is trained, and merged weights compute the outputs of the model with the adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over rows: no mask, nothing padded, and for everything else what transformers' sdpa does."""
+"""packed_sdpa: rows without mask and padding, and sdpa of transformers for all other inputs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rl_plugins.models.scalar_head import load_scalar_head, response_scores, res
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
 
-# Two are of one length.
+# Two samples have the same length.
 LENGTHS = [(5, 4), (1, 6), (7, 1), (1, 1), (3, 4), (2, 0)]
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], Any]]:
-    """Shapes of the queries, and the masks, of what goes to transformers' attention."""
+    """Shapes of the queries, and masks, in calls of the attention of transformers."""
     seen: list[tuple[tuple[int, ...], Any]] = []
     inner = module.sdpa_attention_forward
 
@@ -48,7 +48,7 @@ def test_packed_sdpa_cuts_a_row_into_samples_without_a_mask(calls: list[Any]) ->
     batch = batch_of(sorted(random_samples(*LENGTHS), key=lambda sample: len(sample[0]) + len(sample[1])))
     response_log_probs(packed(num_hidden_layers=1), **forward_arguments(batch), packed=True)
     row = [(shape, mask) for shape, mask in calls if mask is None][-5:]
-    # [samples, heads, tokens, width]: of 2, 2, 7, 7, 8 and 9 tokens.
+    # [samples, heads, tokens, width] for samples of 2, 2, 7, 7, 8 and 9 tokens.
     assert [shape for shape, _ in row[-4:]] == [(2, 4, 2, 8), (2, 4, 7, 8), (1, 4, 8, 8), (1, 4, 9, 8)]
 
 
@@ -65,7 +65,7 @@ def test_packed_sdpa_runs_padded_batches_and_generation_like_sdpa() -> None:
 
 @pytest.mark.parametrize("family", ["Qwen2", "Mistral"])
 def test_packed_sdpa_cuts_a_row_by_position_ids_alone(family: str) -> None:
-    """As anyone may give it to a model of transformers."""
+    """A row may be given to a model of transformers with positions only."""
     options = {"sliding_window": 3} if family == "Mistral" else {}
     own = packed(family, **options)
     ids = torch.randint(97, (1, 10), generator=torch.Generator().manual_seed(0))
@@ -93,7 +93,7 @@ def test_packed_sdpa_with_gradient_checkpointing_has_the_same_gradients() -> Non
 def test_use_packed_attention_changes_only_models_with_sdpa() -> None:
     for model in (
         tiny("Qwen2", attn_implementation="eager"),
-        # Attention within chunks is not told to the attention of a layer.
+        # A layer gets no information about chunked attention.
         tiny("Qwen2", layer_types=["chunked_attention", "full_attention"]),
         torch.nn.Linear(2, 2),
     ):

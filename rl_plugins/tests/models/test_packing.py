@@ -1,4 +1,4 @@
-"""Packed samples against padded ones."""
+"""Packed samples against padded samples."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def gradients(model: Any, result: ResponseLogProbs, mask: Tensor) -> list[Tensor
         ("Gemma2", "packed_sdpa", torch.float64, 1e-4),
         ("Llama", "sdpa", torch.float64, 1e-10),
         ("Granite", "sdpa", torch.float64, 1e-10),
-        # Eager attention takes its softmax in float32, and Gemma 2 its norms.
+        # Eager attention computes the softmax in float32, and Gemma 2 computes norms in float32.
         ("Qwen2", "eager", torch.float32, 2e-4),
         ("Llama", "eager", torch.float32, 2e-4),
         ("Gemma2", "sdpa", torch.float64, 1e-4),

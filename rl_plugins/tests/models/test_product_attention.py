@@ -1,4 +1,4 @@
-"""Attention by matrix products gives what attention in float64 gives, but for the rounding of bfloat16."""
+"""product_attention equals attention in float64, up to the rounding of bfloat16."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 SHAPES = [
-    # samples, tokens that attend, tokens that are seen, heads, heads of keys, width, window
+    # samples, queries, keys, heads of queries, heads of keys, width, window
     (3, 17, 17, 4, 2, 16, None),
     (2, 9, 23, 4, 4, 8, None),
     (2, 20, 33, 6, 2, 16, 7),
@@ -64,7 +64,7 @@ def test_product_attention_and_gradients_equal_float64_attention(
 
 
 def test_product_attention_sums_in_float32_under_a_bfloat16_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning makes the model's precision that of new tensors, where a step is made in it."""
+    """Lightning sets the precision of the model as the default dtype during a step."""
     monkeypatch.setattr(module, "_BLOCK_QUERIES", 4)
     of = [heads(2, 64, 2, 16, seed=seed) for seed in range(3)]
     whole = torch.autograd.grad(product_attention(*of).sum(), of)

@@ -1,4 +1,4 @@
-"""Scalar heads: new ones say 0, trained ones come back, and scores stand where they should, whatever the padding."""
+"""Scalar heads: a new head returns 0, a trained head is restored, and scores are at the right positions."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def lengths(samples: list[tuple[list[int], list[int]]]) -> Tensor:
 
 
 def same_weights(one: Any, other: Any) -> bool:
-    mine, theirs = one.state_dict(), other.state_dict()
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    weights, expected = one.state_dict(), other.state_dict()
+    return weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -127,7 +127,7 @@ def test_response_scores_and_values_are_at_their_positions(policy: str) -> None:
     assert scores_BT.shape == values_BT.shape == (4, 6)
     last_B = last_token_scores(scores_BT, lengths(SAMPLES))
     for row, (prompt, response) in enumerate(SAMPLES):
-        # The head over the body, position by position, nothing padded.
+        # The head over the body, position by position, without padding.
         hidden = model.model(torch.tensor([prompt + response])).last_hidden_state[0]
         plain = hidden @ model.score.weight[0] + model.score.bias
         start, length = len(prompt), len(response)

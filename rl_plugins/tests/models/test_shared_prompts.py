@@ -51,14 +51,14 @@ def packed(family: str = "Qwen2", **options: Any) -> Any:
 
 
 def rows_of(model: Any) -> list[Tensor]:
-    """The token ids that the model is given from now on."""
+    """Record the token ids of all following calls of the model."""
     seen: list[Tensor] = []
     model.register_forward_pre_hook(lambda _, args, inputs: seen.append(inputs["input_ids"]), with_kwargs=True)
     return seen
 
 
 def assert_same(found: list[list[Tensor]], tolerance: float) -> None:
-    """Numbers, and then gradients."""
+    """Compare numbers, and then gradients."""
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
@@ -69,7 +69,7 @@ def tokens_once(groups: list[tuple[int, list[int]]]) -> int:
 
 @pytest.mark.parametrize(
     ("family", "tolerance"),
-    # Mistral and Gemma 2 see three tokens, in all layers and in one of two; the last have their norms in float32.
+    # Mistral and Gemma 2 have a window of three tokens, in all layers and in one of two. Gemma 2 has float32 norms.
     [("Qwen2", 1e-10), ("Qwen3", 1e-10), ("Llama", 1e-10), ("Mistral", 1e-4), ("Granite", 1e-4), ("Gemma2", 1e-4)],
 )
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -126,7 +126,7 @@ def test_pack_makes_one_row_with_shared_prompts() -> None:
     assert row.inputs["position_ids"].tolist() == [[0, 1, 2, 2, 3, 2, 3, 0, 1, 2]]
     # 7, 8 and the first 4 are predicted at 6; 2 at 1.
     assert row.predicting(samples.attention_mask, samples.responses.shape[1]).tolist() == [1, 7, 8, 1, 3, 1, 5]
-    # Of [5 6 7], [1 2 3], [5 6 8 9] and [5 6 4 4], the shortest first, all of two, and the responses of two.
+    # [5 6 7], [1 2 3], [5 6 8 9], [5 6 4 4], the shortest first: two whole samples, then two responses.
     assert row.inputs["cu_seq_lens_q"].tolist() == [0, 3, 6, 8, 10]
     assert row.inputs["cu_seq_lens_k"].tolist() == [0, 3, 6, 10, 14]
     assert row.inputs["query_places"].tolist() == [0, 1, 2, 7, 8, 9, 3, 4, 5, 6]
@@ -150,7 +150,7 @@ def test_boundaries_give_whole_samples_and_restore_the_row(groups: list[tuple[in
     if "key_places" not in found:
         assert own == whole
         return
-    # Every sample runs through its positions from 0, and its last tokens attend.
+    # Every sample has its positions from 0, and its last tokens are queries.
     assert torch.tensor(positions)[found["key_places"]].tolist() == [
         place for length in whole for place in range(length)
     ]

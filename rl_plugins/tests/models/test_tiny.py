@@ -1,4 +1,4 @@
-"""The tiny policy: what is saved is what `from_pretrained` restores, and its vocabulary suits arithmetic."""
+"""The tiny policy: `from_pretrained` restores the saved files, and the vocabulary is fit for arithmetic."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ K = 3
 
 
 def whole_log_probs(model: Any, samples: Any) -> Tensor:
-    """Log-probs [N, V] at the places of the response tokens, from the logits of all positions; temperature 0.7."""
+    """Compute log-probs [N, V] of response positions from the logits of all positions, at temperature 0.7."""
     parts = []
     for prompt, response in samples:
         logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
@@ -30,7 +30,7 @@ def whole_log_probs(model: Any, samples: Any) -> Tensor:
 
 
 def of_response(samples: Any, tokens_NK: Tensor) -> Tensor:
-    """[N, K] at the places of the response tokens, padded to [B, T, K]."""
+    """Pad tokens of the response positions [N, K] to [B, T, K]."""
     lengths = [len(response) for _, response in samples]
     rows = [torch.nn.functional.pad(row, (0, 0, 0, max(lengths) - len(row))) for row in tokens_NK.split(lengths)]
     return torch.stack(rows)
@@ -57,7 +57,7 @@ def test_top_k_and_given_tokens_equal_whole_logits(
     torch.testing.assert_close(tops.top_log_probs_BTK[mask], top_log_probs.detach(), rtol=1e-6, atol=1e-6)
     assert not tops.top_log_probs_BTK.requires_grad and tops.log_probs_BT.requires_grad
 
-    # The same token twice, the sampled one among them, and tokens that are anything.
+    # Random tokens, one token twice, and the sampled token.
     given = torch.randint(VOCABULARY, (len(top_ids), 4), generator=torch.Generator().manual_seed(7))
     given[:, 1], given[::2, 2] = given[:, 0], batch.responses[mask][::2]
     result = response_log_probs(model, **arguments, tokens_BTK=of_response(samples, given), entropy_gradient=True)

@@ -1,6 +1,7 @@
 """One of two ranks of ZeRO-3 on CPU.
 
-Each rank has samples of its own; the sharded gradients, averaged over the ranks, are those of an unsharded model.
+Each rank has its own samples. The sharded gradients, averaged over the ranks, equal the gradients of an unsharded
+model.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ZERO = {
 
 
 def plain_gradients(model: nn.Module, entropy_weight: float) -> dict[str, Tensor]:
-    """From whole logits and autograd, averaged over the samples of both ranks."""
+    """Compute gradients from whole logits by autograd, averaged over the samples of both ranks."""
     model = copy.deepcopy(model)
     loss = torch.zeros(())
     for rank in range(2):
@@ -43,7 +44,7 @@ def plain_gradients(model: nn.Module, entropy_weight: float) -> dict[str, Tensor
 
 
 def check(rank: int, model: nn.Module, *, packed: bool = False, head_is_last: bool = True) -> None:
-    """Passes with several chunks at the head and with one, with a gradient of the entropy and without."""
+    """Run passes with several chunks and with one chunk at the head, with and without a gradient of the entropy."""
     expected = {weight: plain_gradients(model, weight) for weight in (0.0, 0.3)}
     if packed:
         use_packed_attention(model)
@@ -81,6 +82,6 @@ def check_rank(rank: int, tied: bool, packed: bool) -> None:
 
 
 def check_capped_logits(rank: int) -> None:
-    """A model whose logits are capped after the head."""
+    """Model with capped logits after the head."""
     deepspeed.init_distributed("gloo", verbose=False)
     check(rank, tiny("Gemma2", query_pre_attn_scalar=8, final_logit_softcapping=2.0).float(), head_is_last=False)

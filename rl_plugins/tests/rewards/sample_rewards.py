@@ -1,4 +1,4 @@
-"""Reward functions that work and that fail, for the tests of rewards."""
+"""Reward functions for tests, with and without failures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def batch_lengths_async(solution_strs: list[str]) -> np.ndarray:
 
 
 class Meeting:
-    """Scores a response by its length; no call returns before as many calls run at once as there are parties.
+    """Score a response by its length. No call returns before the number of concurrent calls equals `parties`.
 
     After the meeting, longer responses are scored earlier.
     """
@@ -64,34 +64,34 @@ class Meeting:
 
 
 def pass_time() -> None:
-    """Let the clock of the running event loop jump: every deadline of a coroutine that is set now has passed."""
+    """Move the clock of the running event loop past every deadline that a coroutine has at present."""
     loop: Any = asyncio.get_running_loop()
     before = loop.time
     loop.time = lambda: before() + 1e6
 
 
 async def give_turns() -> None:
-    """Let all other coroutines of the event loop go on, for more turns than any sample needs."""
+    """Let the event loop run all other coroutines, for more turns than any sample needs."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
 async def length_past_every_deadline(solution_str: str) -> float:
-    """Scores a response by its length, after every deadline that a coroutine may have."""
+    """Score a response by its length, after the deadline of the coroutine."""
     pass_time()
     await give_turns()
     return float(len(solution_str))
 
 
 def hang_after_the_alarm() -> None:
-    """Never return; the signal of the soft deadline comes at once, whatever the deadline is."""
+    """Raise the signal of the soft deadline at once, and never return."""
     signal.raise_signal(signal.SIGALRM)
     while True:
         time.sleep(60)
 
 
 class Remembering:
-    """An object with an asynchronous __call__."""
+    """Object with an asynchronous __call__."""
 
     def __init__(self, offset: float) -> None:
         self.offset = offset
@@ -109,13 +109,13 @@ def swallow_and_hang() -> None:
 
 
 def hang_deaf() -> None:
-    """Sleep where the timer's signal cannot arrive, as native code would."""
+    """Sleep with the signal of the timer blocked, as in native code."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     time.sleep(600)
 
 
 def obey(solution_str: str) -> Any:
-    """Do the deed that the response names; score any other response by its length."""
+    """Run the action named by the response, or score the response by its length."""
     deeds: dict[str, Any] = {
         "raise": lambda: 1 / 0,
         "exit": lambda: sys.exit(3),
@@ -144,7 +144,7 @@ def obey(solution_str: str) -> Any:
 
 
 async def obey_async(solution_str: str) -> Any:
-    """As `obey`; `expire` blocks the event loop, and `await expire` and `stubborn` wait in the event loop.
+    """Do the same as `obey`. `expire` blocks the event loop, and `await expire` and `stubborn` wait in the event loop.
 
     The callbacks of `callback` and `two callbacks` block the event loop, and the event loop swallows the alarm.
     """
@@ -169,7 +169,7 @@ async def obey_async(solution_str: str) -> Any:
         except asyncio.CancelledError:
             if solution_str == "await expire":
                 raise
-            # The deadline of the loop, which ends what does not let itself be cancelled.
+            # The deadline of the loop ends a coroutine that ignores the cancellation.
             signal.setitimer(signal.ITIMER_REAL, 0.05)
             await asyncio.sleep(600)
     await asyncio.sleep(0)
@@ -188,17 +188,17 @@ def obey_batch(solution_strs: list[str]) -> Any:
 
 
 def haggle(solution_str: str, messages: list[dict[str, str]], turns_left: int) -> object:
-    """Answers until the response is `yes` or no turn is left."""
+    """Reply until the response is `yes` or no turn is left."""
     if solution_str == "yes" or not turns_left:
         return {"score": float(solution_str == "yes"), "said": len(messages)}
     return "sure?" if solution_str == "no" else {"role": "tool", "content": solution_str.upper()}
 
 
 def insists(solution_str: str) -> str:
-    """Always answers, and never gives a score."""
+    """Always reply, and never return a score."""
     return "again"
 
 
 def mumbles(solution_str: str) -> object:
-    """Answers with a number in place of text."""
+    """Reply with a number in place of text."""
     return {"role": "tool", "content": 4}

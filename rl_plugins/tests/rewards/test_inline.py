@@ -80,7 +80,7 @@ path.write_text("def f(solution_str):\\n    breakpoint()\\n    return len(soluti
 scorer = InlineScorer(dict(path=str(path), name="f"), deadline_s={DEADLINE_S})
 print("SCORE", scorer.score([ScoringRequest("s", "abc", None, dict())])[0].value)
 """
-    # The signal comes that the timer sends at the deadline.
+    # The signal of the timer at the deadline.
     session = "import signal; signal.raise_signal(signal.SIGALRM)\np 'value', solution_str\nc\n"
     result = subprocess.run(
         [sys.executable, "-c", program], input=session, capture_output=True, text=True, timeout=DEADLINE_S

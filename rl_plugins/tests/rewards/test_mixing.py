@@ -1,4 +1,4 @@
-"""WeightedSum of plain, batched and async rewards; a failing part fails one sample only."""
+"""WeightedSum adds plain, batched and async rewards, and a failing part fails one sample only."""
 
 from __future__ import annotations
 

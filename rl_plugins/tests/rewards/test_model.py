@@ -1,4 +1,4 @@
-"""ModelReward: the text that a reward model scores, batches of any size, and wrong options."""
+"""ModelReward: the input of the reward model, batches of any size, and wrong options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESPONSES = ["42", "", "a longer one than the others", "4", "it is 42", "x"]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A reward model whose head is not 0."""
+    """Path of a reward model with a nonzero head."""
     folder = tmp_path_factory.mktemp("reward_model")
     policy = str(save_tiny_policy(folder / "policy", initializer_range=0.2))
     model: Any = load_scalar_head(policy, dtype=torch.float32)
@@ -39,7 +39,7 @@ def request(response: str, question: str = "17+25") -> ScoringRequest:
 
 
 def plain_score(path: str, text: str) -> float:
-    """The whole text through transformers' own class; the score at its end."""
+    """Return the score at the end of a text under the class of transformers."""
     model = AutoModelForTokenClassification.from_pretrained(path).eval()
     with torch.no_grad():
         return float(model(torch.tensor([build_tokenizer().encode(text)])).logits[0, -1, 0])

@@ -1,4 +1,4 @@
-"""Router and check_routes: `data_source` chooses the scorer, and a source without a scorer is refused."""
+"""Router and check_routes: `data_source` selects the reward, and a source without a reward is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ready-made scorers: right, wrong, and no usable ground truth."""
+"""The ready-made rewards: right answers, wrong answers, and no usable ground truth."""
 
 from __future__ import annotations
 
