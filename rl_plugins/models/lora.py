@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,14 +51,14 @@ class LoraConfig:
     target_modules: str | Sequence[str] = "all-linear"
 
 
-def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
     """Freeze a transformers model and add an adapter. The adapter does not change the outputs before training.
 
     The adapter has the dtype of the model. A scalar head is trained whole. For a sharded model (ZeRO-3), every rank
     makes the whole adapter. DeepSpeed and FSDP2 shard the adapter of rank 0 when they make the model engine.
 
     Args:
-        model: Causal language model, or model with a scalar head.
+        model: Model of transformers: a causal language model, or a model with a scalar head.
         config: Settings of the adapter.
 
     Raises:
@@ -66,9 +66,10 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """
     import peft
 
-    is_causal = model.get_output_embeddings() is not None
+    pretrained = cast("PreTrainedModel", model)
+    is_causal = pretrained.get_output_embeddings() is not None
     children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
-    heads = [] if is_causal else [name for name in children if name != model.base_model_prefix]
+    heads = [] if is_causal else [name for name in children if name != pretrained.base_model_prefix]
     targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
     settings = peft.LoraConfig(
         r=config.rank,
@@ -81,7 +82,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     )
     try:
         # Without autocast: for low precision, the optimizer has float32 copies, as for a model that is trained whole.
-        adapted: Any = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
+        adapted: Any = peft.get_peft_model(pretrained, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ConfigError(
             f"LoraConfig: target_modules={targets} does not fit {type(model).__name__}: {error}"
