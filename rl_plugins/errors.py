@@ -47,7 +47,7 @@ class RowError(ConfigError):
 
 
 class RewardError(RuntimeError):
-    """Rewards of a running run failed: too many samples without a score, or workers that cannot score."""
+    """Failed rewards in a run: too many samples without a score, or workers unable to score."""
 
 
 class DeadlineExceeded(TimeoutError):

@@ -19,22 +19,6 @@ UNFINISHED: dict[str, dict[str, float]] = {
         "indirect starts %": 14.4,
         "arguments with of %": 8.9,
     },
-    "models": {
-        "what": 7.5,
-        "that": 19.0,
-        "they": 12.8,
-        "it": 24.7,
-        "indirect starts %": 18.8,
-        "arguments with of %": 14.2,
-    },
-    "rewards": {
-        "what": 7.8,
-        "that": 17.4,
-        "they": 6.6,
-        "it": 23.0,
-        "indirect starts %": 13.0,
-        "arguments with of %": 3.3,
-    },
     "rl_plugins": {
         "what": 12.0,
         "that": 31.9,
