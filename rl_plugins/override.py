@@ -1,14 +1,14 @@
-"""Options that are put together here, for Hydra to read what was meant: its grammar knows `(`, `#` and many others."""
+"""Overrides for Hydra from Python values. Hydra's grammar gives `(`, `#` and other characters a meaning."""
 
 from __future__ import annotations
 
 
 def override(key: str, value: object) -> str:
-    """`key=value`, with Hydra's quotes around what its grammar would refuse or read as something else.
+    """Return `key=value`, with quotes around a value that Hydra would refuse or read differently.
 
     Args:
-        key: of the option.
-        value: a path or another text; or a list of them.
+        key: name of the option.
+        value: path, other text, or list of texts.
     """
     if isinstance(value, list):
         return f"{key}=[{','.join(_quoted(str(item)) for item in value)}]"
@@ -21,7 +21,7 @@ def _quoted(text: str) -> str:
     from hydra.errors import HydraException
 
     try:
-        # Within a list, where commas and brackets mean something as well.
+        # In a list, commas and brackets have a meaning, too.
         read = OverridesParser.create().parse_override(f"key=[{text}]").value()
     except HydraException:
         read = None

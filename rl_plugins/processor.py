@@ -1,4 +1,4 @@
-"""What the processor of this machine is fast at."""
+"""Abilities of the processor of this machine."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether it has instructions for products of bfloat16 numbers; in others float32 is the faster one."""
+    """Return True if the processor has instructions for bfloat16 products; other processors are faster in float32."""
     return bool(torch.cpu._is_avx512_bf16_supported())

@@ -1,6 +1,6 @@
-"""The folder of a run: where its parts are, and which checkpoint is the newest.
+"""Paths in the folder of a run, and its metrics file.
 
-A checkpoint folder has its name only when it is complete: it is written under another name and then renamed.
+A checkpoint folder is written under a temporary name and renamed when the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -26,152 +26,152 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line: `step`, `time`, and the metrics of that step."""
+        """File with one JSON object per line: `step`, `time`, and the metrics of the step."""
         return self.path / "metrics.jsonl"
 
     @property
     def config(self) -> Path:
-        """The resolved configuration."""
+        """File with the resolved configuration."""
         return self.path / "config.yaml"
 
     @property
     def pipeline(self) -> Path:
-        """The resolved configuration, if the folder is that of a pipeline: its stages have folders in it."""
+        """File with the resolved configuration of a pipeline. The stages of a pipeline have subfolders."""
         return self.path / "pipeline.yaml"
 
     @property
     def environment(self) -> Path:
-        """The versions of everything that was installed when the run was started."""
+        """File with the versions of all installed packages at the start."""
         return self.path / "environment.txt"
 
     @property
     def git_state(self) -> Path:
-        """The commit that the run was started from, and which files differed from it."""
+        """File with the git commit at the start, and the names of changed files."""
         return self.path / "git.json"
 
     @property
     def git_diff(self) -> Path:
-        """How they differed."""
+        """File with the changes to the git commit at the start."""
         return self.path / "git.diff"
 
     @property
     def resumes(self) -> Path:
-        """A line for each time the run went on from a checkpoint: what was restored and what was not."""
+        """File with a line for each resume: restored states, and states that start again."""
         return self.path / "resumes.txt"
 
     @property
     def failures(self) -> Path:
-        """What ended training workers that were started again: a line that begins with `[`, and tracebacks."""
+        """File with the errors of restarted training workers: a line that begins with `[`, and tracebacks."""
         return self.path / "failures.txt"
 
     def add_failure(self, line: str, details: str) -> None:
-        """Write down that training workers have failed and start again."""
+        """Append the failure of training workers that are restarted."""
         with self.failures.open("a", encoding="utf-8") as file:
             file.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {line}\n{details}\n\n")
 
     def times_failed(self) -> int:
-        """How often training workers were started again."""
+        """Return the number of restarts of training workers."""
         lines = self.failures.read_text(encoding="utf-8").splitlines() if self.failures.is_file() else []
         return sum(line.startswith("[20") for line in lines)
 
     @property
     def samples(self) -> Path:
-        """Tables of validation samples, one file per validation."""
+        """Folder with a table of samples for each validation."""
         return self.path / "samples"
 
     def sample_files(self) -> list[Path]:
-        """The tables, oldest first."""
+        """Return the tables of samples, oldest first."""
         return sorted(self.samples.glob("step_*.json"))
 
     @property
     def rollouts(self) -> Path:
-        """What the newest steps have sampled, if it is kept."""
+        """Folder with the samples of the newest steps (`debug.dump_rollouts`)."""
         return self.path / "rollouts"
 
     @property
     def export(self) -> Path:
-        """The policy as a Hugging Face folder."""
+        """Hugging Face folder of the policy."""
         return self.path / "policy"
 
     def exported(self) -> Path | None:
-        """The model that the run has exported, if it is through."""
+        """Return the folder of the exported model; None before the export."""
         return next((path for path in (self.export, self.path / "reward_model") if path.is_dir()), None)
 
     @property
     def tracking_run(self) -> Path:
-        """Holds the id of the MLflow run."""
+        """File with the id of the MLflow run."""
         return self.path / "mlflow_run_id"
 
     @property
     def curves(self) -> Path:
-        """The main metrics as one picture."""
+        """Picture of the main metrics."""
         return self.path / "curves.png"
 
     @property
     def stop(self) -> Path:
-        """Asks the run to save and end after the step that runs, if somebody makes it."""
+        """File that asks the run to save and stop after the current step, if it exists."""
         return self.path / "stop"
 
     @property
     def stopped(self) -> Path:
-        """Says after which step and why the run has ended before its last one."""
+        """File with the step and the reason of a stop before the last step."""
         return self.path / "stopped.txt"
 
     @property
     def curve(self) -> Path:
-        """The learning curve."""
+        """Picture of the learning curve."""
         return self.path / "learning_curve.png"
 
     @property
     def changes(self) -> Path:
-        """What the configuration changes of its recipe."""
+        """File with the options that differ from the recipe."""
         return self.path / "changes.yaml"
 
     @property
     def error(self) -> Path:
-        """The error that has ended the run, if one did."""
+        """File with the error that ended the run."""
         return self.path / "error.txt"
 
     @property
     def report(self) -> Path:
-        """The run on one page."""
+        """Page with the report of the run."""
         return self.path / "report.html"
 
     def checkpoint(self, step: int) -> Path:
-        """The checkpoint after `step` steps."""
+        """Return the folder of the checkpoint after `step` steps."""
         return self.path / f"checkpoint_{step:08d}"
 
     def best(self, step: int) -> Path:
-        """The checkpoint after `step` steps, if it is kept as one of the best."""
+        """Return the folder of a best checkpoint after `step` steps."""
         return self.path / f"best_{step:08d}"
 
     def checkpoints(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         return self._named(_CHECKPOINT)
 
     def bests(self) -> list[Path]:
-        """The best checkpoints, oldest first."""
+        """Return the best checkpoints, oldest first."""
         return self._named(_BEST)
 
     def unfinished(self) -> list[Path]:
-        """Checkpoints that are half written or half removed."""
+        """Return the folders of checkpoints that are partly written or partly removed."""
         return self._named(_UNFINISHED)
 
     def _named(self, pattern: re.Pattern[str]) -> list[Path]:
-        # From the beginning: a dot before the name marks what is not complete, or no longer.
+        # `match` starts at the first character: the names of incomplete folders begin with a dot.
         return sorted(path for path in self.path.iterdir() if pattern.match(path.name)) if self.path.is_dir() else []
 
     def latest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint."""
+        """Return the newest complete checkpoint."""
         checkpoints = self.checkpoints()
         return checkpoints[-1] if checkpoints else None
 
     def times_resumed(self) -> int:
-        """How often the run went on from a checkpoint."""
+        """Return the number of resumes."""
         return len(self.resumes.read_text(encoding="utf-8").splitlines()) if self.resumes.is_file() else 0
 
     def places(self) -> dict[str, Path]:
-        """What somebody may look for and there is, under the name that it has for a reader."""
+        """Return the existing results of the run, by a name for the reader."""
         known = {
             "configuration": self.config,
             "metrics": self.metrics,
@@ -186,7 +186,11 @@ class RunFolder:
 
 
 def checkpoint_step(path: Path) -> int:
-    """The step at which a checkpoint folder was made, from its name."""
+    """Return the step in the name of a checkpoint folder.
+
+    Raises:
+        ValueError: the folder is no checkpoint folder.
+    """
     match = _CHECKPOINT.search(path.name)
     if match is None:
         raise ValueError(f"{path} is not a checkpoint folder")
@@ -194,7 +198,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def append_metrics(path: Path, metrics: Mapping[str, float], step: int | None) -> None:
-    """Add a line to a `metrics.jsonl`, in place of one that a killed process did not write to its end."""
+    """Append a line to a `metrics.jsonl`, and remove a last line that a killed process left incomplete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     row = json.dumps({"step": step, "time": round(time.time(), 3), **metrics})
     with path.open("ab+") as file:
@@ -205,20 +209,20 @@ def append_metrics(path: Path, metrics: Mapping[str, float], step: int | None) -
 
 
 def metric_rows(path: Path) -> list[dict[str, float]]:
-    """The lines of a `metrics.jsonl`, without one that is not written to its end; a file that is not there has none."""
+    """Return the complete lines of a `metrics.jsonl`; none if the file does not exist."""
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()]
 
 
 def read_metrics(path: Path, *, finite: bool = True) -> dict[str, dict[int, float]]:
-    """Each metric of a `metrics.jsonl` as step to value, in the order of the steps.
+    """Return the values of each metric of a `metrics.jsonl` by step, in the order of the steps.
 
-    A repeated step counts once, the later one; a line that was not written to its end does not count.
+    For a repeated step the later value counts. An incomplete last line is left out.
 
     Args:
-        path: of the file; one that is not there has no metrics.
-        finite: leave out values that are no finite numbers.
+        path: path of the file; a missing file has no metrics.
+        finite: leave out infinite values and NaN.
     """
     series: dict[str, dict[int, float]] = {}
     for row in metric_rows(path):

@@ -1,4 +1,4 @@
-"""Files that have their name only when they are complete, whenever a process is killed."""
+"""Files that appear under their name only when they are complete, also if the process is killed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` write a file beside `path`, and give it that name at the end."""
+    """Let `write` write a temporary file beside `path`, then rename the file to `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
@@ -18,5 +18,5 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_whole_text(path: Path, text: str) -> None:
-    """The same for a text, in UTF-8."""
+    """Write a text in UTF-8, like `write_whole`."""
     write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
