@@ -1,7 +1,7 @@
 """RL post-training of language models as plugins for Lightning, Ray Train, DeepSpeed and vLLM.
 
-What a project needs for RL is here by name (`import rl_plugins as rl`, then `rl.PolicyOptimization`), and is
-loaded when first used: importing this package loads nothing heavy.
+`import rl_plugins as rl` offers every stage, strategy, callback and config record by name, such as
+`rl.PolicyOptimization`. A name is loaded when it is first used: the import of this package loads nothing heavy.
 """
 
 from importlib import import_module
@@ -9,28 +9,87 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "Algorithm": "algorithms.algorithm",
-    "CurriculumConfig": "data.curriculum",
-    "EnvironmentConfig": "stages.environment",
-    "FSDPStrategy": "strategies.fsdp",
-    "InlineScorer": "rewards.inline",
-    "MixturePart": "data.orders",
-    "OptimizerConfig": "stages.optimizer",
-    "PolicyOptimization": "stages.policy_optimization",
-    "PromptDataModule": "data.datamodule",
-    "RayFSDPStrategy": "strategies.ray",
-    "RayZeroStrategy": "strategies.ray",
-    "RewardPool": "rewards.pool",
-    "SFT": "stages.sft",
-    "SFTDataModule": "data.sft",
-    "SamplingConfig": "rollout.engine",
-    "SingleDeviceRolloutStrategy": "strategies.single_device",
-    "TransformersRollout": "rollout.transformers_engine",
-    "VLLMConfig": "rollout.vllm.config",
-    "VLLMRollout": "rollout.vllm.client",
-    "ZeroStrategy": "strategies.zero",
+PUBLIC: dict[str, dict[str, str]] = {
+    "Stages": {
+        "PolicyOptimization": "stages.policy_optimization",
+        "SFT": "stages.sft",
+        "PreferenceOptimization": "stages.preference_optimization",
+        "OnlinePreferenceOptimization": "stages.preference_optimization",
+        "RewardModeling": "stages.reward_modeling",
+        "Stage": "stages.stage",
+        "OptimizerConfig": "stages.optimizer",
+        "LoraConfig": "models.lora",
+        "CriticConfig": "stages.critic",
+        "RewardModelConfig": "stages.scoring",
+        "ProcessRewardConfig": "stages.process_rewards",
+        "EnvironmentConfig": "stages.environment",
+        "Schedule": "stages.schedule",
+    },
+    "Algorithms": {
+        "Algorithm": "algorithms.algorithm",
+        "KLConfig": "algorithms.algorithm",
+        "EntropyConfig": "algorithms.algorithm",
+        "GroupFilter": "algorithms.filtering",
+        "Resampling": "algorithms.filtering",
+    },
+    "Strategies": {
+        "ZeroStrategy": "strategies.zero",
+        "RayZeroStrategy": "strategies.ray",
+        "FSDPStrategy": "strategies.fsdp",
+        "RayFSDPStrategy": "strategies.ray",
+        "SingleDeviceRolloutStrategy": "strategies.single_device",
+        "Strategy": "strategies.contract",
+    },
+    "Rollout": {
+        "SamplingConfig": "rollout.engine",
+        "VLLMRollout": "rollout.vllm.client",
+        "VLLMConfig": "rollout.vllm.config",
+        "TransformersRollout": "rollout.transformers_engine",
+    },
+    "Data": {
+        "PromptDataModule": "data.datamodule",
+        "SFTDataModule": "data.sft",
+        "PreferenceDataModule": "data.preferences",
+        "ProcessRewardDataModule": "data.process_rewards",
+        "MixturePart": "data.orders",
+        "CurriculumConfig": "data.curriculum",
+    },
+    "Rewards": {
+        "RewardPool": "rewards.pool",
+        "InlineScorer": "rewards.inline",
+        "WeightedSum": "rewards.mixing",
+        "ModelReward": "rewards.model",
+        "ScoringRequest": "rewards.records",
+        "Score": "rewards.records",
+    },
+    "Callbacks": {
+        "PolicyCheckpoint": "callbacks.checkpoint",
+        "BestCheckpoints": "callbacks.best_checkpoints",
+        "BestUpload": "callbacks.checkpoint_artifacts",
+        "DivergenceGuard": "callbacks.divergence_guard",
+        "Bounds": "callbacks.guard_bounds",
+        "GracefulStop": "callbacks.graceful_stop",
+        "PolicyAverage": "callbacks.averages",
+        "ReferenceUpdate": "callbacks.averages",
+        "RolloutDump": "callbacks.rollout_dump",
+        "RolloutReplay": "callbacks.rollout_dump",
+        "Throughput": "callbacks.throughput",
+        "SampleTable": "callbacks.samples",
+        "StepProgress": "callbacks.progress",
+    },
+    "Errors": {
+        "UserError": "errors",
+        "ConfigError": "errors",
+        "DataError": "errors",
+        "CheckpointError": "errors",
+        "TrainingDiverged": "errors",
+        "RewardError": "errors",
+        "DeadlineExceeded": "errors",
+    },
 }
+"""The public names and their modules, by the section of docs/api.md that describes them."""
+
+_MODULES = {name: module for section in PUBLIC.values() for name, module in section.items()}
 
 
 def __getattr__(name: str) -> Any:

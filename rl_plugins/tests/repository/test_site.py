@@ -48,6 +48,14 @@ def test_api_page_has_every_public_name_of_the_package(root, site):
         assert f'id="rl_plugins.{module}.{name}"' in text, name
 
 
+def test_api_page_is_made_from_the_public_names(root):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(root / "docs")
+        api_page = importlib.import_module("api_page")
+    assert (root / "docs" / "api.md").read_text(encoding="utf-8") == api_page.page(), "run python docs/api_page.py"
+    del sys.modules["api_page"]
+
+
 def test_links_of_readme_name_existing_files(root):
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", (root / "README.md").read_text(encoding="utf-8")):
         assert (root / link).exists(), link
