@@ -193,7 +193,7 @@ class RewardFunction:
         return failed(
             "raised",
             f"{self.name}: the result is text, not a number, and no turn is left for a conversation: return a score "
-            "when turns_left is 0, or raise the maximal number of turns (max_turns of EnvironmentConfig)",
+            "when turns_left is 0, or raise max_turns of EnvironmentConfig (environment.max_turns in a recipe)",
         )
 
     def _arguments(self, call: Sequence[ScoringRequest]) -> dict[str, Any]:

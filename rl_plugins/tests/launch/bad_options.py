@@ -259,7 +259,7 @@ CHECKS: dict[str, list[Case]] = {
         ),
         (
             [*FILE, "reward.functions.default.name=breaks", "environment.max_turns=2"],
-            ["reward fails on a sample", "the content of its answer is of type int, not text"],
+            ["reward fails on a sample", "the content of the reply is of type int, not text"],
         ),
         (
             [*FILE, "reward.functions.default.name=has_tools", "environment.max_turns=2", "model.path=users_only"],
