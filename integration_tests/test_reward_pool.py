@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from rl_plugins.errors import ConfigError, DeadlineExceeded
+from rl_plugins.errors import ConfigError, DataError, DeadlineExceeded
 from rl_plugins.rewards import RewardError, RewardPool, Score, ScoringRequest, failure_counts
 from rl_plugins.tests.patience import patient
 
@@ -120,7 +120,7 @@ def test_data_sources_are_routed_and_unknown_ones_refused() -> None:
     with RewardPool(config, **DEFAULTS) as workers:
         assert outcomes(workers.score(requests("abc"))) == [3.0]
         stranger = ScoringRequest(data_source="t", solution_str="", ground_truth=None, extra_info={})
-        with pytest.raises(RewardError, match="data_source 't'"):
+        with pytest.raises(DataError, match="data_source 't'"):
             workers.score([stranger])
 
 

@@ -50,7 +50,8 @@ class InlineScorer:
         """Score requests in order.
 
         Raises:
-            RewardError: A data source has no reward, or more than `max_failure_rate` of the samples failed.
+            DataError: A data source has no reward.
+            RewardError: More than `max_failure_rate` of the samples failed.
         """
         scores = self.answer(requests)
         check_failure_rate(scores, self.max_failure_rate)
@@ -60,7 +61,7 @@ class InlineScorer:
         """Score or reply to requests in order, and leave the check of the failure rate to the caller.
 
         Raises:
-            RewardError: A data source has no reward.
+            DataError: A data source has no reward.
         """
         check_requests(self.reward_config, requests)
         deadline_s = None if debugging() else self.deadline_s

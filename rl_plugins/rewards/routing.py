@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rl_plugins.errors import ConfigError, RewardError
+from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.rewards.calling import RewardFunction
 from rl_plugins.rewards.records import Score, ScoringRequest
 
@@ -54,12 +54,12 @@ def check_requests(reward_config: Mapping[str, Any], requests: Sequence[ScoringR
     """Check in a running run that every request has a reward.
 
     Raises:
-        RewardError: The data source of a request has no reward.
+        DataError: The data source of a request has no reward.
     """
     try:
         check_routes(reward_config, {request.data_source for request in requests})
     except ConfigError as error:
-        raise RewardError(str(error)) from None
+        raise DataError(str(error)) from None
 
 
 class Router:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.rewards import InlineScorer, RewardError, RewardPool, ScoringRequest, check_reward
 from rl_plugins.rewards.inline import default_scorer
 from rl_plugins.tests.patience import patient
@@ -48,7 +48,7 @@ def test_inline_scorer_raises_above_the_failure_rate() -> None:
 
 
 def test_inline_scorer_refuses_an_unknown_data_source() -> None:
-    with pytest.raises(RewardError, match="no reward for data_source 's'"):
+    with pytest.raises(DataError, match="no reward for data_source 's'"):
         InlineScorer({"math": {"_target_": f"{HERE}.length"}}).score([request("a")])
 
 

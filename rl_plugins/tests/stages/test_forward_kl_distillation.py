@@ -58,5 +58,5 @@ def test_forward_kl_without_a_teacher_is_refused() -> None:
 
 
 def test_teacher_top_k_of_0_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.teacher_top_k=0: must be at least 1"):
+    with pytest.raises(ConfigError, match=r"teacher_top_k=0: must be at least 1"):
         Algorithm(teacher_top_k=0)
