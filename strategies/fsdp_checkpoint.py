@@ -1,7 +1,7 @@
-"""The folder of one FSDP2 engine in a checkpoint: PyTorch's distributed checkpoint, which any number of ranks can read.
+"""Checkpoint folder of one FSDP2 model, in PyTorch's distributed format. Any number of ranks can read the folder.
 
-Each rank writes its shards once; ranks that read take the parts of the files that make up their own shards.
-Optimizer states are saved by the name of the parameter, and only those that a step has made.
+Each rank writes its shards once. A reading rank reads only the parts of the files that make up its own shards.
+Optimizer states are saved by parameter name. A state that no step has created yet is not saved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _METADATA_FILE = ".metadata"
 
 
 def save_engine(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Write an engine's weights, and its optimizer if it has one. Collective."""
+    """Write the weights of a model, and the optimizer states if an optimizer is given. Collective."""
     state: dict[str, Any] = {"weights": _weights(model)}
     if optimizer is not None:
         names = _names(model, optimizer)
@@ -34,10 +34,10 @@ def save_engine(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
 
 
 def load_engine(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Read what `save_engine` has written, from any number of ranks. Collective.
+    """Read a folder that `save_engine` has written with any number of ranks. Collective.
 
     Raises:
-        ConfigError: a part is missing, or the weights are of another model.
+        ConfigError: a part is missing, or the weights belong to another model.
     """
     saved = _read_metadata(folder).state_dict_metadata
     weights = _weights(model)
@@ -66,7 +66,7 @@ def load_engine(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The whole weights of an engine, in this process alone.
+    """Return the whole weights of a model, read by this process alone.
 
     Raises:
         ConfigError: a part is missing.
@@ -78,14 +78,14 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         if key.startswith("weights.") and isinstance(stored, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
-        # That the ranks are not asked is meant.
+        # Reading without the other ranks is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load({"weights": weights}, checkpoint_id=folder, no_dist=True)
     return weights
 
 
 def is_engine_folder(folder: Path) -> bool:
-    """Whether an engine was written there, to its end."""
+    """Return True if the folder holds a completely written model."""
     return (folder / _METADATA_FILE).is_file()
 
 
@@ -100,7 +100,7 @@ def _read_metadata(folder: Path) -> Metadata:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """What is saved of a model: parameters (with an adapter, those that are trained), tied ones once, and buffers."""
+    """Return saved tensors of a model: buffers, and parameters (with an adapter, trained ones only; tied ones once)."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad or not has_adapter(model)}
     parameters = {name: parameter.detach() for name, parameter in named.items()}
     buffers = dict(model.named_buffers())
@@ -108,22 +108,24 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The name of each parameter, in the order in which the optimizer counts them."""
+    """Return the name of each parameter, in the order of the optimizer's indices."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _empty_states(saved: dict[str, Any], parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
-    """Room for the states of a checkpoint; those of a parameter's shape are sharded as it is."""
+    """Return empty optimizer states to load into. A state with its parameter's shape is sharded like the parameter."""
     states: dict[str, dict[str, Any]] = {}
     for key, stored in saved.items():
         if not key.startswith("states."):
             continue
         name, _, field = key.removeprefix("states.").rpartition(".")
-        room: Any = None
+        empty: Any = None
         if isinstance(stored, TensorStorageMetadata):
             dtype = stored.properties.dtype
-            is_like = stored.size == parameters[name].shape
-            room = torch.zeros_like(parameters[name], dtype=dtype) if is_like else torch.zeros(stored.size, dtype=dtype)
-        states.setdefault(name, {})[field] = room
+            same_shape = stored.size == parameters[name].shape
+            empty = (
+                torch.zeros_like(parameters[name], dtype=dtype) if same_shape else torch.zeros(stored.size, dtype=dtype)
+            )
+        states.setdefault(name, {})[field] = empty
     return states

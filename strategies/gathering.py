@@ -1,6 +1,6 @@
-"""Tensors of the ranks of a group that differ in size along one axis.
+"""Gather tensors that differ in size along one axis between the ranks of a group.
 
-Axes: `M` tokens of a rank's row, `G` of the group's.
+Axes: `M` tokens of a rank's row, `G` tokens of the group's row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rl_plugins.errors import ConfigError
 
 
 def sizes_of(own: Tensor, group: Any) -> list[int]:
-    """How long each rank's tensor is along its first axis. Collective."""
+    """Return the size of each rank's tensor along the first axis. Collective."""
     count = torch.distributed.get_world_size(group)
     sizes = [torch.empty(1, dtype=torch.long, device=own.device) for _ in range(count)]
     torch.distributed.all_gather(sizes, torch.tensor([len(own)], device=own.device), group=group)
@@ -22,7 +22,7 @@ def sizes_of(own: Tensor, group: Any) -> list[int]:
 
 
 def gather_rows(ids_M: Tensor, positions_M: Tensor, group: Any) -> tuple[list[int], Tensor, Tensor]:
-    """The rows of all ranks end to end: tokens of each rank's, then all token ids and positions [G]. Collective."""
+    """Join the rows of all ranks; return each row's tokens, all token ids [G], all positions [G]. Collective."""
     own_M2 = torch.stack([ids_M, positions_M], dim=1)
     sizes = sizes_of(own_M2, group)
     ids_G, positions_G = torch.cat(gather_parts(own_M2, 0, sizes, group)).unbind(dim=1)
@@ -30,10 +30,10 @@ def gather_rows(ids_M: Tensor, positions_M: Tensor, group: Any) -> tuple[list[in
 
 
 def inputs_of_pass(args: tuple[Any, ...], kwargs: dict[str, Any], option: str) -> dict[str, Any]:
-    """The inputs of a pass that the ranks of a group run together, by name.
+    """Return the inputs, by name, of a forward pass that the ranks of a group run together.
 
     Raises:
-        ConfigError: others than a batch of token ids.
+        ConfigError: the inputs are not a batch of token ids, or a cache of an earlier pass is given.
     """
     inputs = {"input_ids": args[0], **kwargs} if args else kwargs
     if len(args) > 1 or inputs.get("input_ids") is None or inputs.get("past_key_values") is not None:
@@ -42,11 +42,11 @@ def inputs_of_pass(args: tuple[Any, ...], kwargs: dict[str, Any], option: str) -
 
 
 def gather_parts(own: Tensor, axis: int, sizes: list[int], group: Any) -> list[Tensor]:
-    """Each rank's tensor; they have the `sizes` along `axis`. Collective."""
-    # Gloo gathers tensors of one shape only.
+    """Return each rank's tensor, whose size along `axis` is its entry of `sizes`. Collective."""
+    # Gloo gathers only tensors of equal shape.
     own = own.movedim(axis, 0)
     padded = own.new_zeros(max(sizes), *own.shape[1:])
     padded[: len(own)] = own
-    everyones = [torch.empty_like(padded) for _ in sizes]
-    torch.distributed.all_gather(everyones, padded, group=group)
-    return [part[:size].movedim(0, axis) for part, size in zip(everyones, sizes, strict=True)]
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(gathered, padded, group=group)
+    return [part[:size].movedim(0, axis) for part, size in zip(gathered, sizes, strict=True)]

@@ -1,7 +1,7 @@
-"""Where an engine keeps what its passes do not need: on its device, on the host, or in files.
+"""Offload of each model's states: kept on the device, on the host, or in files.
 
-Of a trained engine that is the optimizer's states and the master weights, which are then updated on the host; of a
-frozen one its parameters. Host and files are DeepSpeed's own offload, engine by engine.
+A trained model offloads its optimizer states and master weights, which are then updated on the host. A frozen model
+offloads its parameters. Host and files use DeepSpeed's own offload, set separately for each model.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ FILES = "nvme"
 
 @dataclass(frozen=True)
 class Offload:
-    """The place of each engine.
+    """Place where each model keeps its offloaded states.
 
     Attributes:
-        places: engine to `stay`, `cpu`, `nvme` or, for a trained one, `while_sampling`: on the host while the rollout
-            engine works. Engines that are not named are `while_sampling` if they are trained, and stay otherwise.
-        folder: for the files of `nvme`; each engine has a folder of its own in it.
+        places: model name to `stay`, `cpu`, `nvme` or `while_sampling`. `while_sampling` is for trained models: states
+            are on the host while the rollout engine samples. The default is `while_sampling` for trained models
+            and `stay` for frozen models.
+        folder: parent folder of the `nvme` files; each model gets its own folder inside.
     """
 
     places: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
 
     def check(self, zero_stage: int) -> None:
-        """Refuse what cannot run.
+        """Check the places.
 
         Raises:
-            ConfigError: `nvme` without a folder, under another stage than 3, or where DeepSpeed cannot build its op.
+            ConfigError: a place is unknown; or `nvme` is set without a folder, with a ZeRO stage other than 3, or on a
+                machine where DeepSpeed cannot build its file op.
         """
-        for engine, place in self.places.items():
+        for name, place in self.places.items():
             if place not in (STAY, WHILE_SAMPLING, HOST, FILES):
-                raise ConfigError(f"offload of {engine}: {place!r} is none of stay, while_sampling, cpu and nvme")
+                raise ConfigError(f"offload of {name}: {place!r} is none of stay, while_sampling, cpu and nvme")
         if FILES not in self.places.values():
             return
         if zero_stage != 3:
@@ -50,36 +52,36 @@ class Offload:
             raise ConfigError("offload to nvme needs a folder on the drive: name one, or offload to cpu")
         check_file_op()
 
-    def moves(self, engine: str) -> bool:
-        """Whether a trained engine gives its states to the host while the rollout engine works."""
-        return self.places.get(engine, WHILE_SAMPLING) == WHILE_SAMPLING
+    def moves(self, name: str) -> bool:
+        """Return True if a trained model moves its states to the host while the rollout engine samples."""
+        return self.places.get(name, WHILE_SAMPLING) == WHILE_SAMPLING
 
-    def of_trained(self, engine: str) -> dict[str, Any]:
-        """What DeepSpeed's `zero_optimization` needs for a trained engine."""
-        return self._section("offload_optimizer", engine)
+    def of_trained(self, name: str) -> dict[str, Any]:
+        """Return the `zero_optimization` options of DeepSpeed for a trained model."""
+        return self._section("offload_optimizer", name)
 
-    def of_frozen(self, engine: str) -> dict[str, Any]:
-        """What it needs for a frozen one."""
-        return self._section("offload_param", engine)
+    def of_frozen(self, name: str) -> dict[str, Any]:
+        """Return the `zero_optimization` options of DeepSpeed for a frozen model."""
+        return self._section("offload_param", name)
 
-    def _section(self, name: str, engine: str) -> dict[str, Any]:
-        place = self.places.get(engine)
+    def _section(self, option: str, name: str) -> dict[str, Any]:
+        place = self.places.get(name)
         if place not in (HOST, FILES):
             return {}
         section: dict[str, Any] = {"device": place}
         if place == FILES:
             assert self.folder is not None
-            section["nvme_path"] = str(self.folder / engine)
-        return {name: section}
+            section["nvme_path"] = str(self.folder / name)
+        return {option: section}
 
 
 def check_file_op() -> None:
-    """Ask DeepSpeed whether it can build the op that reads and writes its files.
+    """Check that DeepSpeed can build the op that reads and writes `nvme` files.
 
     Raises:
         ConfigError: libaio is missing.
     """
-    # Imports DeepSpeed, which would look for a device.
+    # Without this variable, the import of DeepSpeed searches for a device.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.ops.op_builder import AsyncIOBuilder
 

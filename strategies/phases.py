@@ -1,4 +1,4 @@
-"""Where the time and the memory of an RL step go: named phases, measured on every rank.
+"""Time and memory of an RL step by named phase, measured on every rank.
 
 Phases do not nest: each second belongs to one phase, so the phases of a step add up to the step.
 """
@@ -24,7 +24,7 @@ class _Phase:
 
 @dataclass
 class PhaseLog:
-    """Collects phases between two calls of `drain`."""
+    """Collects the time and memory of phases between two calls of `drain`."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     current: str | None = None
@@ -34,7 +34,7 @@ class PhaseLog:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the enclosed time to phase `name`, and note the memory that was in use when it ended or peaked."""
+        """Add the enclosed time to phase `name`, and note its peak memory (on CPU, its memory at the end)."""
         assert self.current is None, f"phase {name!r} began inside {self.current!r}"
         self.current = name
         cuda = self.device.type == "cuda"
@@ -53,26 +53,26 @@ class PhaseLog:
             self.current = None
 
     def seconds(self, name: str) -> float:
-        """What a phase has taken since the last `drain`."""
+        """Return the seconds of a phase since the last `drain`."""
         return self._phases[name].seconds if name in self._phases else 0.0
 
     def note(self, name: str, nbytes: int) -> None:
-        """Keep the largest of a number of bytes as `memory/<name>`."""
+        """Keep the largest number of bytes noted under `name`, for the metric `memory/<name>`."""
         self._noted[name] = max(nbytes, self._noted.get(name, 0))
 
     def bytes_in_use(self) -> int:
-        """What this process has of its device now; on CPU, what is resident and not shared."""
+        """Return the bytes that this process uses on its device now; on CPU, resident memory that is not shared."""
         if self.device.type == "cuda":
             return int(torch.cuda.memory_allocated(self.device))
         memory = self._process.memory_info()
-        # The engine's weights, which this process maps to write them, are the engine's.
+        # Weights that this process maps to write them belong to the rollout engine.
         return int(memory.rss - memory.shared)
 
     def drain(self) -> dict[str, float]:
-        """`time/<phase>` in seconds and `memory/<phase>` in GiB; then empty.
+        """Return `time/<phase>` in seconds and `memory/<phase>` in GiB, and clear the log.
 
-        Memory is the device's peak; on CPU it is what is resident and not shared when the phase ends. What was noted
-        is there as `memory/<name>`, in GiB as well.
+        Memory is the device's peak. On CPU, it is the resident memory that is not shared at the end of the phase.
+        Noted bytes are returned as `memory/<name>` in GiB.
         """
         metrics: dict[str, float] = {}
         for name, phase in self._phases.items():

@@ -1,16 +1,16 @@
-"""Tokens of a micro-batch cut over a group of ranks, for samples that are too long for one.
+"""Sequence parallelism: the tokens of a micro-batch are cut over a group of ranks, for samples too long for one rank.
 
-Every rank keeps samples of its own, as with tensor parallelism, and a stage knows nothing of it. Before the body of a
-model the real tokens of all ranks of a group are joined to one row, whatever the samples, and each rank takes an equal
-part of it; so the ranks of a group also wait for nobody whose samples are short. Embedding, norms and feed-forward
-layers run over a part as they are. Attention exchanges tokens for heads: each rank gets some heads of the whole row and
-runs them by `packed_sdpa`. Behind the body, each rank gets the hidden states of its own samples.
+Every rank keeps its own samples, as with tensor parallelism, and the stage needs no change. Before the body of a model,
+the real tokens of all ranks of a group are joined to one row, and each rank takes an equal part of the row. Parts are
+equal whatever the lengths of the samples, so no rank of a group waits for another rank. Embedding, norms and
+feed-forward layers run on a part without a change. Attention exchanges tokens for heads: each rank gets some heads of
+the whole row and runs `packed_sdpa`. After the body, each rank gets the hidden states of its own samples.
 
-Source: DeepSpeed-Ulysses, arXiv 2309.14509. (DeepSpeed's own wraps attention, and leaves it to the data loader that all
-ranks of a group have the same samples.)
+Source: DeepSpeed-Ulysses, arXiv 2309.14509. (DeepSpeed's own implementation wraps attention, and requires a data loader
+that gives all ranks of a group the same samples.)
 
-Axes: `M` tokens of a rank's row, `P` of its part of the group's row, `G` of the group's whole row, `B` samples, `S`
-tokens of a sample with padding, `H` hidden, `D` width of a head.
+Axes: `M` tokens of a rank's row, `P` tokens of a rank's part of the group's row, `G` tokens of the group's row, `B`
+samples, `S` tokens of a sample with padding, `H` hidden size, `D` width of a head.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from rl_plugins.strategies.gathering import gather_rows, inputs_of_pass
 
 
 class SequenceShards:
-    """Gives the body of a model a part of the row of a group's ranks, and each rank its own samples behind it.
+    """Runs the body of a model on a part of the group's row, and returns the hidden states of the rank's own samples.
 
-    Every rank of the group must run the model equally often, as all ranks of an engine in shards must anyway.
+    Every rank of the group must run the model equally often, which a sharded model requires anyway.
 
     Args:
-        model: with whole heads, on every rank.
-        name: of the engine, for errors.
+        model: model with whole heads on every rank.
+        name: name of the model, for errors.
         group: process group of neighbouring ranks.
 
     Raises:
-        ConfigError: the model does not attend by `packed_sdpa`, is nothing but a body, or has heads that the ranks
-            cannot share evenly.
+        ConfigError: the model's attention is not `packed_sdpa`, the model has no head, or the ranks cannot share the
+            attention heads evenly.
     """
 
     def __init__(self, model: nn.Module, name: str, group: Any) -> None:
@@ -54,7 +54,7 @@ class SequenceShards:
         ]
 
     def remove(self) -> None:
-        """The model runs its own rows again."""
+        """Remove the hooks: the model then runs on whole rows of its own rank."""
         for hook in self._hooks:
             hook.remove()
 
@@ -69,7 +69,7 @@ class SequenceShards:
         positions_M = positions_BS.expand_as(ids_BS)[is_token_BS]
         rows, ids_G, positions_G = gather_rows(ids_BS[is_token_BS], positions_M, self._group)
         slices = [part_of(len(ids_G), rank, self._size) for rank in range(self._size)]
-        part, parts = slices[self._rank], [each.stop - each.start for each in slices]
+        part, parts = slices[self._rank], [span.stop - span.start for span in slices]
         self._pass = _Pass(is_token_BS, overlaps(parts, rows), self._rank, self._group)
         return (), {
             **kwargs,
@@ -88,7 +88,7 @@ class SequenceShards:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Which tokens of a rank's batch are real, and how many tokens of its part belong to each rank."""
+    """Layout of the current pass: real tokens of the own batch [B, S]; tokens of each part in each rank's row."""
 
     is_token_BS: Tensor
     tokens: list[list[int]]
@@ -96,7 +96,7 @@ class _Pass:
     group: Any
 
     def own(self, part_1PH: Tensor) -> Tensor:
-        """The hidden states of this rank's samples [B, S, H], 0 at padding."""
+        """Return the hidden states of this rank's samples [B, S, H], 0 at padding."""
         to_each, from_each = self.tokens[self.rank], [row[self.rank] for row in self.tokens]
         own_MH = exchange(part_1PH[0], to_each, from_each, self.group)
         if bool(self.is_token_BS.all()):
@@ -108,11 +108,11 @@ class _Pass:
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """Tokens for heads, and back, among the ranks of a group; see `packed_sdpa`.
+    """Exchange of tokens for heads, and back, between the ranks of a group; see `packed_sdpa`.
 
     Attributes:
-        parts: tokens of each rank's part.
-        rank: this one in the group.
+        parts: number of tokens of each rank's part.
+        rank: this rank's index in the group.
         group: process group.
     """
 
@@ -121,12 +121,12 @@ class HeadExchange:
     group: Any
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All heads of a rank's part [1, heads, P, D]; some of them of the whole row [1, some, G, D]."""
+        """Exchange all heads of a rank's part [1, heads, P, D] for some heads of the whole row [1, some, G, D]."""
         size, own = len(self.parts), self.parts[self.rank]
         sent, shapes = [], []
         for heads in (query, key, value):
             if heads.shape[1] < size:
-                # Several ranks have query heads that look at the same keys.
+                # Query heads of several ranks share a key head.
                 heads = heads.repeat_interleave(size // heads.shape[1], dim=1)
             some = heads.shape[1] // size
             sent.append(heads[0].transpose(0, 1).reshape(own, size, some * heads.shape[-1]))
@@ -141,14 +141,14 @@ class HeadExchange:
         return q, k, v
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """Some heads of the whole row [G, some, D]; all heads of the rank's part [P, heads, D]."""
+        """Exchange some heads of the whole row [G, some, D] for all heads of the rank's part [P, heads, D]."""
         size, own = len(self.parts), self.parts[self.rank]
         by_rank = exchange(output, self.parts, [own] * size, self.group)
         return by_rank.view(size, own, *output.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
 def body_of(model: nn.Module, name: str, size: int) -> nn.Module:
-    """What of a model runs on parts of a row: all but its head.
+    """Return the body of a model (all but its head), which runs on a part of a row.
 
     Raises:
         ConfigError: see `SequenceShards`.
@@ -169,7 +169,7 @@ def body_of(model: nn.Module, name: str, size: int) -> nn.Module:
 
 
 def overlaps(parts: list[int], rows: list[int]) -> list[list[int]]:
-    """How many tokens of each part are in each rank's row, where both cut the same row of a group."""
+    """Return the number of tokens of each part in each rank's row, for two cuts of the same row [parts, rows]."""
     part_ends, row_ends = (torch.tensor([0, *sizes]).cumsum(dim=0) for sizes in (parts, rows))
     begin = torch.maximum(part_ends[:-1, None], row_ends[None, :-1])
     end = torch.minimum(part_ends[1:, None], row_ends[None, 1:])
@@ -178,12 +178,12 @@ def overlaps(parts: list[int], rows: list[int]) -> list[list[int]]:
 
 
 def part_of(tokens: int, rank: int, size: int) -> slice:
-    """Where a rank's part of a row of so many tokens is."""
+    """Return the slice of a rank's part in a row of `tokens` tokens."""
     return slice(tokens * rank // size, tokens * (rank + 1) // size)
 
 
 def exchange(values: Tensor, to_each: list[int], from_each: list[int], group: Any) -> Tensor:
-    """All-to-all along the first axis, with a gradient: the way back. Collective."""
+    """Exchange values all-to-all along the first axis. The gradient is exchanged in the other direction. Collective."""
     received: Tensor = _Exchange.apply(values, to_each, from_each, group)
     return received
 

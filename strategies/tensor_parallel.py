@@ -1,15 +1,15 @@
-"""Blocks of a model cut over a group of ranks (tensor parallelism), while every rank keeps samples of its own.
+"""Tensor parallelism: the blocks of a model are cut over a group of ranks, and every rank keeps its own samples.
 
-A stage, its data and the rollout engine know nothing of it: each rank samples, scores and takes losses of its own
-samples. Only between the input embedding and the last norm of a model do the ranks of a group run one batch, that of
-all of them (`GroupBatch`): what each has embedded is joined, every rank runs its part of each block over the whole,
-and takes the hidden states of its own samples out again. Embeddings and heads see nothing but a rank's own samples, so
-their weights are sharded over all ranks as if there were no groups.
+The stage, its data and the rollout engine need no change: each rank samples, scores and computes losses of its own
+samples. The ranks of a group run one joined batch (`GroupBatch`) only between the input embedding and the last norm of
+a model. The embedded samples of all ranks are joined, every rank runs its part of each block over the joined batch, and
+then takes out the hidden states of its own samples. Embeddings and heads run only on a rank's own samples, so weights
+of embeddings and heads are sharded over all ranks, as without tensor parallelism.
 
-How a block is cut is transformers' plan of its family (`base_model_tp_plan`), carried out by PyTorch:
+The cut of a block is the plan of transformers for the model family (`base_model_tp_plan`), applied by PyTorch:
 https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html. Source of the cut: Megatron-LM, arXiv 1909.08053.
 
-Axes: `M` tokens of a rank's row, `G` of the group's, `B` samples, `S` their tokens with padding.
+Axes: `M` tokens of a rank's row, `G` tokens of the group's row, `B` samples, `S` tokens of a sample with padding.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def cut_over_group(model: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Cut the blocks of a model over the ranks of `mesh`, and let them run one batch; once.
+    """Cut the blocks of a model over the ranks of `mesh`, and join the batches of the ranks.
+
+    A model that is already cut is left unchanged.
 
     Args:
-        model: with whole weights, the same on every rank.
-        name: of the engine, for errors.
-        mesh: one-dimensional.
+        model: model with whole weights, equal on every rank.
+        name: name of the model, for errors.
+        mesh: one-dimensional mesh of the group.
 
     Raises:
         ConfigError: see `plan_of`.
@@ -57,11 +59,11 @@ def cut_over_group(model: nn.Module, name: str, mesh: DeviceMesh) -> None:
 
 
 def plan_of(model: nn.Module, name: str, size: int) -> dict[str, ParallelStyle]:
-    """How the modules of a base model are cut over `size` ranks, by their names.
+    """Return the parallel style of each module of a base model, by module name, for `size` ranks.
 
     Raises:
-        ConfigError: the model is not of transformers, has no plan, a plan with parts that are not known here, heads or
-            widths that the ranks cannot share evenly, or dropout inside its blocks.
+        ConfigError: the model is not a transformers model, has no plan, has a plan with an unsupported style, has heads
+            or widths that `size` does not divide, or has dropout inside its blocks.
     """
     way_out = f"set strategy.tensor_parallel=1, or use another model for the {name}"
     described = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
@@ -70,10 +72,10 @@ def plan_of(model: nn.Module, name: str, size: int) -> dict[str, ParallelStyle]:
     styles = {
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(),
-        # Norms of single heads: each rank has some of the heads [1, M, heads, head width], so gradients are added up.
+        # Norms of single heads: each rank has some of the heads [1, M, heads, head width], so gradients are summed.
         "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
     }
-    # What is in no block, tied embeddings, stays whole.
+    # Modules outside of blocks (tied embeddings) stay whole.
     in_blocks = {module: style for module, style in described.items() if ".*." in module}
     for module, style in in_blocks.items():
         if style not in styles:
@@ -94,7 +96,7 @@ def plan_of(model: nn.Module, name: str, size: int) -> dict[str, ParallelStyle]:
 
 @dataclass
 class _Batch:
-    """The batch that a group runs at the moment: whose part is where, along which axis."""
+    """Layout of the joined batch of the current pass: size of each rank's part along the joined axis."""
 
     axis: int
     sizes: list[int]
@@ -103,14 +105,14 @@ class _Batch:
 
 
 class GroupBatch:
-    """Joins the samples of a group's ranks before the blocks of a model, and gives each rank its own behind them.
+    """Joins the samples of a group's ranks before the blocks of a model, and splits the hidden states after the blocks.
 
-    Rows without padding are joined end to end; padded batches one below the other. Every rank of the group must run the
-    model equally often, as all ranks of an engine in shards must anyway.
+    Rows without padding are joined along the token axis, padded batches along the sample axis. Every rank of the group
+    must run the model equally often, which a sharded model requires anyway.
 
     Args:
-        model: its base model is hooked, and its input embedding.
-        mesh: one-dimensional, the group.
+        model: model whose base model and input embedding get hooks.
+        mesh: one-dimensional mesh of the group.
     """
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -171,10 +173,10 @@ class GroupBatch:
 
 
 class _Join(torch.autograd.Function):
-    """The parts of all ranks, one behind the other.
+    """Concatenates the parts of all ranks.
 
-    Behind it, all ranks of the group have the same gradient: that of the mean over the group of their losses. A rank's
-    own part has its gradient from its own loss alone.
+    The gradient of the joined tensor is equal on all ranks of the group: the gradient of the mean of the group's
+    losses. Backward gives a rank's own part the gradient of the rank's own loss.
     """
 
     @staticmethod
@@ -189,7 +191,7 @@ class _Join(torch.autograd.Function):
 
 
 class _KeepOwn(torch.autograd.Function):
-    """A rank's own part; backward gives every rank the gradient of the mean of the group's losses."""
+    """Keeps a rank's own part. Backward gives every rank the gradient of the mean of the group's losses."""
 
     @staticmethod
     def forward(ctx: Any, joined: Tensor, axis: int, sizes: list[int], group: Any, rank: int) -> Tensor:
@@ -198,5 +200,5 @@ class _KeepOwn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        everyones = gather_parts(gradient, ctx.axis, ctx.sizes, ctx.group)
-        return torch.cat(everyones, dim=ctx.axis) / len(ctx.sizes), None, None, None, None
+        parts = gather_parts(gradient, ctx.axis, ctx.sizes, ctx.group)
+        return torch.cat(parts, dim=ctx.axis) / len(ctx.sizes), None, None, None, None

@@ -1,9 +1,9 @@
-"""The shards of a ZeRO checkpoint, read by parameter: any number of workers and any stage can go on from them.
+"""Shards of a ZeRO checkpoint, read by parameter, so that any number of workers and any stage can resume.
 
-DeepSpeed loads a checkpoint only into as many workers as wrote it. The file of a worker holds flat partitions (master
-weights, and the optimizer's states of the same layout), in which stretches of the parameters follow each other. Here
-the stretches of all files are found by the parameters' names, and each worker copies out of the mapped files what its
-own partitions hold. Nothing is converted, gathered or written.
+DeepSpeed loads a checkpoint only with the number of workers that wrote the checkpoint. The file of a worker holds flat
+partitions: master weights, and optimizer states of the same layout. A partition is a sequence of stretches, and each
+stretch belongs to one parameter. This module finds the stretches of all files by parameter name. Each worker copies the
+content of its own partitions out of the memory-mapped files. Nothing is converted, gathered or written.
 
 Layouts: deepspeed/utils/zero_to_fp32.py and deepspeed/checkpoint/ds_to_universal.py.
 """
@@ -29,11 +29,11 @@ class Stretch:
     """Consecutive elements of a parameter in a flat partition of a worker.
 
     Attributes:
-        name: of the parameter.
+        name: name of the parameter.
         partition: index among the worker's partitions.
-        offset: where it begins in the partition.
-        start: where it begins in the flattened parameter.
-        numel: elements.
+        offset: index of the first element in the partition.
+        start: index of the first element in the flattened parameter.
+        numel: number of elements.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Stretch:
 
 
 def stretches_of_slices(mappings: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Stretch]]:
-    """What each worker holds under stages 1 and 2, where whole groups of parameters are cut into equal parts.
+    """Return the stretches of each worker under stages 1 and 2, which cut whole parameter groups into equal parts.
 
     Args:
-        mappings: by worker and partition, name to address (`start`, `numel`) in the partition, in the workers' order.
+        mappings: for each worker, in order, and each partition: parameter name to address (`start`, `numel`).
     """
     seen: dict[str, int] = {}
     workers = []
@@ -62,11 +62,11 @@ def stretches_of_slices(mappings: Sequence[Sequence[Mapping[str, Any]]]) -> list
 
 
 def stretches_of_shapes(shapes: Sequence[Mapping[str, torch.Size]], workers: int) -> list[list[Stretch]]:
-    """What each worker holds under stage 3, where every parameter is cut into equal parts.
+    """Return the stretches of each worker under stage 3, which cuts every parameter into equal parts.
 
     Args:
-        shapes: by partition, name to shape, in the partition's order.
-        workers: their number.
+        shapes: for each partition, parameter name to shape, in the order of the partition.
+        workers: number of workers.
     """
     held: list[list[Stretch]] = [[] for _ in range(workers)]
     for partition, group in enumerate(shapes):
@@ -82,13 +82,13 @@ def stretches_of_shapes(shapes: Sequence[Mapping[str, torch.Size]], workers: int
 
 
 class ZeroShards:
-    """The files of one engine in a checkpoint.
+    """Checkpoint files of one model engine.
 
     Args:
-        folder: with `*_optim_states.pt` and `*_model_states.pt`.
+        folder: folder with `*_optim_states.pt` and `*_model_states.pt`.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the folder has no such files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -109,14 +109,14 @@ class ZeroShards:
                 self._of_parameter.setdefault(stretch.name, []).append((worker, stretch))
 
     def fit(self, engine: Any, workers: int) -> bool:
-        """Whether an engine over so many workers has the layout of the files, so that DeepSpeed can load them."""
+        """Return True if DeepSpeed can load the files: an engine over `workers` workers has the layout of the files."""
         return workers == self.workers and (engine.zero_optimization_stage() == 3) == (self.stage == 3)
 
     def restore(self, engine: Any, rank: int, workers: int) -> None:
-        """Put weights, optimizer states and settings, buffers and counters into an engine. Collective.
+        """Copy weights, optimizer states and settings, buffers and counters into an engine. Collective.
 
         Raises:
-            ConfigError: the engine has parameters, or groups of them, that the files do not hold.
+            ConfigError: the files lack a parameter or a parameter group of the engine.
         """
         trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
         if missing := sorted(trained - self._of_parameter.keys()):
@@ -130,8 +130,8 @@ class ZeroShards:
                 f"the optimizer of the checkpoint has {len(saved.groups)} groups of parameters and now has "
                 f"{len(own.groups)}: resume with the optimizer that it was made with"
             )
-        for ours, theirs in zip(own.groups, saved.groups, strict=True):
-            ours.update({key: value for key, value in theirs.items() if key != "params"})
+        for group, saved_group in zip(own.groups, saved.groups, strict=True):
+            group.update({key: value for key, value in saved_group.items() if key != "params"})
         stretches = _stretches_of(engine, own, rank, workers)
         for index, master in enumerate(_masters_of(engine)):
             own.states[index] = self._fill(master.data, [s for s in stretches if s.partition == index])
@@ -141,7 +141,7 @@ class ZeroShards:
         if engine.zero_optimization_stage() == 3:
             optimizer.checkpoint_event_epilogue()
         else:
-            # Stage 3 has done it.
+            # Stage 3 updates its low-precision parameters in `checkpoint_event_epilogue`.
             optimizer.update_lp_params()
         for name, buffer in engine.module.named_buffers():
             if name in self._model["buffer_names"]:
@@ -150,36 +150,37 @@ class ZeroShards:
             setattr(engine, counter, self._model[counter])
 
     def _fill(self, master: Tensor, stretches: Sequence[Stretch]) -> dict[str, Any]:
-        """Write the master weights of a partition in place, and return the optimizer's state of it."""
+        """Write the master weights of a partition in place, and return the optimizer state of the partition."""
         if not stretches:
             return {}
         worker, first = self._of_parameter[stretches[0].name][0]
-        # What is no partition, a count of steps, is the same on every worker.
+        # A state that is not partitioned, such as the step count, is equal on all workers.
         state = {
             key: torch.zeros_like(master, dtype=value.dtype) if _is_partition(value) else deepcopy(value)
             for key, value in worker.states.get(first.partition, {}).items()
         }
         for stretch in stretches:
-            for source, partition, offset, there in self._pieces(stretch):
-                here = slice(offset, offset + there.stop - there.start)
-                master[here].copy_(source.masters[partition][there])
+            for source, partition, offset, source_slice in self._pieces(stretch):
+                target = slice(offset, offset + source_slice.stop - source_slice.start)
+                master[target].copy_(source.masters[partition][source_slice])
                 for key, value in state.items():
                     if _is_partition(value):
-                        value[here].copy_(source.states[partition][key][there])
+                        value[target].copy_(source.states[partition][key][source_slice])
         return state
 
     def _pieces(self, wanted: Stretch) -> Iterator[tuple[_Partitions, int, int, slice]]:
-        """Which worker's partition has what of a stretch: the worker, its partition, where it goes, and where it is."""
+        """Yield each saved piece of a stretch: worker, partition index, offset in the target, slice of the source."""
         for worker, saved in self._of_parameter[wanted.name]:
             start = max(wanted.start, saved.start)
             stop = min(wanted.start + wanted.numel, saved.start + saved.numel)
             if start < stop:
-                there = saved.offset + start - saved.start
-                yield worker, saved.partition, wanted.offset + start - wanted.start, slice(there, there + stop - start)
+                source = saved.offset + start - saved.start
+                target = wanted.offset + start - wanted.start
+                yield worker, saved.partition, target, slice(source, source + stop - start)
 
 
 class _Partitions:
-    """The state of a worker's ZeRO optimizer, whichever stage it has."""
+    """State of one worker's ZeRO optimizer, with the same attributes for all stages."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -192,7 +193,7 @@ class _Partitions:
 
 
 def _masters_of(engine: Any) -> list[Tensor]:
-    """The live partitions of master weights, with their padding."""
+    """Return the live partitions of master weights, padding included."""
     optimizer = engine.optimizer
     sharded = engine.zero_optimization_stage() == 3
     masters: list[Tensor] = (
@@ -202,7 +203,7 @@ def _masters_of(engine: Any) -> list[Tensor]:
 
 
 def _stretches_of(engine: Any, own: _Partitions, rank: int, workers: int) -> list[Stretch]:
-    """What a rank of a live engine holds."""
+    """Return the stretches of one rank of a live engine."""
     if own.stage == 3:
         names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         shapes = [{names[id(p)]: p.ds_shape for p in group} for group in engine.optimizer.fp16_groups]
@@ -222,6 +223,6 @@ def _worker_of(file: Path) -> int:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    # It was written by this program; mapped, so that only what is copied is read.
+    # This program wrote the file. With mmap, only the copied parts are read.
     values: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     return values

@@ -1,4 +1,4 @@
-"""Whether the policy can be compared with what sampled: ratios, and corrections by them, need the same distribution."""
+"""Check that policy and sampler have the same distribution, which importance ratios and corrections need."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from rl_plugins.stages.schedule import Schedule
 
 
 def check_comparable(algorithm: Algorithm, schedule: Schedule, sampling: SamplingConfig) -> None:
-    """A sampler that leaves tokens out gives the others more than the policy does, and no ratio to it is right.
+    """Refuse top-p and top-k sampling if training compares the policy with the sampler.
+
+    A sampler that excludes tokens gives the remaining tokens more probability than the policy does, so ratios to the
+    sampler are wrong.
 
     Raises:
-        ConfigError: training compares the policy with such a sampler.
+        ConfigError: training compares the policy with a sampler that excludes tokens.
     """
     correction = algorithm.rollout_correction
     compared = schedule.max_staleness > 0 or correction.bypass or correction.decoupled

@@ -1,8 +1,8 @@
-"""Groups of conversations, on the way between an engine that samples what the policy says and an environment.
+"""Groups of conversations between a policy, sampled by a rollout engine, and an environment.
 
-A response is answered when it is finished, whatever the others do: while the environment works, the engine samples.
-The first turns of a group are sampled together, as without an environment; later ones find in the engine's prefix
-cache all that was said before.
+The environment answers each response as soon as the response is finished, so the rollout engine samples while the
+environment works. The first turns of a group are sampled together, as without an environment. Later turns find all
+earlier messages in the prefix cache of the engine.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Opening(GroupRequest):
-    """A prompt that conversations begin with.
+    """Prompt that starts a group of conversations.
 
     Attributes:
-        about: of a response to the prompt, without the response.
+        about: scoring request for a response to the prompt, without the response.
     """
 
     about: ScoringRequest
@@ -35,13 +35,13 @@ class Opening(GroupRequest):
 
 @dataclass(frozen=True)
 class _Turn:
-    """What an engine was asked for.
+    """A turn that was submitted to the rollout engine.
 
     Attributes:
-        trajectories: that its responses belong to.
-        request: as it was asked.
-        sampling: as it was asked.
-        ticket: of the group.
+        trajectories: conversations that the responses continue.
+        request: submitted request.
+        sampling: submitted options of sampling.
+        ticket: ticket of the group.
     """
 
     trajectories: Sequence[Trajectory]
@@ -51,15 +51,15 @@ class _Turn:
 
 
 class Conversations:
-    """The groups of one rank: what `GroupSampler` is, by an engine and an environment.
+    """Groups of conversations of one rank: a `GroupSampler` that uses a rollout engine and an environment.
 
     Args:
-        environment: answers.
-        tokenizer: of the policy.
-        config: how long conversations may be.
+        environment: scorer that can reply to responses.
+        tokenizer: tokenizer of the policy.
+        config: limits of conversations.
 
     Raises:
-        ConfigError: the environment cannot answer, or the chat template has no place for it.
+        ConfigError: the environment cannot reply, or the chat template has no place for a reply.
     """
 
     def __init__(self, environment: Any, tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig) -> None:
@@ -72,34 +72,39 @@ class Conversations:
         self._turns = TurnTokenizer(tokenizer, config.template_options)
         self._engine: Any = None
         self._groups: dict[int, list[Trajectory]] = {}
-        # What the engine has, by its own tickets.
+        # Turns that the engine samples, by the engine's tickets.
         self._asked: dict[int, _Turn] = {}
         self._tickets = 0
 
     def by(self, engine: RolloutEngine) -> Conversations:
-        """The same, with the engine that samples."""
+        """Set the rollout engine that samples, and return this object."""
         self._engine = engine
         return self
 
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
-        """Begin `num_samples` conversations with each prompt."""
+        """Start `num_samples` conversations with each prompt."""
         first_turns = []
-        for one in requests:
-            assert isinstance(one, Opening)
-            trajectories = [Trajectory(one.prompt, one.about, sampling) for _ in range(sampling.num_samples)]
-            self._groups[one.ticket] = trajectories
-            first_turns.append(self._ask(trajectories, one.ticket, GroupRequest(0, one.prompt, one.seed), sampling))
+        for opening in requests:
+            assert isinstance(opening, Opening)
+            trajectories = [Trajectory(opening.prompt, opening.about, sampling) for _ in range(sampling.num_samples)]
+            self._groups[opening.ticket] = trajectories
+            request = GroupRequest(0, opening.prompt, opening.seed)
+            first_turns.append(self._ask(trajectories, opening.ticket, request, sampling))
         self._engine.submit(first_turns, sampling, together=together)
 
     def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
-        """Go on with all conversations until those that are waited for have ended.
+        """Continue all conversations until the awaited groups have ended.
+
+        Args:
+            required: tickets of groups that must have ended.
+            count: smallest number of groups that must have ended.
 
         Returns:
-            Those that are required, and if that is not all that is waited for, all that have ended; by the tickets of
-            their openings.
+            Samples by ticket of the opening: the required groups, or all groups that have ended if `count` is not 0 or
+            nothing is required.
         """
         while True:
-            ended = [ticket for ticket, group in self._groups.items() if all(one.ending for one in group)]
+            ended = [ticket for ticket, group in self._groups.items() if all(trajectory.ending for trajectory in group)]
             if required or count:
                 if len(ended) >= count and set(required) <= set(ended):
                     break
@@ -107,14 +112,17 @@ class Conversations:
             elif not self._advance(self._finished(0)):
                 break
         taken = ended if count or not required else required
-        return {ticket: Generations.concat([one.generations() for one in self._groups.pop(ticket)]) for ticket in taken}
+        return {
+            ticket: Generations.concat([trajectory.generations() for trajectory in self._groups.pop(ticket)])
+            for ticket in taken
+        }
 
     def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
-        """They are in this process."""
-        return [one for one in finished if isinstance(one, Generations)]
+        """Return the samples, which are already in this process."""
+        return [samples for samples in finished if isinstance(samples, Generations)]
 
     def drop(self, tickets: Sequence[int]) -> None:
-        """Break off conversations, and forget them."""
+        """Stop conversations, and remove them."""
         gone = set(tickets)
         dropped = [own for own, turn in self._asked.items() if turn.ticket in gone]
         self._engine.drop(dropped)
@@ -124,16 +132,16 @@ class Conversations:
             self._groups.pop(ticket, None)
 
     def lost_tickets(self) -> list[int]:
-        """None: a lost engine takes a turn with it, which is asked for again, and not what was said before."""
+        """Return an empty list: only a turn is lost with an engine, and this method submits the turn again."""
         lost = [self._asked[own] for own in self._engine.lost_tickets() if own in self._asked]
         self._send([(turn.request, turn.sampling) for turn in lost])
         return []
 
     def scores(self, endings: Sequence[Ending]) -> list[Score]:
-        """What the environment gave in the end.
+        """Return the score of each conversation.
 
         Raises:
-            RewardError: too many failures.
+            RewardError: too many scores are failures.
         """
         scores = [ending.score for ending in endings]
         check_failure_rate(scores, self._environment.max_failure_rate)
@@ -148,7 +156,7 @@ class Conversations:
         return own
 
     def _finished(self, count: int) -> dict[int, Generations]:
-        """Responses by the engine's tickets, `count` of them at least; lost ones are asked for again."""
+        """Return at least `count` responses by the engine's tickets, and submit lost turns again."""
         held = self._engine.collect((), count)
         fetched = dict(zip(held, self._engine.fetch(list(held.values())), strict=True))
         lost = [self._asked[own] for own, responses in fetched.items() if responses is None and own in self._asked]
@@ -156,42 +164,43 @@ class Conversations:
         return {own: responses for own, responses in fetched.items() if responses is not None}
 
     def _advance(self, finished: Mapping[int, Generations]) -> bool:
-        """Have responses answered, and go on with those that are not at their end; whether there were any."""
+        """Let the environment answer responses, and submit the next turns; return True if there were responses."""
         spoken: list[tuple[Trajectory, Generations, _Turn]] = []
         for own, generations in finished.items():
-            # One that was dropped in the meantime is of no use.
+            # A turn of a dropped group is no longer in `_asked`.
             if turn := self._asked.pop(own, None):
                 parts = generations.split([1] * len(turn.trajectories))
-                spoken += [(one, part, turn) for one, part in zip(turn.trajectories, parts, strict=True)]
-        asked = [one.respond(response, self._text(response), self._config.max_turns) for one, response, _ in spoken]
+                spoken += [(trajectory, part, turn) for trajectory, part in zip(turn.trajectories, parts, strict=True)]
+        max_turns = self._config.max_turns
+        asked = [trajectory.respond(response, self._text(response), max_turns) for trajectory, response, _ in spoken]
         next_turns: list[tuple[GroupRequest, SamplingConfig]] = []
         too_long: list[Trajectory] = []
-        for (one, _, turn), score in zip(spoken, self._environment.answer(asked), strict=True):
+        for (trajectory, _, turn), score in zip(spoken, self._environment.answer(asked), strict=True):
             if score.reply is None:
-                one.end(score)
-            elif one.observe(score.reply, self._turns, self._config.max_observation_tokens):
-                next_turns.append(self._next_turn(one, turn))
+                trajectory.end(score)
+            elif trajectory.observe(score.reply, self._turns, self._config.max_observation_tokens):
+                next_turns.append(self._next_turn(trajectory, turn))
             else:
-                too_long.append(one)
-        scores = self._environment.answer([one.asking(turns_left=0) for one in too_long])
-        for one, score in zip(too_long, scores, strict=True):
-            one.end(score)
+                too_long.append(trajectory)
+        scores = self._environment.answer([trajectory.asking(turns_left=0) for trajectory in too_long])
+        for trajectory, score in zip(too_long, scores, strict=True):
+            trajectory.end(score)
         self._send(next_turns)
         return bool(spoken)
 
     def _text(self, response: Generations) -> str:
         return str(self._tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=True))
 
-    def _next_turn(self, one: Trajectory, turn: _Turn) -> tuple[GroupRequest, SamplingConfig]:
-        sample = next(place for place, other in enumerate(self._groups[turn.ticket]) if other is one)
-        seed = seed_of(turn.request.seed, sample, one.turns)
-        request = GroupRequest(0, one.tokens, seed, max_tokens=one.room)
-        alone = replace(turn.sampling, num_samples=1)
-        return self._ask([one], turn.ticket, request, alone), alone
+    def _next_turn(self, trajectory: Trajectory, turn: _Turn) -> tuple[GroupRequest, SamplingConfig]:
+        sample = next(place for place, member in enumerate(self._groups[turn.ticket]) if member is trajectory)
+        seed = seed_of(turn.request.seed, sample, trajectory.turns)
+        request = GroupRequest(0, trajectory.tokens, seed, max_tokens=trajectory.room)
+        single = replace(turn.sampling, num_samples=1)
+        return self._ask([trajectory], turn.ticket, request, single), single
 
     def _send(self, turns: Sequence[tuple[GroupRequest, SamplingConfig]]) -> None:
-        alike: dict[SamplingConfig, list[GroupRequest]] = {}
+        by_sampling: dict[SamplingConfig, list[GroupRequest]] = {}
         for request, sampling in turns:
-            alike.setdefault(sampling, []).append(request)
-        for sampling, requests in alike.items():
+            by_sampling.setdefault(sampling, []).append(request)
+        for sampling, requests in by_sampling.items():
             self._engine.submit(requests, sampling, together=False)

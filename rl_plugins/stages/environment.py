@@ -1,4 +1,4 @@
-"""A conversation of a policy with an environment: a reward function that may answer before it gives a score."""
+"""Conversation of a policy with an environment: a reward function that may reply before it returns a score."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rl_plugins.rollout.engine import Generations, SamplingConfig
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    """How long conversations may be.
+    """Limits of conversations.
 
     Attributes:
-        max_turns: how often the policy speaks, at most; 1 is a response without a conversation.
-        max_observation_tokens: of what is said to it in one turn; what is longer is cut behind them.
+        max_turns: largest number of responses of the policy; 1 is a response without a conversation.
+        max_observation_tokens: largest number of tokens of one reply; a longer reply is cut at the end.
         template_options: further arguments of the chat template.
     """
 
@@ -29,10 +29,10 @@ class EnvironmentConfig:
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse what is no conversation.
+        """Check the limits.
 
         Raises:
-            ConfigError: a number below 1.
+            ConfigError: a limit is below 1.
         """
         for name, value in (("max_turns", self.max_turns), ("max_observation_tokens", self.max_observation_tokens)):
             if value < 1:
@@ -41,22 +41,22 @@ class EnvironmentConfig:
 
 @runtime_checkable
 class Environment(Protocol):
-    """Answers responses; see `rl_plugins.rewards`."""
+    """Replies to responses, or scores them; see `rl_plugins.rewards`."""
 
     max_failure_rate: float
 
     def answer(self, requests: Sequence[ScoringRequest]) -> list[Score]:
-        """A reply or a score for each response, in order; failures are recorded."""
+        """Return a reply or a score for each response, in order. A failure is recorded in its score."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a conversation ended.
+    """Result of a finished conversation.
 
     Attributes:
-        score: of the whole.
-        said: by the policy and to it, in turns.
-        cut: how many answers of the environment were too long.
+        score: score of the whole conversation.
+        said: messages of the policy and of the environment, in turns.
+        cut: number of replies that were cut because they were too long.
     """
 
     score: Score
@@ -65,30 +65,30 @@ class Ending:
 
     @property
     def turns(self) -> int:
-        """How often the policy spoke."""
+        """Number of responses of the policy."""
         return len(self.said) // 2 + 1
 
     @property
     def last(self) -> str:
-        """What the policy said in the end."""
+        """Text of the last response of the policy."""
         return str(self.said[-1]["content"])
 
     def transcript(self) -> str:
-        """All that was said, for people."""
-        first, *others = self.said
-        return "\n".join([first["content"], *(f"[{one['role']}] {one['content']}" for one in others)])
+        """Return all messages as readable text."""
+        first, *rest = self.said
+        return "\n".join([first["content"], *(f"[{message['role']}] {message['content']}" for message in rest)])
 
 
 class Trajectory:
-    """What was said so far, as messages and as tokens.
+    """A conversation so far, as messages and as tokens.
 
     Args:
-        prompt: token ids.
-        request: of a response to the prompt, without the response.
-        sampling: `max_tokens` is for all turns, what is said to the policy included.
+        prompt: token ids of the prompt.
+        request: scoring request for a response to the prompt, without the response.
+        sampling: options of sampling; `max_tokens` is the limit of all turns together, replies included.
 
     Attributes:
-        ending: when it has ended.
+        ending: result of the conversation; None until the conversation has ended.
     """
 
     def __init__(self, prompt: list[int], request: ScoringRequest, sampling: SamplingConfig) -> None:
@@ -104,49 +104,52 @@ class Trajectory:
 
     @property
     def turns(self) -> int:
-        """How often the policy spoke."""
+        """Number of responses of the policy."""
         return (len(self._said) + 1) // 2
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and all that was said."""
+        """Token ids of the prompt and of all messages."""
         return [*self._prompt, *self._token_ids]
 
     @property
     def room(self) -> int:
-        """Tokens that the next response may have."""
+        """Largest number of tokens of the next response."""
         return self._sampling.max_tokens - len(self._token_ids)
 
     def respond(self, response: Generations, text: str, max_turns: int) -> ScoringRequest:
-        """The policy has spoken; returns what the environment is asked.
+        """Add a response of the policy, and return the request to the environment.
 
         Args:
-            response: one.
-            text: the same as text.
-            max_turns: how often it may speak in all.
+            response: one response.
+            text: decoded text of the response.
+            max_turns: largest number of responses of the policy in the conversation.
         """
         self._token_ids += response.token_ids.tolist()
         self._log_probs += response.log_probs.tolist()
         self._versions += response.policy_versions.tolist()
         self._sampled += [True] * len(response.token_ids)
         (self._finish_reason,) = response.finish_reasons
-        # Who was interrupted has not said all.
         self._said.append({"role": "assistant", "content": text})
+        # A response that was cut off is incomplete, so no further turn follows.
         left = max_turns - self.turns if self._finish_reason == "stop" else 0
         return self.asking(left)
 
     def asking(self, turns_left: int) -> ScoringRequest:
-        """What the environment is asked about the last response."""
+        """Return the request to the environment for the last response."""
         *before, last = self._said
         return replace(self._request, solution_str=last["content"], turns=tuple(before), turns_left=turns_left)
 
     def observe(self, reply: Message, tokenizer: TurnTokenizer, max_tokens: int) -> bool:
-        """Take in what the environment says; False, and nothing is taken in, if no room is left for a response to it.
+        """Add a reply of the environment.
 
         Args:
-            reply: the message.
-            tokenizer: of the policy.
-            max_tokens: of the message.
+            reply: message of the environment.
+            tokenizer: turn tokenizer of the policy.
+            max_tokens: largest number of tokens of the reply.
+
+        Returns:
+            False if no tokens are left for a response to the reply; the reply is then not added.
         """
         last = self._token_ids[-1] if self._token_ids else -1
         tokens, was_cut = tokenizer.tokens(reply, last, max_tokens)
@@ -162,11 +165,11 @@ class Trajectory:
         return True
 
     def end(self, score: Score) -> None:
-        """The environment has given a score, or failed."""
+        """End the conversation with the score, or the failure, of the environment."""
         self.ending = Ending(score, tuple(self._said), self._cut)
 
     def generations(self) -> Generations:
-        """The whole as one response."""
+        """Return the whole conversation as one response."""
         assert self.ending is not None
         return Generations(
             token_ids=np.array(self._token_ids, dtype=np.int64),

@@ -1,4 +1,4 @@
-"""The fields of an experience as the functions of an algorithm ask for them."""
+"""Fields of an experience under the input names of algorithm functions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from rl_plugins.data.experience import Experience
 
 
 def filled(field: Tensor | None) -> Tensor:
-    """A field of the experience that an earlier part of the step has computed."""
+    """Return a field that an earlier part of the step has computed, and assert that the field is set."""
     assert field is not None, "the parts of the step ran out of order"
     return field
 
 
 def named_tensors(batch: Experience) -> dict[str, Tensor | None]:
-    """The tensors of a batch by the names under which functions ask for them."""
+    """Return the tensors of a batch by input name, such as `scores_B`; see `rl_plugins.algorithms.inputs`."""
     return {
         "scores_B": batch.scores,
         "baseline_rewards_B": batch.baseline_scores,

@@ -1,4 +1,4 @@
-"""The optimizer of each trained engine: made from settings, or brought by a LightningModule."""
+"""Optimizer of each trained model: built from settings, or returned by `configure_optimizers` of a LightningModule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OptimizerConfig:
 
     Attributes:
         lr: learning rate.
-        betas: decay of the moments.
+        betas: decay rates of the first and second moment.
         weight_decay: decoupled weight decay.
         warmup_steps: stage steps of linear warm-up.
         decay_steps: stage steps over which the rate falls linearly to `lr_end` after the warm-up; 0 keeps it constant.
@@ -36,7 +36,7 @@ class OptimizerConfig:
     gradient_clip: float = 1.0
 
     def factor(self, step: int) -> float:
-        """Share of `lr` at a step of the stage."""
+        """Return the share of `lr` at a step of the stage."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.decay_steps == 0:
@@ -45,17 +45,17 @@ class OptimizerConfig:
         return 1.0 - (1.0 - self.lr_end) * progress
 
     def adamw(self, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
-        """The optimizer and its schedule, as Lightning's `configure_optimizers` returns them."""
+        """Return the optimizer and its schedule in the form of Lightning's `configure_optimizers`."""
         optimizer = AdamW(parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=True)
         scheduler = LambdaLR(optimizer, self.factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def only_one(configured: Any, owner: object) -> dict[str, Any]:
-    """What a `configure_optimizers` returned, whichever of Lightning's forms it has, as a dict of one optimizer.
+    """Convert the result of `configure_optimizers`, in any of Lightning's forms, to a dict of one optimizer.
 
     Raises:
-        ConfigError: there is none, or more than one optimizer or scheduler.
+        ConfigError: there is no optimizer, or more than one optimizer or scheduler.
     """
     schedulers: Any = []
     if isinstance(configured, list | tuple) and len(configured) == 2 and isinstance(configured[0], list | tuple):
@@ -66,5 +66,5 @@ def only_one(configured: Any, owner: object) -> dict[str, Any]:
             f"{type(owner).__name__}.configure_optimizers must return one optimizer with at most one scheduler: "
             "an engine has one"
         )
-    one = optimizers[0] if isinstance(optimizers[0], dict) else {"optimizer": optimizers[0]}
-    return {**one, "lr_scheduler": schedulers[0]} if schedulers else one
+    single = optimizers[0] if isinstance(optimizers[0], dict) else {"optimizer": optimizers[0]}
+    return {**single, "lr_scheduler": schedulers[0]} if schedulers else single

@@ -1,10 +1,12 @@
-"""How far sampling runs ahead of training. It is bounded twice.
+"""Schedule of sampling ahead of training, with two bounds.
 
-No group is trained on whose sampling began more than `max_staleness` policies ago: it is waited for before that. And no
-more groups are in flight than `ahead` says. Where both say the same, a step trains on the groups that were asked for
-`max_staleness` steps before, first in, first out; with fewer in flight than may be stale, stragglers are left for a
-later step. With `max_staleness=0` nothing outlives the step: what is in flight beyond its groups is dropped when enough
-have finished.
+- `max_staleness`: sampling of a trained group began at most `max_staleness` policies ago. A step waits for a group that
+  would become older.
+- `ahead`: bound on the number of groups in flight.
+
+If both bounds are equal, a step trains on the groups that were submitted `max_staleness` steps before, first in, first
+out. If `ahead` is smaller, slow groups are left for a later step. With `max_staleness=0`, no group outlives the step:
+the step drops the remaining groups as soon as enough groups have finished.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from rl_plugins.errors import ConfigError
 
 @dataclass(frozen=True)
 class Schedule:
-    """How far sampling runs ahead of training.
+    """Bounds on sampling ahead of training.
 
     Attributes:
-        max_staleness: how many updates may lie between the policy with which the sampling of a group began and the one
-            that is trained on it; 0 is synchronous.
-        ahead: how many steps' worth of groups are in flight beyond those of a step; null is `max_staleness`.
-        max_token_age: how many updates old the policy may be that sampled a token that is trained on; older tokens stay
-            in their responses and are masked. Null masks none.
+        max_staleness: largest number of updates between the policy that began to sample a group and the policy that is
+            trained on the group; 0 is synchronous.
+        ahead: extra groups in flight, in multiples of the groups of a step; null means `max_staleness`.
+        max_token_age: largest age, in updates, of the policy that sampled a trained token. Older tokens stay in the
+            response and are masked. Null masks no token.
     """
 
     max_staleness: int = 0
@@ -31,10 +33,10 @@ class Schedule:
     max_token_age: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Check the bounds.
 
         Raises:
-            ConfigError: a number below 0, or more ahead than may be stale.
+            ConfigError: a bound is negative, or `ahead` or `max_token_age` is above `max_staleness`.
         """
         if self.max_staleness < 0:
             raise ConfigError(f"schedule.max_staleness={self.max_staleness}: must be 0 or more")
@@ -53,14 +55,14 @@ class Schedule:
 
     @property
     def active(self) -> bool:
-        """Whether anything is asked for beyond the groups of a step."""
+        """True if groups beyond the groups of a step are in flight."""
         return self.max_staleness > 0 or bool(self.ahead)
 
     def in_flight(self, groups: int) -> int:
-        """How many groups are in flight at the start of a step that trains on so many."""
+        """Return the number of groups in flight at the start of a step that trains on `groups` groups."""
         return groups + round(groups * (self.max_staleness if self.ahead is None else self.ahead))
 
     @property
     def drops(self) -> bool:
-        """Whether groups that do not finish with the others are dropped."""
+        """True if groups that are unfinished at the end of a step are dropped."""
         return self.max_staleness == 0 and bool(self.ahead)

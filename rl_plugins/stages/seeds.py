@@ -1,4 +1,4 @@
-"""A seed depends on what is sampled, not on the rank, the step or the order in which it falls."""
+"""Seeds that depend only on the sampled prompt and sample, not on the rank, the step or the order of sampling."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import numpy as np
 
 
 def seed_of(*place: int) -> int:
-    """The seed of what is named by some numbers."""
+    """Return the seed for a tuple of numbers that identifies the sample."""
     return int(np.random.SeedSequence(place).generate_state(1)[0]) >> 1

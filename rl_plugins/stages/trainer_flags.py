@@ -1,6 +1,6 @@
-"""Which flags and callbacks of a team's own Lightning trainer a stage follows, and which it refuses, with a way out.
+"""Checks of the flags and callbacks of a user's own Lightning trainer.
 
-Stages optimize manually, where Lightning itself would refuse some flags and let some callbacks do nothing.
+Stages use manual optimization. There, Lightning itself would refuse some flags, and some callbacks would do nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from rl_plugins.errors import ConfigError
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse what a stage cannot follow.
+    """Refuse flags and callbacks that a stage does not support.
 
     Raises:
-        ConfigError: names the flag or the callback, and what does the same here.
+        ConfigError: a flag or a callback is not supported; the message gives the replacement.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
@@ -36,6 +36,6 @@ def check_trainer(trainer: Any) -> None:
 
 
 def take_gradient_clip(trainer: Any) -> float | None:
-    """The trainer's bound on gradient norms; the flag is taken off the trainer, which would refuse it."""
+    """Return the trainer's bound on gradient norms, and clear the flag, which Lightning would refuse."""
     bound, trainer.gradient_clip_val = trainer.gradient_clip_val, None
     return None if bound is None else float(bound)
