@@ -1,4 +1,4 @@
-"""What a reward model learns from, ready for its forward passes: pairs of responses, or responses with labelled steps.
+"""Training examples of a reward model, ready for forward passes: pairs of responses, or responses with labelled steps.
 
 Axes: `B` examples (a pair is one), `R` samples (a pair has two), `T` response tokens.
 """
@@ -18,7 +18,7 @@ from rl_plugins.stages.micro_batches import Lengths
 
 
 class Pairs:
-    """Pairs of responses to one prompt; the two halves of a pair always come together."""
+    """Pairs of responses to one prompt; both responses of a pair are always in the same micro-batch."""
 
     given = frozenset({"chosen_scores_B", "rejected_scores_B", "margins_B"})
 
@@ -31,12 +31,12 @@ class Pairs:
 
     @property
     def lengths(self) -> Lengths:
-        """How long each pair is."""
+        """Lengths of the pairs."""
         return Lengths.of_examples(self._samples, self._both(torch.arange(self._count)).view(2, -1).T)
 
     @property
     def tokens(self) -> Tensor:
-        """Of all samples together."""
+        """Number of tokens of all samples together."""
         return self._samples.sequence_lengths.sum()
 
     def __len__(self) -> int:
@@ -44,18 +44,18 @@ class Pairs:
         return self._count
 
     def samples(self, indices_B: Tensor) -> Experience:
-        """The chosen responses, then the rejected ones."""
+        """Return the samples of some pairs: the chosen responses, then the rejected responses."""
         return self._samples[self._both(indices_B)].trimmed()
 
     def _both(self, indices_B: Tensor) -> Tensor:
         return torch.cat([indices_B, indices_B + self._count])
 
     def label_mask(self, indices_B: Tensor) -> Tensor:
-        """Every pair counts."""
+        """Return the mask of counted pairs [B]: every pair counts."""
         return torch.ones(len(indices_B))
 
     def loss_inputs(self, scores_RT: Tensor, indices_B: Tensor) -> dict[str, Tensor]:
-        """The scores of the responses as wholes, and the margins."""
+        """Return the loss inputs: scores of whole responses [B] and margins [B]."""
         lengths_R = self._samples.response_lengths[self._both(indices_B)].to(scores_RT.device)
         chosen_B, rejected_B = last_token_scores(scores_RT, lengths_R).chunk(2)
         margins_B = self._margins_B[indices_B].to(scores_RT)
@@ -74,12 +74,12 @@ class Steps:
 
     @property
     def lengths(self) -> Lengths:
-        """How long each response is."""
+        """Lengths of the responses."""
         return Lengths.of(self._samples)
 
     @property
     def tokens(self) -> Tensor:
-        """Of all samples together."""
+        """Number of tokens of all samples together."""
         return self._samples.sequence_lengths.sum()
 
     def __len__(self) -> int:
@@ -87,15 +87,15 @@ class Steps:
         return len(self._samples)
 
     def samples(self, indices_B: Tensor) -> Experience:
-        """One response each."""
+        """Return the samples of some examples."""
         return self._samples[indices_B].trimmed()
 
     def label_mask(self, indices_B: Tensor) -> Tensor:
-        """Labelled tokens count."""
+        """Return the mask of counted tokens [B, T]: labelled tokens count."""
         return (~self._labels(indices_B).isnan()).float()
 
     def loss_inputs(self, scores_RT: Tensor, indices_B: Tensor) -> dict[str, Tensor]:
-        """The scores of the tokens, and their labels."""
+        """Return the loss inputs: scores, labels and label mask of tokens [B, T]."""
         return {
             "scores_BT": scores_RT,
             "labels_BT": self._labels(indices_B).to(scores_RT),
@@ -107,10 +107,10 @@ class Steps:
 
 
 def labelled_examples(batch: object, pad_token_id: int) -> Pairs | Steps:
-    """The examples of a batch.
+    """Return the examples of a batch.
 
     Raises:
-        ConfigError: it holds neither pairs nor steps.
+        ConfigError: the batch holds neither pairs nor labelled steps.
     """
     if isinstance(batch, PairBatch):
         return Pairs(batch, pad_token_id)
@@ -123,5 +123,5 @@ def labelled_examples(batch: object, pad_token_id: int) -> Pairs | Steps:
 
 
 def placeholder(pad_token_id: int) -> Experience:
-    """One sample of two tokens, for a forward pass that a rank makes only because others do."""
+    """Return one sample of two tokens, for a rank without examples that must take part in a forward pass."""
     return Experience.from_responses([[pad_token_id]], [[pad_token_id]], pad_token_id)

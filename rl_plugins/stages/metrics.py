@@ -1,4 +1,4 @@
-"""Averages over the valid tokens and samples of all ranks, with one collective for all of them."""
+"""Averages over the valid tokens and samples of all ranks, with one collective for all metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenMetrics:
     _maxima: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, values: Mapping[str, Tensor], mask_BT: Tensor, *, maximum: bool = False) -> None:
-        """Take in tensors of the mask's shape; with `maximum`, keep the largest value too."""
+        """Add tensors of the mask's shape; with `maximum`, also keep the largest value."""
         valid_BT = mask_BT.bool()
         for name, values_BT in values.items():
             kept_BT = torch.where(valid_BT, values_BT.detach(), 0)
@@ -37,30 +37,30 @@ class TokenMetrics:
             self._increase(self._counts, name, valid_BT.sum())
             if maximum:
                 masked_N = values_BT.detach().masked_fill(~valid_BT, -torch.inf).flatten()
-                # An empty micro-batch has a maximum, too.
+                # The maximum of an empty micro-batch is minus infinity.
                 largest = torch.cat([masked_N, masked_N.new_full((1,), -torch.inf)]).max()
                 self._maxima[name] = torch.maximum(self._maxima.get(name, largest), largest)
 
     def add_each(self, values: Mapping[str, Tensor], mask_BT: Tensor) -> None:
-        """Take in tensors per token [B, T] or per sample [B]; a sample counts if one of its tokens does."""
-        there_B = mask_BT.bool().any(dim=-1)
+        """Add tensors per token [B, T] or per sample [B]; a sample counts if one of its tokens counts."""
+        counted_B = mask_BT.bool().any(dim=-1)
         for name, value in values.items():
-            self.add({name: value}, mask_BT if value.ndim == 2 else there_B)
+            self.add({name: value}, mask_BT if value.ndim == 2 else counted_B)
 
     def add_sum(self, name: str, value: Tensor) -> None:
-        """Take in a number whose sum over micro-batches and ranks is wanted."""
+        """Add a number that is summed, not averaged, over micro-batches and ranks."""
         self._increase(self._sums, name, value)
 
     def take_in(self, other: TokenMetrics) -> None:
-        """Take in what was collected elsewhere, on any device."""
-        for own, theirs in ((self._sums, other._sums), (self._counts, other._counts)):
-            for name, value in theirs.items():
+        """Add the values of another collector, from any device."""
+        for own, added in ((self._sums, other._sums), (self._counts, other._counts)):
+            for name, value in added.items():
                 self._increase(own, name, value.cpu())
         for name, largest in other._maxima.items():
             self._maxima[name] = torch.maximum(self._maxima.get(name, largest.cpu()), largest.cpu())
 
     def averages(self, sum_over_ranks: Reduce, max_over_ranks: Reduce) -> dict[str, float]:
-        """`train/<name>` means (sums for `add_sum`) and, where a token was valid, `train/<name>_max`. Collective."""
+        """Return means `train/<name>` (sums for `add_sum`) and maxima `train/<name>_max`. Collective."""
         names = sorted(self._sums)
         if not names:
             return {}
@@ -84,7 +84,7 @@ class TokenMetrics:
 
 
 def mean_over_ranks(columns: Mapping[str, tuple[Tensor, Tensor]], sum_over_ranks: Reduce) -> dict[str, float]:
-    """Mean of each `(values [B], which count [B])` over all ranks; NaN where none counts. Collective."""
+    """Return the mean of each `(values [B], mask [B])` over all ranks; NaN if no value counts. Collective."""
     sums = [torch.where(counted, values, 0).sum() for values, counted in columns.values()]
     counts = [counted.sum() for _, counted in columns.values()]
     total = sum_over_ranks(torch.stack([value.double() for value in sums + counts])).tolist()
@@ -93,7 +93,7 @@ def mean_over_ranks(columns: Mapping[str, tuple[Tensor, Tensor]], sum_over_ranks
 
 
 def interval_metrics(summary: Summary) -> dict[str, float]:
-    """`<data source>/best_at_8` and the like, each with `_low` and `_high`: names that MLflow takes."""
+    """Return metrics such as `<data source>/best_at_8`, each with `_low` and `_high`, under names valid in MLflow."""
     metrics: dict[str, float] = {}
     for source, measures in summary.items():
         for measure, interval in measures.items():
@@ -103,11 +103,11 @@ def interval_metrics(summary: Summary) -> dict[str, float]:
 
 
 Details = dict[str, tuple[float, int]]
-"""Name of a number that rewards return beside their score, to its sum and how many returned it."""
+"""Sum and count of each detail: a named number that rewards return beside their score."""
 
 
 def sum_details(scores: Iterable[Score], before: Details | None = None) -> Details:
-    """The sums of some scores, and of those before them."""
+    """Return the details of `scores`, added to the details `before`."""
     sums = dict(before or {})
     for score in scores:
         for name, value in score.details.items():
@@ -117,7 +117,7 @@ def sum_details(scores: Iterable[Score], before: Details | None = None) -> Detai
 
 
 def mean_details(of_ranks: Iterable[Details]) -> dict[str, float]:
-    """`rewards/<name>`: the mean over those that returned it."""
+    """Return `rewards/<name>`: the mean of each detail over the scores that have the detail."""
     totals: Details = {}
     for sums in of_ranks:
         for name, (value, count) in sums.items():
@@ -127,7 +127,7 @@ def mean_details(of_ranks: Iterable[Details]) -> dict[str, float]:
 
 
 def _plain(name: str) -> str:
-    """A name that MLflow takes."""
+    """Replace characters that MLflow refuses in names."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
@@ -145,7 +145,7 @@ class SampleMetrics:
     _details: Details = field(default_factory=dict)
 
     def add(self, experience: Experience, scores: list[Score]) -> None:
-        """Take in scored samples."""
+        """Add scored samples."""
         assert experience.scores is not None
         rewards_B, valid_B, everything_B = experience.scores.double(), experience.valid, torch.ones(len(scores)).bool()
         groups = group_statistics(rewards_B, experience.groups, valid_B)
@@ -154,7 +154,7 @@ class SampleMetrics:
             "reward": (rewards_B, valid_B),
             "response_length": (experience.response_lengths.double(), everything_B),
             "truncated": (experience.truncated.double(), everything_B),
-            # Groups whose samples all scored alike teach nothing.
+            # Groups with equal scores give no learning signal.
             "uniform_groups": ((groups.std_B == 0).double(), valid_B),
         })  # fmt: skip
         if endings := experience.columns.get("ending"):
@@ -167,10 +167,10 @@ class SampleMetrics:
         self._details = sum_details(scores, self._details)
 
     def group_results(self) -> list[GroupResult]:
-        """How the prompts of this rank were rewarded; nothing of those with fewer than two valid samples."""
+        """Return the mean reward and the variance of each group of this rank with at least two valid samples."""
         results = []
         for draw, (groups_B, statistics) in enumerate(self._groups):
-            # NumPy's unique says where each group begins.
+            # `numpy.unique` can return the first index of each group.
             rows, firsts = np.unique(groups_B.numpy(), return_index=True)
             for row, first in zip(rows.tolist(), firsts.tolist(), strict=True):
                 count = float(statistics.count_B[first])
@@ -182,7 +182,7 @@ class SampleMetrics:
     def averages(
         self, prefix: str, sum_over_ranks: Reduce, gather: Callable[[Details], list[Details]], seconds: float
     ) -> dict[str, float]:
-        """`<prefix>/<name>` over all ranks, and the throughput. Collective."""
+        """Return averages `<prefix>/<name>` over all ranks, and the throughput. Collective."""
         columns = {}
         for name in self._batches[0]:
             values, counted = zip(*(batch[name] for batch in self._batches), strict=True)
@@ -191,7 +191,7 @@ class SampleMetrics:
         detailed = torch.tensor([float(len(self._details))], dtype=torch.float64)
         *failed, samples, tokens, details = sum_over_ranks(torch.cat([self._failed, self._size, detailed])).tolist()
         metrics |= {f"reward_{kind}": count for kind, count in zip(_FAILURES, failed, strict=True)}
-        # Ranks may have met different names.
+        # Ranks may have different names of details.
         metrics |= mean_details(gather(self._details)) if details else {}
         if len(self._batches) > 1:
             metrics["generation_batches"] = float(len(self._batches))

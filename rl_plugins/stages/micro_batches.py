@@ -1,9 +1,11 @@
-"""Cutting a rank's examples into micro-batches that fit a token budget, the same number of them on every rank.
+"""Cut the examples of a rank into micro-batches within a token budget, the same number on every rank.
 
-Sharded engines gather parameters in every forward pass, so ranks must run equally many. An example is a sample, or two
-that stay together; the loss does not care which meet, for its denominators are global. With packing, micro-batches have
-about the same number of tokens, so that ranks that run them in turn do not wait; and where a model runs a prompt only
-once for all its samples, these stay together. Without, examples of similar length go together, for little padding.
+A sharded model gathers parameters in every forward pass, so all ranks must run equally many passes. An example is one
+sample, or two samples that stay together. The grouping does not change the loss, because its denominators are global.
+
+With packing, micro-batches have about equal numbers of tokens, so ranks do not wait for each other. If the model runs a
+prompt once for all its samples, samples of a prompt stay together. Without packing, a micro-batch has examples of
+similar length, to reduce padding.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from rl_plugins.models.packing import first_of_prompt
 MaxOverRanks = Callable[[Tensor], Tensor]
 
 COPY = 0.125
-"""What a token of a prompt counts for each further sample: attention keeps its keys and values, which is less."""
+"""Cost of a prompt token for each further sample, in tokens: attention keeps only the keys and values of the token."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the examples of a rank are.
+    """Lengths of the examples of a rank.
 
     Attributes:
-        prompts_B: tokens of each prompt.
-        responses_B: tokens of each example's longest response.
-        tokens_B: of all samples of each example.
-        first_B: the first example with the same prompt.
-        samples_per_example: how many samples an example has.
+        prompts_B: number of tokens of each prompt.
+        responses_B: number of tokens of each example's longest response.
+        tokens_B: number of tokens of all samples of each example.
+        first_B: index of the first example with the same prompt.
+        samples_per_example: number of samples of an example.
     """
 
     prompts_B: Tensor
@@ -48,12 +50,12 @@ class Lengths:
 
     @classmethod
     def of(cls, samples: Experience) -> Lengths:
-        """Those of single samples."""
+        """Return the lengths of examples with one sample each."""
         return cls.of_examples(samples, torch.arange(len(samples))[:, None])
 
     @classmethod
     def of_examples(cls, samples: Experience, members_BK: Tensor) -> Lengths:
-        """Those of examples of several samples with one prompt, given where these are."""
+        """Return the lengths of examples of K samples with one prompt; `members_BK` has the indices of the samples."""
         prompt_mask_RP = samples.attention_mask[:, : samples.prompts.shape[1]]
         own_B = members_BK[:, 0]
         return cls(
@@ -69,8 +71,8 @@ class Bundle(NamedTuple):
     """Examples that stay together in a micro-batch.
 
     Attributes:
-        indices: of the examples.
-        tokens: that a model runs for them, and `COPY` of those whose keys attention keeps for each sample.
+        indices: indices of the examples.
+        tokens: cost of the bundle: tokens that a model runs, plus `COPY` per prompt token for each further sample.
     """
 
     indices: list[int]
@@ -79,14 +81,14 @@ class Bundle(NamedTuple):
 
 @dataclass(frozen=True)
 class Cutter:
-    """How examples are cut into micro-batches.
+    """Cuts examples into micro-batches.
 
     Attributes:
-        tokens_per_micro_batch: budget; an example longer than it makes a micro-batch of its own.
-        packing: the budget counts real tokens; if not, padding too.
-        shares_prompts: and a prompt once for all samples of it in a micro-batch, and a little for each further one
-            (`COPY`); only with `packing`.
-        max_over_ranks: maximum of a tensor over ranks.
+        tokens_per_micro_batch: budget in tokens; a longer example gets its own micro-batch.
+        packing: True if the budget counts only real tokens; otherwise padding counts too.
+        shares_prompts: True if the budget counts a prompt once for all its samples in a micro-batch, plus `COPY` for
+            each further sample; only with `packing`.
+        max_over_ranks: function that returns the maximum of a tensor over ranks.
     """
 
     tokens_per_micro_batch: int
@@ -95,15 +97,15 @@ class Cutter:
     max_over_ranks: MaxOverRanks
 
     def common_number(self, lengths: Lengths) -> int:
-        """How many micro-batches every rank makes: the largest number that one of them needs. Collective."""
+        """Return the number of micro-batches of every rank: the largest number that a rank needs. Collective."""
         wanted = self._packed_number(lengths) if self.packing else self._padded_number(lengths)
         return int(self.max_over_ranks(torch.tensor([wanted], dtype=torch.float64)).item())
 
     def split(self, lengths: Lengths, count: int) -> list[Tensor]:
-        """Indices of `count` micro-batches; where there are fewer examples, the last are empty."""
+        """Return the indices of `count` micro-batches; with fewer examples, the last micro-batches are empty."""
         if not self.packing:
             return split_by_length(lengths, count)
-        # Of the ways to bundle that need no more micro-batches, the one with the fewest tokens.
+        # Take the bundling with the fewest tokens among the bundlings that fit `count` micro-batches.
         for most in self._bundle_sizes:
             bundled = self._bundles(lengths, most, at_least=count)
             parts = balanced([bundle.tokens for bundle in bundled], count)
@@ -113,12 +115,12 @@ class Cutter:
         return [torch.tensor(part, dtype=torch.int64) for part in members]
 
     def indices(self, lengths: Lengths) -> list[Tensor]:
-        """Index tensors of this rank's micro-batches; every rank gets the same number. Collective."""
+        """Return the index tensors of this rank's micro-batches; every rank gets the same number. Collective."""
         return self.split(lengths, self.common_number(lengths))
 
     @property
     def _bundle_sizes(self) -> list[int]:
-        # Small bundles, or single examples, fill micro-batches better, and run a prompt more often.
+        # Small bundles, or single examples, fill micro-batches better, but run a prompt more often.
         return [*(self.tokens_per_micro_batch // parts for parts in (1, 2, 4)), 0] if self.shares_prompts else [0]
 
     def _bundles(self, lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
@@ -141,18 +143,18 @@ class Cutter:
     def _padded_number(self, lengths: Lengths) -> int:
         if not len(lengths.prompts_B):
             return 0
-        # Prompts are padded on the left and responses on the right: the longest of both may meet in one micro-batch.
+        # Prompts are padded left, responses right: a micro-batch may have the longest prompt and the longest response.
         width = lengths.samples_per_example * int(lengths.prompts_B.max() + lengths.responses_B.max())
         return math.ceil(len(lengths.prompts_B) / max(1, self.tokens_per_micro_batch // max(1, width)))
 
 
 def bundles(lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
-    """Examples with the same prompt together, which is run once for them.
+    """Bundle examples with the same prompt, which the model runs once per bundle.
 
     Args:
-        lengths: of the examples.
-        most: tokens of a bundle, if it has several examples; with 0, each has one.
-        at_least: so many bundles, if there are as many examples; the largest are cut in two for that.
+        lengths: lengths of the examples.
+        most: largest number of tokens of a bundle with several examples; 0 makes bundles of one example.
+        at_least: smallest number of bundles, if there are enough examples; the largest bundles are cut in two.
     """
     prompts = lengths.prompts_B.tolist()
     responses = (lengths.tokens_B - lengths.samples_per_example * lengths.prompts_B).tolist()
@@ -165,7 +167,7 @@ def bundles(lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
         return Bundle(indices, prompt + sum(responses[i] for i in indices) + math.ceil(COPY * further * prompt))
 
     def cut(indices: list[int], count: int) -> list[Bundle]:
-        # No part must be empty, not even of empty responses.
+        # The 1 keeps every part non-empty, also if all responses are empty.
         parts = balanced([1 + responses[index] for index in indices], count)
         return [bundle([indices[place] for place in part]) for part in parts]
 
@@ -184,22 +186,22 @@ def bundles(lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
 
 
 def _fewest(least: int, most: int, enough: Callable[[int], bool]) -> int:
-    """The smallest number that is enough; `most` is."""
+    """Return the smallest number from `least` to `most` that is enough; `most` must be enough."""
     return bisect_left(range(most), True, lo=least, key=enough)
 
 
 def split_by_length(lengths: Lengths, count: int) -> list[Tensor]:
-    """Sorted by length, cut into parts of (almost) equally many examples."""
+    """Sort examples by length, and cut the order into parts of (almost) equally many examples."""
     return list(torch.argsort(lengths.prompts_B + lengths.responses_B, stable=True).tensor_split(count))
 
 
 def balanced(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Indices of `count` parts of about equally many tokens, the largest part first.
+    """Return the indices of `count` parts of about equally many tokens, the largest part first.
 
-    The longest goes first, each to the part with the fewest tokens (LPT, Graham 1969: the largest part is at most 4/3
-    of the best possible); where cutting the sorted ones does better, as it may with a handful of them, that is taken.
-    With more parts the largest of LPT is never larger, so a budget that some number of parts keeps is kept by any
-    larger number. Inside a part, they are sorted by length.
+    The examples are placed from the longest to the shortest, each into the part with the fewest tokens (LPT, Graham
+    1969: the largest part is at most 4/3 of the optimum). If a cut of the sorted examples has a smaller largest part,
+    as with very few examples, the cut is returned. The largest part of LPT never grows with the number of parts, so if
+    some number of parts keeps a budget, every larger number does too. Each part is sorted by length.
     """
     longest_first = sorted(range(len(tokens)), key=lambda index: (-tokens[index], index))
     parts: list[list[int]] = [[] for _ in range(count)]

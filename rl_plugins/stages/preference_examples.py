@@ -1,6 +1,6 @@
-"""What preference optimization learns from: samples, and how they belong together to pairs or judged responses.
+"""Training examples of preference optimization: samples that form pairs or single judged responses.
 
-Axes: `N` examples, `K` samples of an example (2 of a pair, the chosen one first; 1 of a judged response), `R` samples.
+Axes: `N` examples, `K` samples of an example (2 of a pair, the chosen first; 1 of a judged response), `R` samples.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class PreferenceExamples:
     """Pairs or judged responses of one rank.
 
     Attributes:
-        samples: R samples; `groups` holds the numbers of their prompts' rows.
-        members_NK: int64, where the samples of each example are; K is 2 or 1.
-        margins_N: by how much the chosen response is better, of pairs.
-        desirable_N: bool, of judged responses.
-        counted_N: bool, False for examples that are there to make ranks run equally many micro-batches.
-        ref_log_probs_R: log-prob of each sample under the reference, where the loss asks for it.
-        reference_point: scalar, where the loss asks for it.
+        samples: R samples; `groups` holds the row number of each prompt.
+        members_NK: int64, indices of the samples of each example; K is 2 or 1.
+        margins_N: margin by which the chosen response of a pair is better; 0 for judged responses.
+        desirable_N: bool, True for good judged responses.
+        counted_N: bool, False for filler examples, which make ranks run equally many micro-batches.
+        ref_log_probs_R: log-prob of each sample under the reference, if the loss needs the reference.
+        reference_point: scalar, if the loss needs a reference point.
     """
 
     samples: Experience
@@ -48,7 +48,7 @@ class PreferenceExamples:
 
     @classmethod
     def pairs(cls, samples: Experience, members_N2: Tensor, margins: Sequence[float]) -> PreferenceExamples:
-        """Pairs of samples."""
+        """Return examples that are pairs of samples."""
         count = len(members_N2)
         return cls(
             samples,
@@ -60,7 +60,7 @@ class PreferenceExamples:
 
     @classmethod
     def judged(cls, samples: Experience, labels: Sequence[bool]) -> PreferenceExamples:
-        """Samples that are good or bad, each by itself."""
+        """Return examples of one sample each, good or bad."""
         count = len(samples)
         return cls(
             samples,
@@ -71,7 +71,7 @@ class PreferenceExamples:
         )
 
     def split(self) -> PreferenceExamples:
-        """The chosen responses of pairs as good ones, the rejected responses as bad ones."""
+        """Return judged responses made from pairs: chosen responses are good, rejected responses are bad."""
         return replace(
             self,
             members_NK=self.members_NK.T.reshape(-1, 1),
@@ -81,7 +81,7 @@ class PreferenceExamples:
         )
 
     def padded(self, count: int) -> PreferenceExamples:
-        """With examples that do not count, until there are `count`."""
+        """Return the examples, filled up to `count` with examples that do not count."""
         missing = max(0, count - len(self))
         shortest = int(self.samples.sequence_lengths.argmin())
         filler_MK = torch.full((missing, self.members_NK.shape[1]), shortest)
@@ -99,25 +99,25 @@ class PreferenceExamples:
 
     @property
     def lengths(self) -> Lengths:
-        """How long each example is."""
+        """Lengths of the examples."""
         return Lengths.of_examples(self.samples, self.members_NK)
 
     def members(self, indices_N: Tensor) -> Tensor:
-        """Where the samples of some examples are: all first ones, then all second ones."""
+        """Return the indices of the samples of some examples: all first samples, then all second samples."""
         return self.members_NK[indices_N].T.flatten()
 
     def loss_inputs(self, log_probs_R: Tensor, indices_N: Tensor) -> dict[str, Any]:
-        """What a loss may ask for, of some examples.
+        """Return the loss inputs of some examples.
 
         Args:
-            log_probs_R: of the samples at `members(indices_N)`, with gradient.
-            indices_N: the examples.
+            log_probs_R: log-prob of each sample of `members(indices_N)`, with gradient.
+            indices_N: indices of the examples.
         """
-        where = self.members(indices_N)
+        members_R = self.members(indices_N)
         columns: dict[str, Tensor | None] = {
             "log_probs": log_probs_R,
-            "ref_log_probs": None if self.ref_log_probs_R is None else self.ref_log_probs_R[where].to(log_probs_R),
-            "lengths": self.samples.response_mask[where].sum(dim=-1).to(log_probs_R),
+            "ref_log_probs": None if self.ref_log_probs_R is None else self.ref_log_probs_R[members_R].to(log_probs_R),
+            "lengths": self.samples.response_mask[members_R].sum(dim=-1).to(log_probs_R),
         }
         if self.members_NK.shape[1] == 1:
             desirable_N = self.desirable_N[indices_N].to(log_probs_R.device)
@@ -132,7 +132,7 @@ class PreferenceExamples:
 
 
 def preference_examples(batch: PairBatch | UnpairedBatch, pad_token_id: int) -> PreferenceExamples:
-    """The examples of a batch from the data module."""
+    """Return the examples of a batch from the data module."""
     if isinstance(batch, UnpairedBatch):
         samples = Experience.from_responses(batch.prompt_ids, batch.response_ids, pad_token_id, groups=batch.rows)
         return PreferenceExamples.judged(samples, batch.labels)
@@ -146,37 +146,38 @@ def preference_examples(batch: PairBatch | UnpairedBatch, pad_token_id: int) -> 
 
 
 def best_against_worst(experience: Experience, num_samples: int) -> PreferenceExamples:
-    """A pair of each group whose samples do not all score alike: the best and the worst, the first of each.
+    """Return the pair of the best and the worst sample of each group; the first sample wins a tie.
 
-    Samples that are not valid and empty responses are left out.
+    Groups with equal scores give no pair. Invalid samples and empty responses are left out.
 
     Args:
-        experience: scored samples, at least one, `num_samples` of each prompt one after the other.
-        num_samples: size of a group.
+        experience: scored samples, at least one; the `num_samples` samples of a prompt are consecutive.
+        num_samples: number of samples of a group.
     """
     assert experience.scores is not None
-    there_B = experience.valid & experience.response_mask.bool().any(dim=-1)
-    scores_GS, there_GS = experience.scores.view(-1, num_samples), there_B.view(-1, num_samples)
-    best_G = scores_GS.masked_fill(~there_GS, -torch.inf).argmax(dim=1)
-    worst_G = scores_GS.masked_fill(~there_GS, torch.inf).argmin(dim=1)
+    usable_B = experience.valid & experience.response_mask.bool().any(dim=-1)
+    scores_GS, usable_GS = experience.scores.view(-1, num_samples), usable_B.view(-1, num_samples)
+    best_G = scores_GS.masked_fill(~usable_GS, -torch.inf).argmax(dim=1)
+    worst_G = scores_GS.masked_fill(~usable_GS, torch.inf).argmin(dim=1)
     members_G2 = torch.stack([best_G, worst_G], dim=1) + num_samples * torch.arange(len(scores_GS))[:, None]
-    differ_G = there_GS.any(dim=1) & (experience.scores[members_G2[:, 0]] > experience.scores[members_G2[:, 1]])
+    differ_G = usable_GS.any(dim=1) & (experience.scores[members_G2[:, 0]] > experience.scores[members_G2[:, 1]])
     best_N, worst_N = members_G2[differ_G].unbind(dim=1)
     margins_N = experience.scores[best_N] - experience.scores[worst_N]
-    # A rank without pairs keeps a sample, to run where others do.
+    # A rank without pairs keeps one sample, to take part in forward passes.
     samples = experience[torch.cat([best_N, worst_N])] if len(best_N) else experience[:1]
     members_N2 = torch.arange(2 * len(best_N)).view(2, -1).T
     return PreferenceExamples.pairs(samples, members_N2, margins_N.tolist())
 
 
 def mismatched(examples: PreferenceExamples, pad_token_id: int, ranks: Ranks) -> Experience | None:
-    """The prompts of judged responses, each with the response to another prompt of the global batch. Collective.
+    """Return the prompts of judged responses, each with the response to another prompt. Collective.
 
-    The good responses of all ranks in the order of their rows, then the bad ones: a prompt gets the response after its
-    own, and the last one the first. So it does not depend on the number of ranks which prompt gets which.
+    The responses of all ranks are ordered: good responses by row, then bad responses by row. A prompt gets the response
+    after its own, and the last prompt gets the first response. So the assignment does not depend on the number of
+    ranks.
 
     Returns:
-        As many samples as this rank has examples; None, on all ranks, if they have less than two prompts together.
+        One sample for each example of this rank; None, on all ranks, if the global batch has fewer than two prompts.
     """
     samples, places = examples.samples, examples.members_NK[:, 0].tolist()
     keys = [

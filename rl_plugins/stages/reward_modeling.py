@@ -1,4 +1,4 @@
-"""Reward modelling: a model with a scalar head learns which response is better, or which steps are correct."""
+"""Reward modelling: a model with a scalar head learns from pairs of responses or from labelled steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rl_plugins.strategies.contract import REWARD_MODEL
 
 
 class RewardModeling(Stage):
-    """Minimises a loss of `REWARD_MODEL_LOSSES`, averaged over the pairs (or labelled tokens) of the global batch.
+    """Minimizes a loss of `REWARD_MODEL_LOSSES`, averaged over the pairs (or labelled tokens) of the global batch.
 
     A loss of the scores of whole responses takes pairs (`PairBatch`). A loss of the scores of tokens takes labelled
     steps (`ProcessRewardBatch`).
@@ -84,8 +84,8 @@ class RewardModeling(Stage):
         return examples
 
     def _losses(self, examples: Pairs | Steps) -> Iterator[tuple[Tensor, bool]]:
-        everything = torch.arange(len(examples))
-        total = self.strategy.ranks.sum(examples.label_mask(everything).sum().double())
+        all_indices = torch.arange(len(examples))
+        total = self.strategy.ranks.sum(examples.label_mask(all_indices).sum().double())
         counts = GlobalCounts(float(total), float(total), self.trainer.world_size)
         micro_batches = self.passes.cutter.indices(examples.lengths)
         for position, indices in enumerate(micro_batches):
@@ -127,8 +127,8 @@ class RewardModeling(Stage):
     def on_validation_epoch_end(self) -> None:
         # A rank without rows has no names, and adds 0 to the sums.
         names = set.union(*self.strategy.ranks.gather(set(self._validated)))
-        nothing = [torch.zeros(0, dtype=torch.float64)]
-        columns = {name: torch.cat(self._validated.get(name, nothing)) for name in sorted(names)}
+        no_values = [torch.zeros(0, dtype=torch.float64)]
+        columns = {name: torch.cat(self._validated.get(name, no_values)) for name in sorted(names)}
         counted = {name: (values, torch.ones_like(values).bool()) for name, values in columns.items()}
         metrics = mean_over_ranks(counted, self.strategy.ranks.sum)
         self.track_validation(metrics)
