@@ -1,4 +1,4 @@
-"""The critic's settings, what it learns by, and how well it predicts."""
+"""Critic: settings, objective, and explained variance of its values."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from rl_plugins.stages.optimizer import OptimizerConfig
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """A critic of its own, trained beside the policy.
+    """Separate critic model, trained beside the policy.
 
     Attributes:
-        path: what it starts from: a policy (the head that makes values starts at 0) or a reward model; None is the
-            policy's own path.
-        optimizer: its own.
-        warmup_steps: steps in which it is trained alone, before the policy learns from it.
-        lora: train an adapter and the head in place of the whole critic.
+        path: initial model: a policy (the value head starts at 0) or a reward model; None means the path of the policy.
+        optimizer: optimizer of the critic.
+        warmup_steps: number of first steps that train only the critic, not the policy.
+        lora: adapter settings, to train an adapter and the head instead of the whole critic.
     """
 
     path: str | None = None
@@ -37,13 +36,13 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """What an algorithm has a critic learn by, wherever that is.
+    """Objective of a critic, in the training workers or in a pool.
 
     Attributes:
-        clip: of `value_loss`.
-        aggregation: of `aggregate`.
-        scale_factor: of `aggregate`.
-        updates: optimizer steps of a step, over which the metrics average.
+        clip: see `value_loss`.
+        aggregation: see `aggregate`.
+        scale_factor: see `aggregate`.
+        updates: number of optimizer steps of a step; metrics are averaged over the optimizer steps.
     """
 
     clip: float | None
@@ -60,15 +59,15 @@ class ValueObjective:
         metrics: TokenMetrics,
         device: torch.device | str,
     ) -> Iterator[tuple[Tensor, bool]]:
-        """The loss of each micro-batch, and whether it is the last one.
+        """Yield the loss of each micro-batch, and True with the last micro-batch.
 
         Args:
-            mini_batch: with `values`, those before the update, and `returns`.
-            micro_batches: indices of each.
-            values_of: the critic's values of a micro-batch [B, T], with gradient.
-            counts: of the mini-batch of all ranks.
-            metrics: take in what is measured.
-            device: of the critic.
+            mini_batch: samples with `values` (from before the update) and `returns`.
+            micro_batches: indices of the samples of each micro-batch.
+            values_of: function that returns the critic's values of a micro-batch [B, T], with gradient.
+            counts: global counts of the mini-batch of all ranks.
+            metrics: collector to which the metrics of the loss are added.
+            device: device of the critic.
         """
         for position, indices in enumerate(micro_batches):
             micro = mini_batch[indices].trimmed().to(device)
@@ -94,9 +93,9 @@ def value_objective(algorithm: Algorithm, updates: int) -> ValueObjective:
 def explained_variance(
     values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]
 ) -> float:
-    """`1 - Var(returns - values) / Var(returns)` over the valid tokens of all ranks; NaN if returns are all equal.
+    """Return `1 - Var(returns - values) / Var(returns)` of the valid tokens of all ranks; NaN if all returns are equal.
 
-    1 is a perfect critic; 0 one that is no better than a constant. Collective.
+    1 is a perfect critic. 0 is a critic that predicts no better than a constant. Collective.
     """
     valid_BT = mask_BT.bool()
     returns_N, errors_N = returns_BT[valid_BT].double(), (returns_BT - values_BT)[valid_BT].double()

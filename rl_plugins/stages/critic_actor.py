@@ -1,7 +1,8 @@
-"""A process that holds the critic: a Ray actor, alone or with others that hold the same one.
+"""Ray actor that holds a critic, alone or together with other actors that hold the same critic.
 
-Training ranks hand in their rows of a mini-batch, and when those of all ranks are there, the update begins, the same in
-every process. The event loop answers meanwhile; the work is done in one thread, in the order in which it came.
+Training ranks submit their rows of a mini-batch. The update begins when the rows of all ranks have arrived, in the same
+order of updates in every actor. The event loop answers calls during an update. One thread does the work, first in,
+first out.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ T = TypeVar("T")
 
 
 def start_critic(config: PoolConfig, training: CriticTraining, options: Sequence[dict[str, Any]]) -> list[Any]:
-    """Start the processes of a critic; does not wait for them. They end with their handles, or with this process.
+    """Start the actors of a critic without waiting. Actors end with their handles, or with this process.
 
-    None is started again by Ray: the new one would not have learnt what the others have.
+    Ray does not restart a failed actor, because a new actor would lack the updates of the other actors.
 
     Args:
-        config: the pool.
-        training: what it does.
-        options: Ray's for each actor: where it runs, and what it takes.
+        config: settings of the pool.
+        training: model and settings of the critic's training.
+        options: Ray options of each actor: placement and resources.
     """
     import ray
 
     actors: list[Any] = []
-    for number, own in enumerate(options):
-        # Calls wait inside for those of other ranks, so as many as come must get in.
-        actor = ray.remote(CriticActor).options(name=config.label(number), max_concurrency=10**6, **own)
+    for number, actor_options in enumerate(options):
+        # A call waits inside the actor for calls of other ranks, so the actor must accept any number of calls.
+        actor = ray.remote(CriticActor).options(name=config.label(number), max_concurrency=10**6, **actor_options)
         actors.append(actor.remote(config, training, number, actors[0] if actors else None))
     return actors
 
 
 @dataclass
 class _MiniBatch:
-    """Rows that ranks have handed in, and the update that follows when all have."""
+    """Rows that ranks have submitted, and the update that starts with the rows of the last rank."""
 
     counts: GlobalCounts
     last: bool
@@ -56,13 +57,13 @@ class _MiniBatch:
 
 
 class CriticActor:
-    """Holds the critic.
+    """Actor that holds the critic.
 
     Args:
-        config: the pool.
-        training: what it does.
-        number: of this actor in the pool.
-        first: handle of the first actor; None is that one.
+        config: settings of the pool.
+        training: model and settings of the critic's training.
+        number: index of this actor in the pool.
+        first: handle of the first actor; None in the first actor itself.
     """
 
     def __init__(self, config: PoolConfig, training: CriticTraining, number: int, first: Any = None) -> None:
@@ -97,22 +98,22 @@ class CriticActor:
         return host, port
 
     async def address(self) -> tuple[str, int]:
-        """Where the others meet this one, the first."""
+        """Return host and port of the process group's store, which the first actor runs."""
         assert self._store is not None
         return _own_address(), self._store.port
 
     async def ready(self) -> str:
-        """The critic is loaded; returns which process has it."""
+        """Wait until the critic is loaded, and return the name of the process."""
         await asyncio.wrap_future(self._learner)
         return process_name()
 
     async def scores(self, rows: Arrays, options: dict[str, Any]) -> tuple[str, Arrays]:
-        """`position_scores` of some rows."""
+        """Return the name of the process, and `position_scores` of `rows`."""
 
         def run(learner: CriticLearner) -> Arrays:
             import torch
 
-            # Copied: what Ray hands over is read-only.
+            # The arrays from Ray are read-only, so they are copied.
             tensors = {name: torch.tensor(values, dtype=torch.int64) for name, values in rows.items()}
             return {"scores": learner.scores(tensors, **options).numpy()}
 
@@ -121,19 +122,19 @@ class CriticActor:
     async def learn(
         self, number: int, rank: int, ranks: int, part: Experience, counts: GlobalCounts, last: bool
     ) -> Learnt:
-        """Hand in a rank's rows of a mini-batch; returns when the update is done.
+        """Submit a rank's rows of a mini-batch, and return when the update is done.
 
         Args:
-            number: of the update; they follow each other from 0.
-            rank: whose rows these are.
-            ranks: how many hand in theirs.
-            part: the rows.
+            number: index of the update, counted from 0.
+            rank: rank that submits the rows.
+            ranks: number of ranks that submit rows.
+            part: rows of the rank.
             counts: see `CriticLearner.update`.
             last: see `CriticLearner.update`.
         """
         mini_batch = self._mini_batches.setdefault(number, _MiniBatch(counts, last))
         mini_batch.parts[rank] = part
-        # Calls of an actor like this come in any order, so one may be complete before the one that is due.
+        # Calls arrive in any order, so a later mini-batch may be complete before the next one in the order of updates.
         while (due := self._mini_batches.get(self._due)) and len(due.parts) == ranks:
             del self._mini_batches[self._due]
             self._due += 1
@@ -151,11 +152,11 @@ class CriticActor:
         await self._run(lambda learner: learner.save(folder))
 
     async def load(self, folder: Path) -> None:
-        """Read it from there."""
+        """Read the critic from a folder."""
         await self._run(lambda learner: learner.load(folder))
 
     def _run(self, work: Callable[[CriticLearner], T]) -> asyncio.Future[T]:
-        # The thread that made the learner has it when it comes to this.
+        # The same thread created the learner before, so `result` does not block the thread.
         return asyncio.get_running_loop().run_in_executor(self._work, lambda: work(self._learner.result()))
 
 
@@ -166,7 +167,7 @@ def _own_address() -> str:
 
 
 def _store(host: str, port: int, config: PoolConfig) -> Any:
-    """Where the processes of the group find each other; without a port, the one that the others come to."""
+    """Return the store through which the actors form a process group; port 0 starts the store."""
     from torch.distributed import TCPStore
 
     timeout = timedelta(seconds=config.ready_timeout_s)

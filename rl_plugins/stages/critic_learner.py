@@ -1,7 +1,8 @@
-"""A critic in a process of its own, whole: it gives values, learns, and is saved.
+"""Critic in a separate process, with whole weights: computes values, is trained, and is saved.
 
-Several processes may hold the same critic and learn from parts of a mini-batch (data parallel). Each loss is divided by
-counts of the whole mini-batch, so their gradients are added up, and the step is the same for any number of them.
+Several processes can hold the same critic and train on parts of a mini-batch (data parallel). Each loss is divided by
+counts of the whole mini-batch. So the gradients of the processes are summed, and the step is the same for any number of
+processes.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ _FILE = "critic.pt"
 
 @dataclass(frozen=True)
 class CriticTraining:
-    """Which critic is trained, and how.
+    """Model and settings of a critic's training.
 
     Attributes:
-        path: what it starts from.
-        config: its settings.
+        path: folder or name of the initial model.
+        config: settings of the critic.
         gradient_clip: bound on the gradient's norm; 0 for none.
-        objective: what it learns by.
-        computes_in: the dtype of passes; weights are held in float32 at least.
+        objective: objective of the critic.
+        computes_in: dtype of forward and backward passes; weights are held at least in float32.
         gradient_checkpointing: recompute activations in the backward pass.
         tokens_per_micro_batch: see `Cutter`.
         packing: see `Cutter`.
-        seed: of an adapter's start, and of dropout.
+        seed: seed of an adapter's initial weights and of dropout.
     """
 
     path: str
@@ -57,12 +58,12 @@ class CriticTraining:
 
 @dataclass(frozen=True)
 class Learnt:
-    """What an update has shown.
+    """Result of an update.
 
     Attributes:
-        metrics: of the rows of one process.
-        gradient_norm: of the whole gradient, before clipping.
-        lr: the rate of the update.
+        metrics: metrics of the rows of one process.
+        gradient_norm: norm of the whole gradient before clipping.
+        lr: learning rate of the update.
     """
 
     metrics: TokenMetrics
@@ -74,8 +75,8 @@ class CriticLearner:
     """The critic with its optimizer and schedule, alone or as one of the ranks of the default process group.
 
     Args:
-        training: what it is.
-        device: where it computes.
+        training: model and settings of the critic's training.
+        device: device of the critic.
     """
 
     def __init__(self, training: CriticTraining, device: str = "cpu") -> None:
@@ -90,14 +91,14 @@ class CriticLearner:
         lora = training.config.lora
         self._model: nn.Module = (model if lora is None else add_adapter(model, lora)).to(device)
         self._trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        # One tensor, so that processes talk once in an update.
+        # One tensor for all gradients, so an update needs one collective.
         self._gradients = torch.zeros(sum(p.numel() for p in self._trained.values()), dtype=model.dtype, device=device)
         for parameter, part in zip(
             self._trained.values(), self._gradients.split([p.numel() for p in self._trained.values()]), strict=True
         ):
             parameter.grad = part.view_as(parameter)
-        made = training.config.optimizer.adamw(self._trained.values())
-        self._optimizer, self._schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+        configured = training.config.optimizer.adamw(self._trained.values())
+        self._optimizer, self._schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
         self._updates = 0
         self._rank, self._ranks = 0, 1
         if torch.distributed.is_initialized():
@@ -107,33 +108,33 @@ class CriticLearner:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Those that are trained, by name."""
+        """Trained weights by name."""
         return {name: parameter.detach() for name, parameter in self._trained.items()}
 
     @torch.no_grad()
     def scores(self, rows: dict[str, Tensor], **options: Any) -> Tensor:
-        """`position_scores` of some rows."""
+        """Return `position_scores` of `rows`."""
         self._model.eval()
         with self._precision():
             inputs: dict[str, Any] = {name: tensor.to(self._device) for name, tensor in rows.items()}
             return position_scores(self._model, **inputs, **options).cpu()
 
     def update(self, parts: Sequence[Experience], counts: GlobalCounts, *, last: bool) -> Learnt:
-        """One optimizer step on a mini-batch, of which this process has some rows. Collective.
+        """Take one optimizer step on a mini-batch, of which this process has some rows. Collective.
 
         Args:
-            parts: those rows; all of them together may be none.
-            counts: of the mini-batch of all processes, as of one rank.
-            last: it is the last of a step, after which the schedule goes on.
+            parts: rows of this process, possibly none.
+            counts: global counts of the mini-batch of all processes, with `ranks` 1.
+            last: True for the last mini-batch of a step; the learning rate schedule then advances.
         """
         training, metrics = self._training, TokenMetrics()
         mini_batch = Experience.concat(parts)
         self._model.train()
-        # Dropout, where there is some, is the same when a run goes on.
+        # Dropout is the same in a resumed run.
         torch.manual_seed(training.seed + self._updates * self._ranks + self._rank)
         if len(mini_batch):
-            together = training.packing and shares_prompts(self._model)
-            cutter = Cutter(training.tokens_per_micro_batch, training.packing, together, _alone)
+            shared = training.packing and shares_prompts(self._model)
+            cutter = Cutter(training.tokens_per_micro_batch, training.packing, shared, _own_value)
             indices = cutter.indices(Lengths.of(mini_batch))
             for loss, _ in training.objective.losses(mini_batch, indices, self._values, counts, metrics, self._device):
                 loss.backward()
@@ -151,7 +152,7 @@ class CriticLearner:
         return Learnt(measured, float(norm), rate)
 
     def save(self, folder: Path) -> None:
-        """Write what `load` reads."""
+        """Write weights, optimizer, schedule and number of updates to `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         state = {
             "weights": self.weights,
@@ -162,10 +163,10 @@ class CriticLearner:
         torch.save(state, folder / _FILE)
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` has written.
+        """Restore the state that `save` has written to `folder`.
 
         Raises:
-            ConfigError: there is no such file, or it is of another critic.
+            ConfigError: the folder has no such file, or the file belongs to another critic.
         """
         file = folder / _FILE
         if not file.is_file():
@@ -175,9 +176,12 @@ class CriticLearner:
                 "is in a newer checkpoint"
             )
         state = torch.load(file, map_location=self._device, weights_only=True)
-        ours, theirs = ({name: tuple(w.shape) for name, w in some.items()} for some in (self.weights, state["weights"]))
-        if ours != theirs:
-            odd = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]
+        shapes, saved_shapes = (
+            {name: tuple(weight.shape) for name, weight in weights.items()}
+            for weights in (self.weights, state["weights"])
+        )
+        if shapes != saved_shapes:
+            odd = sorted(set(shapes.items()) ^ set(saved_shapes.items()))[0][0]
             raise ConfigError(f"{file} is not of this critic: {odd} is missing or has another shape")
         for name, weight in self.weights.items():
             weight.copy_(state["weights"][name])
@@ -201,5 +205,5 @@ class CriticLearner:
         return torch.autocast(device_type, dtype=self._training.computes_in, enabled=self._is_low)
 
 
-def _alone(values: Tensor) -> Tensor:
+def _own_value(values: Tensor) -> Tensor:
     return values

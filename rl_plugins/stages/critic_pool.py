@@ -1,8 +1,8 @@
-"""A critic on a pool of its own, as a training rank sees it: it gives values, and learns while the policy does.
+"""Client of a critic in a separate pool: computes values, and trains the critic at the same time as the policy.
 
-A rank sends rows straight to the processes (`critic_actor.py`), which it does not wait for before the end of the step.
-They belong to rank 0's process: when one of them is lost, what the critic has learnt is not whole any more, so the
-ranks fail, and when they start again, so does the critic, from the same checkpoint.
+A rank sends rows directly to the actors (`critic_actor.py`), and waits for updates only at the end of the step. The
+process of rank 0 owns the actors. When an actor is lost, the state of the critic is incomplete, so the ranks fail. When
+the ranks restart, the critic restarts too, from the same checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rl_plugins.stages.metrics import TokenMetrics
 if TYPE_CHECKING:
     from rl_plugins.stages.critic_learner import CriticTraining, Learnt
 
-# What the critic's loss looks at, and what an Experience cannot be without.
+# Fields that the loss of the critic reads, and required fields of an Experience.
 _SENT = (
     "prompts", "prompt_lengths", "responses", "response_lengths", "response_mask", "rollout_log_probs",
     "policy_versions", "groups", "valid", "values", "returns",
@@ -37,32 +37,32 @@ _SENT = (
 
 
 class CriticLost(RuntimeError):
-    """A process of the critic's pool failed, and with it what the critic has learnt since the last checkpoint."""
+    """An actor of the critic's pool failed, so the updates of the critic since the last checkpoint are lost."""
 
 
 class CriticPool(ModelPool, RemoteLearner):
-    """What a training rank holds of the critic's pool.
+    """Client of a training rank for the critic's pool.
 
     Args:
-        config: the pool.
-        options: Ray's for each of its processes: where it runs, and what it takes.
-        rank: this one.
+        config: settings of the pool.
+        options: Ray options of each actor: placement and resources.
+        rank: index of this rank.
     """
 
     def __init__(self, config: PoolConfig, options: Sequence[dict[str, Any]], rank: int = 0) -> None:
         super().__init__(config, rank)
         self._options, self._ranks = options, 0
-        # They live as long as these handles.
+        # Handles of rank 0. An actor ends with its handle.
         self._own: list[Any] = []
         self._updates = 0
         self._learning: list[list[tuple[int, Any]]] = []
 
     def begin(self, training: CriticTraining, gather: Callable[[Any], list[Any]]) -> None:
-        """Rank 0 starts the processes, once; nobody waits for them. Collective.
+        """Start the actors, from rank 0, without waiting; later calls do nothing. Collective.
 
         Args:
-            training: what they do.
-            gather: gives every rank the values of all.
+            training: model and settings of the critic's training.
+            gather: collective that returns the values of all ranks.
         """
         if self._ranks:
             return
@@ -73,44 +73,46 @@ class CriticPool(ModelPool, RemoteLearner):
         self.config, self._ranks = replace(config, name=names[0]), len(names)
 
     def learn(self, mini_batch: Experience, counts: GlobalCounts, *, last: bool) -> None:
-        """Have the critic take an optimizer step when all ranks have sent their rows; does not wait for it.
+        """Submit this rank's rows for an optimizer step of the critic, without waiting for the step.
+
+        The optimizer step begins when all ranks have submitted their rows.
 
         Args:
-            mini_batch: this rank's rows, with `values` and `returns`.
-            counts: of the mini-batch of all ranks.
-            last: it is the last one of the step.
+            mini_batch: rows of this rank, with `values` and `returns`.
+            counts: global counts of the mini-batch of all ranks.
+            last: True for the last mini-batch of the step.
         """
         self._connect()
         trimmed = mini_batch.trimmed()
         rows = Experience(**{name: getattr(trimmed, name) for name in _SENT}, batch_size=trimmed.batch_size)
         actors = len(self._actors)
         parts = spread(rows.sequence_lengths.tolist(), actors)
-        asked = []
+        calls = []
         for place in range(actors):
             part = rows[torch.tensor(parts[place] if place < len(parts) else [], dtype=torch.int64)]
             number = (self._rank + place) % actors
             sent = self._updates, self._rank, self._ranks, part, replace(counts, ranks=1), last
-            asked.append((number, self._actors[number].learn.remote(*sent)))
+            calls.append((number, self._actors[number].learn.remote(*sent)))
         self._updates += 1
-        self._learning.append(sorted(asked, key=lambda one: one[0]))
+        self._learning.append(sorted(calls, key=lambda call: call[0]))
 
     def learnt(self) -> dict[str, float]:
-        """Wait for all that was to be learnt; returns the metrics of it, the same on every rank."""
+        """Wait for all submitted updates, and return their metrics, equal on every rank."""
         metrics = TokenMetrics()
         answers: list[Learnt] = []
-        for asked in self._learning:
-            answers = self._wait(asked, self.config.call_timeout_s, "learn")
+        for calls in self._learning:
+            answers = self._wait(calls, self.config.call_timeout_s, "learn")
             for answer in answers:
                 metrics.take_in(answer.metrics)
         self._learning = []
         prefix, newest = f"train/{self.config.role}", answers[-1]
         rates = {f"{prefix}/lr": newest.lr, f"{prefix}/gradient_norm": newest.gradient_norm}
-        return {**metrics.averages(_alone, _alone), **rates}
+        return {**metrics.averages(_own_value, _own_value), **rates}
 
     @override
     def save(self, folder: Path) -> None:
         self._connect()
-        # All of them hold the same.
+        # All actors hold the same state.
         self._wait([(0, self._actors[0].save.remote(folder))], self.config.call_timeout_s, f"write {folder}")
 
     @override
@@ -134,5 +136,5 @@ class CriticPool(ModelPool, RemoteLearner):
             ) from error
 
 
-def _alone(values: Tensor) -> Tensor:
+def _own_value(values: Tensor) -> Tensor:
     return values
