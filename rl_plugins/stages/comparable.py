@@ -11,17 +11,17 @@ from rl_plugins.stages.schedule import Schedule
 def check_comparable(algorithm: Algorithm, schedule: Schedule, sampling: SamplingConfig) -> None:
     """Refuse top-p and top-k sampling if training compares the policy with the sampler.
 
-    A sampler that excludes tokens gives the remaining tokens more probability than the policy does, so ratios to the
+    Top-p and top-k exclude tokens and give the remaining tokens more probability than the policy does, so ratios to the
     sampler are wrong.
 
     Raises:
-        ConfigError: training compares the policy with a sampler that excludes tokens.
+        ConfigError: training compares the policy with the sampler, and top-p or top-k is set.
     """
     correction = algorithm.rollout_correction
     compared = schedule.max_staleness > 0 or correction.bypass or correction.decoupled
     if (compared or algorithm.modifiers.off_policy_mask is not None) and (sampling.top_p < 1 or sampling.top_k > 0):
         raise ConfigError(
-            f"sampling.top_p={sampling.top_p:g}, sampling.top_k={sampling.top_k}: the policy is compared with what "
-            "sampled (schedule.max_staleness, algorithm.correction, algorithm.modifiers.off_policy_mask), whose "
-            "log-probs these options shift: use top_p=1 and top_k=-1"
+            f"sampling.top_p={sampling.top_p:g}, sampling.top_k={sampling.top_k}: training compares the policy "
+            "with the sampler (schedule.max_staleness, algorithm.correction, algorithm.modifiers.off_policy_mask), and "
+            "top_p and top_k change the log-probs of the sampler: use top_p=1 and top_k=-1"
         )

@@ -118,21 +118,21 @@ class CriticPool(ModelPool, RemoteLearner):
     @override
     def load(self, folder: Path) -> None:
         self._connect()
-        asked = [(number, actor.load.remote(folder)) for number, actor in enumerate(self._actors)]
-        self._wait(asked, self.config.ready_timeout_s, f"read {folder}")
+        calls = [(number, actor.load.remote(folder)) for number, actor in enumerate(self._actors)]
+        self._wait(calls, self.config.ready_timeout_s, f"read {folder}")
 
     @override
-    def _wait(self, asked: Sequence[tuple[int, Any]], timeout_s: float, what: str) -> list[Any]:
+    def _wait(self, calls: Sequence[tuple[int, Any]], timeout_s: float, task: str) -> list[Any]:
         import ray
 
         try:
-            return super()._wait(asked, timeout_s, what)
+            return super()._wait(calls, timeout_s, task)
         except ConfigError:
             raise
         except ray.exceptions.RayError as error:
             raise CriticLost(
-                f"rank {self._rank} asked the pool {self.config.role} to {what}, and it failed: what the critic has "
-                "learnt since the last checkpoint is lost, so the workers must start again from there"
+                f"rank {self._rank}: the pool {self.config.role} failed to {task}. The updates of the critic since the last "
+                "checkpoint are lost, so the workers must restart from the checkpoint"
             ) from error
 
 

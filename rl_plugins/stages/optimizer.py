@@ -64,7 +64,7 @@ def only_one(configured: Any, owner: object) -> dict[str, Any]:
     if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer | dict) or len(schedulers) > 1:
         raise ConfigError(
             f"{type(owner).__name__}.configure_optimizers must return one optimizer with at most one scheduler: "
-            "an engine has one"
+            "each trained model has one optimizer"
         )
     single = optimizers[0] if isinstance(optimizers[0], dict) else {"optimizer": optimizers[0]}
     return {**single, "lr_scheduler": schedulers[0]} if schedulers else single

@@ -1,7 +1,7 @@
 """Schedule of sampling ahead of training, with two bounds.
 
-- `max_staleness`: sampling of a trained group began at most `max_staleness` policies ago. A step waits for a group that
-  would become older.
+- `max_staleness`: sampling of a trained group began at most `max_staleness` policies ago. A step waits for a group
+  before the group becomes older.
 - `ahead`: bound on the number of groups in flight.
 
 If both bounds are equal, a step trains on the groups that were submitted `max_staleness` steps before, first in, first
@@ -42,15 +42,15 @@ class Schedule:
             raise ConfigError(f"schedule.max_staleness={self.max_staleness}: must be 0 or more")
         if self.ahead is not None and not 0 <= self.ahead <= max(self.max_staleness, 1):
             raise ConfigError(
-                f"schedule.ahead={self.ahead}: must be from 0 to schedule.max_staleness, or to 1 where that is 0 "
-                "(what is ahead is then dropped)"
+                f"schedule.ahead={self.ahead}: must be from 0 to schedule.max_staleness, or from 0 to 1 if "
+                "schedule.max_staleness is 0 (extra groups are then dropped)"
             )
 
         age = self.max_token_age
         if age is not None and not 0 <= age <= self.max_staleness:
             raise ConfigError(
-                f"schedule.max_token_age={age}: must be from 0 to schedule.max_staleness={self.max_staleness}, for no "
-                "token is older than that"
+                f"schedule.max_token_age={age}: must be from 0 to schedule.max_staleness={self.max_staleness}, because "
+                "no token is older"
             )
 
     @property

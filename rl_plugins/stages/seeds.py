@@ -6,5 +6,5 @@ import numpy as np
 
 
 def seed_of(*place: int) -> int:
-    """Return the seed for a tuple of numbers that identifies the sample."""
+    """Return the seed of a sample, which `place` identifies."""
     return int(np.random.SeedSequence(place).generate_state(1)[0]) >> 1

@@ -31,7 +31,7 @@ def check_trainer(trainer: Any) -> None:
         )
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         raise ConfigError(
-            "Trainer(gradient_clip_algorithm='value'): an engine clips by norm only: leave the flag out, or use 'norm'"
+            "Trainer(gradient_clip_algorithm='value'): a stage clips by norm only: leave the flag out, or use 'norm'"
         )
 
 
