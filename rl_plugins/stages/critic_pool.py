@@ -131,8 +131,8 @@ class CriticPool(ModelPool, RemoteLearner):
             raise
         except ray.exceptions.RayError as error:
             raise CriticLost(
-                f"rank {self._rank}: the pool {self.config.role} failed to {task}. The updates of the critic since the last "
-                "checkpoint are lost, so the workers must restart from the checkpoint"
+                f"rank {self._rank}: the pool {self.config.role} failed to {task}. The updates of the critic since "
+                "the last checkpoint are lost, so the workers must restart from the checkpoint"
             ) from error
 
 
