@@ -18,9 +18,9 @@ import torch
 from rl_plugins.models.lora import LoraConfig, MergedWeightSource, add_adapter
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
-from rl_plugins.rollout.weight_check import PROBE, check_log_probs
-from rl_plugins.rollout.weights import ModuleWeightSource
 from rl_plugins.tests.patience import patient
+from rl_plugins.weights.check import PROBE, check_log_probs
+from rl_plugins.weights.source import ModuleWeightSource
 
 LORA_RANK = 5
 """A rank that vLLM has no room of its own for."""

@@ -8,8 +8,8 @@ import pytest
 
 from integration_tests.resident import change, load_policy, log_probs_of
 from rl_plugins.rollout.vllm.client import VLLMRollout
-from rl_plugins.rollout.weight_check import PROBE
-from rl_plugins.rollout.weights import ModuleWeightSource
+from rl_plugins.weights.check import PROBE
+from rl_plugins.weights.source import ModuleWeightSource
 
 
 def test_update_weights_over_gloo_gives_the_engine_the_weights(float32_engine: VLLMRollout, workplace: Path) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 from integration_tests.resident import change, go_on, hold_after, inside, load_policy, log_probs_of, steps_taken
 from rl_plugins.rollout.engine import Generations, GroupRequest, SamplingConfig
 from rl_plugins.rollout.vllm.client import VLLMRollout
-from rl_plugins.rollout.weights import ModuleWeightSource
 from rl_plugins.tests.patience import wait_until
+from rl_plugins.weights.source import ModuleWeightSource
 
 LONG = SamplingConfig(num_samples=2, max_tokens=200)
 SHORT = SamplingConfig(num_samples=2, max_tokens=3)

@@ -18,12 +18,13 @@ import ray
 from torch import Tensor
 
 from integration_tests.resident import change, inside, load_policy, log_probs_of
-from rl_plugins.rollout.engine import EngineLost, GroupRequest, SamplingConfig
+from rl_plugins.errors import EngineLost
+from rl_plugins.rollout.engine import GroupRequest, SamplingConfig
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
-from rl_plugins.rollout.weight_check import PROBE
-from rl_plugins.rollout.weights import ModuleWeightSource
 from rl_plugins.tests.patience import patient, wait_until
+from rl_plugins.weights.check import PROBE
+from rl_plugins.weights.source import ModuleWeightSource
 
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("running_ray")]
 

@@ -13,8 +13,8 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import LoraConfig, MergedWeightSource, add_adapter
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.rollout.vllm.client import VLLMRollout
-from rl_plugins.rollout.weight_check import PROBE
-from rl_plugins.rollout.weights import ModuleWeightSource
+from rl_plugins.weights.check import PROBE
+from rl_plugins.weights.source import ModuleWeightSource
 
 
 def adapted(workplace: Path, seed: int) -> Any:

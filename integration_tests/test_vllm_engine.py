@@ -29,10 +29,10 @@ from integration_tests.resident import (
 )
 from rl_plugins.rollout.engine import GroupRequest, SamplingConfig
 from rl_plugins.rollout.vllm.client import VLLMRollout
-from rl_plugins.rollout.weight_check import PROBE, WeightsDiffer, check_log_probs
-from rl_plugins.rollout.weights import ModuleWeightSource
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient, wait_until
+from rl_plugins.weights.check import PROBE, WeightsDiffer, check_log_probs
+from rl_plugins.weights.source import ModuleWeightSource
 
 GIB = 2**30
 PROMPTS = [[5, 6, 7], list(range(10, 50))]

@@ -26,6 +26,10 @@ class TrainingDiverged(UserError, RuntimeError):
     """Training that passed a bound of the divergence guard."""
 
 
+class EngineLost(RuntimeError):
+    """A rollout engine that ended or stopped answering. The responses that it was sampling are gone."""
+
+
 class RowError(ConfigError):
     """A malformed row of a data set.
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.ranks import Ranks
-from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.strategies.phases import PhaseLog
+from rl_plugins.weights.source import WeightSource
 
 if TYPE_CHECKING:
     from rl_plugins.strategies.rollout_phase import RolloutPhases

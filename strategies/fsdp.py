@@ -38,7 +38,6 @@ from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
-from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.fsdp_checkpoint import load_engine, save_engine
@@ -59,6 +58,7 @@ from rl_plugins.strategies.sharded import (
 )
 from rl_plugins.strategies.tensor_parallel import cut_over_group
 from rl_plugins.strategies.weight_sources import FSDPWeightSource, shard_of
+from rl_plugins.weights.source import WeightSource
 
 _POLICIES = {
     "32-true": MixedPrecisionPolicy(),

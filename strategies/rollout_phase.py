@@ -9,15 +9,15 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, EngineLost
+from rl_plugins.memory import MemoryChange
 from rl_plugins.ranks import Ranks
-from rl_plugins.rollout.engine import EngineLost, RolloutEngine
-from rl_plugins.rollout.memory import MemoryChange
-from rl_plugins.rollout.weight_check import PROBE, check_log_probs, tolerance_of
-from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.contract import POLICY
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.phases import PhaseLog
+from rl_plugins.weights.check import PROBE, check_log_probs, tolerance_of
+from rl_plugins.weights.source import WeightSource
 
 T = TypeVar("T")
 

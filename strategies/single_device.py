@@ -19,13 +19,13 @@ from rl_plugins.models.lora import plain_weights
 from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
-from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.phases import PhaseLog
 from rl_plugins.strategies.rollout_phase import RolloutPhases
 from rl_plugins.strategies.sharded import RESTORED_LEARNER
+from rl_plugins.weights.source import ModuleWeightSource, WeightSource
 
 
 class SingleDeviceRolloutStrategy(SingleDeviceStrategy):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rl_plugins.rollout.weights import WeightMeta
+from rl_plugins.weights.source import WeightMeta
 
 
 def layer_of(name: str) -> str:

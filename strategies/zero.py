@@ -31,7 +31,6 @@ from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.models.remote import RemoteLearner, RemoteModel
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
-from rl_plugins.rollout.weights import ModuleWeightSource, WeightSource
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
@@ -51,6 +50,7 @@ from rl_plugins.strategies.sharded import (
 )
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
 from rl_plugins.strategies.zero_shards import ZeroShards
+from rl_plugins.weights.source import ModuleWeightSource, WeightSource
 
 _TAG = "zero"
 _WEIGHTS_FILE = "weights.pt"

@@ -219,7 +219,7 @@ def _build_adapted_model(
     from rl_plugins.models.loading import load_causal_lm
     from rl_plugins.models.lora import MergedWeightSource, add_adapter
     from rl_plugins.models.scalar_head import load_scalar_head
-    from rl_plugins.rollout.weights import ModuleWeightSource
+    from rl_plugins.weights.source import ModuleWeightSource
 
     load: Any = load_causal_lm if trained.is_policy else load_scalar_head
     model = add_adapter(load(trained.path, dtype=trained.dtype), lora)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter
-from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.weights.source import WeightSource
 
 if TYPE_CHECKING:
     from peft import PeftModel

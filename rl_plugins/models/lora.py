@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.weights import WeightMeta, WeightSource
+from rl_plugins.weights.source import WeightMeta, WeightSource
 
 if TYPE_CHECKING:
     from peft import PeftModel

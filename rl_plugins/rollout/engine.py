@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.memory import MemoryChange
-from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.memory import MemoryChange
+from rl_plugins.weights.source import WeightSource
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,6 @@ class GroupRequest:
     def shortened(self, sampling: SamplingConfig) -> SamplingConfig:
         """How this group is sampled."""
         return sampling if self.max_tokens is None else replace(sampling, max_tokens=self.max_tokens)
-
-
-class EngineLost(RuntimeError):
-    """An engine died, or does not move; what it was working on is gone."""
 
 
 class GroupSampler(Protocol):

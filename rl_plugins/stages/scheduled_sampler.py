@@ -15,7 +15,8 @@ import torch
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, GroupSampler, RolloutEngine, SamplingConfig
+from rl_plugins.errors import EngineLost
+from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, SamplingConfig
 from rl_plugins.stages.balancing import even_order, gather_sets, redistribute_groups
 from rl_plugins.stages.sampling import PromptSampler
 from rl_plugins.stages.schedule import Schedule

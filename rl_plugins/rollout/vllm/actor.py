@@ -10,18 +10,62 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import DeadlineExceeded
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, SamplingConfig
-from rl_plugins.rollout.memory import MemoryChange
-from rl_plugins.rollout.shared_memory import Run
+from rl_plugins.errors import DeadlineExceeded, EngineLost
+from rl_plugins.memory import MemoryChange
+from rl_plugins.rollout.engine import Generations, GroupRequest, SamplingConfig
 from rl_plugins.rollout.vllm.config import VLLMConfig
-from rl_plugins.rollout.vllm.round import Requests, Round
+from rl_plugins.weights.shared_memory import Run
 
 _MEMORY = Path("/dev/shm")
+Requests = Mapping[str, tuple[list[int], Any]]
+"""Token ids of a prompt and how it is sampled, by the name of the request."""
+
+
+class RequestBarrier:
+    """What is begun then does not depend on which rank came first."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Requests] = {}
+        self._begun: asyncio.Future[None] | None = None
+
+    async def join(
+        self, rank: int, ranks: Sequence[int], requests: Requests, begin: Callable[[Requests], None]
+    ) -> None:
+        """Hand in a rank's requests, and wait until those of all are begun.
+
+        Args:
+            rank: this one.
+            ranks: all that take part.
+            requests: of this rank.
+            begin: what the last to come calls with the requests of all, in the order of the ranks.
+        """
+        if self._begun is None:
+            self._begun = asyncio.get_running_loop().create_future()
+        begun, self._waiting[rank] = self._begun, requests
+        if len(self._waiting) == len(ranks):
+            everyones, self._waiting, self._begun = self._waiting, {}, None
+            try:
+                begin({name: request for one in sorted(everyones) for name, request in everyones[one].items()})
+            except BaseException as error:
+                begun.set_exception(error)
+            else:
+                begun.set_result(None)
+        # Shielded: one rank's deadline must not cancel the round of the others.
+        await asyncio.shield(begun)
+
+    def missing(self, ranks: Sequence[int]) -> list[int]:
+        """The ranks that have not come."""
+        return sorted(set(ranks) - set(self._waiting))
+
+    def cancel(self) -> None:
+        """Forget who has come."""
+        if self._begun is not None:
+            self._begun.cancel()
+        self._waiting, self._begun = {}, None
 
 
 class VLLMActor:
@@ -33,7 +77,7 @@ class VLLMActor:
 
         from rl_plugins.rollout.vllm import plugin  # noqa: F401
         from rl_plugins.rollout.vllm.engine_loop import EngineLoop
-        from rl_plugins.rollout.vllm.processes import end_with
+        from rl_plugins.rollout.vllm.executor import end_with
 
         self._config = config
         self._llm = LLM(**config.engine_arguments())
@@ -48,7 +92,7 @@ class VLLMActor:
         if config.device == "cpu" and config.sleeps:
             # vLLM writes the whole KV cache when it makes it.
             self._llm.collective_rpc("give_back", args=(False,))
-        self._round = Round()
+        self._barrier = RequestBarrier()
         # Of each rank, the groups that it has submitted and not collected, in that order.
         self._groups: dict[int, list[str]] = {}
         # What vLLM gave for groups that were collected and not fetched.
@@ -73,7 +117,7 @@ class VLLMActor:
         It comes before everything that depends on what an engine has been told: groups, and weights.
         """
         self._in_session = True
-        self._round.cancel()
+        self._barrier.cancel()
         self._groups.clear()
         self._held.clear()
         self._loop.forget()
@@ -179,12 +223,12 @@ class VLLMActor:
             return
         try:
             await asyncio.wait_for(
-                self._round.join(rank, ranks, requests, self._begin), self._config.generate_timeout_s
+                self._barrier.join(rank, ranks, requests, self._begin), self._config.generate_timeout_s
             )
         except TimeoutError:
             raise DeadlineExceeded(
                 f"rank {rank} waited {self._config.generate_timeout_s:.0f} s in generate for ranks "
-                f"{self._round.missing(ranks)} to hand in their prompts"
+                f"{self._barrier.missing(ranks)} to hand in their prompts"
             ) from None
 
     def _check_session(self) -> None:

@@ -6,19 +6,18 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, EngineLost
+from rl_plugins.memory import MemoryChange
 from rl_plugins.ranks import barrier, broadcast
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, RemoteSamples, SamplingConfig
-from rl_plugins.rollout.gloo_transport import GlooSender
-from rl_plugins.rollout.memory import MemoryChange
-from rl_plugins.rollout.shared_memory import ReceiverLost, Run, SharedMemorySender
-from rl_plugins.rollout.shared_parameters import dtype_named
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, SamplingConfig
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.fleet import Fleet
 from rl_plugins.rollout.vllm.fleet_sampling import FleetSampling
-from rl_plugins.rollout.vllm.weight_clients import Receivers, WeightSyncClient
-from rl_plugins.rollout.weight_check import tolerance_of
-from rl_plugins.rollout.weights import AdaptedWeightSource, WeightSource
+from rl_plugins.weights.check import tolerance_of
+from rl_plugins.weights.gloo import GlooSender
+from rl_plugins.weights.layout import dtype_named
+from rl_plugins.weights.shared_memory import ReceiverLost, Run, SharedMemorySender
+from rl_plugins.weights.source import AdaptedWeightSource, WeightSource
 
 
 class VLLMRollout:
@@ -159,7 +158,7 @@ class VLLMRollout:
                 self._send = self._make_sender(source)
             self._send(version)
         except ReceiverLost as error:
-            raise self._fleet.lose(self._fleet.living[error.position], silent=error.silent) from error
+            raise self._fleet.mark_lost(self._fleet.living[error.position], silent=error.silent) from error
 
     def check_weights(self, source: WeightSource) -> None:
         """Compare what is in the engines' memory with the source (CPU; on CUDA only the probe looks). Collective."""
@@ -199,7 +198,7 @@ class VLLMRollout:
         timeout_s = min(self.config.update_timeout_s, self.config.stall_timeout_s)
         # Rank 0 talks to the engines.
         speaks = self._fleet.rank == 0
-        receivers = [Receivers(self._fleet, engine) for engine in self._fleet.living] if speaks else []
+        receivers = [EngineWeightClient(self._fleet, engine) for engine in self._fleet.living] if speaks else []
         if self.config.backend == "shared_memory":
             self._sender = SharedMemorySender(
                 source,
@@ -246,7 +245,7 @@ class VLLMRollout:
     def prompt_log_probs(self, prompt: list[int]) -> list[float]:
         """Of an engine beside this rank."""
         log_probs: list[float] = self._fleet.begin(
-            self._fleet.beside[0],
+            self._fleet.engines_of_rank[0],
             "prompt_log_probs",
             prompt,
             timeout_s=self.config.generate_timeout_s,
@@ -277,3 +276,53 @@ class VLLMRollout:
         """End the actors."""
         self._fleet.stop()
         self.close()
+
+
+class WeightSyncClient:
+    """vLLM's `VLLMWeightSyncClient` protocol over the actor, with deadlines."""
+
+    def __init__(self, fleet: Fleet, engine: int) -> None:
+        self._fleet, self._engine = fleet, engine
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        timeout_s, phase = self._fleet.config.update_timeout_s, f"weight update ({method})"
+        self._fleet.begin(self._engine, method, *arguments, timeout_s=timeout_s, phase=phase)()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Open the transport."""
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        """Begin."""
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        """Send one chunk."""
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Complete."""
+        self._call("finish_weight_update", weight_version)
+
+    def set_policy_version(self, version: int) -> None:
+        """Name the version that samples carry from now on."""
+        self._call("set_policy_version", version)
+
+
+class EngineWeightClient:
+    """What rank 0 asks of an actor in an update that the processes of its engine take in one call."""
+
+    def __init__(self, fleet: Fleet, engine: int) -> None:
+        self._fleet, self._engine = fleet, engine
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        """See `shared_memory.Engine`."""
+        self._begin("init_weight_transfer_engine", {"expect": init_info})()
+
+    def load(self, version: int) -> Callable[[], None]:
+        """See `shared_memory.Engine`."""
+        return self._begin("load_weights", version)
+
+    def _begin(self, method: str, *arguments: Any) -> Callable[[], None]:
+        timeout_s, phase = self._fleet.config.update_timeout_s, f"weight update ({method})"
+        return self._fleet.begin(self._engine, method, *arguments, timeout_s=timeout_s, phase=phase)

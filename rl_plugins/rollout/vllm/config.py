@@ -136,7 +136,7 @@ class VLLMConfig:
             "worker_extension_cls": "rl_plugins.rollout.vllm.plugin.WorkerExtension",
         }
         if self.tensor_parallel_size > 1:
-            arguments["distributed_executor_backend"] = "rl_plugins.rollout.vllm.processes.OneForAllExecutor"
+            arguments["distributed_executor_backend"] = "rl_plugins.rollout.vllm.executor.OneForAllExecutor"
         if self.lora_rank:
             largest = next(rank for rank in _ADAPTER_RANKS if rank >= self.lora_rank)
             arguments |= {"enable_lora": True, "max_lora_rank": largest}

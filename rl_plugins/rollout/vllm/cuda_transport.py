@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSour
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from rl_plugins.rollout.vllm.config import VLLMConfig
-from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.weights.source import WeightSource
 
 
 class _Source(VLLMWeightSource):

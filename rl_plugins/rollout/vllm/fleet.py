@@ -11,11 +11,30 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rl_plugins.errors import DeadlineExceeded
+from rl_plugins.errors import DeadlineExceeded, EngineLost
 from rl_plugins.ranks import broadcast, gather
-from rl_plugins.rollout.engine import EngineLost
 from rl_plugins.rollout.vllm.config import VLLMConfig
-from rl_plugins.rollout.vllm.row import beside, shares
+
+
+def assigned_range(place: int, here: int, there: int) -> range:
+    """The places of the other row that lie beside one of this row.
+
+    Args:
+        place: in this row.
+        here: places of this row.
+        there: places of the other row.
+    """
+    return range(place * there // here, -(-(place + 1) * there // here))
+
+
+def split_prompts(rank: int, ranks: int, engines: int, count: int) -> dict[int, range]:
+    """Which of `count` prompts of a rank go to each engine beside it, so that all engines get about as many."""
+    parts = {engine: range(0) for engine in assigned_range(rank, ranks, engines)}
+    for prompt in range(count):
+        # Where the middle of the prompt lies, counted in halves of a prompt over the row of all ranks.
+        engine = (2 * (rank * count + prompt) + 1) * engines // (2 * count * ranks)
+        parts[engine] = range(parts[engine].start if parts[engine] else prompt, prompt + 1)
+    return parts
 
 
 class Patience:
@@ -100,7 +119,7 @@ class Fleet:
         # An engine that starts answers nothing.
         started = [
             self.begin(engine, "ready", timeout_s=timeout_s, phase="start-up of the engine", must_answer=False)
-            for engine in self.beside
+            for engine in self.engines_of_rank
         ]
         for wait in started:
             try:
@@ -123,17 +142,17 @@ class Fleet:
     # Who works with whom ----------------------------------------------------------------------------------------
 
     @property
-    def beside(self) -> list[int]:
+    def engines_of_rank(self) -> list[int]:
         """The living engines beside this rank."""
-        return [self.living[place] for place in beside(self.rank, self.world_size, len(self.living))]
+        return [self.living[place] for place in assigned_range(self.rank, self.world_size, len(self.living))]
 
-    def ranks_beside(self, engine: int) -> list[int]:
+    def ranks_of_engine(self, engine: int) -> list[int]:
         """The ranks beside a living engine."""
-        return list(beside(self.living.index(engine), len(self.living), self.world_size))
+        return list(assigned_range(self.living.index(engine), len(self.living), self.world_size))
 
     def shares(self, count: int) -> Mapping[int, range]:
         """Which of so many prompts of this rank go to each engine beside it."""
-        parts = shares(self.rank, self.world_size, len(self.living), count)
+        parts = split_prompts(self.rank, self.world_size, len(self.living), count)
         return {self.living[place]: share for place, share in parts.items()}
 
     # Calls ------------------------------------------------------------------------------------------------------
@@ -144,7 +163,7 @@ class Fleet:
         A lost engine is not asked, and one that is lost now is found to be so when it is to sample.
         """
         timeout_s = self.config.update_timeout_s
-        spoken_for = [engine for engine in self.beside if self.ranks_beside(engine)[0] == self.rank]
+        spoken_for = [engine for engine in self.engines_of_rank if self.ranks_of_engine(engine)[0] == self.rank]
         # Ray takes seconds to say of a call that its actor is no more.
         engines = [engine for engine in spoken_for if engine not in self._lost]
         waits = [self.begin(engine, method, *arguments, timeout_s=timeout_s, phase=method) for engine in engines]
@@ -212,7 +231,7 @@ class Fleet:
                 try:
                     self.result(engine, self.actors[engine].progress.remote(), self.config.stall_timeout_s)
                 except ray.exceptions.GetTimeoutError:
-                    raise self.lose(engine, silent=True) from None
+                    raise self.mark_lost(engine, silent=True) from None
 
     def result(self, engine: int, reference: Any, timeout_s: float | None = None) -> Any:
         """What a call of an engine has given.
@@ -226,7 +245,7 @@ class Fleet:
             return ray.get(reference, timeout=timeout_s)
         # A process that Ray has started in the place of one that nobody missed says so itself.
         except (ray.exceptions.RayActorError, EngineLost) as error:
-            raise self.lose(engine, silent=False) from error
+            raise self.mark_lost(engine, silent=False) from error
 
     def patience(self) -> Patience:
         """For sampling that begins now. The actor's own comes to its end first: it knows which rank is missing."""
@@ -234,7 +253,7 @@ class Fleet:
 
     # Lost engines -----------------------------------------------------------------------------------------------
 
-    def lose(self, engine: int, *, silent: bool) -> EngineLost:
+    def mark_lost(self, engine: int, *, silent: bool) -> EngineLost:
         """Note that this rank has lost an engine; returns the error to raise."""
         self._lost[engine] = silent
         if self.on_lost is not None:
@@ -262,7 +281,7 @@ class Fleet:
         answers, _ = ray.wait(list(asked), num_returns=len(asked), timeout=self.config.stall_timeout_s)
         for reference, engine in asked.items():
             if reference not in answers:
-                self.lose(engine, silent=True)
+                self.mark_lost(engine, silent=True)
                 continue
             with suppress(EngineLost):
                 self.result(engine, reference)
@@ -276,7 +295,7 @@ class Fleet:
         for told in gather(self._lost):
             lost |= {engine: silent or lost.get(engine, False) for engine, silent in told.items()}
         for engine, silent in sorted(lost.items()):
-            self.lose(engine, silent=silent)
+            self.mark_lost(engine, silent=silent)
             self.living.remove(engine)
             if self.rank == 0 and silent:
                 ray.kill(self.actors[engine], no_restart=False)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, RemoteSamples, SamplingConfig
+from rl_plugins.errors import EngineLost
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, SamplingConfig
 from rl_plugins.rollout.vllm.fleet import Fleet, Patience
 
 
@@ -37,7 +38,7 @@ class FleetSampling:
     def busy_s(self) -> float:
         """Seconds of work, as the engines beside this rank said last; their mean."""
         # Others were beside it while one of these was lost.
-        said = [self._busy_s[engine] for engine in self._fleet.beside if engine in self._busy_s]
+        said = [self._busy_s[engine] for engine in self._fleet.engines_of_rank if engine in self._busy_s]
         return sum(said) / max(len(said), 1)
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
@@ -48,7 +49,7 @@ class FleetSampling:
             part = slice(share.start, share.stop)
             seeds_there = None if seeds is None else seeds[part]
             reference = self._fleet.actors[engine].generate.remote(
-                self._fleet.rank, self._fleet.ranks_beside(engine), prompts[part], sampling, seeds_there
+                self._fleet.rank, self._fleet.ranks_of_engine(engine), prompts[part], sampling, seeds_there
             )
             references[reference] = engine
         parts: dict[Any, Generations] = {}
@@ -62,7 +63,7 @@ class FleetSampling:
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
         """Have groups sampled. Collective if they begin together."""
         for engine, share in self._fleet.shares(len(requests)).items():
-            ranks = self._fleet.ranks_beside(engine) if together else []
+            ranks = self._fleet.ranks_of_engine(engine) if together else []
             mine = [requests[place] for place in share]
             self._engine_of |= {one.ticket: engine for one in mine}
             if ranks or mine:

@@ -27,10 +27,10 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
+from rl_plugins.memory import MemoryChange, discard, resident_bytes, return_free_memory
 from rl_plugins.processor import multiplies_bfloat16
-from rl_plugins.rollout.gloo_transport import GlooReceiver
-from rl_plugins.rollout.memory import MemoryChange, discard, resident_bytes, return_free_memory
-from rl_plugins.rollout.shared_memory import Run, SharedMemoryReceiver
+from rl_plugins.weights.gloo import GlooReceiver
+from rl_plugins.weights.shared_memory import Run, SharedMemoryReceiver
 
 PLAIN_WEIGHTS = "plain_weights"
 SHARED_MEMORY = "shared_memory"

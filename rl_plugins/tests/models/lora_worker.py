@@ -16,8 +16,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import LoraConfig, MergedWeightSource, adapter_off, add_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
-from rl_plugins.rollout.weights import ModuleWeightSource
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
+from rl_plugins.weights.source import ModuleWeightSource
 
 CONFIG = LoraConfig(rank=3, alpha=6.0)
 ZERO: dict[str, Any] = {

@@ -26,11 +26,11 @@ from rl_plugins.models.lora import (
 )
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
-from rl_plugins.rollout.weights import ModuleWeightSource
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models import lora_worker
 from rl_plugins.tests.models.lora_worker import CONFIG, with_random_adapter
 from rl_plugins.tests.ranks import run_ranks
+from rl_plugins.weights.source import ModuleWeightSource
 
 TOKENS = torch.arange(3, 19).reshape(2, 8)
 INPUTS: dict[str, Any] = {

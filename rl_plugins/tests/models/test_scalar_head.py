@@ -29,9 +29,9 @@ from rl_plugins.models.scalar_head import (
     response_values,
 )
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
-from rl_plugins.rollout.weights import ModuleWeightSource
 from rl_plugins.tests.models import scalar_head_worker
 from rl_plugins.tests.ranks import run_ranks
+from rl_plugins.weights.source import ModuleWeightSource
 
 SAMPLES = [([5, 6, 7, 8, 9], [1, 2, 3, 4]), ([50], [11, 12, 13, 14, 15, 16]), ([60, 61, 62], []), ([70, 71], [72])]
 

@@ -18,6 +18,7 @@ FLOORS = {
     "report": 1,
     "rollout": 1,
     "tracking": 1,
+    "weights": 1,
     "evaluation": 2,
     "models": 2,
     "rewards": 2,

@@ -18,7 +18,7 @@ class Fleet:
     """Two engines, of which one is beside the rank; each answers with one token and the seconds that it has worked."""
 
     def __init__(self) -> None:
-        self.rank, self.beside, self.busy_s, self.on_lost = 0, [0], [4.0, 60.0], None
+        self.rank, self.engines_of_rank, self.busy_s, self.on_lost = 0, [0], [4.0, 60.0], None
         self.actors = [SimpleNamespace(generate=SimpleNamespace(remote=lambda *_: object())) for _ in range(2)]
 
     def check_lost(self) -> None: ...
@@ -26,9 +26,9 @@ class Fleet:
     def patience(self) -> None: ...
 
     def shares(self, count: int) -> dict[int, range]:
-        return {engine: range(count) for engine in self.beside}
+        return {engine: range(count) for engine in self.engines_of_rank}
 
-    def ranks_beside(self, engine: int) -> list[int]:
+    def ranks_of_engine(self, engine: int) -> list[int]:
         return [0]
 
     def first(self, waiting: Mapping[Any, int], phase: str, patience: Any) -> Any:
@@ -45,7 +45,7 @@ def test_busy_s_counts_only_the_engines_beside_the_rank() -> None:
     seen = []
     # The second engine samples while the first is lost.
     for beside in (0, 1, 0):
-        fleet.beside = [beside]
+        fleet.engines_of_rank = [beside]
         sampling.generate([[5]], SamplingConfig(max_tokens=1), None)
         seen.append(sampling.busy_s)
     assert seen == [4.0, 60.0, 4.0]

@@ -51,7 +51,7 @@ def test_make_cuda_sender_makes_a_buffer_that_holds_the_largest_tensor(
 ) -> None:
     from rl_plugins.rollout.vllm import cuda_transport
     from rl_plugins.rollout.vllm.config import VLLMConfig
-    from rl_plugins.rollout.weights import ModuleWeightSource
+    from rl_plugins.weights.source import ModuleWeightSource
 
     seen: list[Any] = []
 

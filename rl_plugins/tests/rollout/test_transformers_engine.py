@@ -13,7 +13,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.rollout.transformers_engine import TransformersRollout, _draw, _processed_log_probs
-from rl_plugins.rollout.weights import ModuleWeightSource
+from rl_plugins.weights.source import ModuleWeightSource
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [40], [9, 8, 7], [100, 101, 102, 103]]
 

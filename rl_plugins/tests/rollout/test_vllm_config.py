@@ -48,4 +48,4 @@ def test_engine_on_cpu_has_plain_weights_and_one_thread() -> None:
 def test_engine_arguments_name_our_executor_if_tensor_parallel(device: Any) -> None:
     assert "distributed_executor_backend" not in VLLMConfig("m", device=device).engine_arguments()
     arguments = VLLMConfig("m", device=device, tensor_parallel_size=2).engine_arguments()
-    assert arguments["distributed_executor_backend"] == "rl_plugins.rollout.vllm.processes.OneForAllExecutor"
+    assert arguments["distributed_executor_backend"] == "rl_plugins.rollout.vllm.executor.OneForAllExecutor"

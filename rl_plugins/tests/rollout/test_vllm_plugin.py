@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_plugins.rollout.memory import MemoryChange, return_free_memory
+from rl_plugins.memory import MemoryChange, return_free_memory
 from rl_plugins.rollout.vllm.plugin import PackedProducts, SharedMemoryEngine, give_up_packed
 
 

@@ -20,7 +20,6 @@ from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import LoraConfig, has_adapter, plain_weights
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.rollout.weights import ModuleWeightSource
 from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
@@ -28,6 +27,7 @@ from rl_plugins.stages.preference_optimization import PreferenceOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned, canned_preferences, zero_lora_worker
+from rl_plugins.weights.source import ModuleWeightSource
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 

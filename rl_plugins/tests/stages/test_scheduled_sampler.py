@@ -14,12 +14,11 @@ from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.filtering import GroupFilter
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.ranks import Ranks
-from rl_plugins.rollout.engine import EngineLost, Generations, GroupRequest, RemoteSamples, SamplingConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, SamplingConfig
 from rl_plugins.rollout.transformers_engine import TransformersRollout
-from rl_plugins.rollout.weights import WeightSource
 from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.schedule import Schedule
@@ -27,6 +26,7 @@ from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
+from rl_plugins.weights.source import WeightSource
 
 
 class Distant(canned.CannedRollout):

@@ -10,15 +10,15 @@ import pytest
 import torch
 from typing_extensions import override
 
+from rl_plugins.memory import MemoryChange, MemoryNotFreed
 from rl_plugins.ranks import Ranks
-from rl_plugins.rollout.at_once import SampledAtOnce
 from rl_plugins.rollout.engine import Generations, SamplingConfig
-from rl_plugins.rollout.memory import MemoryChange, MemoryNotFreed
-from rl_plugins.rollout.weight_check import PROBE, WeightsDiffer
-from rl_plugins.rollout.weights import WeightSource
+from rl_plugins.rollout.transformers_engine import SampledAtOnce
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.phases import PhaseLog
 from rl_plugins.strategies.rollout_phase import RolloutPhases
+from rl_plugins.weights.check import PROBE, WeightsDiffer
+from rl_plugins.weights.source import WeightSource
 
 GIB = 2**30
 SAMPLING = SamplingConfig(max_tokens=1)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import DeadlineExceeded
-from rl_plugins.rollout.shared_memory import ReceiverLost, Run, SharedMemoryReceiver, SharedMemorySender
-from rl_plugins.rollout.weight_check import WeightsDiffer
-from rl_plugins.rollout.weights import ModuleWeightSource, WeightMeta
 from rl_plugins.tests.patience import patient
+from rl_plugins.weights.check import WeightsDiffer
+from rl_plugins.weights.shared_memory import ReceiverLost, Run, SharedMemoryReceiver, SharedMemorySender
+from rl_plugins.weights.source import ModuleWeightSource, WeightMeta
 
 # Of every wait for the other side that ends by itself.
 DEADLINE_S = patient(60)

@@ -6,8 +6,8 @@ import psutil
 import pytest
 import torch
 
-from rl_plugins.rollout.memory import MemoryChange, MemoryNotFreed, discard, resident_bytes
-from rl_plugins.rollout.shared_parameters import Piece, SharedMemory, gaps, map_shared
+from rl_plugins.memory import MemoryChange, MemoryNotFreed, discard, resident_bytes
+from rl_plugins.weights.layout import Piece, SharedMemory, gaps, map_shared
 
 MIB = 2**20
 SIZE = 64 * MIB

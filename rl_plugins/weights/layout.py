@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_plugins.rollout.weights import WeightMeta
+from rl_plugins.weights.source import WeightMeta
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 _ALIGNMENT = 64

@@ -22,7 +22,7 @@ sys.modules["vllm.v1.engine.exceptions"] = SimpleNamespace(EngineDeadError=Engin
 
 END_WITH = """
 import multiprocessing, signal, threading
-from rl_plugins.rollout.vllm.processes import end_with
+from rl_plugins.rollout.vllm.executor import end_with
 other = multiprocessing.get_context("fork").Process(target=signal.pause)
 other.start()
 end_with([process.sentinel for process in multiprocessing.active_children()], unless=lambda: {unless})

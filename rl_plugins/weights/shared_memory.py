@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from rl_plugins.errors import DeadlineExceeded
-from rl_plugins.rollout.engine import EngineLost
-from rl_plugins.rollout.shared_parameters import (
+from rl_plugins.errors import DeadlineExceeded, EngineLost
+from rl_plugins.weights.check import WeightsDiffer, checksum
+from rl_plugins.weights.layout import (
     LoadWeights,
     Piece,
     SharedMemory,
@@ -35,8 +35,7 @@ from rl_plugins.rollout.shared_parameters import (
     share_parameters,
     views,
 )
-from rl_plugins.rollout.weight_check import WeightsDiffer, checksum
-from rl_plugins.rollout.weights import WeightMeta, WeightSource
+from rl_plugins.weights.source import WeightMeta, WeightSource
 
 Run = tuple[str, int, int]
 """Name of a tensor of the checkpoint, its first element that is meant, and how many are."""
@@ -111,7 +110,7 @@ class SharedMemorySender:
         if broadcast(lost):
             raise EngineLost("an engine was lost while ranks connected to it")
         self._receivers = [
-            (position, _Receiver(name, number, rank, timeout_s))
+            (position, _EngineConnection(name, number, rank, timeout_s))
             for position, name in enumerate(names)
             for number in range(num_receivers)
         ]
@@ -188,7 +187,7 @@ def _own_error(loaded: Sequence[Callable[[], None]], position: int) -> Iterator[
         raise ReceiverLost(position, silent=True, why=str(error)) from error
 
 
-class _Receiver:
+class _EngineConnection:
     """One rank's connection to one process of the engine."""
 
     def __init__(self, name: str, number: int, rank: int, timeout_s: float) -> None:

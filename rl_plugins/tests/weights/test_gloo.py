@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_plugins.errors import DeadlineExceeded
-from rl_plugins.rollout.engine import EngineLost
-from rl_plugins.rollout.gloo_transport import GlooReceiver, GlooSender, buckets
-from rl_plugins.rollout.weights import ModuleWeightSource, WeightMeta
+from rl_plugins.errors import DeadlineExceeded, EngineLost
 from rl_plugins.tests.patience import patient
+from rl_plugins.weights.gloo import GlooReceiver, GlooSender, buckets
+from rl_plugins.weights.source import ModuleWeightSource, WeightMeta
 
 # Of every wait for the other side. No test passes by it: a wait that reaches it fails its test.
 DEADLINE_S = patient(120)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_plugins.rollout.shared_parameters import Piece, map_shared, place_weights, share_parameters
-from rl_plugins.rollout.weights import WeightMeta
+from rl_plugins.weights.layout import Piece, map_shared, place_weights, share_parameters
+from rl_plugins.weights.source import WeightMeta
 
 Load = Callable[[Tensor, Tensor], object]
 

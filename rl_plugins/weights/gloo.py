@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import DeadlineExceeded
-from rl_plugins.rollout.engine import EngineLost
-from rl_plugins.rollout.shared_memory import Engine
-from rl_plugins.rollout.shared_parameters import LoadWeights, dtype_name, dtype_named
-from rl_plugins.rollout.weights import WeightMeta, WeightSource
+from rl_plugins.errors import DeadlineExceeded, EngineLost
+from rl_plugins.weights.layout import LoadWeights, dtype_name, dtype_named
+from rl_plugins.weights.shared_memory import Engine
+from rl_plugins.weights.source import WeightMeta, WeightSource
 
 _ALIGNMENT = 16
 # One is loaded or packed while the other is on its way.
