@@ -27,7 +27,7 @@ class TrainingDiverged(UserError, RuntimeError):
 
 
 class EngineLost(RuntimeError):
-    """A rollout engine that ended or stopped answering. The responses that it was sampling are gone."""
+    """A rollout engine ended or does not answer. Its unfinished responses are gone."""
 
 
 class RowError(ConfigError):

@@ -1,7 +1,8 @@
-"""Memory that a phase gives back: taken from the process, measured, and asserted.
+"""Memory freed by a phase: measured by the kernel, and compared with the expected amount.
 
-A phase that should free memory and silently does not is found only when a later one runs out, so each says how much it
-must free (`expected`), and what it did free is measured by other means: the kernel's account of the process.
+Without a check, a phase that frees nothing goes unnoticed until a later phase runs out of memory. Therefore each phase
+declares how much memory must be freed (`expected`). The kernel's counters of the process measure the freed
+memory independently.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ _MIB = 2**20
 
 
 class MemoryNotFreed(RuntimeError):
-    """A phase gave back less memory than it must: names the phase, what was expected, and what was measured."""
+    """A phase freed too little memory. The message names the phase, and the expected and measured amounts."""
 
 
 @dataclass(frozen=True)
 class MemoryChange:
-    """What a process holds around a phase that gives memory back, in bytes.
+    """Memory of a process before and after a phase, in bytes.
 
     Attributes:
-        before: in use before it.
-        after: in use after it.
-        expected: how much less there must be.
+        before: bytes in use before the phase.
+        after: bytes in use after the phase.
+        expected: least number of bytes to be freed by the phase.
     """
 
     before: int
@@ -40,15 +41,18 @@ class MemoryChange:
 
     @classmethod
     def total(cls, changes: Iterable[MemoryChange]) -> MemoryChange:
-        """Of several processes together."""
+        """Return the sum over several processes."""
         parts = list(changes)
         return cls(sum(p.before for p in parts), sum(p.after for p in parts), sum(p.expected for p in parts))
 
     def check(self, phase: str) -> None:
-        """Demand nine tenths of what was expected, for counters are not exact.
+        """Check for at least nine tenths of the expected amount, because the counters are not exact.
+
+        Args:
+            phase: name of the phase, for the message.
 
         Raises:
-            MemoryNotFreed: less was given back.
+            MemoryNotFreed: the phase freed less memory.
         """
         freed = self.before - self.after
         if freed < _SHARE * self.expected - _SLACK_BYTES:
@@ -60,30 +64,30 @@ class MemoryChange:
 
 
 def resident_bytes(storage: Tensor) -> int:
-    """Bytes of the whole pages in a CPU tensor that are in memory.
+    """Return the resident bytes of a CPU tensor, counted in whole pages.
 
     Args:
-        storage: contiguous; private memory that was never written is not there.
+        storage: contiguous tensor. Private memory is not resident before the first write.
     """
     start, size = _whole_pages(storage)
     present = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
     _call("mincore", start, size, present)
-    # The lowest bit says whether the page is there; the others are reserved.
+    # The lowest bit is 1 for a resident page; the other bits are reserved.
     return bytes(present).translate(_LOWEST_BIT).count(1) * mmap.PAGESIZE
 
 
 def discard(storage: Tensor) -> None:
-    """Give back the whole pages of a CPU tensor: they read as zeros from then on, and take memory when written.
+    """Free the whole pages of a CPU tensor. Freed pages read as zeros, and take memory again after a write.
 
     Args:
-        storage: contiguous, in private memory.
+        storage: contiguous tensor in private memory.
     """
     start, size = _whole_pages(storage)
     _call("madvise", start, size, mmap.MADV_DONTNEED)
 
 
 def return_free_memory() -> None:
-    """Give back what the process has freed and its allocator has kept for later."""
+    """Return free memory from the allocator to the operating system."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -91,7 +95,7 @@ _LOWEST_BIT = bytes(value & 1 for value in range(256))
 
 
 def _whole_pages(storage: Tensor) -> tuple[int, int]:
-    """First address and size of the pages that lie in the tensor alone."""
+    """Return the first address and the size of the pages completely inside the tensor."""
     assert storage.is_contiguous() and storage.device.type == "cpu"
     begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (storage.data_ptr() + storage.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE

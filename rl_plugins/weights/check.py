@@ -1,7 +1,7 @@
-"""Whether an engine really has the policy's weights: a checksum of every tensor, and the log-probs of a short prompt.
+"""Check an engine's weights: compare checksums of all tensors, and the log-probs of a short prompt.
 
-Checksums are of the bytes in the engine's dtype, so a single wrong bit is found and named. The prompt finds what they
-cannot see: an output head that is no longer tied, a weight that arrived and is not used.
+Checksums cover the bytes in the engine's dtype, so a check finds a single wrong bit and names the tensor. The prompt
+finds faults without a wrong bit: an output head that is no longer tied, or a weight without use in the engine.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 PROBE = [1, 2, 3, 4, 5, 6]
-"""The prompt; every vocabulary has these tokens."""
+"""Token ids of the prompt; every vocabulary has these tokens."""
 _TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.5}
 
 
 class WeightsDiffer(RuntimeError):
-    """The engine does not sample from the policy's weights."""
+    """The weights of a rollout engine and of the policy differ."""
 
 
 def checksum(parts: Iterable[Tensor]) -> int:
-    """CRC-32 of the bytes of flat CPU tensors, one after the other."""
+    """Return the CRC-32 of the concatenated bytes of flat CPU tensors."""
     value = 0
     for part in parts:
         value = zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, value)
@@ -31,17 +31,22 @@ def checksum(parts: Iterable[Tensor]) -> int:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """How far the mean log-prob of the probe may be off in a dtype; other weights are off by several nats."""
+    """Return the allowed mean error of the log-probs of `PROBE` in nats; wrong weights differ by several nats."""
     return _TOLERANCES[dtype]
 
 
 def check_log_probs(policy: Sequence[float], engine: Sequence[float], tolerance: float) -> None:
-    """Compare the log-probs of the probe's tokens, on average.
+    """Compare the log-probs of the tokens of `PROBE`.
+
+    Args:
+        policy: log-probs computed by the trainer.
+        engine: log-probs computed by the rollout engine.
+        tolerance: largest allowed mean absolute difference, in nats.
 
     Raises:
-        WeightsDiffer: they are further apart than the tolerance, or not numbers.
+        WeightsDiffer: the mean difference exceeds `tolerance`, or is not a number.
     """
-    gap = fmean(abs(mine - theirs) for mine, theirs in zip(policy, engine, strict=True))
+    gap = fmean(abs(expected - found) for expected, found in zip(policy, engine, strict=True))
     if not gap <= tolerance:
         raise WeightsDiffer(
             f"after a weight update the log-probs of policy and rollout engine differ by {gap:.3g} on average "

@@ -1,15 +1,16 @@
-"""Weights from trainers to engines on other machines, without GPUs: broadcast in buckets over a gloo group of its own.
+"""Weight transport to engines on other machines without GPUs: broadcasts of buckets over a separate gloo group.
 
-All ranks walk the source, which is a collective; rank 0 packs what comes into buckets and broadcasts them to every
-process of every engine, which load a bucket while the next one is on its way. Both sides cut the same buckets, from
-what is known of the tensors beforehand.
+All ranks iterate over the source, because the iteration is collective. Rank 0 packs the tensors into buckets and
+broadcasts the buckets to every process of every engine. An engine loads a bucket while the next bucket is in transit.
+Both sides compute the same buckets from the descriptions of the tensors.
 
-Gloo passes a bucket on from one process to the next, and does not tell a process that has half a bucket when the rest
-will not come. So nobody leaves an update that can go on: an engine that cannot load a bucket takes the others all the
-same, and says why when the update is through.
+Gloo forwards a bucket from process to process. A process with half a bucket gets no notice if the rest will not come.
+Therefore no process leaves an update that can continue: an engine that cannot load a bucket still receives all later
+buckets, and raises its error at the end of the update.
 
-When a process ends or stops, the group is of no use any more: rank 0 leaves it, which the others notice, with half a
-bucket by their deadline, and asks which engines still answer. The next update makes a new group, of those that do.
+The group is unusable after a process ended or stopped. Rank 0 then leaves the group. The remaining processes notice the
+closed connection, or reach their deadline if half a bucket is missing. Rank 0 finds the living engines, and
+the next update connects a new group of the living engines.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from rl_plugins.weights.shared_memory import Engine
 from rl_plugins.weights.source import WeightMeta, WeightSource
 
 _ALIGNMENT = 16
-# One is loaded or packed while the other is on its way.
+# One buffer is loaded or packed while the other buffer is in transit.
 _BUFFERS = 2
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together.
+    """Tensors of one broadcast.
 
     Attributes:
-        starts: where each begins.
-        tensors: what they are.
-        nbytes: of all of them.
+        starts: position of each tensor in the bucket, in bytes.
+        tensors: descriptions of the tensors.
+        nbytes: size of the bucket in bytes.
     """
 
     starts: tuple[int, ...]
@@ -48,13 +49,13 @@ class Bucket:
     nbytes: int
 
     def views(self, buffer: Tensor) -> Iterator[tuple[WeightMeta, Tensor]]:
-        """Each tensor in a buffer."""
+        """Yield each description with the tensor in `buffer`."""
         for start, meta in zip(self.starts, self.tensors, strict=True):
             yield meta, buffer[start : start + meta.nbytes].view(meta.dtype).view(meta.shape)
 
 
 def buckets(metadata: Sequence[WeightMeta], limit: int) -> list[Bucket]:
-    """Tensors in their order, in buckets of at most so many bytes; a larger tensor is alone in its own."""
+    """Divide tensors, in order, into buckets of at most `limit` bytes. A larger tensor gets a bucket alone."""
     result: list[Bucket] = []
     starts: list[int] = []
     tensors: list[WeightMeta] = []
@@ -70,18 +71,18 @@ def buckets(metadata: Sequence[WeightMeta], limit: int) -> list[Bucket]:
 
 
 class GlooSender:
-    """The trainer's side; built and called on every rank.
+    """The trainer's side of the transport. Every rank constructs a sender and calls the sender's methods.
 
     Args:
-        source: the weights.
-        rank: this rank; rank 0 talks to the engines.
-        share: gives rank 0's object to all ranks, and waits for all of them.
-        engines: all engines (rank 0), nothing elsewhere.
-        num_receivers: processes of each engine.
-        find_lost: raises `EngineLost` if one of the engines does not answer (rank 0).
-        bucket_bytes: bytes that are sent at once.
-        timeout_s: deadline of every wait for the other side.
-        host: address of rank 0's machine; that which Ray knows by default.
+        source: weights of the policy.
+        rank: index of this rank; rank 0 calls the engines.
+        share: function to send an object of rank 0 to all ranks and to wait for all ranks.
+        engines: all engines on rank 0, empty on other ranks.
+        find_lost: function for rank 0. Raises `EngineLost` if an engine does not answer.
+        num_receivers: number of processes of each engine.
+        bucket_bytes: largest size of a bucket, in bytes.
+        timeout_s: deadline of every wait for an engine, in seconds.
+        host: address of rank 0's machine. The default is the address in Ray's cluster.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class GlooSender:
         self._find_lost, self._timeout_s = find_lost, timeout_s
         self._group: _Group | None = None
         self._buckets = buckets(source.metadata(), bucket_bytes) if engines else []
-        # Kept: memory that is written for the first time is several times slower.
+        # The buffers are kept, because the first write to new memory is several times slower.
         self._buffers = _buffers(self._buckets)
         if engines:
             self._world_size = 1 + len(engines) * num_receivers
@@ -124,18 +125,18 @@ class GlooSender:
             )
 
     def send(self, version: int) -> None:
-        """Update the engines' weights to those of the source. Collective.
+        """Replace the weights of all engines by the weights of the source. Collective.
 
         Raises:
-            EngineLost: an engine has ended or does not answer; on every rank.
-            DeadlineExceeded: an engine that answers did not take a bucket in time.
-            ConnectionError: a connection to an engine that answers broke, or, on other ranks, whatever else rank 0
-                raises.
+            EngineLost: an engine ended or does not answer. Every rank raises.
+            DeadlineExceeded: a living engine did not receive a bucket before the deadline.
+            ConnectionError: the connection to a living engine broke. Ranks other than 0 also raise ConnectionError
+                for every other error of rank 0.
         """
         self._together(lambda: self._send(version))
 
     def _together(self, work: Callable[[], None]) -> None:
-        """Rank 0's part of the work; no rank goes on before it is done, and all hear how it ended."""
+        """Run `work`, wait until rank 0 has finished, and raise on all ranks if rank 0 failed."""
         failure: Exception | None = None
         try:
             work()
@@ -150,32 +151,32 @@ class GlooSender:
             raise ConnectionError("rank 0 could not send the weights to all rollout engines")
 
     def close(self) -> None:
-        """Leave the engines; the next update comes from another sender."""
+        """Close the connections to the engines. The next update needs a new sender."""
         if self._group is not None:
             self._group.close()
         self._group = None
 
     def _send(self, version: int) -> None:
         loaded = [engine.load(version) for engine in self._engines]
-        walk = iter(self._source)
+        tensors_left = iter(self._source)
         try:
             try:
                 if loaded:
-                    self._broadcast(walk)
+                    self._broadcast(tensors_left)
             finally:
-                # The walk is a collective, whatever became of the engines.
-                for _ in walk:
+                # The iteration is collective, so rank 0 finishes even without engines.
+                for _ in tensors_left:
                     pass
             for wait in loaded:
                 wait()
         except (ConnectionError, DeadlineExceeded):
-            # No engine must wait for what does not come any more.
+            # Engines must not wait for further buckets.
             self.close()
             self._find_lost()
             _raise_cause(loaded)
             raise
 
-    def _broadcast(self, walk: Iterator[tuple[str, Tensor]]) -> None:
+    def _broadcast(self, tensors_left: Iterator[tuple[str, Tensor]]) -> None:
         waits_for = f"rank {self._rank} waited {self._timeout_s:.0f} s for the rollout engines to"
         if self._group is None:
             with _deadline(f"{waits_for} connect for new weights"):
@@ -186,7 +187,7 @@ class GlooSender:
             with _deadline(f"{waits_for} take part {number - _BUFFERS + 1} of {len(self._buckets)} of the weights"):
                 group.finish(slot)
             for meta, place in bucket.views(buffers[slot]):
-                name, tensor = next(walk)
+                name, tensor = next(tensors_left)
                 assert name == meta.name, f"the source gave {name} where its metadata has {meta.name}"
                 place.copy_(tensor)
             group.broadcast(slot, buffers[slot][: bucket.nbytes])
@@ -196,11 +197,11 @@ class GlooSender:
 
 
 class GlooReceiver:
-    """The engine's side, in each of its processes.
+    """The engine's side of the transport, in one process of an engine.
 
     Args:
-        load_weights: the model's own loader.
-        number: of this process among those of the engine.
+        load_weights: weight loader of the model.
+        number: index of this process in the engine.
     """
 
     def __init__(self, load_weights: LoadWeights, number: int = 0) -> None:
@@ -222,16 +223,16 @@ class GlooReceiver:
         bucket_bytes: int,
         timeout_s: float,
     ) -> None:
-        """Know where a new sender is; the one of before is gone.
+        """Disconnect from the earlier sender and prepare the connection to a new sender.
 
         Args:
-            host: address of its machine.
-            port: of its store.
-            first_rank: in the group, of the first process of this engine.
-            world_size: of the group.
-            tensors: name, dtype and shape of what it will send.
-            bucket_bytes: bytes that it sends at once.
-            timeout_s: deadline of every wait for it.
+            host: address of the sender's machine.
+            port: port of the sender's store.
+            first_rank: rank of the engine's first process in the group.
+            world_size: number of processes in the group.
+            tensors: name, dtype and shape of each tensor of the sender.
+            bucket_bytes: largest size of a bucket, in bytes.
+            timeout_s: deadline of every wait for the sender, in seconds.
         """
         self.disconnect()
         metadata = [WeightMeta(name, dtype_named(dtype), tuple(shape)) for name, dtype, shape in tensors]
@@ -245,12 +246,12 @@ class GlooReceiver:
         self._connect = connect
 
     def receive(self) -> None:
-        """Take in all weights once; if the model cannot load a bucket, the rest is taken in and not loaded.
+        """Receive and load all weights once. After a loading error, receive the rest without loading.
 
         Raises:
-            DeadlineExceeded: they did not come in time.
+            DeadlineExceeded: a bucket did not arrive before the deadline.
             ConnectionError: the sender ended.
-            Exception: the first that the model's loader raised, when all weights have come.
+            Exception: first error of the model's weight loader, raised after the last bucket.
         """
         failure: Exception | None = None
         try:
@@ -261,14 +262,14 @@ class GlooReceiver:
                 except Exception as error:
                     failure = error
         except BaseException:
-            # Rank 0 must not wait for an engine that takes nothing more.
+            # Rank 0 must not wait for an engine after its last bucket.
             self.disconnect()
             raise
         if failure is not None:
             raise failure
 
     def _received(self) -> Iterator[tuple[Bucket, Tensor]]:
-        """Each bucket and the buffer that it is in, until the next one is asked for."""
+        """Yield each bucket with its buffer. The buffer is valid until the next iteration."""
         assert self._connect is not None, "expect comes first"
         waits_for = f"the engine waited {self._timeout_s:.0f} s for rank 0 to"
         if self._group is None:
@@ -287,39 +288,39 @@ class GlooReceiver:
                 group.broadcast(slot, buffers[slot][: following.nbytes])
 
     def disconnect(self) -> None:
-        """Leave the sender."""
+        """Close the connection to the sender."""
         if self._group is not None:
             self._group.close()
         self._group = None
 
 
 class _Group:
-    """Rank 0 and all processes of all engines, connected, and what is on its way between them.
+    """Connected group of rank 0 and all processes of all engines, with the broadcasts in transit.
 
-    Gloo closes its connections with the last reference to the group or to what is on its way in it, not on demand. So
-    nothing else may hold one, least of all an error's traceback.
+    Gloo closes the connections when the last reference to the group or to a pending broadcast is gone, and has no
+    method to close the connections. Therefore no other object may hold such a reference, not even an error's traceback.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-        # Beside the process group of the trainers, of which a process has one.
+        # Separate from the default process group, which belongs to the trainers.
         prefixed = torch.distributed.PrefixStore("weights", store)
         self._gloo: Any = torch.distributed.ProcessGroupGloo(prefixed, rank, world_size, timedelta(seconds=timeout_s))
-        self._under_way: dict[int, Any] = {}
+        self._pending: dict[int, Any] = {}
 
     def broadcast(self, slot: int, flat: Tensor) -> None:
-        """From rank 0 to all others; returns at once."""
+        """Start a broadcast from rank 0, without waiting."""
         options = torch.distributed.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        self._under_way[slot] = self._gloo.broadcast([flat], options)
+        self._pending[slot] = self._gloo.broadcast([flat], options)
 
     def finish(self, slot: int) -> None:
-        """Wait for the last one of a slot, if there is one."""
-        if slot in self._under_way:
-            self._under_way[slot].wait()
+        """Wait for the last broadcast of a slot, if there is one."""
+        if slot in self._pending:
+            self._pending[slot].wait()
 
     def close(self) -> None:
-        """Close all connections: processes that wait for this one hear of it, but for those that have half a bucket."""
-        self._under_way.clear()
+        """Close all connections. Waiting processes get an error, except processes with half a bucket."""
+        self._pending.clear()
         self._gloo = None
 
 
@@ -342,7 +343,7 @@ def _buffers(parts: Sequence[Bucket]) -> list[Tensor]:
 
 @contextmanager
 def _deadline(waits_for: str) -> Iterator[None]:
-    """Gloo has one error for all that can go wrong, and the words tell what it was."""
+    """Convert gloo's only error type, by the text, to DeadlineExceeded or ConnectionError."""
     try:
         yield
     except RuntimeError as error:
@@ -353,7 +354,7 @@ def _deadline(waits_for: str) -> Iterator[None]:
 
 
 def _raise_cause(loaded: Sequence[Callable[[], None]]) -> None:
-    """What an engine itself has to say of a broken connection, if it is more than that it broke."""
+    """Raise the first error of an engine that is not a mere consequence of the broken connection."""
     for wait in loaded:
         try:
             wait()

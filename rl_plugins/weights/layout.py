@@ -1,9 +1,9 @@
-"""An engine's parameters in memory that other processes can map, and where in it each tensor of a checkpoint belongs.
+"""Layout of an engine's parameters in shared memory, and the place of each checkpoint tensor in the memory.
 
-A loader of weights copies the tensors of a checkpoint into parameters that may hold several of them (query, key and
-value in one). `Placement` finds out which bytes each of them goes to by watching one load, so that a trainer can write
-them there itself: one copy, no bucket, no work for the engine. What a loader does not copy as it is (transposed, say)
-gets memory of its own, from which the engine loads it.
+The weight loader of a model copies checkpoint tensors into parameters. One parameter may hold several tensors (query,
+key and value, for example). `place_weights` watches one load and records the destination of each tensor. A trainer can
+then write the tensors to the destinations directly: one copy, no bucket, no work for the engine. Tensors changed by
+the loader (a transposed tensor, for example) get separate memory, from which the engine loads the tensors.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _BLOCK_BYTES = 512
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements of a checkpoint's tensor, and where it belongs.
+    """A run of elements of a checkpoint tensor, and the place of the run in memory.
 
     Attributes:
-        name: of the tensor.
-        start: first element, in the flattened tensor.
+        name: name of the tensor.
+        start: index of the first element in the flattened tensor.
         count: number of elements.
-        offset: where they go in the shared memory, in bytes.
-        dtype: what they are there; writing converts.
+        offset: position in the shared memory, in bytes.
+        dtype: dtype in the shared memory; a write converts.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Piece:
 
 
 class SharedMemory:
-    """Memory of this process that others map by its file descriptor; it goes when the last of them ends."""
+    """Memory shared with other processes by a file descriptor. Linux frees the memory when the last process ends."""
 
     def __init__(self, size: int) -> None:
         # Not in /dev/shm, which containers keep small.
@@ -57,26 +57,26 @@ class SharedMemory:
 
     @property
     def held(self) -> int:
-        """Bytes that it takes, whoever has mapped it: pages that were never written take none."""
+        """Resident bytes over all processes. A page takes memory from the first write on."""
         return os.fstat(self.fd).st_blocks * _BLOCK_BYTES
 
     def give_back(self) -> None:
-        """Free its pages for all who map it: they read as zeros, and take memory again when they are written."""
+        """Free the pages in all processes. Freed pages read as zeros, and take memory again after a write."""
         with mmap.mmap(self.fd, self.size) as everything:
             everything.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Give up the descriptor; tensors in the memory live on."""
+        """Close the file descriptor. Tensors in the memory stay valid."""
         os.close(self.fd)
 
 
 def map_shared(fd: int, size: int) -> Tensor:
-    """The memory behind a descriptor as a tensor of bytes."""
+    """Return the memory of a file descriptor as a uint8 tensor of `size` bytes."""
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
 
 
 def share_parameters(module: nn.Module) -> SharedMemory:
-    """Move the module's parameters into shared memory, one after the other; tied ones stay tied."""
+    """Move the parameters of a module into shared memory. Tied parameters stay tied."""
     parameters = list(module.parameters())
     memory = SharedMemory(sum(_aligned(parameter.nbytes) for parameter in parameters))
     offset = 0
@@ -90,11 +90,11 @@ def share_parameters(module: nn.Module) -> SharedMemory:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tensors of a checkpoint go.
+    """Places of the tensors of a checkpoint.
 
     Attributes:
-        direct: pieces that belong into the parameters' memory.
-        staged: whole tensors that the engine must load from memory of their own.
+        direct: pieces in the memory of the parameters.
+        staged: complete tensors in separate memory, from which the engine loads the tensors.
     """
 
     direct: list[Piece]
@@ -102,20 +102,23 @@ class Placement:
 
     @property
     def staged_bytes(self) -> int:
-        """Size of the memory for the staged tensors."""
+        """Size of the memory for the staged tensors, in bytes."""
         return sum(_aligned(piece.count * dtype_named(piece.dtype).itemsize) for piece in self.staged)
 
 
 def place_weights(memory: SharedMemory, metadata: list[WeightMeta], load_weights: LoadWeights) -> Placement:
-    """Watch `load_weights` copy tensors of these names, dtypes and shapes into parameters that lie in `memory`.
+    """Find the place of each tensor by watching `load_weights`, without copying data.
 
-    Nothing is copied.
+    Args:
+        memory: shared memory of the parameters.
+        metadata: descriptions of the tensors.
+        load_weights: weight loader of the model.
     """
     direct: list[Piece] = []
     staged: list[Piece] = []
     staged_offset = 0
     for meta in metadata:
-        # Never written, so it takes no memory.
+        # Pages without a write take no memory.
         tensor = torch.empty(meta.shape, dtype=meta.dtype)
         with _CopyWatch(tensor, memory.bytes) as watch:
             load_weights([(meta.name, tensor)])
@@ -128,10 +131,10 @@ def place_weights(memory: SharedMemory, metadata: list[WeightMeta], load_weights
 
 
 class _CopyWatch(TorchDispatchMode):
-    """Notes which elements of `source` are copied where into `target`, instead of copying them.
+    """Record copies from `source` to `target` instead of copying.
 
     Attributes:
-        runs: first element, number of elements, byte in the target, dtype there.
+        runs: first element, number of elements, byte offset in `target`, and dtype in `target`, for each copy.
     """
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
@@ -143,7 +146,7 @@ class _CopyWatch(TorchDispatchMode):
 
     @property
     def saw_only_copies(self) -> bool:
-        """Each element was copied once, and nothing else written but constants beside them (padding)."""
+        """True if each element was copied once, and all other writes were constants outside the copies (padding)."""
         copied = [(begin, begin + count * dtype_named(dtype).itemsize) for _, count, begin, dtype in self.runs]
         apart = all(stop <= begin or end <= start for start, stop in self._constant for begin, end in copied)
         return apart and not self._unknown and sum(count for _, count, _, _ in self.runs) == self._source.numel()
@@ -161,7 +164,7 @@ class _CopyWatch(TorchDispatchMode):
         inside = begin >= 0 and begin + target.nbytes <= self._target.nbytes and target.is_contiguous()
         if target.numel() == 0:
             pass
-        elif inside and func is torch.ops.aten.copy_.default and self._is_as_it_is(args[1], target.numel()):
+        elif inside and func is torch.ops.aten.copy_.default and self._is_unchanged(args[1], target.numel()):
             self.runs.append((int(args[1].storage_offset()), target.numel(), begin, dtype_name(target.dtype)))
         elif inside and func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
             self._constant.append((begin, begin + target.nbytes))
@@ -169,20 +172,22 @@ class _CopyWatch(TorchDispatchMode):
             self._unknown = True
         return target
 
-    def _is_as_it_is(self, source: Tensor, count: int) -> bool:
-        mine = source.untyped_storage().data_ptr() == self._source.untyped_storage().data_ptr()
-        return mine and source.is_contiguous() and source.numel() == count and source.dtype == self._source.dtype
+    def _is_unchanged(self, source: Tensor, count: int) -> bool:
+        same_storage = source.untyped_storage().data_ptr() == self._source.untyped_storage().data_ptr()
+        return (
+            same_storage and source.is_contiguous() and source.numel() == count and source.dtype == self._source.dtype
+        )
 
 
 def views(memory: Tensor, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Tensor]]:
-    """Each piece with the flat tensor in `memory` that it belongs to."""
+    """Yield each piece with the flat tensor at the place of the piece in `memory`."""
     for piece in pieces:
         dtype = dtype_named(piece.dtype)
         yield piece, memory[piece.offset : piece.offset + piece.count * dtype.itemsize].view(dtype)
 
 
 def gaps(pieces: Iterable[Piece], memory: SharedMemory) -> Iterator[tuple[int, int]]:
-    """First byte of each run of bytes in the memory that belongs to no piece, and the byte after its last."""
+    """Yield `(start, stop)` of each run of bytes in `memory` outside all pieces."""
     reached = 0
     for piece in sorted(pieces, key=lambda piece: piece.offset):
         if piece.offset > reached:
@@ -193,12 +198,12 @@ def gaps(pieces: Iterable[Piece], memory: SharedMemory) -> Iterator[tuple[int, i
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
+    """Return the name of a dtype, for example `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`."""
+    """Return the dtype of a name; the inverse of `dtype_name`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -1,11 +1,12 @@
-"""Weights from trainers to the engines on their host: every rank writes its shards into each engine's parameters.
+"""Weight transport to engines on the trainers' host: every rank writes shards into the parameters of each engine.
 
-An engine keeps its parameters in shared memory (`shared_parameters.py`), so an update is one copy of each byte, made
-by all ranks at once while the engine waits: nothing is gathered, nothing serialised, and there is no second copy.
+An engine keeps the parameters in shared memory (`layout.py`). In an update all ranks copy their shards at once while
+the engine waits. Each byte is copied once: there is no gather, no serialisation and no second copy.
 
-Each rank has a Unix socket to the engine. Over it come, once, the memory's descriptor and the place of each tensor;
-then, in every update, one byte from the engine that it waits and one byte back that the rank has written. That takes
-some 30 microseconds, where the call of a Ray actor takes milliseconds, and a process that dies closes its sockets.
+Each rank has a Unix socket to each process of an engine. The first update sends the file descriptor of the memory and
+the place of each tensor. Every update then exchanges two bytes: the engine is ready for writes, and the rank has
+finished writing. The exchange takes about 30 microseconds; a call of a Ray actor takes milliseconds. The sockets of a
+process close when the process dies.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from rl_plugins.weights.layout import (
 from rl_plugins.weights.source import WeightMeta, WeightSource
 
 Run = tuple[str, int, int]
-"""Name of a tensor of the checkpoint, its first element that is meant, and how many are."""
+"""Elements of a checkpoint tensor: name of the tensor, index of the first element, number of elements."""
 _WORD = b"."
 _LENGTH_BYTES = 8
 
 
 class ReceiverLost(ConnectionError):
-    """An engine that weights were to be sent to has closed the connection, or does not answer.
+    """An engine closed the connection during a weight update, or does not answer.
 
     Attributes:
-        position: of the engine among those of the sender.
-        silent: it does not answer.
+        position: index of the engine in the sender's list.
+        silent: True if the engine does not answer, False if the engine closed the connection.
     """
 
     def __init__(self, position: int, *, silent: bool, why: str) -> None:
@@ -57,28 +58,31 @@ class ReceiverLost(ConnectionError):
 
 
 class Engine(Protocol):
-    """What rank 0 asks of an engine."""
+    """Methods of an engine, called by rank 0."""
 
     def init(self, init_info: dict[str, Any]) -> None:
-        """Call `SharedMemoryReceiver.expect(**init_info)` in every process of the engine, and wait for it."""
+        """Call `SharedMemoryReceiver.expect(**init_info)` in every process of the engine, and wait for the end."""
 
     def load(self, version: int) -> Callable[[], None]:
-        """Let them `receive` once; returns at once, and what it returns waits until the new weights are in use."""
+        """Start one `receive` in every process. Return a function that waits until the new weights are in use."""
 
 
 class SharedMemorySender:
-    """The trainer's side; built and called on every rank.
+    """The trainer's side of the transport. Every rank constructs a sender and calls the sender's methods.
 
     Args:
-        source: the weights.
-        rank: this rank; rank 0 talks to the engine.
+        source: weights of the policy.
+        rank: index of this rank; rank 0 calls the engines.
         world_size: number of ranks.
-        broadcast: sends rank 0's object to all ranks.
-        engines: all engines (rank 0), nothing elsewhere.
-        num_engines: how many there are.
-        num_receivers: processes of each engine.
-        keeps_weights: the engines have between updates what they were sent, so that what never changes is sent once.
-        timeout_s: deadline of every wait for the other side.
+        broadcast: function to send an object of rank 0 to all ranks.
+        engines: all engines on rank 0, empty on other ranks.
+        num_engines: number of engines.
+        num_receivers: number of processes of each engine.
+        keeps_weights: True if the engines keep their weights between updates. Frozen weights are then sent once.
+        timeout_s: deadline of every wait for an engine, in seconds.
+
+    Raises:
+        EngineLost: an engine was lost during the connection. Every rank raises.
     """
 
     def __init__(
@@ -96,8 +100,8 @@ class SharedMemorySender:
     ) -> None:
         self._source, self._engines, self._num_engines = source, engines, num_engines
         self._keeps_weights = keeps_weights
-        # What never changes; known when the first update is through.
-        self._sent_for_good: set[str] = set()
+        # Names of the frozen weights, after the first complete update.
+        self._sent_frozen: set[str] = set()
         names = broadcast([f"rl_plugins-weights-{uuid.uuid4().hex}" for _ in range(num_engines)])
         lost = False
         if engines:
@@ -109,60 +113,66 @@ class SharedMemorySender:
                     lost = True
         if broadcast(lost):
             raise EngineLost("an engine was lost while ranks connected to it")
-        self._receivers = [
+        self._connections = [
             (position, _EngineConnection(name, number, rank, timeout_s))
             for position, name in enumerate(names)
             for number in range(num_receivers)
         ]
 
     def send(self, version: int) -> None:
-        """Update the engines' weights to those of the source. Collective.
+        """Replace the weights of all engines by the weights of the source. Collective.
 
         Raises:
-            ReceiverLost: an engine did not stop for the update in time, or its process ended or has failed.
+            ReceiverLost: an engine did not stop sampling before the deadline, or a process of the engine ended.
         """
         loaded = [engine.load(version) for engine in self._engines]
         try:
-            for position, receiver in self._receivers:
-                with _own_error(loaded, position):
-                    receiver.wait_until_ready()
+            for position, connection in self._connections:
+                with _receiver_errors(loaded, position):
+                    connection.wait_until_ready()
             for name, start, part in self._source.shards():
-                if name in self._sent_for_good:
+                if name in self._sent_frozen:
                     continue
-                for _, receiver in self._receivers:
-                    receiver.write(name, start, part)
-            for position, receiver in self._receivers:
-                with _own_error(loaded, position):
-                    receiver.end()
+                for _, connection in self._connections:
+                    connection.write(name, start, part)
+            for position, connection in self._connections:
+                with _receiver_errors(loaded, position):
+                    connection.end()
             if self._keeps_weights:
-                self._sent_for_good = {meta.name for meta in self._source.metadata() if meta.frozen}
+                self._sent_frozen = {meta.name for meta in self._source.metadata() if meta.frozen}
         except BaseException:
-            # The other engines must not wait for this rank.
+            # The remaining engines must not wait for this rank.
             self.close()
             raise
-        # An engine does one thing at a time: what any rank asks of it from now on comes after the update.
+        # An engine executes calls one by one: all later calls of any rank come after the update.
         for wait in loaded:
             wait()
 
     def check(self, source: WeightSource, ask: Callable[[int, list[Run]], list[list[int]]]) -> None:
-        """Compare this rank's shards with what the engines have in their place. Not collective.
+        """Compare the shards of this rank with the same elements in all engines. Not collective.
 
         Args:
-            source: the weights as they were sent.
-            ask: gives the `SharedMemoryReceiver.checksums` of each process of the engine of a number.
+            source: weights of the last update.
+            ask: function that returns `SharedMemoryReceiver.checksums` for each process of an engine, given the index
+                of the engine and the runs of elements.
 
         Raises:
-            WeightsDiffer: names the engine and the first tensor that differs.
+            WeightsDiffer: a tensor differs. The message names the engine and the first such tensor.
         """
         runs: list[Run] = []
-        mine: list[list[int]] = []
+        expected_checksums: list[list[int]] = []
         for name, start, part in source.shards():
             runs.append((name, start, part.numel()))
-            mine.append([receiver.checksum_of(name, start, part) for _, receiver in self._receivers])
-        theirs = [checksums for position in range(self._num_engines) for checksums in ask(position, runs)]
-        for (name, start, count), expected, found in zip(runs, mine, zip(*theirs, strict=True), strict=True):
-            for (position, _), one, other in zip(self._receivers, expected, found, strict=True):
-                if one != other:
+            expected_checksums.append(
+                [connection.checksum_of(name, start, part) for _, connection in self._connections]
+            )
+        found_checksums = [checksums for position in range(self._num_engines) for checksums in ask(position, runs)]
+        by_run = zip(*found_checksums, strict=True)
+        for (name, start, count), expected, found in zip(runs, expected_checksums, by_run, strict=True):
+            for (position, _), expected_checksum, checksum_found in zip(
+                self._connections, expected, found, strict=True
+            ):
+                if expected_checksum != checksum_found:
                     raise WeightsDiffer(
                         f"after a weight update {name} of rollout engine {position} differs from the policy's, "
                         f"somewhere in its elements {start} to {start + count - 1}"
@@ -170,13 +180,13 @@ class SharedMemorySender:
 
     def close(self) -> None:
         """Close the connections."""
-        for _, receiver in self._receivers:
-            receiver.close()
+        for _, connection in self._connections:
+            connection.close()
 
 
 @contextmanager
-def _own_error(loaded: Sequence[Callable[[], None]], position: int) -> Iterator[None]:
-    """What the engine itself has to say of a connection that it closed, if it lives to tell it (rank 0 hears it)."""
+def _receiver_errors(loaded: Sequence[Callable[[], None]], position: int) -> Iterator[None]:
+    """Convert connection errors to ReceiverLost. On rank 0, raise the engine's own error instead if there is one."""
     try:
         yield
     except ConnectionError as error:
@@ -188,7 +198,7 @@ def _own_error(loaded: Sequence[Callable[[], None]], position: int) -> Iterator[
 
 
 class _EngineConnection:
-    """One rank's connection to one process of the engine."""
+    """Connection of one rank to one process of an engine."""
 
     def __init__(self, name: str, number: int, rank: int, timeout_s: float) -> None:
         self._rank, self._timeout_s = rank, timeout_s
@@ -214,11 +224,11 @@ class _EngineConnection:
             target.copy_(piece)
 
     def checksum_of(self, name: str, start: int, part: Tensor) -> int:
-        """Of a part of a tensor, if it is in the engine as it was written."""
+        """Return the checksum of a tensor part in the engine's dtype."""
         return checksum(piece.to(target) for target, piece in self._places(name, start, part))
 
     def _places(self, name: str, start: int, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where the part goes, and what of it goes there."""
+        """Yield each destination in the engine with its elements of the part."""
         assert self._targets is not None
         # An empty tensor has no place.
         for begin, target in self._targets[name] if part.numel() else ():
@@ -235,12 +245,12 @@ class _EngineConnection:
 
 
 class SharedMemoryReceiver:
-    """The engine's side, in each of its processes.
+    """The engine's side of the transport, in one process of an engine.
 
     Args:
-        module: the model; its parameters move into shared memory.
-        load_weights: the model's own loader, for what cannot be written into the parameters as it is.
-        number: of this process among those of the engine.
+        module: model of the engine. The constructor moves the parameters into shared memory.
+        load_weights: weight loader of the model, for staged tensors (see `layout.Placement`).
+        number: index of this process in the engine.
     """
 
     def __init__(self, module: nn.Module, load_weights: LoadWeights, number: int = 0) -> None:
@@ -256,13 +266,13 @@ class SharedMemoryReceiver:
 
     @property
     def held(self) -> int:
-        """Bytes that the weights take."""
+        """Resident bytes of the weights."""
         return self._memory.held + self._staging.held
 
     def give_back(self) -> int:
-        """Free what the ranks write, until they write it again; returns how many bytes that must free.
+        """Free the memory of the weights until the next update; return the number of bytes to be freed.
 
-        What no rank writes stays: padding, and parameters that the checkpoint does not have.
+        Elements outside the checkpoint stay: padding, and parameters without a checkpoint tensor.
         """
         held = self.held
         kept = [(start, self._memory.bytes[start:stop].clone()) for start, stop in gaps(self._direct, self._memory)]
@@ -274,13 +284,13 @@ class SharedMemoryReceiver:
         return held - sum(len(part) for _, part in rest)
 
     def expect(self, *, name: str, num_ranks: int, tensors: list[tuple[str, str, list[int]]], timeout_s: float) -> None:
-        """Listen for a new set of ranks; those of before are gone.
+        """Disconnect from earlier ranks and listen for new ranks.
 
         Args:
-            name: the ranks find this process by it.
-            num_ranks: how many ranks write.
-            tensors: name, dtype and shape of what they will write.
-            timeout_s: deadline of every wait for a rank.
+            name: name by which ranks find the engine.
+            num_ranks: number of writing ranks.
+            tensors: name, dtype and shape of each written tensor.
+            timeout_s: deadline of every wait for a rank, in seconds.
         """
         self.disconnect()
         metadata = [WeightMeta(tensor, dtype_named(dtype), tuple(shape)) for tensor, dtype, shape in tensors]
@@ -298,10 +308,10 @@ class SharedMemoryReceiver:
         self._listener.listen(num_ranks)
 
     def receive(self) -> None:
-        """Let the ranks write, and wait until all of them have.
+        """Let all ranks write, and wait for the end of all writes.
 
         Raises:
-            DeadlineExceeded: a rank did not come, or did not write in time.
+            DeadlineExceeded: a rank did not connect, or did not finish writing, before the deadline.
             ConnectionError: a rank ended.
         """
         try:
@@ -319,15 +329,18 @@ class SharedMemoryReceiver:
             if self._staged:
                 self._load_weights(self._staged)
         except BaseException:
-            # The ranks must not wait for an engine that will not answer.
+            # The ranks must not wait for an engine that cannot answer.
             self.disconnect()
             raise
 
     def checksums(self, runs: Sequence[Run]) -> list[int]:
-        """Of what is in this process's memory in the place of runs of elements of the checkpoint's tensors.
+        """Return a checksum of each run of elements, as stored in this process.
+
+        Args:
+            runs: runs of elements of checkpoint tensors.
 
         Raises:
-            WeightsDiffer: a parameter of the model has left the memory that the ranks write to.
+            WeightsDiffer: a parameter of the model is no longer in the shared memory.
         """
         begin, end = self._memory.bytes.data_ptr(), self._memory.bytes.data_ptr() + self._memory.size
         for name, parameter in self._module.named_parameters():
@@ -372,14 +385,14 @@ class SharedMemoryReceiver:
         _send(connection, message, f"rank {rank} ended before its first weight update")
 
     def disconnect(self) -> None:
-        """Close the connections; the parameters stay where they are."""
+        """Close all connections. The parameters stay in shared memory."""
         for connection in (*self._ranks.values(), *([self._listener] if self._listener else [])):
             connection.close()
         self._ranks, self._listener = {}, None
 
 
 def _receive_places(connection: socket.socket, waits_for: str, ended: str) -> list[tuple[Piece, Tensor]]:
-    """The flat tensors to write to, of the parameters' memory and the staged one."""
+    """Return the flat tensors to write to, in the parameters' memory and in the staging memory."""
     try:
         length, descriptors, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, 2)
     except TimeoutError:
@@ -420,5 +433,5 @@ def _receive(connection: socket.socket, size: int, waits_for: str, ended: str) -
 
 
 def _address(name: str, number: int) -> str:
-    # An abstract address of Linux: no file that a killed process could leave behind.
+    # An abstract address of Linux. A killed process leaves no file.
     return f"\0{name}-{number}"

@@ -1,8 +1,8 @@
-"""The training side of a weight update: a stream of named tensors, whole or in this rank's parts.
+"""The trainer's side of a weight update: a stream of named tensors, in full or as the shards of this rank.
 
-`WeightSource` has the shape of vLLM's class of the same name (metadata, and iteration over full tensors), so that
-vLLM's own trainer engines can send it, plus `shards()`: the part of each tensor that this rank already holds, for
-transports that all ranks can write to at once, without any gather.
+`WeightSource` has the methods of vLLM's class of the same name (metadata, and iteration over full tensors). Therefore
+vLLM's own trainer engines can send a `WeightSource`. The additional method `shards` yields the part of each tensor on
+this rank, for transports to which all ranks write at once. Shards need no gather.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class WeightMeta:
-    """One parameter: its Hugging Face name, the dtype sent, its full shape, and whether it never changes."""
+    """Description of one parameter.
+
+    Attributes:
+        name: Hugging Face name.
+        dtype: dtype in which the parameter is sent.
+        shape: shape of the full tensor.
+        frozen: True if training never changes the parameter.
+    """
 
     name: str
     dtype: torch.dtype
@@ -27,53 +34,56 @@ class WeightMeta:
 
     @property
     def numel(self) -> int:
-        """Elements of the full tensor."""
+        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full tensor."""
+        """Size of the full tensor in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 class WeightSource(Protocol):
-    """A re-iterable source of the policy's weights; every rank walks it in the same order."""
+    """Weights of the policy. The source can be iterated many times; all ranks iterate in the same order."""
 
     def metadata(self) -> list[WeightMeta]:
-        """What iteration yields, in that order, without moving data."""
+        """Return the descriptions of the tensors in the order of iteration, without moving data."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors, one layer gathered at a time. A collective: every rank must iterate to the end."""
+        """Yield full tensors, gathered layer by layer. Collective: every rank must iterate to the end."""
 
     def shards(self) -> Iterator[tuple[str, int, Tensor]]:
-        """`(name, offset, flat part)` that this rank holds; the parts of all ranks tile each tensor. No collective."""
+        """Yield `(name, first element, flat part)` of each tensor part on this rank. Not collective.
+
+        The parts of all ranks cover each tensor exactly once.
+        """
 
 
 @runtime_checkable
 class AdaptedWeightSource(WeightSource, Protocol):
-    """The weights of a policy that has an adapter, which can be had alone as well."""
+    """Weights of a policy with an adapter. The adapter is also available alone."""
 
     def adapter_files(self) -> dict[str, bytes]:
-        """What peft saves of the adapter, by file name; empty on all ranks but the first. Collective."""
+        """Return peft's files of the adapter, by name; empty on all ranks but rank 0. Collective."""
 
 
 class ModuleWeightSource:
-    """Weights of a module that every rank holds in full; ranks share the copying evenly."""
+    """Weights of a module, complete on every rank. Ranks share the copying evenly."""
 
     def __init__(self, module: torch.nn.Module, rank: int = 0, world_size: int = 1) -> None:
         self._module, self._rank, self._world_size = module, rank, world_size
 
     def metadata(self) -> list[WeightMeta]:
-        """Names, dtypes and shapes of the module's parameters; tied ones once."""
+        """Return names, dtypes and shapes of the parameters; tied parameters appear once."""
         return [WeightMeta(name, p.dtype, tuple(p.shape)) for name, p in self._module.named_parameters()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters themselves."""
+        """Yield the parameters without a copy."""
         for name, parameter in self._module.named_parameters():
             yield name, parameter.detach()
 
     def shards(self) -> Iterator[tuple[str, int, Tensor]]:
-        """This rank's slice of each flattened parameter."""
+        """Yield this rank's slice of each flattened parameter."""
         for name, parameter in self._module.named_parameters():
             flat = parameter.detach().view(-1)
             size = -(-flat.numel() // self._world_size)
