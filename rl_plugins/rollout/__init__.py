@@ -1,6 +1,5 @@
-"""Rollout engines: they hold a copy of the policy for sampling and take new weights between RL steps.
+"""Rollout engines: each engine holds a copy of the policy, samples responses, and gets new weights between RL steps.
 
-`engine.py` is the protocol that stages and strategies know; `transformers_engine.py` samples in process;
-`vllm/` is the only room that imports vLLM; `weights.py` is the trainer's side of the
-weight path, `shared_memory.py` and `shared_parameters.py` are both sides of the one on CPU.
+`engine.py` defines the protocol and its records. `transformers_engine.py` samples in the trainer's process. `vllm/`
+samples in Ray actors, and is the only room with imports of vLLM.
 """

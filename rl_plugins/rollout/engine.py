@@ -1,7 +1,7 @@
 """The rollout engine protocol and the records that cross it.
 
-An engine samples from its own copy of the policy. `update_weights` replaces the copy, drops every cached prefix and
-names the new policy version, in one call, because a cache that outlives its weights is a silent error.
+An engine samples from a separate copy of the policy. One call, `update_weights`, replaces the copy, drops all cached
+prefixes and sets the new policy version, because a cache of old weights would cause a silent error.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from rl_plugins.weights.source import WeightSource
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How responses are drawn. Log-probs are those of the distribution really sampled from (after temperature).
+    """Options of sampling. Log-probs belong to the sampled distribution (after temperature, top-p and top-k).
 
     Attributes:
         max_tokens: longest response, in tokens.
         num_samples: responses per prompt.
-        temperature: 0 is greedy.
-        top_p: nucleus; 1 keeps all.
-        top_k: most likely tokens kept; -1 keeps all.
-        stop_token_ids: tokens that end a response; the token itself belongs to the response.
+        temperature: divisor of the logits; 0 is greedy.
+        top_p: probability mass of the kept tokens (nucleus sampling); 1 keeps all tokens.
+        top_k: number of most likely tokens kept; -1 keeps all tokens.
+        stop_token_ids: tokens that end a response. The token belongs to the response.
         stop: strings that end a response.
     """
 
@@ -41,10 +41,10 @@ class SamplingConfig:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what no engine could sample.
+        """Check all values.
 
         Raises:
-            ConfigError: a value outside its range.
+            ConfigError: a value is out of range.
         """
         for name, value, good in (
             ("max_tokens", self.max_tokens, self.max_tokens >= 1),
@@ -59,16 +59,16 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class Generations:
-    """Responses to a list of prompts, `num_samples` in a row for each prompt, stored flat.
+    """Responses to a list of prompts, stored flat. The `num_samples` responses to a prompt are neighbours.
 
     Attributes:
-        token_ids: int64 [N], the tokens of all responses, one after the other.
-        log_probs: float32 [N], of those tokens when they were sampled.
-        policy_versions: int64 [N], version of the weights that sampled each token.
-        lengths: int64 [R], tokens of each of the R responses.
+        token_ids: int64 [N], concatenated tokens of all responses.
+        log_probs: float32 [N], log-prob of each token at the time of sampling.
+        policy_versions: int64 [N], version of the weights for each token.
+        lengths: int64 [R], number of tokens of each response.
         finish_reasons: [R], `stop`, `length` or `abort`.
-        sampled: bool [N], False on the tokens of what an environment said; None where nobody else speaks.
-        endings: [R], how each conversation with an environment ended; empty where there was none.
+        sampled: bool [N], False for tokens from an environment; None without an environment.
+        endings: [R], ending of each conversation with an environment; empty without an environment.
     """
 
     token_ids: np.ndarray
@@ -80,19 +80,19 @@ class Generations:
     endings: list[Any] = field(default_factory=list)
 
     def responses(self) -> list[list[int]]:
-        """Token ids of each response."""
+        """Return the token ids of each response."""
         return self._split(self.token_ids)
 
     def response_log_probs(self) -> list[list[float]]:
-        """Log-probs of each response."""
+        """Return the log-probs of each response."""
         return self._split(self.log_probs)
 
     def response_versions(self) -> list[list[int]]:
-        """Policy versions of each response."""
+        """Return the policy versions of each response."""
         return self._split(self.policy_versions)
 
     def response_masks(self) -> list[list[float]] | None:
-        """1 on the tokens of each response that the policy sampled; None where it sampled them all."""
+        """Return 1 for each token sampled by the policy and 0 for others; None if the policy sampled all tokens."""
         return None if self.sampled is None else self._split(self.sampled.astype(np.float32))
 
     def _split(self, values_N: np.ndarray) -> list[list[Any]]:
@@ -106,7 +106,7 @@ class Generations:
         finish_reasons: Sequence[str],
         policy_versions: int | Sequence[Sequence[int]],
     ) -> Generations:
-        """Flatten ragged lists; one version stands for all tokens."""
+        """Flatten ragged lists. An integer version applies to all tokens."""
         tokens_N = np.fromiter((t for r in responses for t in r), dtype=np.int64)
         return cls(
             token_ids=tokens_N,
@@ -119,7 +119,7 @@ class Generations:
         )
 
     def split(self, sizes: Sequence[int]) -> list[Generations]:
-        """Cut into parts of so many responses each."""
+        """Split into parts; `sizes` has the number of responses of each part."""
         rows = [0, *accumulate(sizes)]
         starts = np.concatenate([[0], np.cumsum(self.lengths)])[rows].tolist()
         return [
@@ -137,7 +137,7 @@ class Generations:
 
     @classmethod
     def concat(cls, parts: Sequence[Generations]) -> Generations:
-        """The responses of several, one behind the other."""
+        """Return the concatenated responses of all parts."""
         return cls(
             token_ids=np.concatenate([part.token_ids for part in parts]),
             log_probs=np.concatenate([part.log_probs for part in parts]),
@@ -151,13 +151,13 @@ class Generations:
 
 @dataclass(frozen=True)
 class RemoteSamples:
-    """Responses that an engine in another process keeps until a rank, any one, fetches them.
+    """Reference to the responses of a group in an engine's process. Any rank can fetch the responses.
 
     Attributes:
-        engine: its number.
-        rank: the one that had them sampled.
-        ticket: that it gave them.
-        lengths: int64 [R], tokens of each of the R responses.
+        engine: index of the engine.
+        rank: rank that submitted the group.
+        ticket: ticket of the group on that rank.
+        lengths: int64 [R], number of tokens of each response.
     """
 
     engine: int
@@ -168,13 +168,13 @@ class RemoteSamples:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A prompt to be sampled from some time.
+    """Request for a group of responses to one prompt.
 
     Attributes:
-        ticket: the rank's own number for it.
+        ticket: number of the group, unique on the rank.
         prompt: token ids.
-        seed: the same seed, weights and prompt give the same responses.
-        max_tokens: longest response, where it is less than that of the sampling.
+        seed: seed of the samples. The same seed, weights and prompt give the same responses.
+        max_tokens: longest response in tokens, if shorter than in the SamplingConfig.
     """
 
     ticket: int
@@ -183,116 +183,116 @@ class GroupRequest:
     max_tokens: int | None = None
 
     def shortened(self, sampling: SamplingConfig) -> SamplingConfig:
-        """How this group is sampled."""
+        """Return the sampling options of this group."""
         return sampling if self.max_tokens is None else replace(sampling, max_tokens=self.max_tokens)
 
 
 class GroupSampler(Protocol):
-    """Samples groups of responses, some time."""
+    """Asynchronous sampling of groups of responses."""
 
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
-        """Have groups of `num_samples` responses sampled; does not wait for them.
+        """Start sampling `num_samples` responses to each request, without waiting.
 
         Args:
-            requests: this rank's.
-            sampling: how to sample.
-            together: every rank calls this, and all their groups begin at once: then what is sampled does not depend
-                on who came first. Otherwise the groups begin now.
+            requests: requests of this rank.
+            sampling: options of sampling.
+            together: True if every rank calls `submit` and all groups start in one batch. The responses then do not
+                depend on the order of the calls. If False, the groups start immediately.
         """
 
     def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | RemoteSamples]:
-        """Wait for groups that this rank has submitted; returns those that are finished, by their tickets.
+        """Wait for submitted groups of this rank; return the finished groups by ticket.
 
         Args:
-            required: tickets that must be among them.
-            count: how many there must be; with 0, and nothing required, all that are finished now.
+            required: tickets to wait for.
+            count: least number of groups to wait for. With 0 and no required ticket, return without waiting.
 
         Raises:
-            EngineLost: see `lost_tickets`.
+            EngineLost: an engine was lost. `lost_tickets` returns its groups.
         """
 
     def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
-        """Responses of finished groups, whichever rank collected them, once; None of what went with a lost engine."""
+        """Return and release the responses of groups collected by any rank; None for groups of a lost engine."""
 
     def drop(self, tickets: Sequence[int]) -> None:
-        """End groups, and forget them, finished ones too; when it returns, nothing of them is being sampled."""
+        """End and remove groups, finished groups included. No sampling of the groups continues after the call."""
 
     def lost_tickets(self) -> list[int]:
-        """Of groups that went with a lost engine; whoever submitted them does so again."""
+        """Return the tickets of groups on lost engines. The caller submits the groups again."""
 
 
 class RolloutEngine(GroupSampler, Protocol):
-    """What a strategy drives between training steps. Every call has a deadline and raises when it passes."""
+    """Rollout engine of a strategy. Every call has a deadline and raises after the deadline."""
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether the weights outlive a sleep; if not, an update comes before the next samples."""
+        """True if the engine keeps the weights during sleep. If False, an update must precede the next sampling."""
 
     @property
     def sleeps(self) -> bool:
-        """Whether the engine gives way to the trainer, and the trainer to it; if not, both work at the same time."""
+        """True if the engine and the trainer take turns, False if both work at the same time."""
 
     @property
     def check_updates(self) -> int:
-        """Every how many weight updates the strategy has them checked; 0 for never."""
+        """Number of weight updates between two checks; 0 disables checks."""
 
     @property
     def log_prob_tolerance(self) -> float:
-        """How far the mean log-prob of a few tokens may lie from an exact one, because of the engine's dtype."""
+        """Allowed mean error of the log-probs of a few tokens in the engine's dtype, in nats."""
 
     def connect(self, rank: int, world_size: int) -> None:
-        """Take a place among `world_size` training ranks; waits until the engine is ready to sample."""
+        """Connect training rank `rank`, and wait until the engine can sample."""
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
-        """Sample responses to this rank's prompts. Collective: every rank calls it, an empty list is fine.
+        """Sample responses to the prompts of this rank. Collective; an empty list is allowed.
 
         Args:
             prompts: token ids.
-            sampling: how to sample; the same on every rank.
-            seeds: one per prompt: the same seed, weights and prompt give the same responses. None: unseeded.
+            sampling: options of sampling, equal on all ranks.
+            seeds: one seed per prompt. The same seed, weights and prompt give the same responses. None: no seeds.
         """
 
     def drop_lost_engines(self) -> int:
-        """Go on without the engines that any rank has lost; returns how many. Collective.
+        """Stop using the engines lost by any rank; return the number of lost engines. Collective.
 
-        They come back with a later weight update. The next one is due now.
+        The caller must update the weights next. Restarted engines return in a later weight update.
         """
 
     @property
     def num_living(self) -> int:
-        """Engines that work."""
+        """Number of working engines."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the engine of this rank has worked so far, as it said last."""
+        """Last reported working time of this rank's engine, in seconds."""
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Replace the weights, drop cached prefixes, name the version. Collective.
+        """Replace the weights, drop cached prefixes and set the policy version. Collective.
 
-        Groups that are being sampled go on with the new weights, from what has been sampled of them.
+        Unfinished groups keep their tokens and continue with the new weights.
 
         Raises:
-            EngineLost: not all engines have them now.
+            EngineLost: an engine did not get the new weights.
         """
 
     def check_weights(self, source: WeightSource) -> None:
-        """Compare the engine's weights with the source, bit by bit where the engine can be read. Collective.
+        """Compare the engine's weights with the source, bit by bit if the engine is readable. Collective.
 
         Raises:
-            WeightsDiffer: names the first tensor that differs.
+            WeightsDiffer: a tensor differs. The message names the first such tensor.
         """
 
     def prompt_log_probs(self, prompt: list[int]) -> list[float]:
-        """Log-probs of a prompt's tokens after the first, at temperature 1."""
+        """Return the log-probs of a prompt's tokens after the first token, at temperature 1."""
 
     def sleep(self) -> MemoryChange | None:
-        """Give memory back while the trainer works, cached prefixes included; what that did, where it was measured."""
+        """Free memory and drop cached prefixes while the trainer works; return the measured change, or None."""
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back: `weights`, `kv_cache`, or both (None)."""
+        """Allocate the freed memory again: `weights`, `kv_cache`, or both (None)."""
 
     def abort(self) -> None:
-        """End unfinished requests; their tokens so far are returned with finish reason `abort`."""
+        """End unfinished requests, and return the sampled tokens with finish reason `abort`."""
 
     def close(self) -> None:
-        """Free what this rank holds."""
+        """Free the resources of this rank."""

@@ -1,6 +1,6 @@
 """Sampling in the trainer's own process with a plain transformers model: for debugging and parity tests.
 
-It keeps its own copy of the policy, so the trained model is never put into generation mode, whatever shards it.
+The engine keeps a separate copy of the policy. The trained model never enters generation mode, however it is sharded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rl_plugins.weights.check import WeightsDiffer, tolerance_of
 from rl_plugins.weights.source import WeightSource
 
 
-class SampledAtOnce:
-    """The part of `RolloutEngine` that is about groups, by `generate`.
+class SynchronousGroups:
+    """The group methods of `RolloutEngine`, implemented with `generate` in the caller's process.
 
-    With a schedule that runs ahead, groups are as stale as those of an engine of its own, and nothing is won: that is
-    for debugging.
+    `submit` samples a group completely. A schedule that samples ahead therefore saves no time here, and serves
+    debugging only. The staleness of the groups is the same as with a separate engine.
     """
 
     sleeps = True
@@ -35,53 +35,55 @@ class SampledAtOnce:
         self._finished: dict[int, Generations] = {}
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
-        """See `RolloutEngine`."""
+        """Sample responses, see `RolloutEngine`."""
         raise NotImplementedError
 
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
         """Sample the groups."""
         start = time.perf_counter()
         alike: dict[SamplingConfig, list[GroupRequest]] = {}
-        for one in requests:
-            alike.setdefault(one.shortened(sampling), []).append(one)
-        for how, those in alike.items():
-            generations = self.generate([one.prompt for one in those], how, [one.seed for one in those])
-            parts = generations.split([how.num_samples] * len(those))
-            self._finished |= zip([one.ticket for one in those], parts, strict=True)
+        for request in requests:
+            alike.setdefault(request.shortened(sampling), []).append(request)
+        for options, batch in alike.items():
+            generations = self.generate(
+                [request.prompt for request in batch], options, [request.seed for request in batch]
+            )
+            parts = generations.split([options.num_samples] * len(batch))
+            self._finished |= zip([request.ticket for request in batch], parts, strict=True)
         self.busy_s += time.perf_counter() - start
 
     def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | RemoteSamples]:
-        """All groups that were submitted."""
+        """Return all submitted groups."""
         finished, self._finished = self._finished, {}
         return finished
 
     def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
-        """They are in this process."""
-        return [one for one in finished if isinstance(one, Generations)]
+        """Return the groups unchanged, because all groups are in this process."""
+        return [group for group in finished if isinstance(group, Generations)]
 
     def drop(self, tickets: Sequence[int]) -> None:
-        """Forget groups."""
+        """Remove groups."""
         for ticket in tickets:
             self._finished.pop(ticket, None)
 
     def lost_tickets(self) -> list[int]:
-        """None: this process is the engine's."""
+        """Return an empty list, because the engine shares the caller's process."""
         return []
 
     def drop_lost_engines(self) -> int:
-        """Nobody: this process is the engine's."""
+        """Return 0, because the engine shares the caller's process."""
         return 0
 
 
-class TransformersRollout(SampledAtOnce):
+class TransformersRollout(SynchronousGroups):
     """An in-process engine with a KV cache, exact log-probs and per-sample seeds.
 
     Args:
         model: Hugging Face name or folder.
-        dtype: of the copy.
-        device: of the copy.
-        max_batch_size: responses sampled at once.
-        check_updates: every how many weight updates they are checked; 0 for never.
+        dtype: dtype of the copy.
+        device: device of the copy.
+        max_batch_size: largest number of responses in a batch.
+        check_updates: number of weight updates between two checks; 0 disables checks.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class TransformersRollout(SampledAtOnce):
         self._version = 0
 
     def connect(self, rank: int, world_size: int) -> None:
-        """Load the copy."""
+        """Load the copy of the policy."""
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype)
@@ -108,7 +110,7 @@ class TransformersRollout(SampledAtOnce):
         self._parameters = dict(self._model.named_parameters())
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Copy every tensor of the source; there is no cache to drop."""
+        """Copy every tensor of the source. There is no cache to drop."""
         with torch.no_grad():
             for name, tensor in source:
                 self._parameters[name].copy_(tensor)
@@ -118,7 +120,7 @@ class TransformersRollout(SampledAtOnce):
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         """Sample `num_samples` responses to each prompt."""
         if sampling.stop:
-            raise ConfigError("the transformers engine stops at token ids only: use sampling.stop_token_ids")
+            raise ConfigError("the transformers engine does not support `stop` strings: use `stop_token_ids`")
         rows = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
         row_seeds = None if seeds is None else [s + i for s in seeds for i in range(sampling.num_samples)]
         responses: list[list[int]] = []
@@ -136,7 +138,7 @@ class TransformersRollout(SampledAtOnce):
     def _sample(
         self, rows: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """One batch; `B` rows, `P` longest prompt."""
+        """Sample one batch of `B` rows; return tokens and log-probs of each row."""
         width = max(len(row) for row in rows)
         input_ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self._device)
         lengths = torch.tensor([len(row) for row in rows], device=self._device)
@@ -180,40 +182,40 @@ class TransformersRollout(SampledAtOnce):
 
     @property
     def keeps_weights(self) -> bool:
-        """The copy stays."""
+        """True, because the copy stays in memory."""
         return True
 
     @property
     def log_prob_tolerance(self) -> float:
-        """That of the copy's dtype."""
+        """Tolerance of the copy's dtype."""
         return tolerance_of(self._dtype)
 
     def check_weights(self, source: WeightSource) -> None:
-        """Compare every tensor with the copy."""
+        """Compare every tensor with the copy, see `RolloutEngine`."""
         different = [name for name, tensor in source if not torch.equal(self._parameters[name], tensor.to(self._dtype))]
         if different:
-            raise WeightsDiffer(f"{different[0]} of the rollout engine is not that of the policy")
+            raise WeightsDiffer(f"{different[0]} of the rollout engine differs from the policy")
 
     @torch.no_grad()
     def prompt_log_probs(self, prompt: list[int]) -> list[float]:
-        """Of the copy's own forward."""
+        """Return the log-probs from a forward pass of the copy."""
         logits_TV = self._model(input_ids=torch.tensor([prompt], device=self._device)).logits[0, :-1].float()
         chosen_T = torch.tensor(prompt[1:], device=self._device)
         log_probs: list[float] = logits_TV.log_softmax(-1).gather(-1, chosen_T[:, None]).squeeze(-1).tolist()
         return log_probs
 
     def sleep(self) -> MemoryChange | None:
-        """The copy is small: it stays."""
+        """Do nothing: the copy stays in memory."""
         return None
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Always awake."""
+        """Do nothing: the engine never sleeps."""
 
     def abort(self) -> None:
-        """`generate` is synchronous: nothing is ever unfinished."""
+        """Do nothing: `generate` leaves no request unfinished."""
 
     def close(self) -> None:
-        """Drop the copy."""
+        """Delete the copy."""
         del self._model, self._parameters
 
 
@@ -232,7 +234,10 @@ def _processed_log_probs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
 
 
 def _draw(log_probs_BV: Tensor, temperature: float, generators: list[torch.Generator] | None) -> Tensor:
-    """Greedy, or one draw per row: the largest of p / e with e exponential is a sample of p."""
+    """Draw one token per row; greedy at temperature 0.
+
+    The index of the largest p / e, with exponential noise e, is a sample of p.
+    """
     if temperature == 0:
         return log_probs_BV.argmax(dim=-1)
     noise_BV = torch.empty_like(log_probs_BV)

@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine: the actor that owns it, the client that training ranks hold, what is registered with it.
+"""vLLM as a rollout engine: the actor with the engine, the client on training ranks, and plug-ins for vLLM.
 
-No other room imports vLLM, and here only the process of the actor does.
+No other room imports vLLM. In this room only the actor's process does.
 """

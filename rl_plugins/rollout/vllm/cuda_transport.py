@@ -1,4 +1,4 @@
-"""Weights to a vLLM engine on CUDA, through vLLM's own trainer engines: IPC when colocated, NCCL when split."""
+"""Weight transport to vLLM engines on CUDA by vLLM's trainer engines: IPC if colocated, NCCL if split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_plugins.weights.source import WeightSource
 
 
 class _Source(VLLMWeightSource):
-    """Our source under vLLM's base class."""
+    """A WeightSource as a subclass of vLLM's source."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -31,35 +31,35 @@ class _Source(VLLMWeightSource):
 
 
 class SeveralEngines:
-    """vLLM's `VLLMWeightSyncClient` protocol over several engines, all at once: none goes on without the others.
+    """vLLM's `VLLMWeightSyncClient` protocol for several engines. Each call runs on all engines at once.
 
     Args:
-        clients: of each engine.
-        processes: of each engine; in the group of a transport they follow each other.
+        clients: client of each engine.
+        processes: number of processes of each engine. Processes of an engine have consecutive ranks in the group.
     """
 
     def __init__(self, clients: Sequence[Any], processes: int) -> None:
         self._clients, self._processes = list(clients), processes
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Open the transport; every engine has ranks of its own in it."""
+        """Open the transport. Every engine gets separate ranks in the group."""
         first = [init_info["rank_offset"] + number * self._processes for number in range(len(self._clients))]
         self._each("init_weight_transfer_engine", [({**init_info, "rank_offset": offset},) for offset in first])
 
     def start_weight_update(self) -> None:
-        """Begin."""
+        """Start an update."""
         self._each("start_weight_update", [()] * len(self._clients))
 
     def update_weights(self, update_info: Any) -> None:
-        """Send one chunk."""
+        """Send one chunk of weights."""
         self._each("update_weights", [(update_info,)] * len(self._clients))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Complete."""
+        """Finish the update."""
         self._each("finish_weight_update", [(weight_version,)] * len(self._clients))
 
     def set_policy_version(self, version: int) -> None:
-        """Name the version that samples carry from now on."""
+        """Set the policy version of future samples."""
         self._each("set_policy_version", [(version,)] * len(self._clients))
 
     def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
@@ -75,21 +75,21 @@ class SeveralEngines:
 def make_cuda_sender(
     config: VLLMConfig, source: WeightSource, *, client: Any, rank: int, num_engines: int = 1
 ) -> Callable[[int], None]:
-    """A function that sends the source's weights and names their version. Every rank makes and calls it.
+    """Return a function that sends the weights and sets their version. Every rank calls both functions.
 
     Args:
-        config: of the engines.
-        source: the weights.
-        client: of the engine; of several `SeveralEngines`, over NCCL.
-        rank: this rank.
-        num_engines: how many there are.
+        config: settings of the engines.
+        source: weights of the policy.
+        client: client of the engine, or `SeveralEngines` over NCCL.
+        rank: index of this rank.
+        num_engines: number of engines.
     """
     bucket_bytes = config.bucket_mb * 2**20
     info: Any
     if config.backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-        # vLLM cuts no tensor: the largest one, often the embedding, has to fit.
+        # vLLM does not split tensors: the buffer must hold the largest tensor, often the embedding.
         largest = max(meta.dtype.itemsize * math.prod(meta.shape) for meta in source.metadata())
         info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(bucket_bytes, largest))
     else:
@@ -101,7 +101,7 @@ def make_cuda_sender(
             port = listener.getsockname()[1]
         info = NCCLTrainerInitInfo(
             rank=rank,
-            # Not that of the host's name, which is often the machine's own loopback.
+            # The address of the host name is often the loopback address.
             master_address=ray.util.get_node_ip_address(),
             master_port=port,
             world_size=1 + num_engines * config.tensor_parallel_size,

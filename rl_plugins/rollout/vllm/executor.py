@@ -1,7 +1,7 @@
-"""An engine of several processes is as good as lost when one of them is: all end at once, and Ray starts them again.
+"""Executor for engines of several processes: when one process ends, all end immediately, and Ray restarts the engine.
 
-vLLM has a way of its own to end, which takes seconds. What is asked of the engine in that time fails with what looks
-like a mistake of whoever asks.
+vLLM's shutdown takes seconds. Calls of the engine during the shutdown fail with errors that look like a mistake of the
+caller.
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
 class OneForAllExecutor(MultiprocExecutor):
-    """vLLM's executor of several worker processes; the process that it is in ends as soon as one of them does."""
+    """vLLM's multi-process executor. The executor's process ends as soon as one worker process ends."""
 
     def start_worker_monitor(self, inline: bool = False) -> None:
-        """Watch the workers, in vLLM's place."""
+        """Watch the workers, instead of vLLM's monitor."""
         sentinels = [worker.proc.sentinel for worker in self.workers]
         end_with(sentinels, unless=lambda: getattr(self, "shutting_down", False))
 
 
 def end_with(sentinels: Sequence[int], unless: Callable[[], bool] = lambda: False) -> None:
-    """End this process when one of others has ended.
+    """End this process when another process has ended.
 
     Args:
-        sentinels: of the other processes, as `multiprocessing.Process.sentinel`.
-        unless: asked then; if it is so, this process goes on.
+        sentinels: sentinels of the other processes (`multiprocessing.Process.sentinel`).
+        unless: function called after the end of a process. If the function returns True, this process continues.
     """
 
     def watch() -> None:
         multiprocessing.connection.wait(sentinels)
         if not unless():
-            print("a process of the vLLM engine has ended: the others end, too", file=sys.stderr, flush=True)
+            print(
+                "a process of the vLLM engine has ended: all processes of the engine end", file=sys.stderr, flush=True
+            )
             os._exit(1)
 
     Thread(target=watch, daemon=True, name="end-with-other-processes").start()

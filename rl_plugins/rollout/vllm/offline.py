@@ -1,4 +1,4 @@
-"""A vLLM engine in the calling process, for sampling without training: neither Ray nor weight updates."""
+"""A vLLM engine in the calling process, for sampling without training, Ray and weight updates."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rl_plugins.rollout.vllm.config import VLLMConfig
 
 
 class OfflineVLLM:
-    """The engine that training samples with, in this process; one per process.
+    """The engine of training, in the calling process. A process can have one OfflineVLLM.
 
     Args:
-        config: its settings; environment variables that are set already are left as they are.
+        config: settings of the engine. Environment variables with a value keep the value.
     """
 
     def __init__(self, config: VLLMConfig) -> None:
@@ -26,12 +26,12 @@ class OfflineVLLM:
         self._events.run_until_complete(self._engine.begin_session())
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> Generations:
-        """Sample; nothing is kept from earlier calls, so that the same call gives the same responses.
+        """Sample responses without caches of earlier calls. The same call gives the same responses.
 
         Args:
             prompts: token ids.
-            sampling: how to sample.
-            seeds: one per prompt.
+            sampling: options of sampling.
+            seeds: one seed per prompt.
         """
         return self._events.run_until_complete(self._generate(prompts, sampling, seeds))
 

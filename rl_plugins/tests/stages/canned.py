@@ -33,7 +33,7 @@ from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_polic
 from rl_plugins.ranks import Ranks
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations, SamplingConfig
-from rl_plugins.rollout.transformers_engine import SampledAtOnce
+from rl_plugins.rollout.transformers_engine import SynchronousGroups
 from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
@@ -64,7 +64,7 @@ def score(response: str) -> float | None:
 PROCESS_REWARDS = ProcessRewardConfig(optimizer=OptimizerConfig(lr=0.01, gradient_clip=0.0), success_above=0.5)
 
 
-class CannedRollout(SampledAtOnce):
+class CannedRollout(SynchronousGroups):
     """A rollout engine with fixed responses; notes its calls."""
 
     keeps_weights = True

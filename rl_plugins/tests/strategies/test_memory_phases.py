@@ -13,7 +13,7 @@ from typing_extensions import override
 from rl_plugins.memory import MemoryChange, MemoryNotFreed
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import Generations, SamplingConfig
-from rl_plugins.rollout.transformers_engine import SampledAtOnce
+from rl_plugins.rollout.transformers_engine import SynchronousGroups
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.phases import PhaseLog
 from rl_plugins.strategies.rollout_phase import RolloutPhases
@@ -24,7 +24,7 @@ GIB = 2**30
 SAMPLING = SamplingConfig(max_tokens=1)
 
 
-class RecordingEngine(SampledAtOnce):
+class RecordingEngine(SynchronousGroups):
     """Notes every call in a list that it shares with the strategy."""
 
     log_prob_tolerance = 1e-3
