@@ -136,7 +136,7 @@ class VLLMRollout:
 
     def drop_lost_engines(self) -> int:
         """Go on without the engines that any rank has lost; returns how many they are. Collective."""
-        lost = self._fleet.leave_lost()
+        lost = self._fleet.drop_lost()
         self._disconnect()
         return lost
 
@@ -148,7 +148,7 @@ class VLLMRollout:
         Raises:
             ConfigError: the engine was made for an adapter, and the policy has none.
         """
-        if self._fleet.returning and self._fleet.welcome_back():
+        if self._fleet.returning and self._fleet.add_restarted():
             self._disconnect()
         if self.config.lora_rank:
             self._send_adapter(source, version)

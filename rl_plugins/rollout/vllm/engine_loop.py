@@ -1,7 +1,7 @@
-"""Steps a vLLM engine for as long as it has requests; between two steps everything else gets its turn.
+"""Step a vLLM engine while there are requests. Other calls run between two steps.
 
-So requests come and go while others are sampled, and weights change in flight: a request that was begun goes on with
-the new weights, from the tokens it has (vLLM recomputes its KV cache and keeps account of which weights sampled what).
+Therefore requests can start and end while the engine samples, and weights can change in flight. A started request keeps
+its tokens and continues with the new weights. vLLM recomputes the KV cache and records the version of each token.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 
 class EngineLoop:
-    """Runs the requests of one `vllm.LLM` on the event loop that it is used on.
+    """Execution of the requests of one `vllm.LLM` on the current event loop.
 
     Attributes:
-        busy_s: seconds in steps of the engine so far.
-        steps: how many there were.
+        busy_s: total time of the engine's steps, in seconds.
+        steps: number of steps.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -37,15 +37,15 @@ class EngineLoop:
 
     @property
     def busy(self) -> bool:
-        """Whether requests are unfinished."""
+        """True if requests are unfinished."""
         return bool(self._running)
 
     def start(self, requests: Mapping[str, tuple[list[int], Any]], adapter: Any = None) -> None:
-        """Add requests, all or, if one is refused, none.
+        """Add all requests, or no request if vLLM refuses one.
 
         Args:
-            requests: by their names, the prompt's token ids and vLLM's sampling parameters.
-            adapter: of vLLM, if the requests use one.
+            requests: prompt token ids and vLLM's sampling parameters, by request name.
+            adapter: vLLM's request of a LoRA adapter, or None.
         """
         added: list[str] = []
         try:
@@ -60,17 +60,24 @@ class EngineLoop:
             self._task = asyncio.create_task(self._run())
 
     async def wait(self, names: Sequence[str], required: Collection[str], count: int) -> dict[str, Any]:
-        """Outputs of the named requests that are finished: all that are required, and `count` of them at least.
+        """Wait for requests and return their outputs.
+
+        Args:
+            names: requests to return, if finished.
+            required: requests to wait for.
+            count: least number of finished requests to wait for.
 
         Raises:
-            BaseException: what ended the engine's work on one of them.
-            RuntimeError: all requests were forgotten in the meantime.
+            BaseException: error of the engine during a named request.
+            RuntimeError: a new session removed all requests.
         """
         forgotten = self._forgotten
         async with self._changed:
             while True:
                 if self._forgotten != forgotten:
-                    raise RuntimeError("other training workers have begun, and these requests are forgotten")
+                    raise RuntimeError(
+                        "other training workers have begun, and their session removed the requests of this session"
+                    )
                 for name in names:
                     if name in self._failures:
                         raise self._failures.pop(name)
@@ -80,7 +87,7 @@ class EngineLoop:
                 await self._changed.wait()
 
     def abort(self, names: Collection[str] | None = None) -> None:
-        """End requests, all of them by default, and forget them."""
+        """End and remove requests, by default all requests."""
         names = {*self._running, *self._finished} if names is None else names
         self._engine.abort_request([name for name in names if name in self._running])
         for name in names:
@@ -88,21 +95,21 @@ class EngineLoop:
             self._finished.pop(name, None)
 
     def forget(self) -> None:
-        """End all requests, whatever failed, and, at the next `go_on`, whoever waits for them."""
+        """Remove all requests and failures. Calls of `wait` raise after the next `go_on`."""
         self.abort()
         self._failures.clear()
         self._forgotten += 1
 
     def hold(self) -> None:
-        """No steps from now on until `go_on`."""
+        """Pause the steps until `go_on`."""
         self._held = True
         if self._running and not self._paused:
-            # An engine in a process of its own takes steps without being asked.
+            # An engine in a separate process steps without a call.
             self._llm.sleep(level=0, mode="keep")
             self._paused = True
 
     async def go_on(self) -> None:
-        """Steps again."""
+        """Continue the steps."""
         self._held = False
         if self._paused:
             self._llm.wake_up(["scheduling"])
@@ -116,7 +123,7 @@ class EngineLoop:
                 if self._held:
                     async with self._changed:
                         await self._changed.wait_for(lambda: not self._held)
-                    # All may have been ended meanwhile: an engine without requests may never answer.
+                    # All requests may have ended in the pause, and an engine without requests may never answer.
                     continue
                 start = time.perf_counter()
                 done = {output.request_id: output for output in self._engine.step() if output.finished}
@@ -129,10 +136,10 @@ class EngineLoop:
                         self._changed.notify_all()
                 await asyncio.sleep(0)
         except EngineDeadError:
-            # A process of the engine has ended, and with it all that the engine knew.
+            # A process of the engine has ended, so the state of the engine is lost.
             os._exit(1)
         except BaseException as error:
-            # Whoever waits for one of these requests raises it.
+            # Each `wait` for a running request raises the error.
             self._failures |= dict.fromkeys(self._running, error)
             self.abort(set(self._running))
             async with self._changed:

@@ -1,7 +1,7 @@
-"""The engines' actors as a training rank sees them: who lives, who works with whom, and calls with deadlines.
+"""The engines' actors: the list of living engines, the engines of each rank, and calls with deadlines.
 
-Engines that are lost leave the row of those that work (`row.py`), and come back to it with a weight update when Ray has
-started them again; until then the others do their work.
+A lost engine leaves the list of living engines, and the remaining engines take over its work. After Ray has restarted
+the engine, the next weight update adds the engine to the list again.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ from rl_plugins.ranks import broadcast, gather
 from rl_plugins.rollout.vllm.config import VLLMConfig
 
 
-def assigned_range(place: int, here: int, there: int) -> range:
-    """The places of the other row that lie beside one of this row.
+def assigned_range(index: int, size: int, other_size: int) -> range:
+    """Return the indices in a second list that are assigned to an index of a first list.
+
+    Both lists are stretched to the same length. An index gets all overlapping indices, so the assignment is symmetric.
 
     Args:
-        place: in this row.
-        here: places of this row.
-        there: places of the other row.
+        index: index in the first list (for example a rank).
+        size: length of the first list.
+        other_size: length of the second list (for example the number of engines).
     """
-    return range(place * there // here, -(-(place + 1) * there // here))
+    return range(index * other_size // size, -(-(index + 1) * other_size // size))
 
 
 def split_prompts(rank: int, ranks: int, engines: int, count: int) -> dict[int, range]:
-    """Which of `count` prompts of a rank go to each engine beside it, so that all engines get about as many."""
+    """Return the range of a rank's `count` prompts for each engine of the rank. Engines get nearly equal loads."""
     parts = {engine: range(0) for engine in assigned_range(rank, ranks, engines)}
     for prompt in range(count):
-        # Where the middle of the prompt lies, counted in halves of a prompt over the row of all ranks.
+        # Position of the middle of the prompt among the prompts of all ranks, in halves of a prompt.
         engine = (2 * (rank * count + prompt) + 1) * engines // (2 * count * ranks)
         parts[engine] = range(parts[engine].start if parts[engine] else prompt, prompt + 1)
     return parts
 
 
-class Patience:
-    """A deadline.
+class Deadline:
+    """A deadline that starts now.
 
     Args:
-        seconds: from now.
+        seconds: time until the deadline, in seconds.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -49,7 +51,7 @@ class Patience:
 
     @property
     def left_s(self) -> float:
-        """Seconds until it."""
+        """Seconds until the deadline; negative after the deadline."""
         return self._end - time.monotonic()
 
 
@@ -57,16 +59,16 @@ class Fleet:
     """All engines of a run.
 
     Args:
-        config: the settings of each engine.
-        name: of the actors.
-        size: how many engines there are.
-        num_gpus: Ray's share of GPUs for each actor.
+        config: settings of each engine.
+        name: prefix of the actors' names.
+        size: number of engines.
+        num_gpus: number of GPUs that each actor reserves in Ray.
 
     Attributes:
-        actors: Ray's handles, once they are started.
-        living: numbers of the engines that have the weights; the same on every rank.
-        returning: those on the way back; the same on every rank.
-        on_lost: told the number of an engine that this rank has lost, or has heard to be lost.
+        actors: Ray's handles of the started actors.
+        living: indices of the engines with current weights, equal on all ranks.
+        returning: restarting engines, equal on all ranks; on rank 0 with Ray's reference of the pending call.
+        on_lost: function called with the index of an engine after the loss of the engine.
     """
 
     def __init__(self, config: VLLMConfig, name: str, size: int, num_gpus: float) -> None:
@@ -76,18 +78,18 @@ class Fleet:
         self.living = list(range(size))
         self.returning: dict[int, Any] = {}
         self.on_lost: Callable[[int], None] | None = None
-        # Those that this rank has lost and the others may not know of yet, and whether they were only silent.
+        # Engines lost by this rank since the last collective call; True for an engine without an answer.
         self._lost: dict[int, bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process looks the actors up by name."""
+        """Drop the handles: a copy in another process finds the actors by name."""
         return {**self.__dict__, "actors": [], "on_lost": None}
 
     def start(self, places: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Start the actors, or find those of this name; does not wait for them.
+        """Start the actors, or find running actors of the same name, without waiting.
 
         Args:
-            places: Ray's options of each actor: where it runs, and what it takes; by default its share of GPUs.
+            places: Ray's options (place and resources) of each actor. By default each actor reserves `num_gpus`.
         """
         import ray
 
@@ -110,13 +112,13 @@ class Fleet:
             ]
 
     def wait_until_ready(self) -> None:
-        """Wait for the engines beside this rank.
+        """Wait for the engines of this rank.
 
         Raises:
-            DeadlineExceeded: one did not come up in time.
+            DeadlineExceeded: an engine did not start before the deadline.
         """
         timeout_s = self.config.ready_timeout_s
-        # An engine that starts answers nothing.
+        # An engine does not answer `progress` while it starts.
         started = [
             self.begin(engine, "ready", timeout_s=timeout_s, phase="start-up of the engine", must_answer=False)
             for engine in self.engines_of_rank
@@ -125,7 +127,7 @@ class Fleet:
             try:
                 wait()
             except EngineLost as lost:
-                # It has something to say of why it did not start.
+                # The cause explains why the engine did not start.
                 raise (lost.__cause__ or lost) from None
 
     def stop(self) -> None:
@@ -136,36 +138,36 @@ class Fleet:
             ray.kill(actor, no_restart=True)
 
     def label(self, engine: int) -> str:
-        """Name of an engine's actor."""
+        """Return the name of an engine's actor."""
         return f"{self._name}-{engine}"
 
-    # Who works with whom ----------------------------------------------------------------------------------------
+    # Assignment of engines to ranks -----------------------------------------------------------------------------
 
     @property
     def engines_of_rank(self) -> list[int]:
-        """The living engines beside this rank."""
+        """Indices of the living engines of this rank."""
         return [self.living[place] for place in assigned_range(self.rank, self.world_size, len(self.living))]
 
     def ranks_of_engine(self, engine: int) -> list[int]:
-        """The ranks beside a living engine."""
+        """Return the ranks of a living engine."""
         return list(assigned_range(self.living.index(engine), len(self.living), self.world_size))
 
     def shares(self, count: int) -> Mapping[int, range]:
-        """Which of so many prompts of this rank go to each engine beside it."""
+        """Return the range of this rank's `count` prompts for each engine of the rank."""
         parts = split_prompts(self.rank, self.world_size, len(self.living), count)
         return {self.living[place]: share for place, share in parts.items()}
 
     # Calls ------------------------------------------------------------------------------------------------------
 
     def each(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every engine that this rank speaks for: the first of the ranks beside it does.
+        """Call a method once per engine: the first rank of an engine makes the call.
 
-        A lost engine is not asked, and one that is lost now is found to be so when it is to sample.
+        Lost engines are skipped. The next sampling handles an engine lost during the call.
         """
         timeout_s = self.config.update_timeout_s
-        spoken_for = [engine for engine in self.engines_of_rank if self.ranks_of_engine(engine)[0] == self.rank]
-        # Ray takes seconds to say of a call that its actor is no more.
-        engines = [engine for engine in spoken_for if engine not in self._lost]
+        callable_engines = [engine for engine in self.engines_of_rank if self.ranks_of_engine(engine)[0] == self.rank]
+        # A call of a dead actor takes Ray seconds to fail.
+        engines = [engine for engine in callable_engines if engine not in self._lost]
         waits = [self.begin(engine, method, *arguments, timeout_s=timeout_s, phase=method) for engine in engines]
         results = []
         for wait in waits:
@@ -178,45 +180,45 @@ class Fleet:
     def begin(
         self, engine: int, method: str, *arguments: Any, timeout_s: float, phase: str, must_answer: bool = True
     ) -> Callable[[], Any]:
-        """Call a method of an engine; what is returned waits for its result.
+        """Call a method of an engine. Return a function that waits for the result.
 
         Args:
-            engine: its number.
-            method: of the actor.
-            *arguments: of the method.
-            timeout_s: deadline for the result, from the call on.
-            phase: of the step, for messages.
-            must_answer: an engine that does not answer between two steps is lost before that.
+            engine: index of the engine.
+            method: name of the actor's method.
+            *arguments: arguments of the method.
+            timeout_s: deadline for the result after the call, in seconds.
+            phase: phase of the step, for messages.
+            must_answer: True if the engine must answer `progress` within `stall_timeout_s` while it works.
 
         Raises:
-            DeadlineExceeded: when waiting, names the rank, the engine and the phase.
-            EngineLost: when waiting.
+            DeadlineExceeded: in the wait, after the deadline. The message names the rank, the engine and the phase.
+            EngineLost: in the wait, if the engine is lost.
         """
-        reference, patience = getattr(self.actors[engine], method).remote(*arguments), Patience(timeout_s)
+        reference, deadline = getattr(self.actors[engine], method).remote(*arguments), Deadline(timeout_s)
 
         def wait() -> Any:
-            self.first({reference: engine}, phase, patience, must_answer=must_answer)
+            self.first({reference: engine}, phase, deadline, must_answer=must_answer)
             return self.result(engine, reference)
 
         return wait
 
-    def first(self, waiting: Mapping[Any, int], phase: str, patience: Patience, *, must_answer: bool = True) -> Any:
-        """The first of some calls that is answered; while none is, their engines must say that they live.
+    def first(self, waiting: Mapping[Any, int], phase: str, deadline: Deadline, *, must_answer: bool = True) -> Any:
+        """Return the first finished call. Waiting, check regularly for signs of life of the engines.
 
         Args:
-            waiting: reference of a call to its engine.
-            phase: of the step, for messages.
-            patience: for all of them.
+            waiting: engine of each pending call, by Ray's reference of the call.
+            phase: phase of the step, for messages.
+            deadline: deadline of all calls.
             must_answer: see `begin`.
 
         Raises:
-            DeadlineExceeded: none was answered in time.
-            EngineLost: an engine did not say so.
+            DeadlineExceeded: no call finished before the deadline.
+            EngineLost: an engine did not answer.
         """
         import ray
 
         while True:
-            left = patience.left_s
+            left = deadline.left_s
             turn = min(self.config.stall_timeout_s, left) if must_answer else left
             ready, _ = ray.wait(list(waiting), timeout=max(0.0, turn))
             if ready:
@@ -224,7 +226,7 @@ class Fleet:
             engines = sorted(set(waiting.values()))
             if left <= 0:
                 raise DeadlineExceeded(
-                    f"rank {self.rank} waited {patience.seconds:.0f} s for vLLM engine {self.label(engines[0])!r} "
+                    f"rank {self.rank} waited {deadline.seconds:.0f} s for vLLM engine {self.label(engines[0])!r} "
                     f"in phase {phase!r}"
                 )
             for engine in engines if must_answer else ():
@@ -234,46 +236,46 @@ class Fleet:
                     raise self.mark_lost(engine, silent=True) from None
 
     def result(self, engine: int, reference: Any, timeout_s: float | None = None) -> Any:
-        """What a call of an engine has given.
+        """Return the result of a call.
 
         Raises:
-            EngineLost: its process has ended.
+            EngineLost: the process of the engine has ended.
         """
         import ray
 
         try:
             return ray.get(reference, timeout=timeout_s)
-        # A process that Ray has started in the place of one that nobody missed says so itself.
+        # A restarted process raises EngineLost if the rank has not noticed the restart.
         except (ray.exceptions.RayActorError, EngineLost) as error:
             raise self.mark_lost(engine, silent=False) from error
 
-    def patience(self) -> Patience:
-        """For sampling that begins now. The actor's own comes to its end first: it knows which rank is missing."""
-        return Patience(self.config.generate_timeout_s + 30)
+    def sampling_deadline(self) -> Deadline:
+        """Return the deadline of sampling. The actor's deadline ends first and names the missing ranks."""
+        return Deadline(self.config.generate_timeout_s + 30)
 
     # Lost engines -----------------------------------------------------------------------------------------------
 
     def mark_lost(self, engine: int, *, silent: bool) -> EngineLost:
-        """Note that this rank has lost an engine; returns the error to raise."""
+        """Record the loss of an engine on this rank; return the error to raise."""
         self._lost[engine] = silent
         if self.on_lost is not None:
             self.on_lost(engine)
         return EngineLost(f"rank {self.rank} has lost vLLM engine {self.label(engine)!r}")
 
     def check_lost(self) -> None:
-        """Raise if this rank has lost an engine that not all know of.
+        """Raise if this rank has lost an engine since the last `drop_lost`.
 
         Raises:
-            EngineLost: it has.
+            EngineLost: this rank has lost an engine.
         """
         if self._lost:
-            raise EngineLost(f"rank {self.rank} has lost vLLM engines {[self.label(one) for one in self._lost]}")
+            raise EngineLost(f"rank {self.rank} has lost vLLM engines {[self.label(engine) for engine in self._lost]}")
 
     def find_lost(self) -> None:
-        """Have all living engines say that they live, at once.
+        """Check all living engines at once for an answer.
 
         Raises:
-            EngineLost: one has not, for as long as it may take between two steps.
+            EngineLost: an engine did not answer within `stall_timeout_s`.
         """
         import ray
 
@@ -287,13 +289,13 @@ class Fleet:
                 self.result(engine, reference)
         self.check_lost()
 
-    def leave_lost(self) -> int:
-        """Go on without the engines that any rank has lost; returns how many they are. Collective."""
+    def drop_lost(self) -> int:
+        """Remove the engines lost by any rank from `living`; return the number of lost engines. Collective."""
         import ray
 
         lost: dict[int, bool] = {}
-        for told in gather(self._lost):
-            lost |= {engine: silent or lost.get(engine, False) for engine, silent in told.items()}
+        for lost_by_rank in gather(self._lost):
+            lost |= {engine: silent or lost.get(engine, False) for engine, silent in lost_by_rank.items()}
         for engine, silent in sorted(lost.items()):
             self.mark_lost(engine, silent=silent)
             self.living.remove(engine)
@@ -303,22 +305,22 @@ class Fleet:
         self._lost.clear()
         return len(lost)
 
-    def welcome_back(self) -> bool:
-        """Those that are up again take their places; where nobody is left, the first is waited for. Collective.
+    def add_restarted(self) -> bool:
+        """Add restarted engines to `living`. Without a living engine, wait for the first. Collective.
 
         Returns:
-            Whether any came.
+            True if an engine was added.
 
         Raises:
-            DeadlineExceeded: nobody is left, and none came.
+            DeadlineExceeded: there is no living engine, and no engine restarted before the deadline.
         """
-        back: list[int] = broadcast(self._back() if self.rank == 0 else [])
+        back: list[int] = broadcast(self._restarted() if self.rank == 0 else [])
         for engine in back:
             del self.returning[engine]
         self.living = sorted([*self.living, *back])
         return bool(back)
 
-    def _back(self) -> list[int]:
+    def _restarted(self) -> list[int]:
         import ray
 
         deadline = time.monotonic() + self.config.ready_timeout_s
@@ -331,7 +333,7 @@ class Fleet:
                     ray.get(reference)
                     back.append(waiting[reference])
                 except ray.exceptions.RayActorError:
-                    # It met the process that was about to end.
+                    # The call reached the old process just before its end.
                     self.returning[waiting[reference]] = self.actors[waiting[reference]].begin_session.remote()
             if back or self.living:
                 return back

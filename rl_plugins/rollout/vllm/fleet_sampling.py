@@ -1,6 +1,7 @@
-"""What a training rank has engines sample: whole batches, or groups that it collects when they are finished.
+"""Sampling of a training rank with several engines: whole batches, or groups that are collected later.
 
-Collected groups stay with their engine: their lengths decide which rank trains on them, and that one fetches them.
+Collected groups stay in the engine. The lengths of the responses decide which rank trains on a group, and this rank
+fetches the group.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ import numpy as np
 
 from rl_plugins.errors import EngineLost
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, SamplingConfig
-from rl_plugins.rollout.vllm.fleet import Fleet, Patience
+from rl_plugins.rollout.vllm.fleet import Deadline, Fleet
 
 
 class FleetSampling:
-    """The part of `RolloutEngine` that is about samples.
+    """The sampling methods of `RolloutEngine`.
 
     Args:
-        fleet: the engines.
+        fleet: engines of the run.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        # Groups that were submitted and not collected, by their tickets.
+        # Engine of each submitted group before collection, by ticket.
         self._engine_of: dict[int, int] = {}
         self._submitted: dict[Any, int] = {}
         self._polls: dict[Any, int] = {}
@@ -36,13 +37,13 @@ class FleetSampling:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of work, as the engines beside this rank said last; their mean."""
-        # Others were beside it while one of these was lost.
-        said = [self._busy_s[engine] for engine in self._fleet.engines_of_rank if engine in self._busy_s]
-        return sum(said) / max(len(said), 1)
+        """Mean of the last reported working times of this rank's engines, in seconds."""
+        # The engines of the rank change after a loss.
+        reported = [self._busy_s[engine] for engine in self._fleet.engines_of_rank if engine in self._busy_s]
+        return sum(reported) / max(len(reported), 1)
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
-        """Sample this rank's prompts. Collective."""
+        """Sample the prompts of this rank. Collective."""
         self._fleet.check_lost()
         references: dict[Any, int] = {}
         for engine, share in self._fleet.shares(len(prompts)).items():
@@ -53,51 +54,51 @@ class FleetSampling:
             )
             references[reference] = engine
         parts: dict[Any, Generations] = {}
-        patience = self._fleet.patience()
+        deadline = self._fleet.sampling_deadline()
         while len(parts) < len(references):
-            waiting = {one: engine for one, engine in references.items() if one not in parts}
-            reference = self._fleet.first(waiting, "generate", patience)
+            waiting = {pending: engine for pending, engine in references.items() if pending not in parts}
+            reference = self._fleet.first(waiting, "generate", deadline)
             parts[reference], self._busy_s[references[reference]] = self._fleet.result(references[reference], reference)
         return Generations.concat([parts[reference] for reference in references])
 
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
-        """Have groups sampled. Collective if they begin together."""
+        """Submit groups. Collective if `together`."""
         for engine, share in self._fleet.shares(len(requests)).items():
             ranks = self._fleet.ranks_of_engine(engine) if together else []
-            mine = [requests[place] for place in share]
-            self._engine_of |= {one.ticket: engine for one in mine}
-            if ranks or mine:
-                reference = self._fleet.actors[engine].submit.remote(self._fleet.rank, ranks, mine, sampling)
+            selected = [requests[place] for place in share]
+            self._engine_of |= {request.ticket: engine for request in selected}
+            if ranks or selected:
+                reference = self._fleet.actors[engine].submit.remote(self._fleet.rank, ranks, selected, sampling)
                 self._submitted[reference] = engine
 
     def collect(self, required: Sequence[int], count: int) -> dict[int, RemoteSamples]:
-        """Wait for groups; returns those that are finished."""
+        """Wait for groups, and return the finished groups by ticket."""
         self._fleet.check_lost()
-        patience = self._fleet.patience()
+        deadline = self._fleet.sampling_deadline()
         while self._submitted:
-            reference = self._fleet.first(self._submitted, "submit", patience)
+            reference = self._fleet.first(self._submitted, "submit", deadline)
             self._fleet.result(self._submitted.pop(reference), reference)
         if not required and not count:
-            self._take_what_is_there(patience)
+            self._take_finished(deadline)
         while True:
             missing = [ticket for ticket in required if ticket not in self._finished]
             if not missing and len(self._finished) >= count:
                 finished, self._finished = self._finished, {}
                 return finished
             self._poll(missing, count - len(self._finished))
-            self._take(self._fleet.first(self._polls, "collect", patience))
+            self._take(self._fleet.first(self._polls, "collect", deadline))
 
     def _poll(self, required: Sequence[int], count: int) -> None:
-        """Have every engine tell what is finished as soon as it is what is waited for."""
+        """Start a `collect` call on every engine without one. The call returns when awaited groups are finished."""
         asked = set(self._polls.values())
         engines = set(self._engine_of.values())
         for engine in sorted(engines - asked):
-            theirs = [ticket for ticket in required if self._engine_of[ticket] == engine]
-            if theirs or not required:
+            tickets = [ticket for ticket in required if self._engine_of[ticket] == engine]
+            if tickets or not required:
                 enough = 0 if required else count if len(engines) == 1 else 1
-                self._polls[self._fleet.actors[engine].collect.remote(self._fleet.rank, theirs, enough)] = engine
+                self._polls[self._fleet.actors[engine].collect.remote(self._fleet.rank, tickets, enough)] = engine
 
-    def _take_what_is_there(self, patience: Patience) -> None:
+    def _take_finished(self, deadline: Deadline) -> None:
         import ray
 
         asked = dict(self._polls)
@@ -110,61 +111,65 @@ class FleetSampling:
         }
         self._polls |= now
         while left := {reference: engine for reference, engine in now.items() if reference in self._polls}:
-            self._take(self._fleet.first(left, "collect", patience))
+            self._take(self._fleet.first(left, "collect", deadline))
 
     def _take(self, reference: Any) -> None:
         engine = self._polls.pop(reference)
         lengths, self._busy_s[engine] = self._fleet.result(engine, reference)
-        for ticket, of_responses in lengths.items():
-            # One that was dropped in the meantime is of no use.
+        for ticket, response_lengths in lengths.items():
+            # Skip groups dropped during the call.
             if self._engine_of.pop(ticket, None) is not None:
-                self._finished[ticket] = RemoteSamples(engine, self._fleet.rank, ticket, np.array(of_responses))
+                self._finished[ticket] = RemoteSamples(engine, self._fleet.rank, ticket, np.array(response_lengths))
 
     def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
-        """Responses that any rank has collected; None of what went with a lost engine."""
-        theirs: dict[int, dict[int, RemoteSamples]] = {}
-        for place, one in enumerate(finished):
-            if isinstance(one, RemoteSamples) and one.engine in self._fleet.living:
-                theirs.setdefault(one.engine, {})[place] = one
+        """Return the responses of groups collected by any rank; None for groups of a lost engine."""
+        by_engine: dict[int, dict[int, RemoteSamples]] = {}
+        for place, group in enumerate(finished):
+            if isinstance(group, RemoteSamples) and group.engine in self._fleet.living:
+                by_engine.setdefault(group.engine, {})[place] = group
         timeout_s = self._fleet.config.update_timeout_s
         waits = {
             engine: self._fleet.begin(
-                engine, "fetch", [(one.rank, one.ticket) for one in held.values()], timeout_s=timeout_s, phase="fetch"
+                engine,
+                "fetch",
+                [(group.rank, group.ticket) for group in groups.values()],
+                timeout_s=timeout_s,
+                phase="fetch",
             )
-            for engine, held in theirs.items()
+            for engine, groups in by_engine.items()
         }
-        fetched = [one if isinstance(one, Generations) else None for one in finished]
+        fetched = [group if isinstance(group, Generations) else None for group in finished]
         for engine, wait in waits.items():
-            # The next phase of sampling hears that it is lost.
+            # The next sampling phase handles the loss.
             with suppress(EngineLost):
                 there, generations = wait()
-                found = [place for place, is_there in zip(theirs[engine], there, strict=True) if is_there]
-                sizes = [len(theirs[engine][place].lengths) for place in found]
+                found = [place for place, is_there in zip(by_engine[engine], there, strict=True) if is_there]
+                sizes = [len(by_engine[engine][place].lengths) for place in found]
                 for place, part in zip(found, generations.split(sizes), strict=True):
                     fetched[place] = part
         return fetched
 
     def drop(self, tickets: Sequence[int]) -> None:
-        """End groups, and forget them."""
-        theirs: dict[int, list[int]] = {}
+        """End and remove groups."""
+        by_engine: dict[int, list[int]] = {}
         for ticket in tickets:
             self._finished.pop(ticket, None)
-            # One that is finished is with any of them.
+            # The engine of a collected group is not recorded, so all engines drop the ticket.
             engines = [self._engine_of.pop(ticket)] if ticket in self._engine_of else self._fleet.living
             for engine in engines:
-                theirs.setdefault(engine, []).append(ticket)
+                by_engine.setdefault(engine, []).append(ticket)
         timeout_s = self._fleet.config.update_timeout_s
         waits = [
             self._fleet.begin(engine, "drop", self._fleet.rank, dropped, timeout_s=timeout_s, phase="drop")
-            for engine, dropped in theirs.items()
+            for engine, dropped in by_engine.items()
         ]
         for wait in waits:
-            # A lost engine has dropped all it had.
+            # A lost engine has lost all groups.
             with suppress(EngineLost):
                 wait()
 
     def lost_tickets(self) -> list[int]:
-        """Of groups that were submitted, and went with an engine that was lost; to be submitted again."""
+        """Return the tickets of submitted groups on lost engines, for a new submission."""
         tickets, self._lost_tickets = self._lost_tickets, []
         return tickets
 
