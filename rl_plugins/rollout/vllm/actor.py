@@ -1,8 +1,8 @@
-"""The process that owns a vLLM engine: a Ray actor, because the engine fixes threads, memory and seed of its process.
+"""Ray actor with a vLLM engine. The engine needs a process, because it sets threads, memory and seed of the process.
 
-Training ranks call it directly; no batch goes through a driver. One `generate` of all ranks is one batch: the actor
-waits until every rank has handed in its prompts and then samples them together, so that the result does not depend on
-which rank came first.
+Training ranks call the actor directly; no batch passes through a driver. The `generate` calls of all ranks form one
+batch: the actor waits for the prompts of every rank and samples all prompts together. Therefore the result does not
+depend on the order of the calls.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rl_plugins.weights.shared_memory import Run
 
 _MEMORY = Path("/dev/shm")
 Requests = Mapping[str, tuple[list[int], Any]]
-"""Token ids of a prompt and how it is sampled, by the name of the request."""
+"""Token ids of a prompt and vLLM's sampling parameters, by the name of the request."""
 
 
 class RequestBarrier:
-    """What is begun then does not depend on which rank came first."""
+    """Barrier that collects the requests of several ranks and starts all requests in the order of the ranks."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Requests] = {}
@@ -35,44 +35,44 @@ class RequestBarrier:
     async def join(
         self, rank: int, ranks: Sequence[int], requests: Requests, begin: Callable[[Requests], None]
     ) -> None:
-        """Hand in a rank's requests, and wait until those of all are begun.
+        """Add the requests of a rank, and wait for the start of all ranks' requests.
 
         Args:
-            rank: this one.
-            ranks: all that take part.
-            requests: of this rank.
-            begin: what the last to come calls with the requests of all, in the order of the ranks.
+            rank: rank of the caller.
+            ranks: all ranks of the barrier.
+            requests: requests of the caller.
+            begin: function that starts requests. The last rank to join calls `begin` with the requests of all ranks.
         """
         if self._begun is None:
             self._begun = asyncio.get_running_loop().create_future()
         begun, self._waiting[rank] = self._begun, requests
         if len(self._waiting) == len(ranks):
-            everyones, self._waiting, self._begun = self._waiting, {}, None
+            by_rank, self._waiting, self._begun = self._waiting, {}, None
             try:
-                begin({name: request for one in sorted(everyones) for name, request in everyones[one].items()})
+                begin({name: request for member in sorted(by_rank) for name, request in by_rank[member].items()})
             except BaseException as error:
                 begun.set_exception(error)
             else:
                 begun.set_result(None)
-        # Shielded: one rank's deadline must not cancel the round of the others.
+        # Shielded, because the deadline of one rank must not cancel the barrier of the other ranks.
         await asyncio.shield(begun)
 
     def missing(self, ranks: Sequence[int]) -> list[int]:
-        """The ranks that have not come."""
+        """Return the ranks without requests in the barrier."""
         return sorted(set(ranks) - set(self._waiting))
 
     def cancel(self) -> None:
-        """Forget who has come."""
+        """Cancel the wait of all ranks and remove their requests."""
         if self._begun is not None:
             self._begun.cancel()
         self._waiting, self._begun = {}, None
 
 
 class VLLMActor:
-    """Owns one `vllm.LLM`. Asyncio runs the methods one at a time, so the engine is never entered twice."""
+    """Actor with one `vllm.LLM`. Asyncio runs one method at a time, so calls of the engine never overlap."""
 
     def __init__(self, config: VLLMConfig) -> None:
-        # Registers the weight-transfer backend and the plain-weights config, which must happen before the engine.
+        # The import registers weight transports and the plain-weights config, before the construction of the engine.
         from vllm import LLM
 
         from rl_plugins.rollout.vllm import plugin  # noqa: F401
@@ -83,38 +83,38 @@ class VLLMActor:
         self._llm = LLM(**config.engine_arguments())
         self._llm.update_weight_version("0")
         if config.device == "cuda":
-            # The engine runs in a process of its own there.
+            # On CUDA the engine runs in a separate process.
             end_with([process.sentinel for process in multiprocessing.active_children()])
         self._loop = EngineLoop(self._llm)
         self._adapter: Any = None
-        # What keeps the weights from being sampled with; None if nothing does.
+        # Reason why the engine cannot sample; None if the engine can sample.
         self._unusable: str | None = None
         if config.device == "cpu" and config.sleeps:
-            # vLLM writes the whole KV cache when it makes it.
+            # vLLM writes the whole KV cache at the start.
             self._llm.collective_rpc("give_back", args=(False,))
         self._barrier = RequestBarrier()
-        # Of each rank, the groups that it has submitted and not collected, in that order.
+        # Submitted groups of each rank before collection, in the order of submission.
         self._groups: dict[int, list[str]] = {}
-        # What vLLM gave for groups that were collected and not fetched.
+        # Outputs of collected groups before `fetch`.
         self._held: dict[str, Any] = {}
         self._calls = 0
         self._updating = False
         self._in_session = False
 
     async def ready(self) -> str:
-        """The engine is up; returns vLLM's version."""
+        """Return vLLM's version once the engine has started."""
         import vllm
 
         return str(vllm.__version__)
 
     async def progress(self) -> int:
-        """How many steps the engine has taken; it answers between two of them."""
+        """Return the number of steps of the engine. The actor answers between two steps."""
         return self._loop.steps
 
     async def begin_session(self) -> None:
-        """Forget what earlier training workers left unfinished: prompts of a round, half a weight update.
+        """Drop the unfinished work of earlier training workers: prompts in the barrier, groups, half a weight update.
 
-        It comes before everything that depends on what an engine has been told: groups, and weights.
+        Training workers must call `begin_session` before they submit groups or send weights.
         """
         self._in_session = True
         self._barrier.cancel()
@@ -135,21 +135,21 @@ class VLLMActor:
         sampling: SamplingConfig,
         seeds: list[int] | None,
     ) -> tuple[Generations, float]:
-        """Sample this rank's prompts, in one batch with those of the other ranks of this engine.
+        """Sample the prompts of a rank, in one batch with the prompts of the engine's other ranks.
 
         Args:
-            rank: this rank.
-            ranks: all that share the engine.
+            rank: rank of the caller.
+            ranks: all ranks of the engine.
             prompts: token ids.
-            sampling: how to sample.
-            seeds: one per prompt, or none at all.
+            sampling: options of sampling.
+            seeds: one seed per prompt, or None.
 
         Returns:
-            The responses, and the seconds that the engine has worked so far.
+            Responses, and the working time of the engine in seconds.
 
         Raises:
-            DeadlineExceeded: the other ranks did not come.
-            RuntimeError: the weights were given back, or only a part of new ones has come.
+            DeadlineExceeded: another rank did not call before the deadline.
+            RuntimeError: the engine's weights were freed, or the last weight update did not finish.
         """
         self._calls += 1
         names = [f"{rank}-call-{self._calls}-{position}" for position in range(len(prompts))]
@@ -164,18 +164,19 @@ class VLLMActor:
     async def submit(
         self, rank: int, ranks: Sequence[int], requests: Sequence[GroupRequest], sampling: SamplingConfig
     ) -> None:
-        """Begin to sample groups, in one batch with those of `ranks`, or at once if that is empty. See `generate`."""
+        """Start groups, in one batch with the groups of `ranks`, or immediately if `ranks` is empty. See `generate`."""
         named = {
-            _name(rank, one.ticket): (one.prompt, _parameters(one.shortened(sampling), one.seed)) for one in requests
+            _name(rank, request.ticket): (request.prompt, _parameters(request.shortened(sampling), request.seed))
+            for request in requests
         }
         await self._start(rank, ranks, named)
         self._groups.setdefault(rank, []).extend(named)
 
     async def collect(self, rank: int, required: Sequence[int], count: int) -> tuple[dict[int, list[int]], float]:
-        """Groups of this rank that are finished: all that are required, and `count` of them at least.
+        """Wait for groups of a rank: all tickets in `required`, and at least `count` groups.
 
         Returns:
-            By their tickets the lengths of the responses, and the seconds that the engine has worked so far.
+            Lengths of the responses by ticket, and the working time of the engine in seconds.
         """
         self._check_session()
         there = self._groups.setdefault(rank, [])
@@ -190,13 +191,13 @@ class VLLMActor:
         return lengths, self._loop.busy_s
 
     async def fetch(self, groups: Sequence[tuple[int, int]]) -> tuple[list[bool], Generations]:
-        """Hand out collected groups, and forget them.
+        """Return and release the responses of collected groups.
 
         Args:
-            groups: rank and ticket of each.
+            groups: rank and ticket of each group.
 
         Returns:
-            Which of them are here, and their responses, one behind the other.
+            For each group True if the engine has the group; and the concatenated responses of the found groups.
         """
         self._check_session()
         outputs = [self._held.pop(_name(*group), None) for group in groups]
@@ -204,17 +205,17 @@ class VLLMActor:
         return there, _generations([output for output in outputs if output is not None])
 
     async def drop(self, rank: int, tickets: Sequence[int]) -> None:
-        """End groups of this rank, and forget them."""
+        """End and remove groups of a rank."""
         names = {_name(rank, ticket) for ticket in tickets}
         self._loop.abort(names)
         for name in names:
             self._held.pop(name, None)
-        # In place: a `collect` that has not been answered waits for what is in this list.
+        # Changed in place, because a pending `collect` waits for the groups in this list.
         groups = self._groups.setdefault(rank, [])
         groups[:] = [name for name in groups if name not in names]
 
     async def drop_prefixes(self) -> None:
-        """Forget cached prefixes: what is sampled next does not depend on what was sampled before."""
+        """Drop cached prefixes. Later samples then do not depend on earlier samples."""
         self._llm.reset_prefix_cache()
 
     async def _start(self, rank: int, ranks: Sequence[int], requests: Requests) -> None:
@@ -248,7 +249,7 @@ class VLLMActor:
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     async def start_weight_update(self) -> None:
-        """Begin; nothing is sampled until the version of the new weights is named."""
+        """Start an update. The engine does not sample until `set_policy_version`."""
         self._check_session()
         self._loop.hold()
         self._llm.start_weight_update()
@@ -256,54 +257,54 @@ class VLLMActor:
         self._unusable = "its last weight update did not end"
 
     async def update_weights(self, update_info: Any) -> None:
-        """Take in one chunk."""
-        # vLLM ends an update that fails, so there is nothing left to finish.
+        """Receive one chunk of weights."""
+        # vLLM ends a failed update, so no finish may follow.
         self._updating = False
         self._llm.update_weights({"update_info": update_info})
         self._updating = True
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Complete; what is cached belongs to the old weights and goes, that of requests that go on included."""
+        """Finish the update and drop all caches of the old weights, caches of running requests included."""
         self._llm.finish_weight_update(weight_version=weight_version)
         self._updating = False
         self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def load_weights(self, version: int) -> None:
-        """A whole update in one call, for a transport whose chunks need no calls of their own."""
+        """Run a whole update in one call, for transports without a call per chunk."""
         await self.start_weight_update()
         await self.update_weights({})
         await self.finish_weight_update(str(version))
         await self.set_policy_version(version)
 
     async def load_adapter(self, files: dict[str, bytes], version: int) -> None:
-        """Put an adapter in the place of the one before; cached prefixes belong to that and go.
+        """Replace the adapter and drop cached prefixes of the old adapter.
 
         Args:
-            files: as peft saves it, by name.
-            version: of the policy.
+            files: peft's files of the adapter, by name.
+            version: version of the policy.
         """
         from vllm.lora.request import LoRARequest
 
         self._check_session()
         self._loop.hold()
         self._unusable = "its last weight update did not end"
-        # vLLM takes adapters from folders; this one is in memory where the machine has such a place.
+        # vLLM loads adapters from folders. The folder is in memory if the machine has /dev/shm.
         with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
             for name, content in files.items():
                 (Path(folder) / name).write_bytes(content)
             self._llm.llm_engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
-        # Requests name what is there, or every batch would read it again.
+        # Requests use a name without a folder, or every batch would load the adapter again.
         self._adapter = LoRARequest("policy", 1, "loaded")
         self._llm.reset_prefix_cache(reset_running_requests=True)
         await self.set_policy_version(version)
 
     async def checksums(self, runs: list[Run]) -> list[list[int]]:
-        """`SharedMemoryReceiver.checksums` of each process of the engine."""
+        """Return `SharedMemoryReceiver.checksums` of each process of the engine."""
         checksums: list[list[int]] = self._llm.collective_rpc("checksums", args=(runs,))
         return checksums
 
     async def prompt_log_probs(self, prompt: list[int]) -> list[float]:
-        """Log-probs of a prompt's tokens after the first."""
+        """Return the log-probs of a prompt's tokens after the first token."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -318,7 +319,7 @@ class VLLMActor:
         return [choice[token].logprob for choice, token in choices]
 
     async def set_policy_version(self, version: int) -> None:
-        """Name the weights that samples carry from now on."""
+        """Set the policy version of future samples, and continue sampling."""
         self._llm.update_weight_version(str(version))
         self._unusable = None
         await self._loop.go_on()
@@ -326,13 +327,13 @@ class VLLMActor:
     # Memory ---------------------------------------------------------------------------------------------------------
 
     async def sleep(self) -> MemoryChange:
-        """Give back the KV cache, and the weights if the engine is so configured; returns what that did.
+        """Free the KV cache, and with `sleep="all"` the weights; return the measured change.
 
-        Requests are unfinished where another engine was lost; after the weight update that follows they begin again
-        from the tokens that they have.
+        Requests can be unfinished after the loss of another engine. After the next weight update the requests keep
+        their tokens and continue.
 
         Raises:
-            RuntimeError: requests are unfinished on CUDA, where vLLM would end them; the KV cache is in use.
+            RuntimeError: the KV cache is in use, or requests are unfinished on CUDA, where vLLM would end the requests.
         """
         with_weights = self._config.sleep == "all"
         if self._loop.busy and self._config.device == "cuda":
@@ -355,12 +356,12 @@ class VLLMActor:
         return MemoryChange.total(changes)
 
     async def wake_up(self, tags: list[str] | None) -> None:
-        """Take memory back; on CPU it comes by itself when it is written."""
+        """Allocate the memory again on CUDA. On CPU, writes allocate the memory."""
         if self._config.device == "cuda":
             self._llm.wake_up(tags)
 
     async def abort(self) -> None:
-        """End every unfinished request."""
+        """End all unfinished requests."""
         self._loop.abort()
 
 
@@ -393,7 +394,7 @@ def _generations(outputs: Sequence[Any]) -> Generations:
     completions = [completion for output in outputs for completion in output.outputs]
     return Generations.from_responses(
         responses=[completion.token_ids for completion in completions],
-        # Of the sampled token at each place, and no other.
+        # With logprobs=0, vLLM returns only the log-prob of the sampled token.
         log_probs=[[p for p, _ in zip(c.logprobs.logprobs, c.token_ids, strict=True)] for c in completions],
         finish_reasons=[completion.finish_reason for completion in completions],
         policy_versions=[

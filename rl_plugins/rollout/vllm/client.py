@@ -1,4 +1,4 @@
-"""vLLM engines as a rollout engine of a training rank: samples, weights and memory of the whole fleet."""
+"""The RolloutEngine of vLLM on a training rank: samples, weights and memory of all engines."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from rl_plugins.weights.source import AdaptedWeightSource, WeightSource
 
 
 class VLLMRollout:
-    """vLLM engines in Ray actors of their own, which all training ranks share.
+    """vLLM engines in separate Ray actors, shared by all training ranks.
 
-    The object is small and may be sent to the ranks; whoever calls `start` or `connect` first starts the actors.
-    Starting them early (on the driver) lets them come up beside the trainers. Every engine gets the weights of all
-    ranks; a rank's prompts go to the engines beside it.
+    The object is small and can be sent to the ranks. The first call of `start` or `connect` starts the actors. An early
+    call on the driver lets actors and trainers start at the same time. Every engine gets the weights of all ranks; a
+    rank's prompts go to the engines of the rank.
 
     Args:
-        config: the settings of each engine.
-        name: of the actors; ranks that use the same name share the engines.
-        num_engines: how many there are. More than one on GPUs have GPUs of their own (NCCL).
-        num_gpus: Ray's share of GPUs for each actor (colocated: the fraction that the trainers leave).
+        config: settings of each engine.
+        name: prefix of the actors' names. Ranks with the same name share the engines.
+        num_engines: number of engines. Several engines on GPUs need separate GPUs (NCCL).
+        num_gpus: number of GPUs that each actor reserves in Ray (colocated: the fraction left by the trainers).
 
     Raises:
-        ConfigError: several engines that share GPUs with the ranks.
+        ConfigError: `num_engines` > 1 with the transport `ipc`.
     """
 
     def __init__(
@@ -53,89 +53,89 @@ class VLLMRollout:
         self._sender: SharedMemorySender | GlooSender | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process looks the actors up by name."""
+        """Drop the connections: a copy in another process finds the actors by name."""
         return {**self.__dict__, "_sampling": None, "_send": None, "_sender": None}
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether the weights outlive a sleep."""
+        """True if the engines keep their weights during sleep."""
         return not self.config.sleeps or self.config.sleep != "all"
 
     @property
     def sleeps(self) -> bool:
-        """Whether engines and trainers take turns."""
+        """True if engines and trainers take turns."""
         return self.config.sleeps
 
     @property
     def check_updates(self) -> int:
-        """Every how many weight updates they are checked; 0 for never."""
+        """Number of weight updates between two checks; 0 disables checks."""
         return self.config.check_updates
 
     @property
     def log_prob_tolerance(self) -> float:
-        """That of the engines' dtype."""
+        """Tolerance of the engines' dtype."""
         return tolerance_of(dtype_named(self.config.dtype))
 
     @property
     def num_living(self) -> int:
-        """Engines that have the weights."""
+        """Number of engines with current weights."""
         return len(self._fleet.living)
 
     @property
     def busy_s(self) -> float:
-        """Mean over the engines beside this rank."""
+        """Mean working time of this rank's engines, in seconds."""
         return self._sampling.busy_s
 
     def start(self, places: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Start the actors, or find those of this name; does not wait for them.
+        """Start the actors, or find running actors of the same name, without waiting.
 
         Args:
-            places: Ray's options of each actor: where it runs, and what it takes; by default its share of GPUs.
+            places: Ray's options (place and resources) of each actor. By default each actor reserves `num_gpus`.
         """
         self._fleet.start(places)
 
     def connect(self, rank: int, world_size: int) -> None:
-        """Wait for the engines beside this rank.
+        """Wait for the engines of this rank.
 
         Raises:
-            DeadlineExceeded: an engine did not come up in time.
+            DeadlineExceeded: an engine did not start before the deadline.
         """
         self._fleet.start()
         self._fleet.rank, self._fleet.world_size = rank, world_size
         self._sampling = FleetSampling(self._fleet)
         self._fleet.wait_until_ready()
         self._fleet.each("begin_session")
-        # No rank samples or sends weights before the engines have forgotten the workers of before.
+        # No rank samples or sends weights before all engines have dropped the state of earlier workers.
         barrier()
 
     # Sampling ---------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
-        """Sample this rank's prompts. Collective."""
+        """Sample the prompts of this rank. Collective."""
         return self._sampling.generate(prompts, sampling, seeds)
 
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
-        """Have groups sampled. Collective if they begin together."""
+        """Submit groups. Collective if `together`."""
         self._sampling.submit(requests, sampling, together=together)
 
     def collect(self, required: Sequence[int], count: int) -> Mapping[int, RemoteSamples]:
-        """Wait for groups; returns those that are finished."""
+        """Wait for groups, and return the finished groups by ticket."""
         return self._sampling.collect(required, count)
 
     def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
-        """Responses that any rank has collected."""
+        """Return the responses of groups collected by any rank."""
         return self._sampling.fetch(finished)
 
     def drop(self, tickets: Sequence[int]) -> None:
-        """End groups, and forget them."""
+        """End and remove groups."""
         self._sampling.drop(tickets)
 
     def lost_tickets(self) -> list[int]:
-        """Of groups that went with an engine that was lost; to be submitted again."""
+        """Return the tickets of groups on lost engines, for a new submission."""
         return self._sampling.lost_tickets()
 
     def drop_lost_engines(self) -> int:
-        """Go on without the engines that any rank has lost; returns how many they are. Collective."""
+        """Stop using the engines lost by any rank; return the number of lost engines. Collective."""
         lost = self._fleet.drop_lost()
         self._disconnect()
         return lost
@@ -143,10 +143,10 @@ class VLLMRollout:
     # Weights ----------------------------------------------------------------------------------------------------
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Send the weights, or the adapter alone, and name their version. Collective.
+        """Send the weights, or the adapter alone, and set the policy version. Collective.
 
         Raises:
-            ConfigError: the engine was made for an adapter, and the policy has none.
+            ConfigError: the engine expects an adapter, and the policy has no adapter.
         """
         if self._fleet.returning and self._fleet.add_restarted():
             self._disconnect()
@@ -161,7 +161,7 @@ class VLLMRollout:
             raise self._fleet.mark_lost(self._fleet.living[error.position], silent=error.silent) from error
 
     def check_weights(self, source: WeightSource) -> None:
-        """Compare what is in the engines' memory with the source (CPU; on CUDA only the probe looks). Collective."""
+        """Compare the engines' memory with the source. Only with shared memory on CPU. Collective."""
         if isinstance(self._sender, SharedMemorySender):
             self._sender.check(source, self._checksums)
 
@@ -179,10 +179,12 @@ class VLLMRollout:
         files = source.adapter_files()
         lost = False
         if self._fleet.rank == 0:
-            once = ray.put(files)
+            files_ref = ray.put(files)
             timeout_s = self.config.update_timeout_s
             waits = [
-                self._fleet.begin(engine, "load_adapter", once, version, timeout_s=timeout_s, phase="adapter update")
+                self._fleet.begin(
+                    engine, "load_adapter", files_ref, version, timeout_s=timeout_s, phase="adapter update"
+                )
                 for engine in self._fleet.living
             ]
             for wait in waits:
@@ -194,18 +196,16 @@ class VLLMRollout:
             raise EngineLost("an engine was lost in an adapter update")
 
     def _make_sender(self, source: WeightSource) -> Callable[[int], None]:
-        # All that is waited for is the other side.
+        # Transports wait for the engines only, so the shorter deadline applies.
         timeout_s = min(self.config.update_timeout_s, self.config.stall_timeout_s)
-        # Rank 0 talks to the engines.
-        speaks = self._fleet.rank == 0
-        receivers = [EngineWeightClient(self._fleet, engine) for engine in self._fleet.living] if speaks else []
+        engines = [EngineWeightClient(self._fleet, engine) for engine in self._fleet.living if self._fleet.rank == 0]
         if self.config.backend == "shared_memory":
             self._sender = SharedMemorySender(
                 source,
                 rank=self._fleet.rank,
                 world_size=self._fleet.world_size,
                 broadcast=broadcast,
-                engines=receivers,
+                engines=engines,
                 num_engines=len(self._fleet.living),
                 num_receivers=self.config.tensor_parallel_size,
                 keeps_weights=self.keeps_weights,
@@ -217,7 +217,7 @@ class VLLMRollout:
                 source,
                 rank=self._fleet.rank,
                 share=broadcast,
-                engines=receivers,
+                engines=engines,
                 find_lost=self._fleet.find_lost,
                 num_receivers=self.config.tensor_parallel_size,
                 bucket_bytes=self.config.bucket_mb * 2**20,
@@ -243,7 +243,7 @@ class VLLMRollout:
     # Memory and the rest ----------------------------------------------------------------------------------------
 
     def prompt_log_probs(self, prompt: list[int]) -> list[float]:
-        """Of an engine beside this rank."""
+        """Return the log-probs computed by an engine of this rank."""
         log_probs: list[float] = self._fleet.begin(
             self._fleet.engines_of_rank[0],
             "prompt_log_probs",
@@ -254,21 +254,21 @@ class VLLMRollout:
         return log_probs
 
     def sleep(self) -> MemoryChange | None:
-        """Give back what `sleep` of the settings names; the rank that speaks for an engine returns what that did."""
+        """Free the memory named by `config.sleep`. The first rank of an engine returns the change, others None."""
         changes: list[MemoryChange] = self._fleet.each("sleep") if self.config.sleeps else []
         return MemoryChange.total(changes) if changes else None
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take it back; on CPU memory comes back by itself."""
+        """Allocate the memory again on CUDA. On CPU, writes allocate the memory."""
         if self.config.sleeps and self.config.device == "cuda":
             self._fleet.each("wake_up", None if tags is None else list(tags))
 
     def abort(self) -> None:
-        """End every unfinished request of the engines."""
+        """End all unfinished requests of the engines."""
         self._fleet.each("abort")
 
     def close(self) -> None:
-        """Forget the connection; the actors end with their Ray job."""
+        """Close the connections. The actors end with their Ray job."""
         self._disconnect()
         self._fleet.actors = []
 
@@ -279,7 +279,7 @@ class VLLMRollout:
 
 
 class WeightSyncClient:
-    """vLLM's `VLLMWeightSyncClient` protocol over the actor, with deadlines."""
+    """vLLM's `VLLMWeightSyncClient` protocol for one actor, with deadlines."""
 
     def __init__(self, fleet: Fleet, engine: int) -> None:
         self._fleet, self._engine = fleet, engine
@@ -293,34 +293,34 @@ class WeightSyncClient:
         self._call("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
-        """Begin."""
+        """Start an update."""
         self._call("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Send one chunk."""
+        """Send one chunk of weights."""
         self._call("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Complete."""
+        """Finish the update."""
         self._call("finish_weight_update", weight_version)
 
     def set_policy_version(self, version: int) -> None:
-        """Name the version that samples carry from now on."""
+        """Set the policy version of future samples."""
         self._call("set_policy_version", version)
 
 
 class EngineWeightClient:
-    """What rank 0 asks of an actor in an update that the processes of its engine take in one call."""
+    """Calls of rank 0 to one actor in updates by shared memory or gloo."""
 
     def __init__(self, fleet: Fleet, engine: int) -> None:
         self._fleet, self._engine = fleet, engine
 
     def init(self, init_info: dict[str, Any]) -> None:
-        """See `shared_memory.Engine`."""
+        """Implement `shared_memory.Engine`."""
         self._begin("init_weight_transfer_engine", {"expect": init_info})()
 
     def load(self, version: int) -> Callable[[], None]:
-        """See `shared_memory.Engine`."""
+        """Implement `shared_memory.Engine`."""
         return self._begin("load_weights", version)
 
     def _begin(self, method: str, *arguments: Any) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""The settings of a vLLM engine: a small record that crosses processes, from which the heavy object is built there."""
+"""Settings of a vLLM engine: a small record that is sent to the actor, which builds the engine from the record."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ from typing import Any, Literal
 from rl_plugins.errors import ConfigError
 
 CPU_ENVIRONMENT = {
-    # One process: three imports of vLLM in helper processes cost more than the whole start.
+    # One process, because imports of vLLM in three helper processes take longer than the start.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Threads that spin while they wait take the trainers' time.
+    # Threads that spin in a wait slow down the trainers.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 CPU_BLOCK = 32
-"""Tokens of a block of the KV cache on CPU. Prompts are shared by whole blocks, and vLLM's 128 exceed many a prompt."""
+"""Tokens of a KV cache block on CPU. Prompts share whole blocks; vLLM's 128 tokens exceed many prompts."""
 
-# What vLLM reserves room for.
+# Adapter ranks for which vLLM can reserve memory.
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
 class VLLMConfig:
-    """One vLLM engine.
+    """Settings of one vLLM engine.
 
     Attributes:
         model: Hugging Face name or folder; gives the architecture and the first weights.
         device: `cpu` or `cuda`.
-        dtype: of weights and activations; the same as the trainer's for the smallest log-prob gap.
-        max_model_len: longest prompt plus response, in tokens.
-        max_num_seqs: responses sampled at once.
-        tensor_parallel_size: devices of the engine.
+        dtype: dtype of weights and activations. The trainer's dtype gives the smallest log-prob gap.
+        max_model_len: largest length of prompt plus response, in tokens.
+        max_num_seqs: largest number of responses sampled at once.
+        tensor_parallel_size: number of devices of the engine.
         gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA).
-        threads: of each process of the engine (CPU).
-        cpu_kv_cache_gib: KV cache, in GiB (CPU).
-        prefix_caching: share the KV cache of common prefixes; dropped at every weight update.
-        enforce_eager: no CUDA graphs.
-        sleep: what the engine gives back while the trainers work: `kv_cache`; `all`, the weights too, which then come
-            anew with an update before the next samples; `none`. (`kv_cache` on CUDA keeps the weights on the host.)
-        check_updates: every how many weight updates the engine's weights are compared with the policy's; 0 for never.
-        transport: how weights arrive: `shared_memory` (CPU, one machine), `gloo` (CPU, several machines), `ipc` (CUDA,
+        threads: number of threads of each process of the engine (CPU).
+        cpu_kv_cache_gib: size of the KV cache in GiB (CPU).
+        prefix_caching: True to share the KV cache of common prefixes. Every weight update drops the cache.
+        enforce_eager: True to disable CUDA graphs.
+        sleep: memory that the engine frees while the trainers work: `none`, `kv_cache`, or `all` (KV cache and weights;
+            an update must then precede the next sampling). `kv_cache` on CUDA moves the weights to the host.
+        check_updates: number of weight updates between two comparisons with the policy; 0 disables comparisons.
+        transport: weight transport: `shared_memory` (CPU, one machine), `gloo` (CPU, several machines), `ipc` (CUDA,
             colocated), `nccl` (CUDA, split).
-        lora_rank: of the policy's adapter, if updates bring it alone, and the engine adds it to the weights of `model`
-            with every token; 0: updates bring all weights, an adapter merged into them.
-        bucket_mb: memory for weights in flight (not in shared memory, where they are written to where they belong).
-        ready_timeout_s: deadline for the start of the engine.
-        generate_timeout_s: deadline for one `generate`.
-        stall_timeout_s: an engine that does not answer for so long between two of its steps is lost.
-        update_timeout_s: deadline for each call of a weight update.
+        lora_rank: rank of the policy's adapter, if updates send the adapter alone and the engine applies the adapter to
+            the weights of `model`. 0: updates send all weights, with an adapter merged into the weights.
+        bucket_mb: memory for weights in transit, in MiB (unused by `shared_memory`, which writes to the final place).
+        ready_timeout_s: deadline for the start of the engine, in seconds.
+        generate_timeout_s: deadline for one `generate`, in seconds.
+        stall_timeout_s: longest time between two steps, in seconds. An engine without an answer for longer is lost.
+        update_timeout_s: deadline for each call of a weight update, in seconds.
     """
 
     model: str
@@ -75,11 +75,10 @@ class VLLMConfig:
     update_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        """Refuse combinations that cannot run.
+        """Check the combination of settings.
 
         Raises:
-            ConfigError: a transport that the device does not have, or an adapter for an engine that gives its weights
-                back or does not serve one so large.
+            ConfigError: `transport` does not run on `device`, or see `check_adapter`.
         """
         on_cpu = self.device == "cpu"
         words = "shared_memory (one machine) or gloo (several)" if on_cpu else "ipc (colocated) or nccl (split)"
@@ -93,35 +92,35 @@ class VLLMConfig:
 
     @property
     def backend(self) -> str:
-        """The weight-transfer backend, by vLLM's registered name."""
+        """Name of the weight-transfer backend in vLLM's registry."""
         if self.transport != "auto":
             return self.transport
         return "shared_memory" if self.device == "cpu" else "ipc"
 
     @property
     def sleeps(self) -> bool:
-        """Whether there is anything to give back; an engine on GPUs of its own shares them with nobody."""
+        """True if the engine frees memory during sleep. An engine on separate GPUs never sleeps."""
         return self.sleep != "none" and self.backend != "nccl"
 
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of the engine's process."""
         if self.device == "cuda":
-            # The engine shares its GPU with a trainer; in-process weight updates carry CUDA IPC handles.
+            # Weight updates send CUDA IPC handles, because engine and trainer share a GPU.
             return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
         return {
             **CPU_ENVIRONMENT,
             "OMP_NUM_THREADS": str(self.threads),
             "VLLM_LOGGING_LEVEL": "ERROR",
-            # The CPU build tells of its memory binding with a warning.
+            # Hides a warning of the CPU build about memory binding.
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-            # vLLM registers Triton kernels on machines without Triton, too.
+            # Hides warnings about Triton kernels on machines without Triton.
             "TORCH_LOGS": "-torch._library",
             "VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_cache_gib),
         }
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Arguments of `vllm.LLM`."""
+        """Return the arguments of `vllm.LLM`."""
         arguments: dict[str, Any] = {
             "model": self.model,
             "dtype": self.dtype,
@@ -130,7 +129,7 @@ class VLLMConfig:
             "tensor_parallel_size": self.tensor_parallel_size,
             "enable_prefix_caching": self.prefix_caching,
             "use_tqdm_on_load": False,
-            # What the ratio of the policy loss needs: after temperature, top-k and top-p.
+            # The ratio of the policy loss needs log-probs after temperature, top-k and top-p.
             "logprobs_mode": "processed_logprobs",
             "weight_transfer_config": {"backend": self.backend},
             "worker_extension_cls": "rl_plugins.rollout.vllm.plugin.WorkerExtension",
@@ -146,8 +145,8 @@ class VLLMConfig:
                 "quantization": "plain_weights",
                 "block_size": CPU_BLOCK,
                 "enforce_eager": True,
-                # A prompt in one piece: between pieces vLLM sets back the generators of seeded requests, which
-                # those of a CPU do not know.
+                # Prompts run in one piece. Between pieces vLLM resets the generators of seeded requests, and generators
+                # on CPU do not support the reset.
                 "enable_chunked_prefill": False,
             }
         return {
@@ -159,18 +158,18 @@ class VLLMConfig:
 
 
 def check_adapter(rank: int, sleep: str) -> None:
-    """Refuse an adapter that an engine could not serve.
+    """Check an adapter for an engine.
 
     Args:
-        rank: of the adapter that updates bring alone; 0 for none.
-        sleep: see `VLLMConfig`.
+        rank: rank of an adapter that updates send alone; 0 without such an adapter.
+        sleep: `sleep` of `VLLMConfig`.
 
     Raises:
-        ConfigError: the engine would give its weights back, or has no room for an adapter so large.
+        ConfigError: the engine frees its weights during sleep, or `rank` is too large for vLLM.
     """
     if rank and sleep == "all":
         raise ConfigError(
-            "rollout.sleep=all gives back weights that an update of the adapter alone does not bring: use "
+            "rollout.sleep=all frees the weights, and an update of the adapter alone does not send the weights: use "
             "rollout.sleep=kv_cache, or rollout.lora=merged"
         )
     if rank > _ADAPTER_RANKS[-1]:

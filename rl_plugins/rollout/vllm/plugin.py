@@ -1,10 +1,11 @@
-"""What is registered with vLLM, through its own doors, in the engine's process before the engine is built.
+"""Plug-ins for vLLM, registered through vLLM's public registries before the construction of the engine.
 
-- The `plain_weights` quantization config keeps linear and embedding weights as they are in the checkpoint, where vLLM's
-  CPU build would replace them by packed ones. Then loading is an in-place copy at any time and tied embeddings stay
-  tied. Products use a packed copy, made when it is first needed and given up with the next update or sleep.
-- The `shared_memory` weight-transfer backend, the CPU counterpart of vLLM's CUDA IPC.
-- The `gloo` weight-transfer backend, the CPU counterpart of its NCCL.
+- The `plain_weights` quantization config keeps linear and embedding weights in the layout of the checkpoint. vLLM's CPU
+  build would replace the weights by packed weights. With plain weights, loading is an in-place copy at any time, and
+  tied embeddings stay tied. Matrix products use a packed copy, made for the first product and dropped by the next
+  update or sleep.
+- The `shared_memory` weight-transfer backend is the CPU counterpart of vLLM's CUDA IPC.
+- The `gloo` weight-transfer backend is the CPU counterpart of vLLM's NCCL.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ _PRIMITIVES = 128
 
 
 class PackedProducts:
-    """Products with a copy of the layer's weight that oneDNN has packed for them.
+    """Matrix products with a copy of the layer's weight packed by oneDNN.
 
-    They are faster than products with the plain weight, above all with few tokens and in float32
+    Packed products are faster than plain products, above all with few tokens and in float32
     (`benchmarks/packed_products.py`).
     """
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Keep the weight as it was loaded."""
+        """Keep the loaded weight unchanged."""
         layer.packed = None
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x @ weight.T + bias`."""
+        """Return `x @ weight.T + bias`."""
         if not _has_packed_products(layer.weight.dtype):
             return torch.nn.functional.linear(x, layer.weight, bias)
         if layer.packed is None:
@@ -59,7 +60,7 @@ class PackedProducts:
 
 
 def _has_packed_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has fast ones here; those of its reference implementation, for what is left, are very slow."""
+    """Return True if oneDNN has fast packed products for `dtype`. Its reference implementation is very slow."""
     fast = dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())
     return fast and hasattr(torch.ops._C, "create_onednn_mm_handler")
 
@@ -72,8 +73,8 @@ class _PlainEmbedding(PackedProducts, UnquantizedEmbeddingMethod):
     pass
 
 
-def give_up_packed(model: torch.nn.Module) -> int:
-    """Forget the packed copies of weights; returns their bytes."""
+def drop_packed(model: torch.nn.Module) -> int:
+    """Drop the packed copies of weights; return their size in bytes."""
     layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "packed", None) is not None]
     for layer in layers:
         layer.packed = None
@@ -85,30 +86,30 @@ class PlainWeights(QuantizationConfig):
     """No quantization and no repacking."""
 
     def get_name(self) -> Any:
-        """The name it is registered under."""
+        """Return the registered name."""
         return PLAIN_WEIGHTS
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Whatever the model computes in."""
+        """Return all dtypes of models."""
         return [torch.float32, torch.bfloat16, torch.float16]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """No GPU is needed."""
+        """Return -1, because no GPU is needed."""
         return -1
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Nothing is read from the checkpoint."""
+        """Return no file names, because the checkpoint has no settings."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> PlainWeights:
-        """There is nothing to configure."""
+        """Return the config; there are no settings."""
         return cls()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Plain methods for linear and embedding layers."""
+        """Return plain methods for linear and embedding layers, None for other layers."""
         if isinstance(layer, LinearBase):
             return _PlainLinear()
         if isinstance(layer, VocabParallelEmbedding):
@@ -125,7 +126,7 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """Nothing: all there is to know was said at the start."""
+    """Empty, because the init info has all information."""
 
 
 class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
@@ -136,26 +137,26 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
     receiver: SharedMemoryReceiver | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Move the parameters into shared memory, unless they are there, and listen for the ranks."""
+        """Move the parameters into shared memory once, and listen for the ranks."""
         if self.receiver is None:
             model: Any = self.model
             self.receiver = SharedMemoryReceiver(model, model.load_weights, self.parallel_config.rank)
         self.receiver.expect(**init_info.expect)
 
     def start_weight_update(self) -> None:
-        """Plain weights are loaded in place: nothing to prepare."""
+        """Do nothing, because plain weights are loaded in place."""
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Wait while the ranks write."""
+        """Wait until all ranks have written."""
         assert self.receiver is not None, "init_transfer_engine comes first"
         self.receiver.receive()
 
     def finish_weight_update(self) -> None:
-        """Plain weights were loaded in place, but packed copies are of those before."""
-        give_up_packed(self.model)
+        """Drop the packed copies of the old weights."""
+        drop_packed(self.model)
 
     def shutdown(self) -> None:
-        """Leave the ranks; the parameters stay where they are."""
+        """Close the connections to the ranks. The parameters stay in shared memory."""
         if self.receiver is not None:
             self.receiver.disconnect()
 
@@ -178,26 +179,26 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, SharedMemoryUpdateInfo]):
     gloo: GlooReceiver | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Know where the sender is; the connection is made when it sends."""
+        """Prepare the connection to the sender. The first update connects."""
         if self.gloo is None:
             model: Any = self.model
             self.gloo = GlooReceiver(model.load_weights, self.parallel_config.rank)
         self.gloo.expect(**init_info.expect)
 
     def start_weight_update(self) -> None:
-        """Plain weights are loaded in place: nothing to prepare."""
+        """Do nothing, because plain weights are loaded in place."""
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Take in what rank 0 sends."""
+        """Receive the weights from rank 0."""
         assert self.gloo is not None, "init_transfer_engine comes first"
         self.gloo.receive()
 
     def finish_weight_update(self) -> None:
-        """Plain weights were loaded in place, but packed copies are of those before."""
-        give_up_packed(self.model)
+        """Drop the packed copies of the old weights."""
+        drop_packed(self.model)
 
     def shutdown(self) -> None:
-        """Leave the sender."""
+        """Close the connection to the sender."""
         if self.gloo is not None:
             self.gloo.disconnect()
 
@@ -206,19 +207,19 @@ WeightTransferEngineFactory.register_engine(GLOO, GlooEngine)
 
 
 class WorkerExtension:
-    """Methods of each worker process that the actor calls through vLLM's `collective_rpc`.
+    """Methods of each worker process, called by the actor through vLLM's `collective_rpc`.
 
-    It is named as vLLM's `worker_extension_cls`, so each worker process imports this module before it loads.
+    The class is vLLM's `worker_extension_cls`, so each worker process imports this module before it loads the model.
     """
 
     model_runner: Any
     weight_transfer_engine: Any
 
     def give_back(self, weights: bool) -> MemoryChange:
-        """Free the KV cache, which vLLM cannot on CPU, packed weights, and the weights themselves if asked to.
+        """Free the KV cache (vLLM cannot on CPU), packed copies, and the weights if `weights`.
 
-        All come back when they are written or needed. Weights that no update has brought yet stay: nobody could bring
-        them back.
+        Later writes allocate the memory again. Weights stay before the first update, because no update could restore
+        the weights.
         """
         caches = {cache.untyped_storage().data_ptr(): cache for cache in self.model_runner.kv_caches}
         storages = [torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()) for cache in caches.values()]
@@ -229,18 +230,18 @@ class WorkerExtension:
             discard(storage)
         if weights and receiver:
             expected += receiver.give_back()
-        expected += give_up_packed(self.model_runner.model)
+        expected += drop_packed(self.model_runner.model)
         return_free_memory()
         after = _private_bytes() + (receiver.held if receiver else 0)
         return MemoryChange(before, after, expected)
 
     def checksums(self, runs: list[Run]) -> list[int]:
-        """`SharedMemoryReceiver.checksums`."""
+        """Return `SharedMemoryReceiver.checksums`."""
         receiver: SharedMemoryReceiver = self.weight_transfer_engine.receiver
         return receiver.checksums(runs)
 
     def device_memory(self) -> tuple[int, int]:
-        """Bytes in use on the GPU, by whomever, and those of this engine's KV cache."""
+        """Return the bytes in use on the GPU by all processes, and the bytes of this engine's KV cache."""
         free, total = torch.cuda.mem_get_info()
         storages = {cache.untyped_storage().data_ptr(): cache for cache in self.model_runner.kv_caches}
         return total - free, sum(cache.untyped_storage().nbytes() for cache in storages.values())

@@ -27,14 +27,6 @@ UNFINISHED: dict[str, dict[str, float]] = {
         "indirect starts %": 13.6,
         "arguments with of %": 20.1,
     },
-    "rollout": {
-        "what": 11.0,
-        "that": 26.6,
-        "they": 23.9,
-        "it": 23.7,
-        "indirect starts %": 10.1,
-        "arguments with of %": 14.5,
-    },
     "stages": {
         "what": 5.4,
         "that": 18.4,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.memory import MemoryChange, return_free_memory
-from rl_plugins.rollout.vllm.plugin import PackedProducts, SharedMemoryEngine, give_up_packed
+from rl_plugins.rollout.vllm.plugin import PackedProducts, SharedMemoryEngine, drop_packed
 
 
 class Layer(nn.Module):
@@ -69,13 +69,13 @@ def test_finish_weight_update_drops_the_packed_copies_of_old_weights() -> None:
     assert not torch.equal(model(x), before)
 
 
-def test_give_up_packed_frees_the_memory_of_the_packed_copies() -> None:
+def test_drop_packed_frees_the_memory_of_the_packed_copies() -> None:
     layers = [Layer(512, 2048, torch.float32) for _ in range(16)]
     model, x = nn.ModuleList(layers), torch.randn(4, 512)
     weights = sum(layer.weight.nbytes for layer in layers)
     # What oneDNN keeps for itself is there after the first time.
     layers[0](x)
-    give_up_packed(model)
+    drop_packed(model)
 
     def used() -> int:
         return_free_memory()
@@ -86,7 +86,7 @@ def test_give_up_packed_frees_the_memory_of_the_packed_copies() -> None:
         layer(x)
     packed = used()
     assert packed - without > 0.9 * weights
-    expected = give_up_packed(model)
+    expected = drop_packed(model)
     assert expected == weights
     MemoryChange(packed, used(), expected).check("sleep")
-    assert give_up_packed(model) == 0
+    assert drop_packed(model) == 0
