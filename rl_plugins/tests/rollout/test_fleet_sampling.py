@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 
 
 class Fleet:
-    """Two engines, of which one is beside the rank; each answers with one token and the seconds that it has worked."""
+    """Two engines, the first assigned to the rank. Each answers with one token and its working time in seconds."""
 
     def __init__(self) -> None:
         self.rank, self.engines_of_rank, self.busy_s, self.on_lost = 0, [0], [4.0, 60.0], None
@@ -23,7 +23,7 @@ class Fleet:
 
     def check_lost(self) -> None: ...
 
-    def patience(self) -> None: ...
+    def sampling_deadline(self) -> None: ...
 
     def shares(self, count: int) -> dict[int, range]:
         return {engine: range(count) for engine in self.engines_of_rank}
@@ -31,21 +31,21 @@ class Fleet:
     def ranks_of_engine(self, engine: int) -> list[int]:
         return [0]
 
-    def first(self, waiting: Mapping[Any, int], phase: str, patience: Any) -> Any:
+    def first(self, waiting: Mapping[Any, int], phase: str, deadline: Any) -> Any:
         return next(iter(waiting))
 
     def result(self, engine: int, reference: Any) -> tuple[Generations, float]:
         return Generations.from_responses([[1]], [[-1.0]], ["stop"], 0), self.busy_s[engine]
 
 
-def test_busy_s_counts_only_the_engines_beside_the_rank() -> None:
+def test_busy_s_counts_only_the_engines_of_the_rank() -> None:
     fleet: Any = Fleet()
     sampling = FleetSampling(fleet)
     assert sampling.busy_s == 0
     seen = []
     # The second engine samples while the first is lost.
-    for beside in (0, 1, 0):
-        fleet.engines_of_rank = [beside]
+    for engine in (0, 1, 0):
+        fleet.engines_of_rank = [engine]
         sampling.generate([[5]], SamplingConfig(max_tokens=1), None)
         seen.append(sampling.busy_s)
     assert seen == [4.0, 60.0, 4.0]
