@@ -184,8 +184,8 @@ def hold_after(rollout: VLLMRollout, steps: int) -> int:
 
         def counted() -> Any:
             outputs = step(engine)
-            if next(numbers) == steps:
-                del engine.step
+            # `go_on` may have removed the step while this call ran: then nothing is to be held.
+            if next(numbers) == steps and vars(engine).pop("step", None) is not None:
                 loop.hold()
             return outputs
 
