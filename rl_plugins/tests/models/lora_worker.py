@@ -131,8 +131,8 @@ def check_rank(rank: int, policy: str, folder: Path) -> None:
         assert parameter.ds_tensor.numel() == -(-parameter.ds_numel // 2), f"{name} is not sharded"
     check_merged(engine, whole)
     check_training(engine, whole, base)
-    # The same tolerance as for the steps.
-    check_merged(engine, whole, atol=1e-5)
+    # A merged weight adds 2 x 3 products of two adapter weights, each adapter weight within the tolerance of the steps.
+    check_merged(engine, whole, atol=5e-5)
     check_checkpoint(engine, folder)
     torch.testing.assert_close(engine_of(new)(input_ids=torch.arange(6)[None]).logits, base, rtol=1e-5, atol=1e-5)
     adapters: list[Any] = [None, None]
