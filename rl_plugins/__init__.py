@@ -1,7 +1,7 @@
 """RL post-training of language models as plugins for Lightning, Ray Train, DeepSpeed and vLLM.
 
 `import rl_plugins as rl` offers every stage, strategy, callback and config record by name, such as
-`rl.PolicyOptimization`. A name is loaded when it is first used: the import of this package loads nothing heavy.
+`rl.PolicyOptimization`. A name is loaded at its first use. The import of this package loads nothing heavy.
 """
 
 from importlib import import_module

@@ -1,21 +1,21 @@
-"""The errors of the package, by the boundary at which they appear."""
+"""Errors of the package, one class for each boundary."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """An error that the user can correct. Its message names the cause and the way out.
+    """An error that the user can correct. The message names the cause and the way out.
 
     The command-line entry points print the message as one line, without a traceback, and exit with status 2.
     """
 
 
 class ConfigError(UserError, ValueError):
-    """A wrong option, file, row or environment, found before anything heavy starts."""
+    """A wrong option, file, row or environment, found before training starts."""
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that is damaged, or that belongs to another model or strategy."""
+    """A damaged checkpoint, or a checkpoint of another model or strategy."""
 
 
 class DataError(UserError, RuntimeError):
@@ -23,11 +23,11 @@ class DataError(UserError, RuntimeError):
 
 
 class TrainingDiverged(UserError, RuntimeError):
-    """Training that passed a bound of the divergence guard."""
+    """Training passed a bound of the divergence guard."""
 
 
 class EngineLost(RuntimeError):
-    """A rollout engine ended or does not answer. Its unfinished responses are gone."""
+    """A rollout engine ended or does not answer. Unfinished responses of the engine are lost."""
 
 
 class RowError(ConfigError):
@@ -35,7 +35,7 @@ class RowError(ConfigError):
 
     Attributes:
         where: file and row.
-        field: column, or the option and the key that name the field.
+        field: column, or the option and the key with the column's name.
         reason: description of the fault.
     """
 
@@ -55,12 +55,12 @@ class RewardError(RuntimeError):
 
 
 class DeadlineExceeded(TimeoutError):
-    """A wait that passed its deadline. The message names the waiting process, its phase, and the awaited event."""
+    """A wait passed its deadline. The message names the waiting process, its phase, and the awaited event."""
 
 
 class RunStopped(Exception):
-    """A run that was asked to stop before its last step, and has saved a checkpoint.
+    """A run was asked to stop before its last step, and has saved a checkpoint.
 
-    The command-line entry points print one line with the option that resumes the run, and exit with status 75, "try
-    again later" of sysexits.h.
+    The command-line entry points print one line with the option for a resume, and exit with status 75 ("try again
+    later" in sysexits.h).
     """

@@ -1,6 +1,6 @@
 """Memory freed by a phase: measured by the kernel, and compared with the expected amount.
 
-Without a check, a phase that frees nothing goes unnoticed until a later phase runs out of memory. Therefore each phase
+Without a check, a phase without effect goes unnoticed until a later phase runs out of memory. Therefore each phase
 declares how much memory must be freed (`expected`). The kernel's counters of the process measure the freed
 memory independently.
 """
@@ -57,9 +57,8 @@ class MemoryChange:
         freed = self.before - self.after
         if freed < _SHARE * self.expected - _SLACK_BYTES:
             raise MemoryNotFreed(
-                f"phase {phase!r} gave back {freed / _MIB:.0f} MiB and should have given back "
-                f"{self.expected / _MIB:.0f} MiB: {self.before / _MIB:.0f} MiB were in use before it, "
-                f"{self.after / _MIB:.0f} MiB after it"
+                f"phase {phase!r} freed {freed / _MIB:.0f} MiB instead of {self.expected / _MIB:.0f} MiB: "
+                f"{self.before / _MIB:.0f} MiB were in use before the phase, {self.after / _MIB:.0f} MiB after it"
             )
 
 

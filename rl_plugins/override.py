@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def override(key: str, value: object) -> str:
-    """Return `key=value`, with quotes around a value that Hydra would refuse or read differently.
+    """Return `key=value`, with quotes around the value if Hydra would otherwise refuse or change the value.
 
     Args:
         key: name of the option.

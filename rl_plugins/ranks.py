@@ -1,4 +1,4 @@
-"""The training ranks: what a process learns from the others, and gives to them."""
+"""Communication between the training ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 class Ranks:
     """This process among the training ranks.
 
-    Every method is collective: all ranks call it, in the same order.
+    Every method is collective: all ranks call the same methods in the same order.
 
     Attributes:
         rank: number of this process, from 0.
         world_size: number of training ranks.
-        device: device that the process group communicates from; None for a process that trains alone.
+        device: device of communicated tensors; None for a process without other ranks.
     """
 
     rank: int = 0
@@ -52,7 +52,7 @@ class Ranks:
         return [value] if self.device is None else gather(value)
 
     def exchange(self, parcels: list[T]) -> list[T]:
-        """Send `parcels[i]` to rank i; return the parcels for this rank, in the order of their senders.
+        """Send `parcels[i]` to rank i; return the parcels for this rank, in the order of the senders.
 
         The parcel of this rank for itself is not copied.
         """
@@ -92,7 +92,7 @@ def barrier() -> None:
 
 
 def broadcast(value: T) -> T:
-    """Return the value of rank 0; in a process without a group, its own value."""
+    """Return the value of rank 0. Without a process group, return the argument."""
     import torch
 
     if not _has_process_group():
@@ -103,7 +103,7 @@ def broadcast(value: T) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """Return the values of all ranks, in the order of the ranks; in a process without a group, its own value."""
+    """Return the values of all ranks, in the order of the ranks. Without a process group, return only the argument."""
     import torch
 
     if not _has_process_group():

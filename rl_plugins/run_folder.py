@@ -56,16 +56,16 @@ class RunFolder:
 
     @property
     def resumes(self) -> Path:
-        """File with a line for each resume: restored states, and states that start again."""
+        """File with a line for each resume: the restored states and the reset states."""
         return self.path / "resumes.txt"
 
     @property
     def failures(self) -> Path:
-        """File with the errors of restarted training workers: a line that begins with `[`, and tracebacks."""
+        """File with the errors of restarted training workers: lines with `[` and the time, each above a traceback."""
         return self.path / "failures.txt"
 
     def add_failure(self, line: str, details: str) -> None:
-        """Append the failure of training workers that are restarted."""
+        """Append a failure of training workers, before the workers start again."""
         with self.failures.open("a", encoding="utf-8") as file:
             file.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {line}\n{details}\n\n")
 
@@ -109,7 +109,7 @@ class RunFolder:
 
     @property
     def stop(self) -> Path:
-        """File that asks the run to save and stop after the current step, if it exists."""
+        """Request to save and stop after the current step, made by creating this file."""
         return self.path / "stop"
 
     @property
@@ -124,12 +124,12 @@ class RunFolder:
 
     @property
     def changes(self) -> Path:
-        """File with the options that differ from the recipe."""
+        """File with the options set differently from the recipe."""
         return self.path / "changes.yaml"
 
     @property
     def error(self) -> Path:
-        """File with the error that ended the run."""
+        """File with the error of a failed run."""
         return self.path / "error.txt"
 
     @property
@@ -154,7 +154,7 @@ class RunFolder:
         return self._named(_BEST)
 
     def unfinished(self) -> list[Path]:
-        """Return the folders of checkpoints that are partly written or partly removed."""
+        """Return the folders of partly written or partly removed checkpoints."""
         return self._named(_UNFINISHED)
 
     def _named(self, pattern: re.Pattern[str]) -> list[Path]:
@@ -198,7 +198,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def append_metrics(path: Path, metrics: Mapping[str, float], step: int | None) -> None:
-    """Append a line to a `metrics.jsonl`, and remove a last line that a killed process left incomplete."""
+    """Append a line to a `metrics.jsonl`. A last line left incomplete by a killed process is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     row = json.dumps({"step": step, "time": round(time.time(), 3), **metrics})
     with path.open("ab+") as file:

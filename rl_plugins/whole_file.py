@@ -1,4 +1,4 @@
-"""Files that appear under their name only when they are complete, also if the process is killed."""
+"""Files written completely or not at all, also if the process is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose weights follow the weights of another model, such as a reference that follows the policy."""
+"""Models that follow the weights of another model, such as a reference that follows the policy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rl_plugins.errors import CheckpointError
 
 
 class BlendedModels:
-    """The models that follow another model, and their averages in float32.
+    """Names of the models that follow another model, and the averages in float32.
 
-    Each rank blends its own shards. A model in low precision has its average in float32 beside its weights, because
-    small steps would be lost in rounding.
+    Each rank blends its own shards. A model in low precision also has an average in float32, because rounding would
+    remove small steps.
 
     Attributes:
-        names: models whose weights are no longer the weights of their files. Checkpoints hold these models.
+        names: models with other weights than in their files. Checkpoints hold these models.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class BlendedModels:
     ) -> None:
         """Set each shard of a model to `keep * own + (1 - keep) * other`, in place.
 
-        From now on checkpoints hold the model, also if `keep` is 1 and the weights have not changed yet.
+        Later checkpoints hold the model, also if `keep` is 1 and the weights have not changed.
 
         Args:
             target: name of the model.
-            own: name and shard of each of its parameters.
-            other: the same of the model that it follows.
-            keep: share of the own weights that stays, from 0 to 1.
+            own: name and shard of each parameter of the model.
+            other: name and shard of each parameter of the followed model.
+            keep: share of the own weights in the result, from 0 to 1.
         """
         self.names.add(target)
         if keep == 1:
@@ -50,11 +50,11 @@ class BlendedModels:
                 own_shard.copy_(average.lerp_(other_shard.float(), 1 - keep))
 
     def reset_averages(self) -> None:
-        """Start the averages again from the weights that a checkpoint restores."""
+        """Forget the averages. The next `blend` starts from the weights of the models."""
         self._averages.clear()
 
     def check_in(self, checkpoint: Path) -> None:
-        """Check that a checkpoint holds every model that follows another one.
+        """Check a checkpoint for the weights of every model in `names`.
 
         Raises:
             CheckpointError: a model is missing.
@@ -62,6 +62,6 @@ class BlendedModels:
         for name in sorted(self.names):
             if not (checkpoint / name).is_dir():
                 raise CheckpointError(
-                    f"{checkpoint} does not hold model {name!r}, whose weights have changed since: resume the run, "
-                    "which loads the model from its own files"
+                    f"{checkpoint} does not hold model {name!r}, and training has changed the model's weights: start "
+                    "a new process with this checkpoint, which loads the model from its own files"
                 )

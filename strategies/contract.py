@@ -1,8 +1,8 @@
-"""What stages and callbacks may ask of a strategy, whatever shards the models.
+"""Contract between a strategy and its users, the stages and callbacks.
 
-A stage names its models in `named_models()`. The strategy makes a model engine of each: a model that an optimizer of
-`configure_optimizers` holds is trained, with sharding, optimizer and gradient clipping of its own; a model without
-an optimizer is frozen and only runs.
+A stage names its models in `named_models()`. The strategy makes a model engine of each model. A model with an optimizer
+in `configure_optimizers` is trained, with its own sharding, optimizer and gradient clipping. A model without an
+optimizer is frozen and only runs.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ TEACHER = "teacher"
 
 @runtime_checkable
 class HasNamedModels(Protocol):
-    """A LightningModule whose models become model engines."""
+    """A LightningModule with named models, which become model engines."""
 
     def named_models(self) -> dict[str, nn.Module]:
-        """Models by their names, after `configure_model`."""
+        """Return the models by name, after `configure_model`."""
 
     def gradient_clip(self, name: str) -> float:
-        """Bound on the global gradient norm of a trained model; 0 for no bound."""
+        """Return the bound on the global gradient norm of a trained model; 0 for no bound."""
 
 
 class Strategy(Protocol):
-    """The contract between stages and strategies.
+    """Methods and attributes of every strategy of this package.
 
     `ZeroStrategy`, `FSDPStrategy` and `SingleDeviceRolloutStrategy` fulfil the contract.
 
     Attributes:
         ranks: this process among the training ranks, since `setup_environment`.
         phases: log of time and memory.
-        rollout: the rollout engine, and the phases in which it samples.
+        rollout: the rollout engine and its phases.
         restored: for each model, which states the last loaded checkpoint has restored, in words.
         lightning_restore_optimizer: Lightning's flag: True if Lightning hands optimizer states to the strategy.
     """
@@ -63,31 +63,31 @@ class Strategy(Protocol):
         """See the attributes."""
 
     def sharded_init(self, frozen: str | None = None) -> AbstractContextManager[None]:
-        """Shard models while they are loaded with `from_pretrained` inside this context.
+        """Shard models during `from_pretrained` inside this context.
 
         Args:
-            frozen: name of the model if it is frozen: its shards are made where the strategy keeps frozen models.
+            frozen: name of a frozen model, to create the shards at the model's offload place; None for trained models.
         """
 
     def model_engine(self, name: str) -> nn.Module:
         """Return the model engine that runs model `name`."""
 
     def accumulate_gradients(self, name: str, *, last: bool) -> None:
-        """Announce a backward pass of model `name`; `last` is True for the last one before its optimizer step."""
+        """Announce a backward pass of model `name`; `last` is True for the last pass before the optimizer step."""
 
     def optimizer_index(self, name: str) -> int:
         """Return the index of the optimizer of model `name` in the strategy's `optimizers`."""
 
     def gradient_norm(self, name: str) -> float | None:
-        """Return the global norm of the last step's gradient before clipping; None where it is not known."""
+        """Return the global norm of the last step's gradient before clipping; None if unknown."""
 
     def weight_source(self, name: str = POLICY) -> WeightSource:
         """Return the weights of model `name`, for a rollout engine or an export."""
 
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and this rank's part of each parameter of model `name`. Collective.
+        """Yield the name of each parameter of model `name`, and this rank's shard. Collective.
 
-        After a write to parts of the policy, call `rollout.weights_changed()`.
+        After a write to shards of the policy, call `rollout.weights_changed()`.
         """
 
     def blend_weights(self, source: str, target: str, keep: float) -> None:
@@ -103,10 +103,10 @@ class Strategy(Protocol):
         """Load a checkpoint into the model engines; return the state of Lightning's loops and callbacks."""
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights that Lightning's part of a checkpoint holds."""
+        """Load the weights from Lightning's part of a checkpoint."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer states that Lightning's part of a checkpoint holds."""
+        """Load the optimizer states from Lightning's part of a checkpoint."""
 
 
 def strategy_of(trainer: Trainer) -> Strategy:
@@ -118,7 +118,7 @@ def strategy_of(trainer: Trainer) -> Strategy:
     strategy: Any = trainer.strategy
     if not hasattr(strategy, "model_engine"):
         raise ConfigError(
-            f"Trainer(strategy={type(strategy).__name__}): a stage needs a strategy of this package: pass "
+            f"Trainer(strategy={type(strategy).__name__}): a stage needs a strategy of this package; pass "
             "strategy=ZeroStrategy(...), FSDPStrategy(...) or SingleDeviceRolloutStrategy(...)"
         )
     fulfilled: Strategy = strategy

@@ -1,11 +1,10 @@
 """FSDP2 for Lightning with several named models, on CUDA and on CPU, sharing devices with a rollout engine.
 
-Lightning's `ModelParallelStrategy` leaves the sharding to `configure_model`. Here every model that a stage names in
-`named_models()` is sharded between `configure_model` and `configure_optimizers`. So the stage does not shard, and its
-optimizers hold shards. Each block of a transformer is a unit of its own; the other parameters belong to the root. A
-model engine is the model itself: the hooks of `fully_shard` gather the parameters that a forward or backward pass
-needs. With tensor parallelism, blocks are first cut over neighbouring ranks (`tensor_parallel.py`) and then sharded
-over the other ranks.
+Lightning's `ModelParallelStrategy` leaves the sharding to `configure_model`. `FSDPStrategy` shards every model of
+`named_models()` between `configure_model` and `configure_optimizers`. So the stage does not shard, and the optimizers
+of the stage hold shards. Each block of a transformer is one unit. The other parameters belong to the root. A model
+engine is the model itself: the hooks of `fully_shard` gather parameters for a forward or backward pass. With tensor
+parallelism, blocks are first cut over neighbouring ranks (`tensor_parallel.py`) and then sharded over the other ranks.
 
 PyTorch's FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -62,7 +61,7 @@ from rl_plugins.weights.source import WeightSource
 
 _POLICIES = {
     "32-true": MixedPrecisionPolicy(),
-    # Gradients are summed in float32 when they are reduced to shards.
+    # The sum of gradients over ranks is in float32.
     "bf16-true": MixedPrecisionPolicy(reduce_dtype=torch.float32),
     "bf16-mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
@@ -71,17 +70,18 @@ _POLICIES = {
 class FSDPStrategy(ModelParallelStrategy):
     """FSDP2 with named models and a rollout engine.
 
-    The trainer's `precision`: with `bf16-true`, parameters and optimizer states are bfloat16, so small steps are lost
-    in rounding. With `bf16-mixed`, the shards of trained models are float32 and are gathered in bfloat16.
+    The trainer's `precision`: with `bf16-true`, parameters and optimizer states are bfloat16, and rounding removes
+    small steps. With `bf16-mixed`, the shards of trained models are float32 and are gathered in bfloat16.
 
     Args:
-        rollout: rollout engine; None for stages that do not sample.
-        offload: for each model, `while_sampling` or `stay`: whether, on CUDA, the model and its optimizer states are in
-            host memory while the rollout engine samples. The default of trained models is `while_sampling`.
+        rollout: rollout engine; None for stages without sampling.
+        offload: model name to `while_sampling` or `stay`. With `while_sampling`, on CUDA, the model and the optimizer
+            states are in host memory while the rollout engine samples. The default is `while_sampling` for trained
+            models.
         accumulate_shards: average the gradients over the ranks after every micro-batch and keep only shards. By
-            default each rank keeps whole gradients, and they are averaged once for each optimizer step.
-        tensor_parallel: number of neighbouring ranks over which each block is cut.
-        sequence_parallel: number of neighbouring ranks over which the tokens of micro-batches are cut.
+            default each rank keeps whole gradients, and the ranks average gradients once for each optimizer step.
+        tensor_parallel: number of neighbouring ranks in a group. Each rank has a part of each block.
+        sequence_parallel: number of neighbouring ranks in a group. Each rank has a part of the tokens of micro-batches.
         timeout_s: deadline of every collective, in seconds.
     """
 
@@ -137,7 +137,7 @@ class FSDPStrategy(ModelParallelStrategy):
 
     @contextmanager
     def sharded_init(self, frozen: str | None = None) -> Iterator[None]:
-        """Load whole models into host memory on every rank; `setup` shards them."""
+        """Load whole models into host memory on every rank. `setup` shards the models."""
         yield
 
     @override
@@ -156,19 +156,19 @@ class FSDPStrategy(ModelParallelStrategy):
         self._optimizers_of = optimizers_of(self._models, self.optimizers)
         if self._group_size > 1:
             for group in [group for optimizer in self._optimizers_of.values() for group in optimizer.param_groups]:
-                # Fused and for-each kernels refuse lists of tensors with different shardings.
+                # Fused and for-each kernels refuse tensors with different shardings in one list.
                 group.update({key: False for key in ("foreach", "fused") if key in group})
         for name, model in self._models.items():
-            # In validation all models stay trainable: a later fit may train them.
+            # In validation all models stay trainable, because a later fit may train the models.
             if trainer.state.fn == TrainerFn.FITTING and name not in self._optimizers_of:
                 model.eval().requires_grad_(False)
             elif self._is_mixed:
-                # The trained models are known since the optimizers exist. The optimizers hold the same parameters.
+                # The optimizers show which models are trained, and keep the same parameters after this change of dtype.
                 model._apply(lambda tensor: tensor.float() if tensor.requires_grad else tensor)
         self.rollout.connect(self.ranks)
 
     def _agree_on_adapter(self, model: nn.Module) -> None:
-        """Give all ranks the adapter of rank 0, because each rank made one from its own random numbers."""
+        """Copy the adapter of rank 0 to all ranks, because each rank made an adapter from different random numbers."""
         for parameter in model.parameters():
             if parameter.requires_grad:
                 agreed = parameter.detach().to(self.root_device)
@@ -185,7 +185,7 @@ class FSDPStrategy(ModelParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Ranks that share blocks still train on different samples.
+        # All ranks train on different samples, also the ranks of a tensor-parallel group.
         if not isinstance(self.lightning_module, HasNamedModels):
             return super().distributed_sampler_kwargs
         return {"num_replicas": self.world_size, "rank": self.global_rank}
@@ -197,11 +197,11 @@ class FSDPStrategy(ModelParallelStrategy):
     # Running ----------------------------------------------------------------------------------------------------
 
     def model_engine(self, name: str) -> nn.Module:
-        """Return the model itself, which is sharded between its passes."""
+        """Return the model itself."""
         return self._models[name]
 
     def accumulate_gradients(self, name: str, *, last: bool) -> None:
-        """Announce a backward pass; gradients are averaged in the last one before the optimizer step."""
+        """Announce a backward pass. The last pass before the optimizer step averages the gradients."""
         model = self._models[name]
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last or self._accumulate_shards)
@@ -226,7 +226,7 @@ class FSDPStrategy(ModelParallelStrategy):
         module = self.lightning_module
         in_steps = isinstance(module, HasNamedModels) and not module.automatic_optimization
         if in_steps:
-            # Like DeepSpeed: the step clips the gradients, and clears them.
+            # Like DeepSpeed: the step clips and clears the gradients.
             self._clip(next(name for name, own in self._optimizers_of.items() if own is optimizer))
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if in_steps:
@@ -243,7 +243,7 @@ class FSDPStrategy(ModelParallelStrategy):
     # Weights and memory -----------------------------------------------------------------------------------------
 
     def weight_source(self, name: str = POLICY) -> WeightSource:
-        """Return the weights of a model in its compute dtype, for a rollout engine or an export."""
+        """Return the weights of a model in the compute dtype, for a rollout engine or an export."""
         dtype = torch.bfloat16 if self._is_mixed else None
         model = self._models[name]
         source = FSDPWeightSource(model, dtype, self.global_rank % self._group_size, self._group_size)
@@ -292,7 +292,7 @@ class FSDPStrategy(ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder that `save_checkpoint` has written with any number of ranks.
+        """Load a folder of `save_checkpoint`, written with any number of ranks.
 
         Raises:
             CheckpointError: the folder is no checkpoint, or a part is missing or belongs to another model.
@@ -332,7 +332,7 @@ class FSDPStrategy(ModelParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # The models save their own shards.
+        # `save_checkpoint` saves the shards.
         return {} if self._models else super().lightning_module_state_dict()
 
     @override
@@ -349,19 +349,16 @@ class FSDPStrategy(ModelParallelStrategy):
 
 
 class _NamedPrecision(Precision):
-    """Precision that changes no dtype and opens no context.
-
-    Lightning's plugins would also cast rotary frequencies, or run under autocast.
-    """
+    """Precision plugin without effect, because Lightning's plugins would cast rotary frequencies or use autocast."""
 
     def __init__(self, precision: str) -> None:
         if precision not in _POLICIES:
-            raise ConfigError(f"precision={precision}: use one of {', '.join(_POLICIES)} with FSDPStrategy")
+            raise ConfigError(f"precision={precision}: with FSDPStrategy, use one of {', '.join(_POLICIES)}")
         self.precision = precision  # type: ignore[assignment]
 
 
 class Meshes(NamedTuple):
-    """The ranks over which parameters are sharded.
+    """Groups of ranks for the shards of parameters.
 
     Attributes:
         blocks: ranks for the parameters of blocks.
@@ -373,17 +370,17 @@ class Meshes(NamedTuple):
 
 
 def shard(model: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy) -> None:
-    """Shard every block of a model, and then the other parameters, over their ranks; once."""
+    """Shard every block of a model, and then the other parameters. A sharded model is left unchanged."""
     if isinstance(model, FSDPModule):
         return
-    # The root frees its whole tensors after a pass, too: between passes there are only shards.
+    # The root also frees whole tensors after a pass: between passes there are only shards.
     for module in [*blocks(model), *(_between_ends(model) if meshes.blocks != meshes.ends else ())]:
         fully_shard(module, mesh=meshes.blocks, reshard_after_forward=True, mp_policy=policy)
     fully_shard(model, mesh=meshes.ends, reshard_after_forward=True, mp_policy=policy)
 
 
 def _between_ends(model: nn.Module) -> list[nn.Module]:
-    """Return the modules outside of blocks that run with the blocks: norms and position embeddings."""
+    """Return the modules outside of blocks that are sharded like blocks: norms and position embeddings."""
     assert isinstance(model, PreTrainedModel)
     inside = {id(module) for block in blocks(model) for module in block.modules()}
     return [
@@ -397,7 +394,7 @@ def _between_ends(model: nn.Module) -> list[nn.Module]:
 
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
     """Scale sharded gradients to a global norm of at most `limit`; return the norm before. Collective."""
-    # `get_total_norm` needs parameters that are sharded over the same ranks.
+    # `get_total_norm` needs parameters with shards on the same ranks.
     by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if isinstance(parameter.grad, DTensor):
@@ -410,10 +407,10 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model that are gathered one at a time, inner blocks first.
+    """Return the blocks of a model, inner blocks first. A pass gathers one block at a time.
 
-    A model of transformers names its blocks in `_no_split_modules`. For other models, the blocks are the members of the
-    outermost `ModuleList`s.
+    A model of transformers has the class names of blocks in `_no_split_modules`. For other models, the blocks are the
+    members of the outermost `ModuleList`s.
     """
     named = set(getattr(model, "_no_split_modules", None) or ())
     if named:

@@ -1,7 +1,7 @@
 """Checkpoint folder of one FSDP2 model, in PyTorch's distributed format. Any number of ranks can read the folder.
 
-Each rank writes its shards once. A reading rank reads only the parts of the files that make up its own shards.
-Optimizer states are saved by parameter name. A state that no step has created yet is not saved.
+Each rank writes its shards once. A reading rank reads only the needed parts of the files. Optimizer states are saved
+by parameter name, if a step has created the states.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def save_engine(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
 
 
 def load_engine(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Read a folder that `save_engine` has written with any number of ranks. Collective.
+    """Read a folder of `save_engine`, written with any number of ranks. Collective.
 
     Raises:
         ConfigError: a part is missing, or the weights belong to another model.
@@ -114,7 +114,7 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def _empty_states(saved: dict[str, Any], parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
-    """Return empty optimizer states to load into. A state with its parameter's shape is sharded like the parameter."""
+    """Return empty optimizer states to load into. A state of the same shape as a parameter has the same sharding."""
     states: dict[str, dict[str, Any]] = {}
     for key, stored in saved.items():
         if not key.startswith("states."):

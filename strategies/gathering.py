@@ -1,4 +1,4 @@
-"""Gather tensors that differ in size along one axis between the ranks of a group.
+"""Gather tensors of different sizes along one axis from the ranks of a group.
 
 Axes: `M` tokens of a rank's row, `G` tokens of the group's row.
 """
@@ -30,10 +30,10 @@ def gather_rows(ids_M: Tensor, positions_M: Tensor, group: Any) -> tuple[list[in
 
 
 def inputs_of_pass(args: tuple[Any, ...], kwargs: dict[str, Any], option: str) -> dict[str, Any]:
-    """Return the inputs, by name, of a forward pass that the ranks of a group run together.
+    """Return the inputs, by name, of a forward pass on all ranks of a group.
 
     Raises:
-        ConfigError: the inputs are not a batch of token ids, or a cache of an earlier pass is given.
+        ConfigError: the inputs are not a batch of token ids, or include a cache of an earlier pass.
     """
     inputs = {"input_ids": args[0], **kwargs} if args else kwargs
     if len(args) > 1 or inputs.get("input_ids") is None or inputs.get("past_key_values") is not None:
@@ -42,7 +42,7 @@ def inputs_of_pass(args: tuple[Any, ...], kwargs: dict[str, Any], option: str) -
 
 
 def gather_parts(own: Tensor, axis: int, sizes: list[int], group: Any) -> list[Tensor]:
-    """Return each rank's tensor, whose size along `axis` is its entry of `sizes`. Collective."""
+    """Return the tensors of all ranks. The tensor of rank `i` has `sizes[i]` elements along `axis`. Collective."""
     # Gloo gathers only tensors of equal shape.
     own = own.movedim(axis, 0)
     padded = own.new_zeros(max(sizes), *own.shape[1:])

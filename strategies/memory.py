@@ -1,7 +1,7 @@
-"""Device memory that training gives to the rollout engine: tensors whose storage moves to the host and back.
+"""Device memory for the rollout engine: the storages of training's tensors move to the host and back.
 
-The tensor objects stay, and so does everything that refers to them. `HostMemory` moves storages, so tensors that share
-one (flat buffers, views, shards) need no special case.
+The tensor objects and all references to the objects stay valid. `HostMemory` moves storages, so tensors in one storage
+(flat buffers, views, shards) need no special case.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing_extensions import override
 
 
 class TrainingMemory:
-    """The device memory of training that the rollout engine may use while it samples. By default there is none."""
+    """Device memory of training that the rollout engine may use while sampling. The base class frees nothing."""
 
     def optimizer_bytes(self) -> int:
-        """Return the bytes that `offload_optimizer` must free."""
+        """Return the number of bytes to be freed by `offload_optimizer`."""
         return 0
 
     def offload_optimizer(self) -> None:
         """Free the device memory of optimizer states."""
 
     def parameter_bytes(self) -> int:
-        """Return the bytes that `offload_parameters` must free."""
+        """Return the number of bytes to be freed by `offload_parameters`."""
         return 0
 
     def offload_parameters(self) -> None:
@@ -37,12 +37,12 @@ class TrainingMemory:
 
 
 class OffloadedStates(TrainingMemory):
-    """The tensors of trained models, which are in host memory while the rollout engine samples.
+    """Tensors of trained models, in host memory while the rollout engine samples.
 
     Args:
-        optimizer_tensors: returns the tensors of the optimizers: states and master weights.
-        model_tensors: returns the tensors of the models: parameters and gradients.
-        host: memory that the tensors move to.
+        optimizer_tensors: function that returns the tensors of the optimizers: states and master weights.
+        model_tensors: function that returns the tensors of the models: parameters and gradients.
+        host: host memory for the tensors.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class OffloadedStates(TrainingMemory):
 
 
 class HostMemory:
-    """Holds the contents of device storages until they are given back.
+    """Holds the contents of device storages until `give_back`.
 
-    The host buffers are kept for the next time. They are pinned, so that copies run at the speed of the bus.
+    The host buffers are kept for the next call. The buffers are pinned, because copies from pinned memory are faster.
 
     Args:
-        device_type: type of the device whose memory is freed; tensors on other devices stay as they are.
+        device_type: type of the device to free memory on; tensors on other devices are left unchanged.
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
@@ -90,13 +90,13 @@ class HostMemory:
         self._buffers: dict[int, list[Tensor]] = defaultdict(list)
 
     def nbytes(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes of device memory that `take` would free."""
+        """Return the number of bytes of device memory to be freed by `take`."""
         return sum(storage.nbytes() for storage in self._storages(tensors))
 
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the storages of tensors to the host and free their device memory; of a DTensor, this rank's shard.
+        """Copy the storages of tensors to the host and free the device memory. A DTensor gives this rank's shard.
 
-        Nobody may read or write the tensors until `give_back`.
+        The tensors must not be read or written until `give_back`.
         """
         for storage in self._storages(tensors):
             copy = self._buffer(storage.nbytes())

@@ -1,7 +1,7 @@
-"""Offload of each model's states: kept on the device, on the host, or in files.
+"""Offload of each model's states to the host or to files, by DeepSpeed.
 
-A trained model offloads its optimizer states and master weights, which are then updated on the host. A frozen model
-offloads its parameters. Host and files use DeepSpeed's own offload, set separately for each model.
+A trained model offloads optimizer states and master weights, and the optimizer step runs on the host. A frozen model
+offloads parameters.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FILES = "nvme"
 
 @dataclass(frozen=True)
 class Offload:
-    """Place where each model keeps its offloaded states.
+    """Place of each model's states.
 
     Attributes:
         places: model name to `stay`, `cpu`, `nvme` or `while_sampling`. `while_sampling` is for trained models: states
             are on the host while the rollout engine samples. The default is `while_sampling` for trained models
             and `stay` for frozen models.
-        folder: parent folder of the `nvme` files; each model gets its own folder inside.
+        folder: parent folder of the `nvme` files; each model has a subfolder.
     """
 
     places: Mapping[str, str] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Offload:
 
         Raises:
             ConfigError: a place is unknown; or `nvme` is set without a folder, with a ZeRO stage other than 3, or on a
-                machine where DeepSpeed cannot build its file op.
+                machine without libaio.
         """
         for name, place in self.places.items():
             if place not in (STAY, WHILE_SAMPLING, HOST, FILES):
@@ -53,7 +53,7 @@ class Offload:
         check_file_op()
 
     def moves(self, name: str) -> bool:
-        """Return True if a trained model moves its states to the host while the rollout engine samples."""
+        """Return True if the states of a trained model are on the host while the rollout engine samples."""
         return self.places.get(name, WHILE_SAMPLING) == WHILE_SAMPLING
 
     def of_trained(self, name: str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Offload:
 
 
 def check_file_op() -> None:
-    """Check that DeepSpeed can build the op that reads and writes `nvme` files.
+    """Check for the libraries of DeepSpeed's op for `nvme` files.
 
     Raises:
         ConfigError: libaio is missing.

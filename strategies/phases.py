@@ -1,6 +1,6 @@
 """Time and memory of an RL step by named phase, measured on every rank.
 
-Phases do not nest: each second belongs to one phase, so the phases of a step add up to the step.
+Phases do not nest. Each second belongs to one phase, and the times of all phases add up to the time of the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Phase:
 
 @dataclass
 class PhaseLog:
-    """Collects the time and memory of phases between two calls of `drain`."""
+    """Time and memory of phases since the last `drain`."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     current: str | None = None
@@ -34,7 +34,7 @@ class PhaseLog:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the enclosed time to phase `name`, and note its peak memory (on CPU, its memory at the end)."""
+        """Add the time in the context to phase `name`, and record the peak memory (on CPU, the memory at the end)."""
         assert self.current is None, f"phase {name!r} began inside {self.current!r}"
         self.current = name
         cuda = self.device.type == "cuda"
@@ -61,18 +61,18 @@ class PhaseLog:
         self._noted[name] = max(nbytes, self._noted.get(name, 0))
 
     def bytes_in_use(self) -> int:
-        """Return the bytes that this process uses on its device now; on CPU, resident memory that is not shared."""
+        """Return the bytes of device memory in use by this process; on CPU, resident memory without shared memory."""
         if self.device.type == "cuda":
             return int(torch.cuda.memory_allocated(self.device))
         memory = self._process.memory_info()
-        # Weights that this process maps to write them belong to the rollout engine.
+        # Weights in shared memory, which this process writes, belong to the rollout engine.
         return int(memory.rss - memory.shared)
 
     def drain(self) -> dict[str, float]:
         """Return `time/<phase>` in seconds and `memory/<phase>` in GiB, and clear the log.
 
-        Memory is the device's peak. On CPU, it is the resident memory that is not shared at the end of the phase.
-        Noted bytes are returned as `memory/<name>` in GiB.
+        Memory is the device's peak. On CPU, memory is the resident memory without shared memory at the end of the
+        phase. Bytes of `note` are returned as `memory/<name>` in GiB.
         """
         metrics: dict[str, float] = {}
         for name, phase in self._phases.items():

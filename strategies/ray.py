@@ -1,7 +1,7 @@
-"""The strategies inside a Ray Train worker: device and ranks are Ray's, and all workers share the engine of rank 0.
+"""Strategies in a Ray Train worker. Ray gives device and ranks, and all workers share the rollout engine of rank 0.
 
-Ray's `prepare_trainer` accepts `RayZeroStrategy`. It refuses every strategy but three of its own, and none of them is
-FSDP2: leave the call out with `RayFSDPStrategy`. Pass `plugins=[RayLightningEnvironment()]` to the trainer with both.
+Ray's `prepare_trainer` accepts only subclasses of Ray's own strategies. `RayZeroStrategy` is one. FSDP2 has no such
+class: leave out the call with `RayFSDPStrategy`. Pass `plugins=[RayLightningEnvironment()]` to the trainer with both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RayZeroStrategy(ZeroStrategy, RayDeepSpeedStrategy):
     @override
     def setup_environment(self) -> None:
         if self.root_device.type == "cpu":
-            # DeepSpeed chooses a device type at its first use, and would choose any device of the machine.
+            # At the first use, DeepSpeed would choose any device of the machine.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         super().setup_environment()
 

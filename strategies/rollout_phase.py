@@ -1,4 +1,4 @@
-"""The rollout phase: training gives its device to the rollout engine, which samples with the policy's weights."""
+"""Rollout phases: training gives the device to the rollout engine for sampling with the policy's weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rl_plugins.weights.source import WeightSource
 T = TypeVar("T")
 
 MAX_LOSSES = 5
-"""Times that engines may be lost in one phase. After more, the work itself must be what kills them."""
+"""A phase fails after this number of losses of rollout engines: then the samples themselves must cause the losses."""
 
 
 class TrainingSide(Protocol):
-    """What a rollout phase asks of its strategy; see `Strategy`."""
+    """Methods and attributes of a strategy for the rollout phase; see `Strategy`."""
 
     ranks: Ranks
     phases: PhaseLog
@@ -39,15 +39,15 @@ class TrainingSide(Protocol):
 
 
 class RolloutPhases:
-    """The rollout engine of a strategy, and the phases in which it samples.
+    """Rollout engine of a strategy, and the phases for sampling.
 
     Args:
-        engine: the rollout engine; None for stages that do not sample.
-        training: the strategy.
-        memory: device memory that training frees while the engine samples.
+        engine: rollout engine; None for stages without sampling.
+        training: strategy.
+        memory: device memory to free while the rollout engine samples.
 
     Attributes:
-        engines_lost: number of rollout engines that were lost and replaced so far.
+        engines_lost: number of lost and replaced rollout engines.
 
     Example:
         >>> responses = strategy.rollout.run_sampling(step, lambda engine: engine.generate(prompts, sampling, seeds))
@@ -56,7 +56,7 @@ class RolloutPhases:
     def __init__(self, engine: RolloutEngine | None, training: TrainingSide, memory: TrainingMemory) -> None:
         self._engine, self._training, self.memory = engine, training, memory
         self._connected = False
-        # Version of the engine's weights; None if the policy has changed since the last update.
+        # Version of the rollout engine's weights; None if the policy has changed since the last update.
         self._version: int | None = None
         self._updates = 0
         self.engines_lost = 0
@@ -66,42 +66,42 @@ class RolloutPhases:
         """The rollout engine.
 
         Raises:
-            ConfigError: the strategy was made without one.
+            ConfigError: the strategy has no rollout engine.
         """
         if self._engine is None:
             raise ConfigError(
-                f"{type(self._training).__name__} has no rollout engine to sample with: "
-                "pass rollout=VLLMRollout(...) or rollout=TransformersRollout(...) to it"
+                f"{type(self._training).__name__} has no rollout engine for sampling: "
+                "pass rollout=VLLMRollout(...) or rollout=TransformersRollout(...)"
             )
         return self._engine
 
     def share(self, broadcast: Callable[[RolloutEngine | None], RolloutEngine | None]) -> None:
-        """Use the engine of rank 0 on all ranks, where the engine is not connected yet. Collective."""
+        """Use the rollout engine of rank 0 on all ranks, before the first connection. Collective."""
         if not self._connected:
             self._engine = broadcast(self._engine)
 
     def connect(self, ranks: Ranks) -> None:
-        """Connect this rank to the engine, once. The next phase updates the weights: the model may be a new one."""
+        """Connect this rank to the rollout engine, once. The next phase updates the weights: the model may be new."""
         self.weights_changed()
         if self._engine is not None and not self._connected:
             self._engine.connect(ranks.rank, ranks.world_size)
             self._connected = True
 
     def close(self) -> None:
-        """Disconnect this rank from the engine."""
+        """Disconnect this rank from the rollout engine."""
         if self._engine is not None and self._connected:
             self._engine.close()
             self._connected = False
 
     def weights_changed(self) -> None:
-        """Mark the engine's copy of the policy as out of date: the next phase updates it."""
+        """Let the next phase update the rollout engine's weights, because the policy has changed."""
         self._version = None
 
     def run_sampling(self, version: int, sample: Callable[[RolloutEngine], T]) -> T:
         """Run a function in a rollout phase, and again after an engine was lost. Collective.
 
         Args:
-            version: version of the policy, which the samples carry.
+            version: version of the policy, to be stored in the samples.
             sample: function that submits and collects samples. Every rank calls it. It is called again after an
                 engine was lost on any rank, so it must remember which samples it has already received.
 
@@ -117,7 +117,8 @@ class RolloutPhases:
                     result, lost = sample(engine), False
                 except EngineLost:
                     lost = True
-                # The ranks agree before the engine sleeps: it may still sample for another rank.
+                # The ranks agree before the rollout engine sleeps, because the engine may still sample for another
+                # rank.
                 lost_on_any_rank = self._training.ranks.any(lost)
             if not lost_on_any_rank:
                 return result
@@ -128,16 +129,21 @@ class RolloutPhases:
     def phase(self, version: int) -> Iterator[RolloutEngine]:
         """Give the device to the rollout engine, with the policy's current weights.
 
-        The order bounds the memory. Training frees its optimizer states, the engine allocates its weights, the weights
-        are sent, training frees its parameters, and then the engine allocates its KV cache. Each step that frees memory
-        is measured, and must free what was expected. Training keeps its memory if the engine never sleeps.
+        The order of the steps limits the memory in use:
+
+        1. Training frees the optimizer states.
+        2. The rollout engine allocates memory for weights, and receives the policy's weights.
+        3. Training frees the parameters.
+        4. The rollout engine allocates the KV cache.
+
+        Every release of memory is measured. Training keeps all memory if the rollout engine never sleeps.
 
         Args:
-            version: version of the policy, which the samples carry.
+            version: version of the policy, to be stored in the samples.
 
         Raises:
-            MemoryNotFreed: a step freed less memory than expected.
-            WeightsDiffer: the engine checks its updates, and its weights differ from the policy's.
+            MemoryNotFreed: a release freed less memory than expected.
+            WeightsDiffer: a check of the update found other weights in the rollout engine than in the policy.
         """
         engine, phases, memory = self.engine, self._training.phases, self.memory
         slept: MemoryChange | None = None
@@ -150,7 +156,7 @@ class RolloutPhases:
         with phases.measure("offload"):
             if engine.sleeps:
                 self._free("offload parameters", memory.offload_parameters, memory.parameter_bytes())
-                # The engine may be on the device of another rank than the rank that wakes it.
+                # A rank may wake a rollout engine on the device of another rank.
                 self._training.ranks.wait()
             engine.wake_up(["kv_cache"])
         if checked_log_probs is not None:
@@ -175,10 +181,10 @@ class RolloutPhases:
             slept.check("sleep of the rollout engine")
 
     def _bring_up_to_date(self, engine: RolloutEngine, version: int) -> tuple[list[float], float] | None:
-        """Update the engine's weights if the policy has changed; check every `check_updates`-th update.
+        """Update the rollout engine's weights if the policy has changed; check every `check_updates`-th update.
 
         Returns:
-            The policy's log-probs of the probe and their tolerance, to compare with the engine's; None without a check.
+            The policy's log-probs of the probe and the tolerance of the comparison; None without a check.
         """
         if self._version is not None:
             return None
@@ -189,7 +195,7 @@ class RolloutPhases:
         if not engine.check_updates or self._updates % engine.check_updates:
             return None
         with self._training.phases.measure("check_weights"):
-            # An engine that is lost here is replaced when it is about to sample.
+            # A rollout engine lost here is replaced before sampling.
             with suppress(EngineLost):
                 engine.check_weights(self._training.weight_source())
             return self._probe()
@@ -217,7 +223,7 @@ class RolloutPhases:
 
     @torch.no_grad()
     def _probe(self) -> tuple[list[float], float]:
-        """Return the policy's log-probs of the probe's tokens, and their tolerance. Collective."""
+        """Return the policy's log-probs of the probe's tokens, and the tolerance of the comparison. Collective."""
         ids_1T = torch.tensor([PROBE], device=self._training.phases.device)
         logits_TV = self._training.model_engine(POLICY)(input_ids=ids_1T).logits[0, :-1]
         log_probs_T = logits_TV.float().log_softmax(-1).gather(-1, ids_1T[0, 1:, None]).squeeze(-1)
@@ -225,5 +231,7 @@ class RolloutPhases:
 
 
 def lost_too_often() -> EngineLost:
-    """Return the error of a run whose engines were lost `MAX_LOSSES` times in one phase."""
-    return EngineLost(f"rollout engines were lost {MAX_LOSSES} times in one phase: their output says why")
+    """Return the error after `MAX_LOSSES` losses of rollout engines in one phase."""
+    return EngineLost(
+        f"rollout engines were lost {MAX_LOSSES} times in one phase: read the engines' output for the cause"
+    )

@@ -1,13 +1,13 @@
 """Sequence parallelism: the tokens of a micro-batch are cut over a group of ranks, for samples too long for one rank.
 
 Every rank keeps its own samples, as with tensor parallelism, and the stage needs no change. Before the body of a model,
-the real tokens of all ranks of a group are joined to one row, and each rank takes an equal part of the row. Parts are
-equal whatever the lengths of the samples, so no rank of a group waits for another rank. Embedding, norms and
-feed-forward layers run on a part without a change. Attention exchanges tokens for heads: each rank gets some heads of
-the whole row and runs `packed_sdpa`. After the body, each rank gets the hidden states of its own samples.
+the real tokens of all ranks of a group are joined to one row, and each rank takes an equal part of the row. Because all
+parts are equal, no rank of a group waits for another rank. Embedding, norms and feed-forward layers run on a part
+without a change. Attention exchanges tokens for heads: each rank gets some heads of the whole row and runs
+`packed_sdpa`. After the body, each rank gets the hidden states of its own samples.
 
-Source: DeepSpeed-Ulysses, arXiv 2309.14509. (DeepSpeed's own implementation wraps attention, and requires a data loader
-that gives all ranks of a group the same samples.)
+Source: DeepSpeed-Ulysses, arXiv 2309.14509. (DeepSpeed's implementation requires a data loader with the same samples
+for all ranks of a group.)
 
 Axes: `M` tokens of a rank's row, `P` tokens of a rank's part of the group's row, `G` tokens of the group's row, `B`
 samples, `S` tokens of a sample with padding, `H` hidden size, `D` width of a head.
@@ -54,7 +54,7 @@ class SequenceShards:
         ]
 
     def remove(self) -> None:
-        """Remove the hooks: the model then runs on whole rows of its own rank."""
+        """Remove the hooks. The model then runs on the whole rows of this rank."""
         for hook in self._hooks:
             hook.remove()
 
@@ -148,7 +148,7 @@ class HeadExchange:
 
 
 def body_of(model: nn.Module, name: str, size: int) -> nn.Module:
-    """Return the body of a model (all but its head), which runs on a part of a row.
+    """Return the body of a model: all modules except the head.
 
     Raises:
         ConfigError: see `SequenceShards`.

@@ -1,4 +1,4 @@
-"""One device and plain PyTorch behind the same contract, to debug a stage in one process without Ray or DeepSpeed."""
+"""One device and plain PyTorch with the same contract, to debug a stage in one process without Ray or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
 
     Args:
         device: device to train on.
-        rollout: rollout engine; None for stages that do not sample.
+        rollout: rollout engine; None for stages without sampling.
         **kwargs: further arguments of Lightning's `SingleDeviceStrategy`.
     """
 
@@ -57,16 +57,16 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
     @override
     def setup(self, trainer: Any) -> None:
         if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ConfigError("precision=16-mixed: clipping here does not unscale scaled gradients: use bf16-mixed")
+            raise ConfigError("precision=16-mixed: the strategy clips gradients without unscaling; use bf16-mixed")
         if self.precision_plugin.precision == "16-true":
-            raise ConfigError("precision=16-true: nothing scales the loss, and float16 overflows: use bf16-true")
+            raise ConfigError("precision=16-true: float16 overflows without a scaled loss; use bf16-true")
         super().setup(trainer)
         if isinstance(self.lightning_module, HasNamedModels) and trainer.state.fn == TrainerFn.FITTING:
             for model in self.lightning_module.named_models().values():
                 if not any(_holds(optimizer, model) for optimizer in self.optimizers):
                     model.eval().requires_grad_(False)
                 elif self.precision_plugin.precision == "bf16-mixed":
-                    # In bfloat16, small steps would be lost in rounding.
+                    # In bfloat16, rounding would remove small steps.
                     model.float()
         self.rollout.connect(self.ranks)
 
@@ -103,7 +103,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         if isinstance(module, HasNamedModels) and not module.automatic_optimization:
-            # Like DeepSpeed: the step clips the gradients, and clears them.
+            # Like DeepSpeed: the step clips and clears the gradients.
             name = next(name for name, model in module.named_models().items() if _holds(optimizer, model))
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             limit = module.gradient_clip(name) or float("inf")
@@ -142,7 +142,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def _learners(self) -> dict[str, RemoteLearner]:
-        """Return the models that learn in another process. Lightning's checkpoint file does not hold them."""
+        """Return the models trained in another process, which Lightning's checkpoint file does not hold."""
         module = self.lightning_module
         models: dict[str, nn.Module] = module.named_models() if isinstance(module, HasNamedModels) else {}
         return {name: model for name, model in models.items() if isinstance(model, RemoteLearner)}

@@ -1,9 +1,9 @@
 """Tensor parallelism: the blocks of a model are cut over a group of ranks, and every rank keeps its own samples.
 
-The stage, its data and the rollout engine need no change: each rank samples, scores and computes losses of its own
-samples. The ranks of a group run one joined batch (`GroupBatch`) only between the input embedding and the last norm of
-a model. The embedded samples of all ranks are joined, every rank runs its part of each block over the joined batch, and
-then takes out the hidden states of its own samples. Embeddings and heads run only on a rank's own samples, so weights
+Stage, data and rollout engine need no change: each rank samples, scores and computes losses of its own samples. The
+ranks of a group run one joined batch (`GroupBatch`) only between the input embedding and the last norm of a model. The
+embedded samples of all ranks are joined. Every rank runs one part of each block over the joined batch, and then takes
+out the hidden states of its own samples. Embeddings and heads run only on a rank's own samples. Therefore the weights
 of embeddings and heads are sharded over all ranks, as without tensor parallelism.
 
 The cut of a block is the plan of transformers for the model family (`base_model_tp_plan`), applied by PyTorch:
@@ -40,7 +40,7 @@ _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 def cut_over_group(model: nn.Module, name: str, mesh: DeviceMesh) -> None:
     """Cut the blocks of a model over the ranks of `mesh`, and join the batches of the ranks.
 
-    A model that is already cut is left unchanged.
+    An already cut model is left unchanged.
 
     Args:
         model: model with whole weights, equal on every rank.
@@ -79,7 +79,9 @@ def plan_of(model: nn.Module, name: str, size: int) -> dict[str, ParallelStyle]:
     in_blocks = {module: style for module, style in described.items() if ".*." in module}
     for module, style in in_blocks.items():
         if style not in styles:
-            raise ConfigError(f"{type(model).__name__} wants {module} cut as {style!r}, which is not built: {way_out}")
+            raise ConfigError(
+                f"{type(model).__name__}: tensor parallelism has no style {style!r} for {module}: {way_out}"
+            )
     for width in _WIDTHS:
         number = getattr(model.config, width, size)
         if number % size:
@@ -88,8 +90,8 @@ def plan_of(model: nn.Module, name: str, size: int) -> dict[str, ParallelStyle]:
             )
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.base_model.modules()):
         raise ConfigError(
-            f"the {name} has dropout between its blocks, which would differ over the ranks that run them together: "
-            "set its probability to 0 in config.json, or strategy.tensor_parallel=1"
+            f"the {name} has dropout between its blocks, which would differ between the ranks of a group: "
+            "set the dropout probability to 0 in config.json, or strategy.tensor_parallel=1"
         )
     return {module: styles[style] for module, style in in_blocks.items()}
 

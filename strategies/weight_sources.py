@@ -1,4 +1,4 @@
-"""The weights of sharded models, as whole tensors that are gathered one after the other or as each rank's shards."""
+"""Weights of sharded models, as whole tensors (gathered one after the other) or as each rank's shards."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from rl_plugins.weights.source import WeightMeta
 
 
 def layer_of(name: str) -> str:
-    """Return the part of a parameter's name up to its first index; a layer's parameters are gathered together.
+    """Return a parameter's name up to the first index, or the whole name. A layer's parameters are gathered together.
 
-    `model.layers.3.mlp.up_proj.weight` belongs to `model.layers.3`. A name without an index is a layer of its own.
+    The layer of `model.layers.3.mlp.up_proj.weight` is `model.layers.3`.
     """
     match = re.match(r"(.*?\.\d+)\.", name)
     return match.group(1) if match else name
 
 
 class ZeroWeightSource:
-    """The weights of a model that ZeRO-3 shards.
+    """Weights of a model under ZeRO-3.
 
     Args:
-        module: model whose parameters DeepSpeed has partitioned (`ds_tensor`, `ds_shape`).
+        module: model with parameters partitioned by DeepSpeed (`ds_tensor`, `ds_shape`).
         rank: number of this rank.
         world_size: number of training ranks.
     """
 
     def __init__(self, module: nn.Module, rank: int, world_size: int) -> None:
-        # DeepSpeed adds ds_shape, ds_numel and ds_tensor to the parameters that it partitions.
+        # DeepSpeed adds ds_shape, ds_numel and ds_tensor to partitioned parameters.
         self._named: list[tuple[str, Any]] = list(module.named_parameters())
         self._rank, self._world_size = rank, world_size
 
@@ -63,16 +63,16 @@ class ZeroWeightSource:
 
 
 class FSDPWeightSource:
-    """The weights of a model that `fully_shard` cuts along the first axis of its parameters.
+    """Weights of a model under `fully_shard`, which cuts parameters along the first axis.
 
-    With tensor parallelism, a tensor is cut twice. Tensors that all ranks of a group hold, or that are cut by columns
-    and gathered, are divided among the ranks by rows, so that no row is sent twice.
+    With tensor parallelism, a tensor is cut twice. To send each row once, the ranks of a group divide the rows of
+    replicated tensors, and of tensors cut by columns (after a gather).
 
     Args:
-        module: the model.
-        dtype: dtype in which the weights are sent; None for the dtype of the parameters.
-        group_rank: number of this rank in its tensor-parallel group.
-        group_size: ranks of a tensor-parallel group.
+        module: model.
+        dtype: dtype of the sent weights; None for the dtype of the parameters.
+        group_rank: number of this rank in the tensor-parallel group.
+        group_size: number of ranks in a tensor-parallel group.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FSDPWeightSource:
             yield name, first * numel_of_row, rows.to(self._dtype or rows.dtype).reshape(-1)
 
     def _rows(self, parameter: Any) -> tuple[int, Tensor]:
-        """Return the rows of a tensor that this rank sends, and the index of the first row."""
+        """Return the index of this rank's first row to send, and the rows."""
         mesh, rows = parameter.device_mesh, parameter.shape[0]
         own = shard_of(parameter)
         rank, size = mesh.get_local_rank(0), mesh.size(0)
@@ -116,7 +116,7 @@ class FSDPWeightSource:
 
 
 def chunk(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Return start and length of one part as `torch.chunk` cuts them; the last parts may be shorter or empty."""
+    """Return start and length of one part of `torch.chunk`; the last parts may be shorter or empty."""
     size = -(-total // parts)
     start = min(index * size, total)
     return start, min(size, total - start)

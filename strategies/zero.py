@@ -1,9 +1,9 @@
 """DeepSpeed ZeRO for Lightning with several named models, on CUDA and on CPU, sharing devices with a rollout engine.
 
-Lightning's own DeepSpeed strategy wraps the whole LightningModule in one DeepSpeed engine and needs CUDA. Here every
-model that a stage names in `named_models()` becomes a model engine: a trained model with its own optimizer, gradient
-clipping and checkpoint, a frozen model for inference only. A LightningModule without named models is wrapped whole, as
-Lightning wraps it.
+Lightning's own DeepSpeed strategy wraps the whole LightningModule in one DeepSpeed engine and needs CUDA. With
+`ZeroStrategy`, every model of `named_models()` becomes a model engine: a trained model with its own optimizer, gradient
+clipping and checkpoint, a frozen model for inference only. A LightningModule without named models is wrapped whole,
+as in Lightning.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     Args:
         stage: 1 shards optimizer states, 2 also gradients, 3 also parameters.
-        rollout: rollout engine; None for stages that do not sample.
-        offload: for each model, where it keeps its states, see `Offload`. By default, trained models on CUDA move their
-            states to the host while the rollout engine samples.
-        offload_folder: folder for the files of models that are offloaded to `nvme`.
-        sequence_parallel: number of neighbouring ranks over which the tokens of micro-batches are cut.
+        rollout: rollout engine; None for stages without sampling.
+        offload: model name to the place of the model's states, see `Offload`. By default, on CUDA, the states of
+            trained models are on the host while the rollout engine samples.
+        offload_folder: folder for the files of models with the place `nvme`.
+        sequence_parallel: number of neighbouring ranks in a group. Each rank has a part of the tokens of micro-batches.
         timeout_s: deadline of every collective, in seconds.
         **kwargs: further arguments of Lightning's `DeepSpeedStrategy`.
     """
@@ -131,7 +131,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.set_world_ranks()
         self._set_node_environment_variables()
         self._process_group_backend = "gloo"
-        # DeepSpeed announces its communication op with a print.
+        # DeepSpeed prints the name of the communication op.
         with redirect_stdout(io.StringIO()):
             deepspeed.init_distributed(
                 "gloo", distributed_port=self.cluster_environment.main_port, timeout=self._timeout, verbose=False
@@ -145,7 +145,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Iterator[None]:
-        # zero.Init patches every module built in the process; stages scope it to each model with `sharded_init`.
+        # zero.Init patches every module built in the process; stages enter `sharded_init` for each model instead.
         if isinstance(self.lightning_module, HasNamedModels):
             yield
             return
@@ -154,11 +154,11 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @contextmanager
     def sharded_init(self, frozen: str | None = None) -> Iterator[None]:
-        """Shard models while they are loaded with `from_pretrained` inside this context, under stage 3.
+        """Shard models during `from_pretrained` inside this context, under stage 3.
 
         Args:
-            frozen: name of the model if it is frozen. The shards of an offloaded model are made on the host or in
-                files, because DeepSpeed does not move them later.
+            frozen: name of a frozen model, to create the shards at the model's offload place, because DeepSpeed does
+                not move the shards later; None for trained models.
         """
         self._init_config_if_needed()
         if not self.zero_stage_3:
@@ -166,8 +166,8 @@ class ZeroStrategy(DeepSpeedStrategy):
             return
         from transformers.integrations import HfDeepSpeedConfig
 
-        # While this object lives, transformers loads under its own zero.Init. A second zero.Init would silently turn
-        # every tensor into bfloat16, rotary frequencies included.
+        # While this object exists, transformers enters zero.Init. A second zero.Init would silently convert every
+        # tensor to bfloat16, rotary frequencies included.
         keep_alive = HfDeepSpeedConfig(self.config if frozen is None else self._frozen_config(frozen))
         yield
         del keep_alive
@@ -196,7 +196,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             else:
                 self._engines[name] = self._frozen_engine(name, model)
         self.optimizers = trained
-        # Lightning calls training_step on `self.model`. The models inside it are wrapped one by one.
+        # Lightning calls training_step on `self.model`. The models inside the module are wrapped one by one.
         self.model = module
 
     def _train_engine(self, name: str, model: nn.Module, optimizer: Optimizer, gradient_clip: float) -> Any:
@@ -208,7 +208,7 @@ class ZeroStrategy(DeepSpeedStrategy):
                 **self.config,
                 "gradient_clipping": gradient_clip,
                 "zero_optimization": {**self.config["zero_optimization"], **self._offload.of_trained(name)},
-                # Keep the stage's optimizer, also where DeepSpeed offloads its states.
+                # Keep the stage's optimizer, also if DeepSpeed offloads the optimizer states.
                 "zero_force_ds_cpu_optimizer": False,
             },
             model=model,
@@ -223,13 +223,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         if isinstance(model, RemoteModel):
             return model
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            # In validation the model stays trainable: a later fit may train it.
+            # In validation the model stays trainable, because a later fit may train the model.
             model.eval().requires_grad_(False)
         if not self.zero_stage_3:
             if self._offload.of_frozen(name):
-                raise ConfigError(
-                    f"offload of {name}: ZeRO stages 1 and 2 keep a frozen model on its device; use stage 3"
-                )
+                raise ConfigError(f"offload of {name}: ZeRO stages 1 and 2 cannot offload a frozen model; use stage 3")
             return model.to(self.root_device)
         import deepspeed
 
@@ -249,7 +247,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         return engine
 
     def accumulate_gradients(self, name: str, *, last: bool) -> None:
-        """Announce a backward pass; `last` is True for the last one before the optimizer step."""
+        """Announce a backward pass; `last` is True for the last pass before the optimizer step."""
         self._engines[name].set_gradient_accumulation_boundary(last)
 
     def optimizer_index(self, name: str) -> int:
@@ -299,7 +297,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Yield the name and this rank's shard of each parameter. Collective."""
         for key, parameter in self._module_of(name).named_parameters():
             if self.zero_stage_3:
-                # Small parameters stay gathered. After `partition` they are gathered again from the written shards.
+                # Small parameters stay gathered. After `partition`, the next gather reads the written shards.
                 parameter.partition()  # type: ignore[attr-defined]
             yield key, _shard(parameter)
 
@@ -345,7 +343,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         folder = Path(self.broadcast(os.fspath(filepath)))
         folder.mkdir(parents=True, exist_ok=True)
         for name, engine in self._trained_engines().items():
-            # A model with an adapter: its frozen weights stay in the folder that they were loaded from.
+            # For a model with an adapter, the frozen weights remain only in the folder of the model.
             engine.save_checkpoint(str(folder / name), tag=_TAG, exclude_frozen_parameters=has_adapter(engine.module))
         if self.is_global_zero:
             save_learners(self._engines, folder)
@@ -392,7 +390,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         engine, shards = self._engines[name], ZeroShards(folder / name / _TAG)
         words = "weights, optimizer, schedule" if name in self._scheduled else "weights, optimizer"
         if shards.fit(engine, self.world_size):
-            # The frozen weights that an adapter was added to are not in the checkpoint.
+            # For a model with an adapter, the frozen weights are not in the checkpoint.
             engine.load_checkpoint(str(folder / name), tag=_TAG, load_module_strict=not has_adapter(engine.module))
             return words
         shards.restore(engine, self.global_rank, self.world_size)
@@ -432,7 +430,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # The model engines save their own shards.
+        # `save_checkpoint` saves the shards.
         return {} if self._engines else super().lightning_module_state_dict()
 
     @override

@@ -1,9 +1,9 @@
-"""Shards of a ZeRO checkpoint, read by parameter, so that any number of workers and any stage can resume.
+"""Shards of a ZeRO checkpoint, read by parameter, to resume with any number of workers and any stage.
 
-DeepSpeed loads a checkpoint only with the number of workers that wrote the checkpoint. The file of a worker holds flat
-partitions: master weights, and optimizer states of the same layout. A partition is a sequence of stretches, and each
-stretch belongs to one parameter. This module finds the stretches of all files by parameter name. Each worker copies the
-content of its own partitions out of the memory-mapped files. Nothing is converted, gathered or written.
+DeepSpeed loads a checkpoint only with the same number of workers. The file of a worker holds flat partitions: master
+weights, and optimizer states of the same layout. A partition is a sequence of stretches, and each stretch belongs to
+one parameter. This module finds the stretches of all files by parameter name. Each worker copies the content of its own
+partitions out of the memory-mapped files. Nothing is converted, gathered or written.
 
 Layouts: deepspeed/utils/zero_to_fp32.py and deepspeed/checkpoint/ds_to_universal.py.
 """
@@ -141,7 +141,7 @@ class ZeroShards:
         if engine.zero_optimization_stage() == 3:
             optimizer.checkpoint_event_epilogue()
         else:
-            # Stage 3 updates its low-precision parameters in `checkpoint_event_epilogue`.
+            # Stage 3 updates the low-precision parameters in `checkpoint_event_epilogue`.
             optimizer.update_lp_params()
         for name, buffer in engine.module.named_buffers():
             if name in self._model["buffer_names"]:
@@ -154,7 +154,7 @@ class ZeroShards:
         if not stretches:
             return {}
         worker, first = self._of_parameter[stretches[0].name][0]
-        # A state that is not partitioned, such as the step count, is equal on all workers.
+        # A state without partitions, such as the step count, is equal on all workers.
         state = {
             key: torch.zeros_like(master, dtype=value.dtype) if _is_partition(value) else deepcopy(value)
             for key, value in worker.states.get(first.partition, {}).items()

@@ -61,8 +61,8 @@ def test_memory_change_check_names_the_phase_and_the_bytes_that_were_not_freed()
     MemoryChange(before=10 * MIB, after=11 * MIB, expected=0).check("nothing to give")
     with pytest.raises(
         MemoryNotFreed,
-        match=r"phase 'sleep' gave back 500 MiB and should have given back 1000 MiB: "
-        r"1200 MiB were in use before it, 700 MiB after it",
+        match=r"phase 'sleep' freed 500 MiB instead of 1000 MiB: "
+        r"1200 MiB were in use before the phase, 700 MiB after it",
     ):
         MemoryChange(before=1200 * MIB, after=700 * MIB, expected=1000 * MIB).check("sleep")
     total = MemoryChange.total([MemoryChange(5, 3, 2), MemoryChange(7, 1, 6)])
