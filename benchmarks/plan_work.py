@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_plugins.commands.plan import workload_of
+from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import parse_config
 from rl_plugins.planning.workload import Workload
 
 WORKERS = 2

@@ -26,9 +26,9 @@ import psutil
 from benchmarks import memory_search
 from benchmarks.policies import PROMPT_TOKENS, save_policy, save_prompts
 from benchmarks.watched_fleet import NOTES, WatchedFleet, references, returned_by
+from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import RunStopped
 from rl_plugins.launch.command_line import compose_config, run_recipe
-from rl_plugins.launch.config import parse_config
 from rl_plugins.rollout.vllm import client
 from rl_plugins.run_folder import RunFolder, read_metrics
 

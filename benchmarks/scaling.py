@@ -25,7 +25,7 @@ from benchmarks.simulator import (
     simulate,
 )
 from rl_plugins.commands.plan import workload_of
-from rl_plugins.launch.config import parse_config
+from rl_plugins.config.recipe import parse_config
 from rl_plugins.planning.devices import Device, device_named
 from rl_plugins.planning.memory import prompt_tokens_of_sample
 from rl_plugins.planning.shape import ModelShape

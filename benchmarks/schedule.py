@@ -23,8 +23,8 @@ import psutil
 from benchmarks.learning import config_of, start
 from benchmarks.policies import save_policy, save_prompts
 from benchmarks.runs import MeasuredRun, run_grpo
+from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch.command_line import compose_config, run_recipe
-from rl_plugins.launch.config import parse_config
 from rl_plugins.run_folder import metric_rows, read_metrics
 
 AHEAD = "schedule.max_staleness=1"

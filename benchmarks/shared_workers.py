@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from rl_plugins.launch.config import RecipeConfig, parse_config
+from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.launch.preflight import preflight
-from rl_plugins.launch.values import generates
 from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
 
 def with_vllm(config: RecipeConfig) -> bool:
     """Whether the run samples with the engines that all runs share."""
-    return generates(config) and config.rollout.engine == "vllm"
+    return config.generates and config.rollout.engine == "vllm"
 
 
 def _train_all(arguments: dict[str, Any]) -> None:
@@ -83,7 +82,7 @@ def _train_all(arguments: dict[str, Any]) -> None:
     for values in arguments["configs"]:
         config = parse_config(values)
         folder = RunFolder(Path(config.run.output_dir) / config.run.name)
-        samples = generates(config)
+        samples = config.generates
         rollout: RolloutEngine | None = None
         if with_vllm(config):
             rollout = arguments["rollout"]

@@ -110,9 +110,9 @@ def work(
     from lightning.pytorch import Callback, Trainer
     from torch.utils.data import DataLoader
 
+    from rl_plugins.config.sampling import SamplingConfig
     from rl_plugins.data.tokenization import load_tokenizer
     from rl_plugins.rewards.scorers import exact_match
-    from rl_plugins.rollout.engine import SamplingConfig
     from rl_plugins.stages.sft import SFT
     from rl_plugins.strategies.contract import POLICY
     from rl_plugins.strategies.zero import ZeroStrategy

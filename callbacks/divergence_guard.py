@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.callbacks.guard_bounds import Bounds
+from rl_plugins.config.run import Bounds
 from rl_plugins.errors import ConfigError, TrainingDiverged
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.stage import Stage, clock

@@ -142,10 +142,10 @@ def record_step() -> Recorder:
     from lightning.pytorch import Trainer
 
     from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+    from rl_plugins.config.sampling import SamplingConfig
     from rl_plugins.data.datamodule import PromptDataModule
     from rl_plugins.data.prepare.tasks import addition_rows
     from rl_plugins.models.tiny import save_tiny_policy
-    from rl_plugins.rollout.engine import SamplingConfig
     from rl_plugins.rollout.transformers_engine import TransformersRollout
     from rl_plugins.stages.policy_optimization import PolicyOptimization
     from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy

@@ -15,7 +15,8 @@ import pytest
 import ray
 import torch
 
-from rl_plugins.models.lora import LoraConfig, MergedWeightSource, add_adapter
+from rl_plugins.config.models import LoraConfig
+from rl_plugins.models.lora import MergedWeightSource, add_adapter
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.tests.patience import patient

@@ -16,12 +16,11 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.config.models import CriticConfig, OptimizerConfig
 from rl_plugins.errors import ConfigError, DeadlineExceeded
 from rl_plugins.models.pool_actor import PoolConfig
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.critic_pool import CriticLost, CriticPool
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.patience import patient, wait_until

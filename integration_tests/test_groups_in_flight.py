@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from integration_tests.resident import change, go_on, hold_after, inside, load_policy, log_probs_of, steps_taken
-from rl_plugins.rollout.engine import Generations, GroupRequest, SamplingConfig
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.tests.patience import wait_until
 from rl_plugins.weights.source import ModuleWeightSource

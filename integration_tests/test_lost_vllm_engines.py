@@ -18,8 +18,9 @@ import ray
 from torch import Tensor
 
 from integration_tests.resident import change, inside, load_policy, log_probs_of
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import EngineLost
-from rl_plugins.rollout.engine import GroupRequest, SamplingConfig
+from rl_plugins.rollout.engine import GroupRequest
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.tests.patience import patient, wait_until

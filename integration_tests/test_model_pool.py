@@ -13,6 +13,8 @@ import ray
 import torch
 from hydra.utils import instantiate
 
+from rl_plugins.config.models import RewardModelConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.launch.command_line import compose_config
@@ -22,9 +24,7 @@ from rl_plugins.models.pool import ModelPool
 from rl_plugins.models.pool_actor import PoolConfig, start_pool
 from rl_plugins.models.scalar_head import load_scalar_head, response_scores
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
-from rl_plugins.stages.scoring import RewardModelConfig
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.stages import canned

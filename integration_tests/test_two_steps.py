@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from integration_tests import two_steps
 from integration_tests.in_turn import runs_in_turn
 from rl_plugins.commands.export import export_checkpoint
+from rl_plugins.config.hydra_errors import CONFIG_FOLDER
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows, preference_rows
-from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import read_metrics

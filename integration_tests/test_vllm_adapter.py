@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from integration_tests.resident import LORA_RANK, load_policy, log_probs_of
+from rl_plugins.config.models import LoraConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.lora import LoraConfig, MergedWeightSource, add_adapter
-from rl_plugins.rollout.engine import SamplingConfig
+from rl_plugins.models.lora import MergedWeightSource, add_adapter
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.weights.check import PROBE
 from rl_plugins.weights.source import ModuleWeightSource

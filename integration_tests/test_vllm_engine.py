@@ -27,7 +27,8 @@ from integration_tests.resident import (
     log_probs_of,
     steps_taken,
 )
-from rl_plugins.rollout.engine import GroupRequest, SamplingConfig
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.rollout.engine import GroupRequest
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient, wait_until

@@ -114,7 +114,7 @@ def reward_config(name: str) -> Mapping[str, Any]:
     """
     from omegaconf import OmegaConf
 
-    from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
+    from rl_plugins.config.hydra_errors import CONFIG_FOLDER
 
     folder = CONFIG_FOLDER / "reward"
     built_in = {path.stem: path for path in folder.glob("*.yaml") if path.stem != "file"}

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from transformers import PreTrainedModel
 
-    from rl_plugins.models.lora import LoraConfig, MergedWeightSource
+    from rl_plugins.config.models import LoraConfig
+    from rl_plugins.models.lora import MergedWeightSource
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -155,7 +156,7 @@ def _read_lora_options(checkpoint: Path) -> tuple[LoraConfig | None, bool]:
     """Return the adapter of the run, or None, and True if the run exports the adapter alone."""
     from omegaconf import OmegaConf
 
-    from rl_plugins.models.lora import LoraConfig
+    from rl_plugins.config.models import LoraConfig
 
     file = RunFolder(checkpoint.absolute().parent).config
     config: Any = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}

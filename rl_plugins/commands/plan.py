@@ -29,7 +29,7 @@ from rl_plugins.planning.workload import DTYPE_BYTES, Workload
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from rl_plugins.launch.config import RecipeConfig
+    from rl_plugins.config.recipe import RecipeConfig
 
 WITH_VALUES = {"gae"}
 """Advantages that need a critic."""
@@ -58,14 +58,14 @@ def run(arguments: Namespace) -> int:
         ConfigError: No placement fits. The message names the placement with the least missing memory, and the options
             to change.
     """
+    from rl_plugins.config.checks import check_options
+    from rl_plugins.config.recipe import parse_config
     from rl_plugins.launch.command_line import compose_config
-    from rl_plugins.launch.config import parse_config
-    from rl_plugins.launch.values import check_values
 
     cluster = _build_cluster(arguments)
     composed = compose_config(arguments.recipe, arguments.overrides)
     config = parse_config(composed)
-    check_values(config)
+    check_options(config)
     work = workload_of(config, prompt_tokens=arguments.prompt_tokens, response_tokens=arguments.response_tokens)
     given = given_values(composed, arguments.overrides)
     candidates = search(work, cluster, fsdp=config.strategy.name == "fsdp", given=given)
@@ -154,9 +154,9 @@ def refusal(config: RecipeConfig, options: Mapping[str, Any], cluster: Cluster) 
         options: Options to change, with their new values.
         cluster: Devices of the run.
     """
-    from rl_plugins.launch.batch import check_batch
+    from rl_plugins.config.batch import check_batch
+    from rl_plugins.config.checks import check_options
     from rl_plugins.launch.placement import check_fit, roles_of
-    from rl_plugins.launch.values import check_values
 
     planned = deepcopy(config)
     for option, value in options.items():
@@ -168,7 +168,7 @@ def refusal(config: RecipeConfig, options: Mapping[str, Any], cluster: Cluster) 
     # The number of CPU cores beside accelerators is unknown.
     machine = {"CPU": cluster.per_node} if on_cpu else {"CPU": math.inf, "GPU": cluster.per_node}
     try:
-        check_values(planned)
+        check_options(planned)
         check_batch(planned)
         check_fit(roles_of(planned, "cpu" if on_cpu else "cuda"), [machine] * cluster.nodes, "the planned cluster")
     except ConfigError as error:
@@ -189,14 +189,14 @@ def workload_of(
     Raises:
         ConfigError: The recipe does not sample its training data, or the architecture of a model is unknown.
     """
-    from rl_plugins.launch.config import rollout_dtype
-    from rl_plugins.launch.values import COLLECTING_STAGES
+
+    from rl_plugins.config.recipe import COLLECTING_STAGES
 
     if config.stage not in COLLECTING_STAGES:
         raise ConfigError(f"plan is for stages that train on their own samples ({', '.join(COLLECTING_STAGES)})")
-    if rollout_dtype(config) not in DTYPE_BYTES:
+    if config.rollout_dtype not in DTYPE_BYTES:
         raise ConfigError(
-            f"rollout.dtype={rollout_dtype(config)}: plan has rates for {' and '.join(DTYPE_BYTES)} only: "
+            f"rollout.dtype={config.rollout_dtype}: plan has rates for {' and '.join(DTYPE_BYTES)} only: "
             "use one of the two"
         )
     policy = read_shape("model.path", config.model.path)
@@ -218,7 +218,7 @@ def workload_of(
     return Workload(
         policy,
         precision=config.model.precision,
-        engine_dtype=rollout_dtype(config),
+        engine_dtype=config.rollout_dtype,
         prompts=config.batch.prompts_per_step,
         samples=config.batch.samples_per_prompt,
         prompt_tokens=prompt_tokens or config.data.max_prompt_tokens,

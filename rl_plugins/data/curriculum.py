@@ -11,38 +11,17 @@ extra samples; this module uses the samples of training, which cost nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rl_plugins.config.data import CurriculumConfig
 from rl_plugins.data.orders import Mixture
 from rl_plugins.errors import ConfigError
 
 _FLOOR = 0.01
 # Last number of the seed: its purpose. `orders` uses other numbers.
 _DRAW = 3
-
-
-@dataclass(frozen=True)
-class CurriculumConfig:
-    """Options of a curriculum.
-
-    Attributes:
-        share: share of a step's prompts drawn by learnability; the other prompts come in the usual order.
-        keep: weight of a prompt's earlier groups when a new group of the prompt is observed. With 0 only the last group
-            counts; 0.9 averages over about ten groups.
-    """
-
-    share: float = 0.5
-    keep: float = 0.5
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        if not 0 < self.share < 1:
-            raise ConfigError(f"curriculum share={self.share}: must be above 0 and below 1")
-        if not 0 <= self.keep < 1:
-            raise ConfigError(f"curriculum keep={self.keep}: must be from 0 to below 1")
 
 
 class GroupResult(NamedTuple):

@@ -16,7 +16,8 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from rl_plugins.data.curriculum import Curriculum, CurriculumConfig
+from rl_plugins.config.data import CurriculumConfig
+from rl_plugins.data.curriculum import Curriculum
 from rl_plugins.data.orders import Mixture, Order, Source, build_mixture, load_parts
 from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import PromptBatch, TokenizedPrompts, build_prompts
@@ -253,7 +254,7 @@ class PromptDataModule(StepDataModule[PromptBatch]):
         **options: Unpack[StepOptions],
     ) -> None:
         super().__init__(train, validation, **options)
-        self.curriculum = curriculum
+        self.curriculum = curriculum if curriculum is not None and curriculum.share else None
 
     @override
     def order(self, source: BatchSource[Any]) -> Order | None:

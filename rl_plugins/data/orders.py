@@ -7,14 +7,14 @@ each part in passes of its own, and never a row twice within a step. `MixturePar
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
 
-from rl_plugins.data.parquet import FilePath, Paths, PromptRows, RowSource, load_rows
+from rl_plugins.config.data import MixturePart
+from rl_plugins.data.parquet import Paths, PromptRows, RowSource, load_rows
 from rl_plugins.errors import ConfigError
 
 # Last number of a seed: its purpose.
@@ -69,32 +69,6 @@ class Shuffled:
 
 
 # Mixtures ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MixturePart:
-    """Files that form one part of a mixture.
-
-    Attributes:
-        files: path of a parquet file, or paths of several.
-        weight: weight of the part; its share of the prompts of every step is the weight divided by the sum of all
-            weights.
-    """
-
-    files: Paths
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the weight and the number of files."""
-        if not (self.weight > 0 and math.isfinite(self.weight)):
-            raise ConfigError(f"weight={self.weight} of {self.files}: must be above 0")
-        if not self.paths:
-            raise ConfigError("a part of a mixture has no files: name one or more parquet files")
-
-    @property
-    def paths(self) -> Sequence[FilePath]:
-        """Paths of the files as a sequence."""
-        return [self.files] if isinstance(self.files, str | os.PathLike) else self.files
 
 
 Source = Paths | RowSource | Mapping[str, MixturePart]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.errors import ConfigError
 from rl_plugins.evaluation.sample_file import SampleFile
@@ -25,7 +26,7 @@ from rl_plugins.evaluation.sample_file import SampleFile
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rl_plugins.rollout.engine import Generations, SamplingConfig
+    from rl_plugins.rollout.engine import Generations
 
 Sample = Callable[[list[list[int]], "SamplingConfig", list[int]], "Generations"]
 COLUMNS = ("responses", "finish_reasons", "response_lengths")
@@ -72,10 +73,13 @@ class Job:
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingConfig:
         """Return the settings of the engine."""
-        # This import loads torch. A wrong argument is reported before.
-        from rl_plugins.rollout.engine import SamplingConfig
-
-        return SamplingConfig(self.max_tokens, self.num_samples, self.temperature, self.top_p, -1, stop_token_ids)
+        return SamplingConfig(
+            max_tokens=self.max_tokens,
+            num_samples=self.num_samples,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stop_token_ids=stop_token_ids,
+        )
 
 
 def open_samples(path: Path, rows: PromptRows, job: Job, model: str) -> SampleFile:

@@ -13,13 +13,12 @@ from lightning.pytorch import Trainer, seed_everything
 from rl_plugins.callbacks.averages import PolicyAverage
 from rl_plugins.callbacks.checkpoint import callbacks_of
 from rl_plugins.callbacks.graceful_stop import GracefulStop
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.launch.callbacks import build_callbacks
-from rl_plugins.launch.config import RecipeConfig, rollout_dtype
 from rl_plugins.launch.quiet import quiet_libraries
 from rl_plugins.launch.stages import build_data, build_stage
 from rl_plugins.launch.tracking import register, tracking_logger
-from rl_plugins.launch.values import validates
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.scoring import Scorer
@@ -40,7 +39,7 @@ def build_trainer(
     loggers: list[Any] = [JsonLinesLogger(folder.metrics)]
     if config.tracking.enabled:
         loggers.append(tracking_logger(config, folder))
-    validating = validates(config)
+    validating = config.validates
     return Trainer(
         strategy=strategy,
         precision=config.model.precision,  # type: ignore[arg-type]
@@ -64,7 +63,7 @@ def build_trainer(
 
 def dtype_of(config: RecipeConfig) -> torch.dtype:
     """The dtype of a rollout engine's weights."""
-    dtype: torch.dtype = getattr(torch, rollout_dtype(config))
+    dtype: torch.dtype = getattr(torch, config.rollout_dtype)
     return dtype
 
 

@@ -20,8 +20,7 @@ from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
 from rl_plugins.callbacks.samples import RolloutTraces, SampleTable
 from rl_plugins.callbacks.system_metrics import SystemMetrics
 from rl_plugins.callbacks.throughput import Throughput
-from rl_plugins.launch.config import RecipeConfig
-from rl_plugins.launch.duration import seconds_of
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.launch.tracking import best_upload
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.contract import CRITIC
@@ -63,7 +62,7 @@ def build_callbacks(
     callbacks += [
         GracefulStop(
             folder.path,
-            time_limit_s=None if run.time_limit is None else seconds_of("run.time_limit", run.time_limit),
+            time_limit_s=run.time_limit_s,
             started=started,
             # The launcher switches the watcher off where nobody takes nodes away.
             ray_notices=in_ray and os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER") != "0",

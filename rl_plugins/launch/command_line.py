@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
+from rl_plugins.config.recipe import RecipeConfig, parse_config, register_schema
 from rl_plugins.errors import ConfigError, RunStopped, UserError
-from rl_plugins.launch.config import RecipeConfig, parse_config, register_schema
 from rl_plugins.launch.config_difference import difference
-from rl_plugins.launch.hydra_errors import CONFIG_FOLDER, explain, keys_of
 from rl_plugins.run_folder import RunFolder
 
 _INTERRUPTED = 130
@@ -137,7 +137,7 @@ def run_recipe(
     """
     from omegaconf import OmegaConf
 
-    from rl_plugins.launch.batch import describe_batch
+    from rl_plugins.config.batch import describe_batch
     from rl_plugins.launch.build_lock import clear_stale_build_locks
     from rl_plugins.launch.preflight import fetch_models, preflight, slow_here, tracking_uri
     from rl_plugins.launch.run_report import reported, write_changes

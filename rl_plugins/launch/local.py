@@ -6,8 +6,7 @@ import os
 
 import psutil
 
-from rl_plugins.launch.config import RecipeConfig
-from rl_plugins.launch.values import generates, needs_engine
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.run_folder import RunFolder
 
 
@@ -23,11 +22,11 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
 
     device = "cuda" if config.placement.device == "cuda" else "cpu"
     rollout, scorer = None, None
-    if needs_engine(config):
+    if config.needs_engine:
         rollout = TransformersRollout(
             config.model.path, dtype=dtype_of(config), device=device, check_updates=config.rollout.check_updates
         )
-    if generates(config):
+    if config.generates:
         scorer = InlineScorer(
             config.reward.functions,
             deadline_s=config.reward.deadline_s,

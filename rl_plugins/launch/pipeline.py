@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rl_plugins.config.batch import check_batch
+from rl_plugins.config.checks import check_options
+from rl_plugins.config.hydra_errors import explain
+from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped
-from rl_plugins.launch.batch import check_batch
 from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
-from rl_plugins.launch.config import RecipeConfig, parse_config
-from rl_plugins.launch.hydra_errors import explain
 from rl_plugins.launch.preflight import check_stage_ahead
-from rl_plugins.launch.values import check_values
 from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
 from rl_plugins.tracking.run import RunDescription, TrackedRun
 from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, RunSender
@@ -188,7 +188,7 @@ def _check_stages(configs: Mapping[str, RecipeConfig], folder: Path, *, resume: 
     if any((folder / name).exists() for name in configs) and not resume:
         raise ConfigError(f"the pipeline {folder} exists: continue it with resume=true, or give another name")
     for name, config in configs.items():
-        for check in (check_values, check_batch):
+        for check in (check_options, check_batch):
             _name_stage(name, partial(check, config))
     for name, config in configs.items():
         if RunFolder(folder / name).exported() is None:

@@ -13,10 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.config import RecipeConfig, num_engines
-from rl_plugins.launch.options.machines import PoolOptions
-from rl_plugins.launch.values import POOLS, needs_engine
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -74,9 +72,9 @@ def roles_of(config: RecipeConfig, device: str) -> list[Role]:
     options += ", placement.gpus_per_worker" if on_gpus else ""
     gpus = placement.gpus_per_worker if on_gpus else 0.0
     roles = [Role(WORKERS, placement.num_workers, placement.cpus_per_worker, gpus, placement.strategy, options)]
-    if config.rollout.engine == "vllm" and needs_engine(config):
+    if config.rollout.engine == "vllm" and config.needs_engine:
         roles.append(_engines(config, on_gpus))
-    for name, pool in pools_of(config).items():
+    for name, pool in config.placement.pools.items():
         options = f"placement.{name}.actors={pool.actors}, placement.{name}.cpus"
         options += f", placement.{name}.gpus" if on_gpus else ""
         if name == "critic" and on_gpus and pool.actors > 1 and 0 < pool.gpus < 1:
@@ -89,7 +87,7 @@ def roles_of(config: RecipeConfig, device: str) -> list[Role]:
 
 
 def _engines(config: RecipeConfig, on_gpus: bool) -> Role:
-    engines, size = num_engines(config), config.rollout.tensor_parallel_size
+    engines, size = config.num_engines, config.rollout.tensor_parallel_size
     options = f"rollout.engines={config.rollout.engines}, rollout.tensor_parallel_size={size}"
     if config.placement.rollout == "split":
         cpus = config.placement.engine_cpus * (1 if on_gpus else size)
@@ -101,12 +99,6 @@ def _engines(config: RecipeConfig, on_gpus: bool) -> Role:
         )
     gpus = config.placement.engine_gpus if on_gpus else 0.0
     return Role(ENGINES, engines, 0.0, gpus, None, f"{options}, placement.engine_gpus")
-
-
-def pools_of(config: RecipeConfig) -> dict[str, PoolOptions]:
-    """Role to the options of its pool, of those that have one."""
-    options: dict[str, PoolOptions] = {name: getattr(config.placement, name) for name in POOLS}
-    return {name: pool for name, pool in options.items() if pool.actors}
 
 
 def table(roles: Sequence[Role], nodes: Sequence[Resources]) -> list[str]:
@@ -306,3 +298,24 @@ def weight_transport(transport: str, device: str, *, split: bool, hosts: int) ->
     if device == "cuda":
         return "nccl" if split else "ipc"
     return "shared_memory" if hosts == 1 else "gloo"
+
+
+def engine_threads(config: RecipeConfig, machines: int) -> int:
+    """Return the threads of each process of an engine on CPU.
+
+    An engine with its own cores uses these cores, and a colocated engine the cores of the workers, which wait while the
+    engine samples.
+
+    Args:
+        config: Configuration of the run.
+        machines: Largest number of machines of the workers and the engines.
+    """
+    placement = config.placement
+    if placement.rollout == "split":
+        return max(1, int(placement.engine_cpus))
+    if config.schedule.max_staleness:
+        # The workers train meanwhile.
+        return 1
+    cores = math.ceil(placement.num_workers / machines) * placement.cpus_per_worker
+    processes = math.ceil(config.num_engines / machines) * config.rollout.tensor_parallel_size
+    return max(1, int(cores / processes))

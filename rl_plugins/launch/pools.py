@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_plugins.launch.config import RecipeConfig
-from rl_plugins.launch.placement import Reservation, Role, pools_of
+from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.launch.placement import Reservation, Role
 from rl_plugins.models.pool_actor import PoolConfig
 
 Placed = tuple[PoolConfig, list[dict[str, Any]]]
@@ -43,5 +43,5 @@ def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConf
             threads=max(1, int(options.cpus)),
             call_timeout_s=options.deadline_s,
         )
-        for role, options in pools_of(config).items()
+        for role, options in config.placement.pools.items()
     ]

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.config.batch import check_batch
+from rl_plugins.config.checks import check_options
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.batch import check_batch
-from rl_plugins.launch.config import RecipeConfig, num_engines
 from rl_plugins.launch.job_folder import JOB_FOLDERS
-from rl_plugins.launch.offload import check_offload
 from rl_plugins.launch.placement import check_fit, roles_of
-from rl_plugins.launch.values import check_values, generates
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
 from rl_plugins.tracking.store import check_store
@@ -34,8 +33,7 @@ def preflight(config: RecipeConfig) -> None:
     Raises:
         ConfigError: An option, a file or a row is wrong. The message names the fault and the way to correct it.
     """
-    check_values(config)
-    check_offload(config)
+    check_options(config)
     check_batch(config)
     check_this_machine(config)
     check_models(config)
@@ -66,7 +64,6 @@ def check_stage_ahead(config: RecipeConfig, folder: Path) -> None:
     def is_made_later(path: str) -> bool:
         return Path(path).absolute().is_relative_to(folder) and not Path(path).exists()
 
-    check_offload(config)
     check_this_machine(config)
     check_models(config, lambda path: is_in_mlflow(path) or is_made_later(path))
     _check_data_files(config, is_made_later)
@@ -86,6 +83,10 @@ def check_this_machine(config: RecipeConfig) -> None:
     """
     if os.environ.get("RAY_ADDRESS"):
         return
+    if "nvme" in config.strategy.offload.places.values():
+        from rl_plugins.strategies.offload import check_file_op
+
+        check_file_op()
     gpus = local_gpus()
     if config.placement.device == "cuda" and not gpus:
         raise ConfigError("placement.device=cuda, but this machine has no NVIDIA GPU: use placement.device=cpu or auto")
@@ -121,9 +122,9 @@ def _on_cpu(config: RecipeConfig) -> bool:
 
 def _check_memory(config: RecipeConfig) -> None:
     # Each engine on CPU writes the whole KV cache once, when the engine starts.
-    if config.rollout.engine != "vllm" or not generates(config):
+    if config.rollout.engine != "vllm" or not config.generates:
         return
-    engines, gib = num_engines(config), config.rollout.cpu_kv_cache_gib
+    engines, gib = config.num_engines, config.rollout.cpu_kv_cache_gib
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     if engines * gib > total:
         raise ConfigError(
@@ -210,7 +211,7 @@ def _check_data_files(config: RecipeConfig, is_made_later: Callable[[str], bool]
 
 
 def _check_reward_files(config: RecipeConfig) -> None:
-    for source, reward in config.reward.functions.items() if generates(config) else ():
+    for source, reward in config.reward.functions.items() if config.generates else ():
         path = reward.get("path") if isinstance(reward, dict) and "_target_" not in reward else None
         if path and not Path(str(path)).is_file():
             raise ConfigError(f"reward.functions.{source}.path={path}: there is no such file")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rl_plugins.launch.config import RecipeConfig, engine_threads, num_engines, rollout_dtype, rollout_sleep
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.launch.job_folder import settle
 from rl_plugins.launch.placement import (
     ENGINES,
@@ -24,14 +24,13 @@ from rl_plugins.launch.placement import (
     Role,
     alive_nodes,
     check_fit,
-    pools_of,
+    engine_threads,
     reserved,
     roles_of,
     table,
     weight_transport,
 )
 from rl_plugins.launch.preflight import local_gpus
-from rl_plugins.launch.values import generates, needs_engine
 from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def _train(
             rollout.start(places.options(role) if role.strategy else ())
     pools: Mapping[PoolConfig, list[Any]] = {}
     critic: Placed | None = None
-    if pools_of(config):
+    if config.placement.pools:
         from rl_plugins.launch.pools import placed_pools
         from rl_plugins.models.pool_actor import start_pool
 
@@ -174,8 +173,8 @@ def train_worker(arguments: dict[str, Any]) -> None:
     import torch
     from ray.train.lightning import RayLightningEnvironment
 
+    from rl_plugins.config.recipe import parse_config
     from rl_plugins.launch.build import dtype_of, fit
-    from rl_plugins.launch.config import parse_config
     from rl_plugins.models.pool import ModelPool
     from rl_plugins.ranks import broadcast
     from rl_plugins.rewards.pool import RewardPool
@@ -187,14 +186,14 @@ def train_worker(arguments: dict[str, Any]) -> None:
         torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
     scorer: RewardPool | None = None
     rollout: RolloutEngine | None = arguments["rollout"]
-    if generates(config):
+    if config.generates:
         scorer = RewardPool(
             config.reward.functions,
             num_workers=config.reward.num_workers,
             deadline_s=config.reward.deadline_s,
             max_failure_rate=config.reward.max_failure_rate,
         )
-    if rollout is None and needs_engine(config):
+    if rollout is None and config.needs_engine:
         rollout = TransformersRollout(
             config.model.path, dtype=dtype_of(config), device=device, check_updates=config.rollout.check_updates
         )
@@ -219,12 +218,11 @@ def train_worker(arguments: dict[str, Any]) -> None:
 
 def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
     """The strategy that the configuration describes; in a training worker."""
-    from rl_plugins.launch.offload import places
 
     options = config.strategy
     common: dict[str, Any] = {
         "rollout": rollout,
-        "offload": places(config),
+        "offload": options.offload.places,
         "timeout_s": options.collective_timeout_s,
         "sequence_parallel": options.sequence_parallel,
     }
@@ -309,8 +307,8 @@ def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
     return VLLMRollout(
         VLLMConfig(
             model=config.model.path,
-            device=device,  # type: ignore[arg-type]
-            dtype=rollout_dtype(config),
+            device=device,
+            dtype=config.rollout_dtype,
             max_model_len=config.data.max_prompt_tokens + config.sampling.max_tokens,
             max_num_seqs=rollout.max_num_seqs,
             tensor_parallel_size=rollout.tensor_parallel_size,
@@ -318,9 +316,9 @@ def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
             threads=engine_threads(config, hosts),
             cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
             prefix_caching=rollout.prefix_caching,
-            sleep=rollout_sleep(config),  # type: ignore[arg-type]
+            sleep=config.rollout_sleep,
             check_updates=rollout.check_updates,
-            transport=weight_transport(rollout.transport, device, split=split, hosts=hosts),  # type: ignore[arg-type]
+            transport=weight_transport(rollout.transport, device, split=split, hosts=hosts),
             lora_rank=config.model.lora.rank if rollout.lora == "adapter" else 0,
             bucket_mb=rollout.bucket_mb,
             ready_timeout_s=rollout.ready_timeout_s,
@@ -328,6 +326,6 @@ def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
             stall_timeout_s=rollout.stall_timeout_s,
             update_timeout_s=rollout.update_timeout_s,
         ),
-        num_engines=num_engines(config),
+        num_engines=config.num_engines,
         num_gpus=0 if device == "cpu" else rollout.tensor_parallel_size if split else config.placement.engine_gpus,
     )

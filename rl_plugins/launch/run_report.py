@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import format_exception_only
 
-from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.launch.config_difference import difference
 from rl_plugins.run_folder import RunFolder
 

@@ -9,28 +9,23 @@ from typing import Any
 from hydra.utils import instantiate
 
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.config.models import RewardModelConfig
+from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.datamodule import PromptDataModule, StepDataModule
 from rl_plugins.data.preferences import PreferenceDataModule
 from rl_plugins.data.process_rewards import ProcessRewardDataModule
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.data.tokenization import check_same_tokens
-from rl_plugins.launch.config import RecipeConfig
-from rl_plugins.launch.options.models import LoraOptions, OptimizerOptions
-from rl_plugins.launch.trials import curriculum_config, training_data
-from rl_plugins.models.lora import LoraConfig
+from rl_plugins.launch.trials import training_data
 from rl_plugins.models.pool import ModelPool
-from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.critic_pool import CriticPool
-from rl_plugins.stages.environment import EnvironmentConfig
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization, PreferenceOptimization
 from rl_plugins.stages.process_rewards import ProcessRewardConfig
 from rl_plugins.stages.reward_modeling import RewardModeling
 from rl_plugins.stages.sampling import greedy
-from rl_plugins.stages.schedule import Schedule
-from rl_plugins.stages.scoring import RewardModelConfig, Scorer
+from rl_plugins.stages.scoring import Scorer
 from rl_plugins.stages.sft import SFT
 from rl_plugins.stages.stage import Stage
 
@@ -72,16 +67,6 @@ def build_data(config: RecipeConfig, tokenizer: Any) -> StepDataModule[Any]:
     )
 
 
-def optimizer_config(options: OptimizerOptions) -> OptimizerConfig:
-    """The settings of an optimizer."""
-    return OptimizerConfig(**(vars(options) | {"betas": tuple(options.betas)}))
-
-
-def lora_config(options: LoraOptions) -> LoraConfig | None:
-    """The settings of an adapter; None where the model itself is trained."""
-    return LoraConfig(**vars(options)) if options.rank else None
-
-
 # Stages ---------------------------------------------------------------------------------------------------------
 
 
@@ -90,22 +75,18 @@ def _common(config: RecipeConfig, tokenizer: Any) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "tokens_per_micro_batch": config.batch.tokens_per_micro_batch,
         "packing": config.batch.packing,
-        "optimizer": optimizer_config(config.optimizer),
+        "optimizer": config.optimizer,
         "gradient_checkpointing": config.model.gradient_checkpointing,
-        "lora": lora_config(config.model.lora),
+        "lora": config.model.lora,
         "max_steps": config.run.steps,
     }
 
 
 def _sampling(config: RecipeConfig, tokenizer: Any) -> SamplingConfig:
     return SamplingConfig(
-        max_tokens=config.sampling.max_tokens,
+        **(vars(config.sampling) | {"stop": tuple(config.sampling.stop)}),
         num_samples=config.batch.samples_per_prompt,
-        temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
-        top_k=config.sampling.top_k,
         stop_token_ids=(tokenizer.eos_token_id,),
-        stop=tuple(config.sampling.stop),
     )
 
 
@@ -134,20 +115,17 @@ def _sft(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> Stage:
 def _policy_optimization_options(config: RecipeConfig, tokenizer: Any, scorer: Scorer | None) -> dict[str, Any]:
     algorithm: Algorithm = instantiate(config.algorithm, _convert_="all")
     model = config.reward_model
-    critic = config.critic
     return {
         **_validating(config, tokenizer, scorer),
         "sampling": _sampling(config, tokenizer),
         "algorithm": algorithm,
         "reference": config.reference.path,
         "teacher": config.teacher.path,
-        "critic": CriticConfig(
-            critic.path, optimizer_config(critic.optimizer), critic.warmup_steps, lora_config(critic.lora)
-        ),
-        "reward_model": RewardModelConfig(model.path, model.weight, model.rule_weight, config.reward.max_failure_rate)
+        "critic": config.critic,
+        "reward_model": RewardModelConfig(**vars(model), max_failure_rate=config.reward.max_failure_rate)
         if model.path
         else None,
-        "schedule": Schedule(**vars(config.schedule)),
+        "schedule": config.schedule,
         "updates_per_step": config.batch.updates_per_step,
         "passes_per_step": config.batch.passes_per_step,
     }
@@ -213,8 +191,7 @@ def _oversampling(config: RecipeConfig) -> int:
 
 
 def _prompts(config: RecipeConfig, train: Any, options: dict[str, Any]) -> StepDataModule[Any]:
-    curriculum = curriculum_config(config) if config.data.curriculum.share else None
-    return PromptDataModule(train, curriculum=curriculum, **options)
+    return PromptDataModule(train, curriculum=config.data.curriculum, **options)
 
 
 def _responses(config: RecipeConfig, train: Any, options: dict[str, Any]) -> StepDataModule[Any]:

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from rl_plugins.callbacks.checkpoint_artifacts import record_checkpoint
 from rl_plugins.callbacks.report import Curves
 from rl_plugins.callbacks.samples import log_samples
+from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.config import RecipeConfig, parse_config
 from rl_plugins.launch.preflight import tracking_uri
 from rl_plugins.launch.tracking import best_upload, registration, tracking_logger
 from rl_plugins.report.page import write_report

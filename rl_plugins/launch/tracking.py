@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from rl_plugins.callbacks.checkpoint_artifacts import BestUpload
-from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.launch.preflight import tracking_uri
 from rl_plugins.report.summary import read_samples
 from rl_plugins.run_folder import RunFolder, read_metrics

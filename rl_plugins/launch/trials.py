@@ -9,15 +9,14 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.config import RecipeConfig
-from rl_plugins.launch.values import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, generates
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from rl_plugins.data.curriculum import CurriculumConfig
+    from rl_plugins.config.data import CurriculumConfig
     from rl_plugins.data.parquet import PromptRows, Row
     from rl_plugins.rewards.records import Message
 
@@ -52,11 +51,11 @@ def check_prompts(config: RecipeConfig) -> None:
         size = {"prompts_per_step": needed, "seed": config.run.seed}
         mixture = build_mixture(source, firsts, len(train), **size)
         if data.curriculum.share:
-            Curriculum(mixture, curriculum_config(config), kept=np.arange(len(train)), **size)
+            Curriculum(mixture, data.curriculum, kept=np.arange(len(train)), **size)
     validation = load_rows(data.val_files, val_columns) if data.val_files else None
     # Rows whose responses are generated, and so scored.
     scored = [train] if config.stage in SAMPLING_STAGES else []
-    scored += [validation] if validation and generates(config) else []
+    scored += [validation] if validation and config.generates else []
     replies = _check_rewards(config, chain.from_iterable(scored))
     if (Path(config.model.path) / "tokenizer.json").is_file():
         for rows in filter(None, (train, validation)):
@@ -68,7 +67,7 @@ def columns_of(config: RecipeConfig) -> tuple[Sequence[str], Sequence[str]]:
     from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS
 
     given = config.stage in GIVEN_RESPONSE_STAGES
-    return UNSCORED_COLUMNS if given else COLUMNS, COLUMNS if generates(config) else UNSCORED_COLUMNS
+    return UNSCORED_COLUMNS if given else COLUMNS, COLUMNS if config.generates else UNSCORED_COLUMNS
 
 
 def training_data(config: RecipeConfig) -> Any:
@@ -77,13 +76,11 @@ def training_data(config: RecipeConfig) -> Any:
     Raises:
         ConfigError: nothing is named, or the custom data set cannot be made.
     """
-    from rl_plugins.data.orders import MixturePart
-
     data = config.data
     if data.dataset is not None:
         return instantiate_node("data.dataset", data.dataset)
     if data.mixture:
-        return {name: MixturePart(part.files, part.weight) for name, part in data.mixture.items()}
+        return data.mixture
     if not data.train_files:
         raise ConfigError("data.train_files is empty: name one or more parquet files")
     return list(data.train_files)
@@ -91,7 +88,7 @@ def training_data(config: RecipeConfig) -> Any:
 
 def curriculum_config(config: RecipeConfig) -> CurriculumConfig:
     """The settings of a curriculum that is on."""
-    from rl_plugins.data.curriculum import CurriculumConfig
+    from rl_plugins.config.data import CurriculumConfig
 
     return CurriculumConfig(**vars(config.data.curriculum))
 
@@ -242,16 +239,15 @@ def check_algorithm(config: RecipeConfig) -> None:
 
     from rl_plugins.algorithms.aggregation import GlobalCounts
     from rl_plugins.algorithms.algorithm import Algorithm
+    from rl_plugins.config.sampling import SamplingConfig
     from rl_plugins.launch.algorithm_options import check_option_types
-    from rl_plugins.rollout.engine import SamplingConfig
     from rl_plugins.stages.comparable import check_comparable
-    from rl_plugins.stages.schedule import Schedule
 
     algorithm: Algorithm = instantiate_node("algorithm", config.algorithm)
     check_option_types(algorithm)
     options = config.sampling
     sampling = SamplingConfig(options.max_tokens, top_p=options.top_p, top_k=options.top_k)
-    check_comparable(algorithm, Schedule(**vars(config.schedule)), sampling)
+    check_comparable(algorithm, config.schedule, sampling)
     zeros_BT, ones_BT = torch.zeros(4, 2), torch.ones(4, 2)
     per_token = (
         "log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "entropy",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.weights.source import WeightMeta, WeightSource
 
@@ -31,24 +32,9 @@ if TYPE_CHECKING:
 _PREFIX = "base_model.model."
 
 
-@dataclass(frozen=True)
-class LoraConfig:
-    """Settings of an adapter.
-
-    Attributes:
-        rank: Rank of the change.
-        alpha: Scale of the change, which is multiplied by `alpha / rank`.
-        dropout: Dropout of the adapter's inputs in training.
-        target_modules: `all-linear` for all linear layers except the output head, a list of layer names (`q_proj`), or
-            a regular expression for full layer names.
-
-    Source: LoRA, https://arxiv.org/abs/2106.09685.
-    """
-
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
-    target_modules: str | Sequence[str] = "all-linear"
+def with_adapter(model: nn.Module, config: LoraConfig | None) -> nn.Module:
+    """Return the model, with an adapter if the settings have a rank above 0; see `add_adapter`."""
+    return add_adapter(model, config) if config is not None and config.rank else model
 
 
 def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:

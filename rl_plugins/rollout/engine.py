@@ -13,48 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.memory import MemoryChange
 from rl_plugins.weights.source import WeightSource
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """Options of sampling. Log-probs belong to the sampled distribution (after temperature, top-p and top-k).
-
-    Attributes:
-        max_tokens: longest response, in tokens.
-        num_samples: responses per prompt.
-        temperature: divisor of the logits; 0 is greedy.
-        top_p: probability mass of the kept tokens (nucleus sampling); 1 keeps all tokens.
-        top_k: number of most likely tokens kept; -1 keeps all tokens.
-        stop_token_ids: tokens that end a response. The token belongs to the response.
-        stop: strings that end a response.
-    """
-
-    max_tokens: int
-    num_samples: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check all values.
-
-        Raises:
-            ConfigError: a value is out of range.
-        """
-        for name, value, good in (
-            ("max_tokens", self.max_tokens, self.max_tokens >= 1),
-            ("num_samples", self.num_samples, self.num_samples >= 1),
-            ("temperature", self.temperature, self.temperature >= 0),
-            ("top_p", self.top_p, 0 < self.top_p <= 1),
-            ("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1),
-        ):
-            if not good:
-                raise ConfigError(f"sampling.{name}={value} is out of range; see SamplingConfig for what it means")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.memory import MemoryChange
-from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, SamplingConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.weights.check import WeightsDiffer, tolerance_of
 from rl_plugins.weights.source import WeightSource
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.config.sampling import SamplingConfig, Schedule
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.schedule import Schedule
 
 
 def check_comparable(algorithm: Algorithm, schedule: Schedule, sampling: SamplingConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,26 +12,7 @@ from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.value_loss import value_loss
 from rl_plugins.data.experience import Experience
-from rl_plugins.models.lora import LoraConfig
 from rl_plugins.stages.metrics import TokenMetrics
-from rl_plugins.stages.optimizer import OptimizerConfig
-
-
-@dataclass(frozen=True)
-class CriticConfig:
-    """Separate critic model, trained beside the policy.
-
-    Attributes:
-        path: initial model: a policy (the value head starts at 0) or a reward model; None means the path of the policy.
-        optimizer: optimizer of the critic.
-        warmup_steps: number of first steps that train only the critic, not the policy.
-        lora: adapter settings, to train an adapter and the head instead of the whole critic.
-    """
-
-    path: str | None = None
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    warmup_steps: int = 0
-    lora: LoraConfig | None = None
 
 
 @dataclass(frozen=True)

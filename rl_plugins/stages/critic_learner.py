@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.algorithms.aggregation import GlobalCounts
+from rl_plugins.config.models import CriticConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.lora import add_adapter
+from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.scalar_head import load_scalar_head, position_scores, response_values
-from rl_plugins.stages.critic import CriticConfig, ValueObjective
+from rl_plugins.stages.critic import ValueObjective
 from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.micro_batches import Cutter, Lengths
 
@@ -88,8 +89,7 @@ class CriticLearner:
             dtype=torch.float32 if self._is_low else training.computes_in,
             gradient_checkpointing=training.gradient_checkpointing,
         )
-        lora = training.config.lora
-        self._model: nn.Module = (model if lora is None else add_adapter(model, lora)).to(device)
+        self._model: nn.Module = with_adapter(model, training.config.lora).to(device)
         self._trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         # One tensor for all gradients, so an update needs one collective.
         self._gradients = torch.zeros(sum(p.numel() for p in self._trained.values()), dtype=model.dtype, device=device)

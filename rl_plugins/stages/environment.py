@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.tokenization import TurnTokenizer
-from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.records import Message, Score, ScoringRequest
-from rl_plugins.rollout.engine import Generations, SamplingConfig
-
-
-@dataclass(frozen=True)
-class EnvironmentConfig:
-    """Limits of conversations.
-
-    Attributes:
-        max_turns: largest number of responses of the policy; 1 is a response without a conversation.
-        max_observation_tokens: largest number of tokens of one reply; a longer reply is cut at the end.
-        template_options: further arguments of the chat template.
-    """
-
-    max_turns: int = 1
-    max_observation_tokens: int = 256
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Check the limits.
-
-        Raises:
-            ConfigError: a limit is below 1.
-        """
-        for name, value in (("max_turns", self.max_turns), ("max_observation_tokens", self.max_observation_tokens)):
-            if value < 1:
-                raise ConfigError(f"environment.{name}={value}: must be at least 1")
+from rl_plugins.rollout.engine import Generations
 
 
 @runtime_checkable

@@ -10,11 +10,11 @@ from torch import Tensor
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.kl import KLController
 from rl_plugins.algorithms.rollout_correction import diagnostics
+from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.experience import Experience
 from rl_plugins.stages.fields import filled, named_tensors
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.process_rewards import ProcessRewards
-from rl_plugins.stages.schedule import Schedule
 from rl_plugins.strategies.contract import POLICY, REFERENCE, TEACHER
 
 

@@ -14,21 +14,20 @@ from torch import nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig
+from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.lora import add_adapter
+from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.rewards.inline import Reward, default_scorer
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.comparable import check_comparable
-from rl_plugins.stages.critic import CriticConfig, value_objective
+from rl_plugins.stages.critic import value_objective
 from rl_plugins.stages.critic_learner import CriticTraining
 from rl_plugins.stages.critic_pool import CriticPool
-from rl_plugins.stages.environment import EnvironmentConfig
 from rl_plugins.stages.experience_maker import ExperienceMaker
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_learner import PolicyLearner
 from rl_plugins.stages.process_rewards import (
     PROCESS_REFERENCE,
@@ -39,8 +38,7 @@ from rl_plugins.stages.process_rewards import (
 from rl_plugins.stages.prompt_source import PromptSource
 from rl_plugins.stages.rollouts import Rollouts
 from rl_plugins.stages.sampling import PromptSampler, conversations_with, greedy, with_stop_token
-from rl_plugins.stages.schedule import Schedule
-from rl_plugins.stages.scoring import RewardModelConfig, RewardModelScorer, SampleScorer, Scorer
+from rl_plugins.stages.scoring import RewardModelScorer, SampleScorer, Scorer
 from rl_plugins.stages.stage import Stage, StageArguments, comes_with_adapter
 from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.strategies.contract import CRITIC, REFERENCE, REWARD_MODEL, TEACHER, Strategy
@@ -234,10 +232,9 @@ class PolicyOptimization(Stage):
             self.teacher = self.load_model(str(self._teacher_path), TEACHER)
         if self.critic_config is not None and self.critic is None:
             critic = self._load_scalar_head(str(self._critic_path), new_head=True)
-            lora = self.critic_config.lora
-            self.critic = critic if lora is None else add_adapter(critic, lora)
+            self.critic = with_adapter(critic, self.critic_config.lora)
         if self._reward_model_config is not None and self.reward_model is None:
-            path = self._reward_model_config.path
+            path = str(self._reward_model_config.path)
             check_same_tokens(self.tokenizer, path, "reward model")
             # A new head would score everything 0.
             self.reward_model = self._load_scalar_head(path, new_head=False, frozen=REWARD_MODEL)

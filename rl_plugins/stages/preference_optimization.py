@@ -15,13 +15,12 @@ from torch import nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.preference_losses import PreferenceLoss
+from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.inline import Reward, default_scorer
-from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.environment import EnvironmentConfig
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.preference_examples import PreferenceExamples, best_against_worst, preference_examples
 from rl_plugins.stages.preference_learner import PreferenceLearner, PreferenceObjective

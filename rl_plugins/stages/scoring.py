@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.config.models import RewardModelConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import last_token_scores
@@ -60,24 +61,6 @@ class SampleScorer:
             dict(zip(names, values, strict=True)) for values in zip(*(columns[name] for name in names), strict=True)
         ]
         return self.scorer.score([scoring_request(row["response"], row) for row in rows])
-
-
-@dataclass(frozen=True)
-class RewardModelConfig:
-    """A trained reward model, which runs as a frozen model on the tokens of the samples.
-
-    Attributes:
-        path: folder or Hugging Face name; the reward model has the policy's tokens.
-        weight: weight of the reward model's score.
-        rule_weight: weight of the reward function's score; with 0 the reward function is used in validation only.
-        max_failure_rate: largest share of a rank's samples (0 to 1) whose scores may not be finite; a larger share
-            ends the run.
-    """
-
-    path: str
-    weight: float = 1.0
-    rule_weight: float = 1.0
-    max_failure_rate: float = 0.0
 
 
 @dataclass(frozen=True)

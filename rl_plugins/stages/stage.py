@@ -18,14 +18,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from typing_extensions import override
 
+from rl_plugins.config.models import LoraConfig, OptimizerConfig
 from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.loading import load_causal_lm
-from rl_plugins.models.lora import LoraConfig, MergedWeightSource, adapted_layers, add_adapter, has_adapter
+from rl_plugins.models.lora import MergedWeightSource, adapted_layers, has_adapter, with_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.forward_passes import ForwardPasses
-from rl_plugins.stages.optimizer import OptimizerConfig, only_one
+from rl_plugins.stages.optimizer import only_one
 from rl_plugins.stages.sampling import ShownSamples
 from rl_plugins.stages.trainer_flags import check_trainer, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
@@ -94,7 +95,7 @@ class Stage(LightningModule):
         packing: bool = True,
     ) -> None:
         super().__init__()
-        if lora is not None and not isinstance(model, str):
+        if lora is not None and lora.rank and not isinstance(model, str):
             raise ConfigError(
                 f"lora needs a model that is loaded by name, and the model is a {type(model).__name__}: leave lora out "
                 "and wrap the model with peft.get_peft_model"
@@ -167,7 +168,7 @@ class Stage(LightningModule):
         model = source
         if isinstance(source, str):
             model = self.load_model(source)
-            return model if self._lora is None else add_adapter(model, self._lora)
+            return with_adapter(model, self._lora)
         if isinstance(source, LightningModule):
             # Its configure_optimizers may read the number of steps from the trainer.
             source.trainer = self.trainer

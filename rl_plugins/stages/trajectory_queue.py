@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.rollout.engine import Generations, RemoteSamples
-from rl_plugins.stages.schedule import Schedule
 
 _BATCH = 2**32
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.evaluation.measures import final_answer, measure, summarize
 from rl_plugins.rewards.records import Score
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.metrics import interval_metrics, mean_details, mean_over_ranks, sum_details
 from rl_plugins.stages.sampling import PromptSampler, sample_rows
 from rl_plugins.stages.scoring import SampleScorer

@@ -30,8 +30,8 @@ from generator.markdown import (
 from rl_plugins.algorithms.advantages import ADVANTAGES
 from rl_plugins.algorithms.inputs import required_inputs
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import RecipeConfig
 
 ALGORITHMS = RECIPES / "algorithm"
 POLICY_GRADIENT = "policy gradient"

@@ -11,7 +11,7 @@ from generator.docstrings import Docstring, parse
 from generator.markdown import RECIPES, command, defaults_of, page, sentence, table, yaml_value
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES
-from rl_plugins.launch.options.data import DataConfig
+from rl_plugins.config.data import DataConfig
 
 KINDS: tuple[tuple[str, Mapping[str, Callable[..., Any]], tuple[str, ...]], ...] = (
     ("preference", PREFERENCE_LOSSES, ("preference_optimization", "online_preference_optimization")),

@@ -10,7 +10,7 @@ import omegaconf
 
 from generator.docstrings import parse
 from generator.markdown import page, sentence, table, yaml_value
-from rl_plugins.launch.config import RecipeConfig
+from rl_plugins.config.recipe import RecipeConfig
 
 
 def options_page() -> str:

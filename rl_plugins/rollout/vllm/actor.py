@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import DeadlineExceeded, EngineLost
 from rl_plugins.memory import MemoryChange
-from rl_plugins.rollout.engine import Generations, GroupRequest, SamplingConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.weights.shared_memory import Run
 

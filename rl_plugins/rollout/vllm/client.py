@@ -6,10 +6,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.memory import MemoryChange
 from rl_plugins.ranks import barrier, broadcast
-from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, SamplingConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.fleet import Fleet
 from rl_plugins.rollout.vllm.fleet_sampling import FleetSampling

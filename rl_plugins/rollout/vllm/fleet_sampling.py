@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import EngineLost
-from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, SamplingConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.rollout.vllm.fleet import Deadline, Fleet
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
-from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.vllm.config import VLLMConfig
 
 

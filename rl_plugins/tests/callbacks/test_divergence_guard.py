@@ -12,7 +12,7 @@ import torch
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.divergence_guard import BestAverage, DivergenceGuard
-from rl_plugins.callbacks.guard_bounds import Bounds
+from rl_plugins.config.run import Bounds
 from rl_plugins.errors import TrainingDiverged
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.callbacks.training import AfterStep, alter, build_stage, sharded, train, weights

@@ -13,8 +13,8 @@ from torch import Tensor
 from rl_plugins.callbacks.averages import PolicyAverage, read_average
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.commands.export import export_checkpoint
+from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.lora import LoraConfig
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.callbacks.training import AfterStep, build_policy, build_stage, sharded, train, weights

@@ -14,7 +14,7 @@ from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.callbacks.averages import ReferenceUpdate
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.divergence_guard import DivergenceGuard
-from rl_plugins.callbacks.guard_bounds import Bounds
+from rl_plugins.config.run import Bounds
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.callbacks.training import AfterStep, alter, build_stage, sharded, train

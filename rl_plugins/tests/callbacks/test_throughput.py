@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rl_plugins.callbacks.throughput import PEAK_TFLOPS, Throughput, flops_per_token, known_peak
-from rl_plugins.models.lora import LoraConfig, add_adapter
+from rl_plugins.config.models import LoraConfig
+from rl_plugins.models.lora import add_adapter
 from rl_plugins.models.tiny import build_model
 from rl_plugins.tests.callbacks.training import build_stage, train
 from rl_plugins.tests.cases import case

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_plugins.data.curriculum import Curriculum, CurriculumConfig, GroupResult
+from rl_plugins.config.data import CurriculumConfig
+from rl_plugins.data.curriculum import Curriculum, GroupResult
 from rl_plugins.data.orders import Mixture, RowRange
 from rl_plugins.data.sampler import StepLoader
 from rl_plugins.errors import ConfigError
@@ -143,7 +144,7 @@ def test_step_loader_refuses_a_state_of_another_curriculum():
 @for_each(
     ("options", "message"),
     [
-        ({"share": 1.0}, "share=1.0: must be above 0 and below 1"),
+        ({"share": 1.0}, "share=1.0: must be from 0 to below 1"),
         ({"keep": 1.0}, "keep=1.0: must be from 0"),
         ({"share": 0.01}, "share=0.01 of 8 prompts per step is 0 prompts"),
         ({"parts": ((0, 20, 1.0),)}, r"20 rows are too few .*it takes 24"),

@@ -9,7 +9,8 @@ import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
-from rl_plugins.data.curriculum import CurriculumConfig, GroupResult
+from rl_plugins.config.data import CurriculumConfig
+from rl_plugins.data.curriculum import GroupResult
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.sampler import StepLoader

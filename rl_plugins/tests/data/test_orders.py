@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_plugins.config.data import MixturePart
 from rl_plugins.data.datamodule import PromptDataModule
-from rl_plugins.data.orders import Mixture, MixturePart, RowRange
+from rl_plugins.data.orders import Mixture, RowRange
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.sampler import StepLoader
 from rl_plugins.errors import ConfigError

@@ -11,11 +11,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from rl_plugins.config.hydra_errors import CONFIG_FOLDER
+from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch import command_line, pipeline
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import RecipeConfig, parse_config
-from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
 
 compose_config_once = cache(lambda recipe, overrides: compose_config(recipe, list(overrides)))
 """`compose_config` with a tuple of overrides; the caller must not change the result."""

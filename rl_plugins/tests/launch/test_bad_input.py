@@ -12,9 +12,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch import local, preflight, ray_train
 from rl_plugins.launch.command_line import compose_config, recipe_main, run_recipe
-from rl_plugins.launch.config import parse_config
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.launch.bad_options import CHECKS, COMPOSING
 from rl_plugins.tests.launch.configurations import configured, message_of

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import parse_config
 from rl_plugins.tests.launch.configurations import configured, message_of
 
 

@@ -12,10 +12,10 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError, RunStopped
 from rl_plugins.launch import pipeline
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import RecipeConfig
 from rl_plugins.launch.pipeline import pipeline_main, register_schema, run_pipeline
 from rl_plugins.run_folder import RunFolder
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.config import RecipeConfig, engine_threads
-from rl_plugins.launch.placement import Role, check_fit, needed, roles_of, table, weight_transport
+from rl_plugins.launch.placement import Role, check_fit, engine_threads, needed, roles_of, table, weight_transport
 from rl_plugins.tests.launch.configurations import configured
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers.integrations import HfDeepSpeedConfig
 
+from rl_plugins.config.models import LoraConfig
 from rl_plugins.models.loading import load_causal_lm
-from rl_plugins.models.lora import LoraConfig, MergedWeightSource, adapter_off, add_adapter
+from rl_plugins.models.lora import MergedWeightSource, adapter_off, add_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
 from rl_plugins.weights.source import ModuleWeightSource

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.models.lora import (
-    LoraConfig,
     MergedWeightSource,
     adapted_layers,
     adapter_off,

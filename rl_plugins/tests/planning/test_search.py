@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from rl_plugins.commands.plan import words_of
+from rl_plugins.config.batch import check_batch
+from rl_plugins.config.checks import check_options
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.batch import check_batch
 from rl_plugins.launch.placement import check_fit, roles_of
-from rl_plugins.launch.values import check_values
 from rl_plugins.planning.devices import DEVICES, GIB, device_named
 from rl_plugins.planning.search import Cluster, advice, overrides, plans, search
 from rl_plugins.planning.shape import ModelShape
@@ -73,7 +73,7 @@ def test_overrides_of_every_placement_pass_the_checks_of_a_run(cluster: Cluster,
     assert found
     for plan in found:
         config = configured("grpo", *run, *words_of(overrides(WORK, plan, cluster)))
-        check_values(config)
+        check_options(config)
         check_batch(config)
         check_fit(roles_of(config, "cpu" if on_cpu else "cuda"), [machine] * cluster.nodes, "the cluster")
 

@@ -18,9 +18,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.models.lora import LoraConfig, add_adapter
+from rl_plugins.models.lora import add_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.planning.shape import shape_of
 from rl_plugins.tests.cases import case

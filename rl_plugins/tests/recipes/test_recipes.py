@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from rl_plugins.config.batch import check_batch
+from rl_plugins.config.checks import check_options
+from rl_plugins.config.hydra_errors import CONFIG_FOLDER
+from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.batch import check_batch
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import parse_config
-from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
 from rl_plugins.launch.pipeline import register_schema, stage_configs
 from rl_plugins.launch.trials import check_algorithm
-from rl_plugins.launch.values import check_values, generates
 from rl_plugins.rewards.routing import Router
 from rl_plugins.tests.launch.configurations import compose_once, configured
 
@@ -39,11 +39,11 @@ def test_each_module_of_a_recipe_has_a_file_of_options():
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_passes_the_checks(name):
     config = parse_config(compose_config(name, ["model.path=some/model"]))
-    check_values(config)
+    check_options(config)
     check_batch(config)
     if config.stage in ("policy_optimization", "prime"):
         check_algorithm(config)
-    if generates(config):
+    if config.generates:
         assert Router(config.reward.functions).functions
 
 
@@ -53,7 +53,7 @@ def test_stage_configs_of_a_pipeline_pass_the_checks(name):
     configs = stage_configs(compose_config(name, ["model=some/model", "++common.sampling.max_tokens=9", *files]))
     assert list(configs) == ["sft", "reward_model", "ppo"]
     for stage, config in configs.items():
-        check_values(config)
+        check_options(config)
         check_batch(config)
         assert (config.run.name, config.sampling.max_tokens) == (stage, 9)
     # Each stage starts from the models of the stages before.

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import parse_config
 from rl_plugins.launch.pipeline import register_schema, stage_configs
 
 ROOT = Path(__file__).parents[3]

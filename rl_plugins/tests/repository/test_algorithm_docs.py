@@ -24,8 +24,8 @@ from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES
 from rl_plugins.algorithms.reward_shaping import OverlongPenalty
 from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, RolloutCorrection
+from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.config import parse_config
 
 RECIPES = (
     "grpo", "ppo", "prime", "preference_optimization", "online_preference_optimization", "reward_modeling",

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.engine import Generations
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_generations_from_responses_and_pickle_keep_the_responses(responses: lis
 )
 def test_sampling_config_refuses_values_out_of_range(option: str, value: float) -> None:
     arguments: dict[str, Any] = {"max_tokens": 4, option: value}
-    with pytest.raises(ConfigError, match=rf"^sampling\.{option}={value} is out of range"):
+    with pytest.raises(ConfigError, match=rf"^{option}={value}: must be"):
         SamplingConfig(**arguments)
 
 

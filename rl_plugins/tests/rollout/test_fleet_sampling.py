@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.vllm.fleet_sampling import FleetSampling
 
 pytestmark = pytest.mark.unit

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.rollout.transformers_engine import TransformersRollout, _draw, _processed_log_probs
 from rl_plugins.weights.source import ModuleWeightSource
 

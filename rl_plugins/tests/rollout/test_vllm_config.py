@@ -12,9 +12,7 @@ from rl_plugins.rollout.vllm.config import VLLMConfig
 
 @pytest.mark.parametrize(("device", "transport"), [("cpu", "ipc"), ("cpu", "nccl"), ("cuda", "shared_memory")])
 def test_vllm_config_refuses_a_transport_that_the_device_does_not_support(device: Any, transport: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"rollout\.transport={transport} does not run with rollout\.device={device}"
-    ):
+    with pytest.raises(ConfigError, match=f"transport={transport} does not run on device={device}"):
         VLLMConfig("m", device=device, transport=transport)
 
 

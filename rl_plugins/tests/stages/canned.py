@@ -24,18 +24,18 @@ from typing_extensions import override
 
 from rl_plugins.algorithms.aggregation import AGGREGATIONS
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.config.hydra_errors import CONFIG_FOLDER
+from rl_plugins.config.models import CriticConfig, OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.hydra_errors import CONFIG_FOLDER
 from rl_plugins.memory import MemoryChange
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.ranks import Ranks
 from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.transformers_engine import SynchronousGroups
-from rl_plugins.stages.critic import CriticConfig
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.process_rewards import ProcessRewardConfig
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy

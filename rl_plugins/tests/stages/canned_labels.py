@@ -10,10 +10,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from typing_extensions import override
 
+from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.data.preferences import PairBatch
 from rl_plugins.data.process_rewards import NO_LABEL, ProcessRewardBatch
 from rl_plugins.models.scalar_head import load_scalar_head
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.reward_modeling import RewardModeling
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy

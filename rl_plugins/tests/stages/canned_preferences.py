@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
-from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization, PreferenceOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.stages import canned

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
+from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.lora import LoraConfig
 from rl_plugins.models.pool_actor import PoolConfig
-from rl_plugins.stages.critic import CriticConfig, ValueObjective
+from rl_plugins.stages.critic import ValueObjective
 from rl_plugins.stages.critic_actor import CriticActor
 from rl_plugins.stages.critic_learner import CriticLearner, CriticTraining, Learnt
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
@@ -153,8 +152,8 @@ def test_critic_actor_learn_waits_for_all_ranks_and_updates_in_order(tmp_path: P
     assert gap(actor._learner.result().weights, learner.weights) == 0
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, dropout=0.2)], ids=["all weights", "adapter"])
-def test_critic_learner_load_continues_from_save(tmp_path: Path, lora: LoraConfig | None) -> None:
+@pytest.mark.parametrize("lora", [LoraConfig(rank=0), LoraConfig(rank=2, dropout=0.2)], ids=["all weights", "adapter"])
+def test_critic_learner_load_continues_from_save(tmp_path: Path, lora: LoraConfig) -> None:
     steps = trained_in_workers().trained_on
     settings = training(config=CriticConfig(optimizer=OPTIMIZER, lora=lora))
     whole, saved, resumed = (CriticLearner(settings) for _ in range(3))

@@ -16,16 +16,15 @@ from rl_plugins.algorithms.filtering import GroupFilter
 from rl_plugins.algorithms.reward_shaping import OverlongPenalty, RewardShaping
 from rl_plugins.algorithms.rollout_correction import RolloutCorrection
 from rl_plugins.callbacks.averages import ReferenceUpdate
+from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig
+from rl_plugins.config.sampling import SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError, DataError, RewardError
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_model, build_tokenizer
-from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.critic import CriticConfig, explained_variance
-from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.critic import explained_variance
 from rl_plugins.stages.policy_optimization import PolicyOptimization
-from rl_plugins.stages.schedule import Schedule
-from rl_plugins.stages.scoring import RewardModelConfig, RewardModelScorer
+from rl_plugins.stages.scoring import RewardModelScorer
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned

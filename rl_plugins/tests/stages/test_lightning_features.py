@@ -21,10 +21,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 
+from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
-from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.callbacks.averages import ReferenceUpdate
+from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
-from rl_plugins.models.lora import LoraConfig, has_adapter, plain_weights
+from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.models.tiny import save_tiny_policy
-from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.critic import CriticConfig
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.preference_optimization import PreferenceOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rl_plugins.algorithms.preference_losses import dpo
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.preference_examples import best_against_worst
 from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization
 from rl_plugins.tests.loops import for_each

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.config.models import OptimizerConfig
 
 
 def test_optimizer_config_factor_is_constant_by_default() -> None:

@@ -10,11 +10,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy

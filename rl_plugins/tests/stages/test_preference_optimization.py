@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from rl_plugins.algorithms.inputs import call_with
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES, dpo
+from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.preferences import PairBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.tiny import save_tiny_policy
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.rollout.transformers_engine import TransformersRollout
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.preference_learner import PreferenceLearner
 from rl_plugins.stages.preference_optimization import PreferenceOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy

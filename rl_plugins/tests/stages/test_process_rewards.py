@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
-from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.process_rewards import ProcessRewardConfig
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy

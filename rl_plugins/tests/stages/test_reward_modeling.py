@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.data.preferences import PairBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import save_tiny_policy
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.reward_modeling import RewardModeling
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each

@@ -12,16 +12,15 @@ from typing_extensions import override
 
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.filtering import GroupFilter
+from rl_plugins.config.models import CriticConfig, OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.ranks import Ranks
-from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, SamplingConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.rollout.transformers_engine import TransformersRollout
-from rl_plugins.stages.critic import CriticConfig
-from rl_plugins.stages.optimizer import OptimizerConfig
-from rl_plugins.stages.schedule import Schedule
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each

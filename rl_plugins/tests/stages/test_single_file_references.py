@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.optim import AdamW
 from typing_extensions import override
 
+from rl_plugins.config.models import CriticConfig, OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.scalar_head import load_scalar_head
-from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.critic import CriticConfig
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.stages import canned

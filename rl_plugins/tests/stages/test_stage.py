@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
-from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.sampling import greedy
 from rl_plugins.stages.sft import SFT

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.evaluation.measures import best_at
 from rl_plugins.ranks import Ranks
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.stages import canned

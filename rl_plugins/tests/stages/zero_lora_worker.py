@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
-from rl_plugins.models.lora import LoraConfig
-from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.critic import CriticConfig
-from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.stages import canned

@@ -14,12 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.models import log_probs
-from rl_plugins.models.lora import LoraConfig
-from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.critic import CriticConfig
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.fsdp_checkpoint import read_weights
@@ -139,7 +137,7 @@ def trained(
         sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
         algorithm=Algorithm(advantage="gae", kl=KLConfig(0.1)),
         optimizer=Damped(**settings),
-        critic=CriticConfig(None, Damped(**settings), lora=critic_lora),
+        critic=CriticConfig(None, Damped(**settings), lora=critic_lora or LoraConfig(rank=0)),
         tokens_per_micro_batch=45,
         updates_per_step=layout.updates,
         **options,

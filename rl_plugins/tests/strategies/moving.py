@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.rollout.engine import Generations
 from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.memory import HostMemory, OffloadedStates
 from rl_plugins.strategies.zero import ZeroStrategy

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_plugins.commands.export import export_checkpoint
+from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.lora import LoraConfig
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.strategies.fsdp import blocks
 from rl_plugins.strategies.fsdp_checkpoint import read_weights

@@ -10,9 +10,10 @@ import pytest
 import torch
 from typing_extensions import override
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.memory import MemoryChange, MemoryNotFreed
 from rl_plugins.ranks import Ranks
-from rl_plugins.rollout.engine import Generations, SamplingConfig
+from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.transformers_engine import SynchronousGroups
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.phases import PhaseLog

@@ -8,10 +8,10 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model
 from rl_plugins.ranks import Ranks
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.stages import canned

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.config.models import CriticConfig, OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.sampler import StepLoader
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.critic import CriticConfig
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy

@@ -12,11 +12,11 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import CheckpointError
 from rl_plugins.models.tiny import save_tiny_policy
-from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.stages import canned

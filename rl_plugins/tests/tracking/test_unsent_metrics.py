@@ -10,7 +10,7 @@ import pytest
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.divergence_guard import DivergenceGuard
-from rl_plugins.callbacks.guard_bounds import Bounds
+from rl_plugins.config.run import Bounds
 from rl_plugins.run_folder import metric_rows
 from rl_plugins.tests.callbacks.training import alter, build_stage, train
 from rl_plugins.tests.cases import case

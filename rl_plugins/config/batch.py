@@ -1,20 +1,14 @@
-"""The sizes of a step: three numbers are configured, the rest follows from them and must come out even."""
+"""Sizes of a step. The options set three numbers; the others follow and must be whole numbers."""
 
 from __future__ import annotations
 
+from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.config import RecipeConfig
-from rl_plugins.launch.values import SAMPLING_STAGES
-
-
-def num_workers(config: RecipeConfig) -> int:
-    """Training workers: one under the local launcher."""
-    return 1 if config.launcher == "local" else config.placement.num_workers
 
 
 def describe_batch(config: RecipeConfig) -> str:
-    """The sizes of a step in one sentence, the derived ones included."""
-    batch, workers = config.batch, num_workers(config)
+    """Return the sizes of a step in one sentence."""
+    batch, workers = config.batch, config.num_workers
     if config.stage not in SAMPLING_STAGES:
         return (
             f"{config.run.steps} steps of {batch.prompts_per_step} examples, {batch.prompts_per_step // workers} "
@@ -31,12 +25,13 @@ def describe_batch(config: RecipeConfig) -> str:
 
 
 def check_batch(config: RecipeConfig) -> None:
-    """Check that workers and optimizer steps get equal shares.
+    """Check that all workers and all optimizer steps get equal shares.
 
     Raises:
-        ConfigError: names the number to change, and the next one that fits.
+        ConfigError: A share is not a whole number. The message names the option, and the next number without this
+            fault.
     """
-    workers, batch = num_workers(config), config.batch
+    workers, batch = config.num_workers, config.batch
     if batch.prompts_per_step % workers:
         raise ConfigError(
             f"batch.prompts_per_step={batch.prompts_per_step} cannot be shared by {workers} workers: make it "

@@ -1,0 +1,228 @@
+"""Checks of options against each other. The range of a single option is beside its field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rl_plugins.config.placement import POOLS
+from rl_plugins.config.recipe import COLLECTING_STAGES, SAMPLING_STAGES, RecipeConfig
+from rl_plugins.config.rollout import ADAPTER_RANKS
+from rl_plugins.errors import ConfigError
+
+_FROZEN = ("reference", "reward_model", "teacher")
+
+
+def check_options(config: RecipeConfig) -> None:
+    """Check the options of all groups against each other.
+
+    Raises:
+        ConfigError: Two options contradict each other. The message names both, and the way out.
+    """
+    for check in (
+        _check_validation,
+        _check_launcher,
+        _check_parallelism,
+        _check_data,
+        _check_schedule,
+        _check_lora,
+        _check_registration,
+        _check_best,
+        _check_debug,
+        _check_pools,
+        _check_offload,
+    ):
+        check(config)
+
+
+def _check_validation(config: RecipeConfig) -> None:
+    if config.validation.samples_per_prompt > 1 and config.validation.temperature == 0:
+        raise ConfigError(
+            f"validation.samples_per_prompt={config.validation.samples_per_prompt} with validation.temperature=0 gives "
+            "the same response every time: give validation.temperature a value, such as 1"
+        )
+
+
+def _check_launcher(config: RecipeConfig) -> None:
+    if config.launcher == "local" and config.rollout.engine == "vllm":
+        raise ConfigError("launcher=local runs in one process, without Ray and vLLM: add rollout.engine=transformers")
+
+
+def _check_parallelism(config: RecipeConfig) -> None:
+    strategy, workers = config.strategy, config.placement.num_workers
+    if strategy.name == "fsdp" and strategy.zero_stage != 3:
+        raise ConfigError(
+            f"strategy.zero_stage={strategy.zero_stage}: FSDP2 always shards parameters, as stage 3 does: leave the "
+            "option out, or use strategy.name=zero"
+        )
+    if strategy.tensor_parallel > 1 and strategy.name != "fsdp":
+        raise ConfigError(
+            f"strategy.tensor_parallel={strategy.tensor_parallel}: ZeRO has no tensor parallelism: add "
+            "strategy.name=fsdp"
+        )
+    if min(strategy.tensor_parallel, strategy.sequence_parallel) > 1:
+        raise ConfigError(
+            f"strategy.tensor_parallel={strategy.tensor_parallel} and "
+            f"strategy.sequence_parallel={strategy.sequence_parallel} cannot be combined: set one of them to 1"
+        )
+    for option in ("tensor_parallel", "sequence_parallel"):
+        size = getattr(strategy, option)
+        if workers % size:
+            raise ConfigError(f"strategy.{option}={size} does not divide placement.num_workers={workers}: change one")
+
+
+def _check_data(config: RecipeConfig) -> None:
+    data = config.data
+    others = [option for option in ("train_files", "dataset") if getattr(data, option)]
+    if data.mixture and others:
+        raise ConfigError(f"data.mixture and data.{others[0]} both name the training data: leave one of them out")
+    share = data.curriculum.share
+    if share and config.stage not in SAMPLING_STAGES:
+        raise ConfigError(f"data.curriculum.share={share}: stage={config.stage} sees no rewards: leave it at 0")
+    if share and config.batch.samples_per_prompt < 2:
+        raise ConfigError(
+            f"data.curriculum.share={share} needs the variance of the rewards among the samples of a prompt: raise "
+            "batch.samples_per_prompt to 2 or more"
+        )
+
+
+def _check_schedule(config: RecipeConfig) -> None:
+    schedule = config.schedule
+    if not schedule.active:
+        return
+    chosen = f"schedule.max_staleness={schedule.max_staleness}"
+    if schedule.ahead:
+        chosen += f", schedule.ahead={schedule.ahead:g}"
+    _needs_collecting(config, chosen)
+    if config.rollout.engine == "vllm" and schedule.max_staleness and config.rollout_sleep != "none":
+        raise ConfigError(
+            f"{chosen} makes the engines sample while the workers train, and with "
+            f"rollout.sleep={config.rollout.sleep} the engines sleep at that time: leave rollout.sleep out"
+        )
+    if config.debug.replay:
+        raise ConfigError(f"{chosen} with debug.replay={config.debug.replay}: replayed samples need no sampling")
+
+
+def _needs_collecting(config: RecipeConfig, option: str) -> None:
+    if config.stage not in COLLECTING_STAGES:
+        raise ConfigError(f"{option}: is for the stages {' and '.join(COLLECTING_STAGES)}, not for {config.stage}")
+
+
+def _check_lora(config: RecipeConfig) -> None:
+    ranks = {"model.lora.rank": config.model.lora.rank}
+    if not config.placement.critic.actors:
+        ranks["critic.lora.rank"] = config.critic.lora.rank
+    for option, rank in ranks.items():
+        if rank and config.strategy.tensor_parallel > 1:
+            raise ConfigError(
+                f"{option}={rank}: tensor parallelism does not support adapters: use strategy.tensor_parallel=1"
+            )
+    rank = config.model.lora.rank
+    if config.rollout.lora == "adapter" and rank and config.rollout_sleep == "all":
+        raise ConfigError(
+            "rollout.sleep=all frees the weights, and an update of the adapter alone does not send the weights: use "
+            "rollout.sleep=kv_cache, or rollout.lora=merged"
+        )
+    if config.rollout.lora == "adapter" and rank > ADAPTER_RANKS[-1]:
+        raise ConfigError(
+            f"rollout.lora=adapter: vLLM applies adapters of rank {ADAPTER_RANKS[-1]} at most, not {rank}: use "
+            "rollout.lora=merged"
+        )
+    if rank == 0 and config.run.export_lora == "adapter":
+        raise ConfigError("run.export_lora=adapter, and there is no adapter: give model.lora.rank a value")
+    if rank and config.reference.update_every and config.reference.path in (None, config.model.path):
+        raise ConfigError(
+            f"reference.update_every={config.reference.update_every} moves the reference towards the policy, and with "
+            "model.lora.rank the reference is the policy with its adapter off: leave reference.update_every at 0"
+        )
+
+
+def _check_registration(config: RecipeConfig) -> None:
+    name = config.tracking.register_as
+    if name is None:
+        return
+    needed = {
+        "tracking.enabled=true": config.tracking.enabled,
+        "run.export=true": config.run.export,
+        "run.export_lora=merged": config.run.export_lora == "merged",
+    }
+    for option, holds in needed.items():
+        if not holds:
+            raise ConfigError(f"tracking.register_as={name} registers the exported policy: it needs {option}")
+    if not config.generates:
+        raise ConfigError(f"tracking.register_as={name}: stage={config.stage} makes no policy: leave it out")
+    if not name or set(name) & set("/:@"):
+        raise ConfigError(f"tracking.register_as={name}: use a name without / : and @")
+
+
+def _check_best(config: RecipeConfig) -> None:
+    if config.run.keep_best and config.run.best_metric.startswith("val/") and not config.validates:
+        raise ConfigError(
+            f"run.keep_best={config.run.keep_best} needs run.best_metric={config.run.best_metric}, and the run does "
+            "not validate: name data.val_files and run.eval_every, or a metric of training such as train/reward"
+        )
+    if config.tracking.upload_best > config.run.keep_best:
+        raise ConfigError(
+            f"tracking.upload_best={config.tracking.upload_best} is more than run.keep_best={config.run.keep_best}, "
+            "the number of best checkpoints: raise run.keep_best"
+        )
+
+
+def _check_debug(config: RecipeConfig) -> None:
+    debug = config.debug
+    for option, value in {"debug.dump_rollouts": debug.dump_rollouts, "debug.replay": debug.replay}.items():
+        if value:
+            _needs_collecting(config, f"{option}={value}")
+    if debug.replay and config.validates:
+        raise ConfigError(
+            f"debug.replay={debug.replay}: a run on replayed samples cannot validate: add run.eval_every=0"
+        )
+    if debug.replay and not Path(debug.replay).is_dir():
+        raise ConfigError(f"debug.replay={debug.replay}: there is no such folder; name `rollouts` of a run's folder")
+
+
+def _check_pools(config: RecipeConfig) -> None:
+    models = {
+        "reward_model": config.reward_model.path,
+        "teacher": config.teacher.path,
+        "reference": config.model.path,
+        "critic": config.model.path,
+    }
+    for role in POOLS:
+        pool = getattr(config.placement, role)
+        option = f"placement.{role}.actors={pool.actors}"
+        if not pool.actors:
+            continue
+        if config.launcher == "local":
+            raise ConfigError(f"{option}: launcher=local runs in one process: use launcher=ray, or leave it out")
+        _needs_collecting(config, option)
+        if models[role] is None:
+            raise ConfigError(f"{option}, and there is no such model: name it with {role}.path, or leave the pool out")
+    if config.placement.reference.actors and config.reference.update_every:
+        raise ConfigError(
+            f"placement.reference.actors={config.placement.reference.actors}: a reference that follows the policy "
+            f"(reference.update_every={config.reference.update_every}) moves in the training workers: leave one out"
+        )
+    if config.placement.critic.actors and config.strategy.offload.critic in ("cpu", "nvme"):
+        raise ConfigError(
+            f"placement.critic.actors={config.placement.critic.actors}: the critic of a pool keeps its states in the "
+            f"pool: leave strategy.offload.critic={config.strategy.offload.critic} out"
+        )
+
+
+def _check_offload(config: RecipeConfig) -> None:
+    strategy, offload = config.strategy, config.strategy.offload
+    for model, place in offload.places.items():
+        if place not in ("cpu", "nvme"):
+            continue
+        option = f"strategy.offload.{model}={place}"
+        frozen = model in _FROZEN and not (model == "reward_model" and config.stage == "reward_modeling")
+        if strategy.name == "fsdp":
+            raise ConfigError(f"{option} needs DeepSpeed: use strategy.name=zero, or stay or while_sampling")
+        if config.launcher == "local":
+            raise ConfigError(f"{option}: launcher=local keeps all on one device; use launcher=ray, or leave it out")
+        if strategy.zero_stage != 3 and (frozen or place == "nvme"):
+            raise ConfigError(f"{option} needs strategy.zero_stage=3, not {strategy.zero_stage}")
+        if place == "nvme" and not offload.folder:
+            raise ConfigError(f"{option} needs strategy.offload.folder, a folder on the drive")
+    if offload.reference == "nvme" and config.reference.update_every:
+        raise ConfigError("strategy.offload.reference=nvme: a reference that follows the policy cannot be in files")

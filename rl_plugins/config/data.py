@@ -1,0 +1,112 @@
+"""Settings of the data: files, mixtures, the curriculum, and the sizes of a step."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from rl_plugins.config.settings import AT_LEAST_1, FROM_0_TO_BELOW_1, Range, Settings, one_of
+
+_FILES = Range(
+    "must be a parquet file, or a list of one or more",
+    lambda value: isinstance(value, str | os.PathLike) or (isinstance(value, Sequence) and len(value) > 0),
+)
+_FINITE = Range("must be above 0", lambda value: 0 < value < math.inf)
+
+
+@dataclass
+class MixturePart(Settings):
+    """One part of a mixture.
+
+    Attributes:
+        files: path of a parquet file, or paths of several.
+        weight: weight of the part; its share of the prompts of every step is the weight divided by the sum of all
+            weights.
+    """
+
+    files: Annotated[Any, _FILES] = ()
+    weight: Annotated[float, _FINITE] = 1.0
+
+    @property
+    def paths(self) -> Sequence[str | os.PathLike[str]]:
+        """Paths of the files as a sequence."""
+        return [self.files] if isinstance(self.files, str | os.PathLike) else self.files
+
+
+@dataclass
+class CurriculumConfig(Settings):
+    """Curriculum: prompts that the policy solves only sometimes come more often (stages that sample).
+
+    Attributes:
+        share: share of a step's prompts that is drawn by the variance of the rewards seen so far; 0 is off.
+        keep: weight of a prompt's earlier groups when a new group of the prompt is observed. With 0 only the last group
+            counts; 0.9 averages over about ten groups.
+    """
+
+    share: Annotated[float, FROM_0_TO_BELOW_1] = 0.5
+    keep: Annotated[float, FROM_0_TO_BELOW_1] = 0.5
+
+
+@dataclass
+class DataConfig(Settings):
+    """Prompts of training and validation.
+
+    Attributes:
+        train_files: parquet files with the columns prompt, data_source, ability, reward_model, extra_info.
+        mixture: replaces `train_files` by parts in given shares: a mapping of names to `files` and `weight`.
+        curriculum: prompts by their difficulty; off by default.
+        val_files: parquet files for validation; may be empty.
+        max_prompt_tokens: longest prompt, in tokens.
+        overlong_prompts: `filter` drops longer prompts and prints their number, `error` refuses the data.
+        eval_batch_size: prompts of one validation batch on one rank.
+        response_key: column of the response in rows for SFT, and in rows of unpaired preferences.
+        chosen_key: column of the better response of a pair.
+        rejected_key: column of the worse response of a pair.
+        margin_key: column of the margin between the two responses of a pair; null if there is none.
+        label_key: column with the label (good or bad) of an unpaired preference; null for pairs.
+        steps_key: column of the steps of a response, for a process reward model.
+        labels_key: column of the labels of the steps, for a process reward model.
+        dataset: replaces `train_files` by a custom data set: a node with `_target_`.
+    """
+
+    train_files: list[str] = field(default_factory=list)
+    mixture: Any = None
+    curriculum: CurriculumConfig = field(default_factory=lambda: CurriculumConfig(share=0.0))
+    val_files: list[str] = field(default_factory=list)
+    max_prompt_tokens: Annotated[int, AT_LEAST_1] = 512
+    overlong_prompts: Annotated[str, one_of("filter", "error")] = "filter"
+    eval_batch_size: Annotated[int, AT_LEAST_1] = 256
+    response_key: str = "reward_model.ground_truth"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    margin_key: str | None = None
+    label_key: str | None = None
+    steps_key: str = "extra_info.steps"
+    labels_key: str = "extra_info.labels"
+    dataset: Any = None
+
+
+@dataclass
+class BatchConfig(Settings):
+    """Sizes of a step, and its number of optimizer steps.
+
+    Attributes:
+        prompts_per_step: prompts of one step, over all workers.
+        samples_per_prompt: responses to each prompt.
+        tokens_per_micro_batch: tokens of one forward and backward pass on one worker, without padding if `packing` is
+            true.
+        packing: send the samples of a micro-batch through the models as one row without padding, with a prompt once for
+            all its samples; false for a model that lets samples in a row see each other.
+        updates_per_step: optimizer steps of one pass over the samples of a step.
+        passes_per_step: passes over the samples of a step.
+    """
+
+    prompts_per_step: Annotated[int, AT_LEAST_1] = 32
+    samples_per_prompt: Annotated[int, AT_LEAST_1] = 8
+    tokens_per_micro_batch: Annotated[int, AT_LEAST_1] = 16384
+    packing: bool = True
+    updates_per_step: Annotated[int, AT_LEAST_1] = 1
+    passes_per_step: Annotated[int, AT_LEAST_1] = 1

@@ -1,0 +1,231 @@
+"""Settings of the models: the policy, the models beside the policy, their adapters and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from omegaconf import MISSING
+
+from rl_plugins.config.settings import (
+    ABOVE_0,
+    AT_LEAST_1,
+    FROM_0_TO_1,
+    FROM_0_TO_BELOW_1,
+    NOT_NEGATIVE,
+    Range,
+    Settings,
+    one_of,
+)
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+_LAYERS = Range(
+    "must be all-linear, a list of layers' names, or a regular expression",
+    lambda value: (
+        bool(value) and isinstance(value, str | list | tuple) and all(isinstance(name, str) for name in value)
+    ),
+)
+_DECAY_RATES = Range(
+    "must be two numbers from 0 to below 1", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value)
+)
+
+
+@dataclass
+class LoraConfig(Settings):
+    """Low-rank adapter, which is trained instead of the model.
+
+    Attributes:
+        rank: rank of the change of each layer; 0 trains the model itself.
+        alpha: scale of the change, which is multiplied by `alpha / rank`.
+        dropout: dropout of the adapter's inputs in training.
+        target_modules: `all-linear` for all linear layers except the output head, a list of layer names (`q_proj`), or
+            a regular expression for full layer names.
+
+    Source: LoRA, https://arxiv.org/abs/2106.09685.
+    """
+
+    rank: Annotated[int, NOT_NEGATIVE] = 16
+    alpha: Annotated[float, ABOVE_0] = 32.0
+    dropout: Annotated[float, FROM_0_TO_BELOW_1] = 0.0
+    target_modules: Annotated[Any, _LAYERS] = "all-linear"
+
+
+def no_adapter() -> LoraConfig:
+    """Return settings without an adapter, the default of recipes."""
+    return LoraConfig(rank=0)
+
+
+@dataclass
+class ModelConfig(Settings):
+    """Policy.
+
+    Attributes:
+        path: Hugging Face name or folder.
+        precision: Lightning's precision flag: `32-true`, `bf16-true` or `bf16-mixed`.
+        gradient_checkpointing: compute activations again in the backward pass.
+        lora: adapter of the policy; off by default.
+    """
+
+    path: str = MISSING
+    precision: Annotated[str, one_of("32-true", "bf16-true", "bf16-mixed")] = "32-true"
+    gradient_checkpointing: bool = False
+    lora: LoraConfig = field(default_factory=no_adapter)
+
+
+@dataclass
+class ReferenceConfig(Settings):
+    """Reference model of a KL term or of a preference loss.
+
+    Attributes:
+        path: Hugging Face name or folder; null is the initial policy.
+        update_every: steps between two moves of the reference model towards the policy; 0 keeps the reference model.
+        keep: share of its weights that the reference model keeps in a move: 0 copies the policy, 0.99 is a moving
+            average.
+    """
+
+    path: str | None = None
+    update_every: Annotated[int, NOT_NEGATIVE] = 0
+    keep: float = 0.0
+
+
+@dataclass
+class TeacherConfig(Settings):
+    """Teacher of a distillation.
+
+    Attributes:
+        path: Hugging Face name or folder of a model with the policy's tokens.
+    """
+
+    path: str | None = None
+
+
+@dataclass
+class OptimizerConfig(Settings):
+    """AdamW with linear warm-up and decay.
+
+    Attributes:
+        lr: learning rate.
+        betas: decay rates of the first and second moment.
+        weight_decay: decoupled weight decay.
+        warmup_steps: stage steps of linear warm-up.
+        decay_steps: stage steps over which the rate falls linearly to `lr_end` after the warm-up; 0 keeps it constant.
+        lr_end: share of `lr` at the end of the decay.
+        gradient_clip: bound on the global gradient norm; 0 for none.
+    """
+
+    lr: Annotated[float, NOT_NEGATIVE] = 1e-6
+    betas: Annotated[tuple[float, float], _DECAY_RATES] = (0.9, 0.999)
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
+    decay_steps: Annotated[int, NOT_NEGATIVE] = 0
+    lr_end: Annotated[float, NOT_NEGATIVE] = 0.0
+    gradient_clip: Annotated[float, NOT_NEGATIVE] = 1.0
+
+    def factor(self, step: int) -> float:
+        """Return the share of `lr` at a step of the stage."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.decay_steps == 0:
+            return 1.0
+        progress = min((step - self.warmup_steps) / self.decay_steps, 1.0)
+        return 1.0 - (1.0 - self.lr_end) * progress
+
+    def adamw(self, parameters: Iterable[Parameter]) -> dict[str, Any]:
+        """Return the optimizer and its schedule in the form of Lightning's `configure_optimizers`."""
+        from torch.optim import AdamW
+        from torch.optim.lr_scheduler import LambdaLR
+
+        optimizer = AdamW(
+            parameters, lr=self.lr, betas=(self.betas[0], self.betas[1]), weight_decay=self.weight_decay, fused=True
+        )
+        scheduler = LambdaLR(optimizer, self.factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@dataclass
+class CriticConfig(Settings):
+    """Critic of algorithms that need values.
+
+    Attributes:
+        path: folder or Hugging Face name of a policy or a reward model, the initial critic; null is the initial policy.
+        optimizer: settings of the critic's optimizer.
+        warmup_steps: first steps, in which only the critic is trained.
+        lora: adapter of the critic; off by default.
+    """
+
+    path: str | None = None
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
+    lora: LoraConfig = field(default_factory=no_adapter)
+
+
+@dataclass
+class CriticOptions(CriticConfig):
+    """Critic of algorithms that need values.
+
+    Attributes:
+        keep_checkpoints: number of newest checkpoints that contain the critic; null keeps the critic as long as the
+            policy.
+    """
+
+    keep_checkpoints: int | None = None
+
+
+@dataclass
+class RewardModelOptions(Settings):
+    """Trained reward model, which scores the tokens of the policy. Its score is added to the score of `reward`.
+
+    Attributes:
+        path: folder or Hugging Face name of a model with the policy's tokens; null is none.
+        weight: weight of the reward model's score.
+        rule_weight: weight of the score of `reward`; with 0 these rewards are used in validation only.
+    """
+
+    path: str | None = None
+    weight: float = 1.0
+    rule_weight: float = 1.0
+
+
+@dataclass
+class RewardModelConfig(RewardModelOptions):
+    """Trained reward model, which runs as a frozen model on the tokens of the samples.
+
+    Attributes:
+        max_failure_rate: largest share of a rank's samples (0 to 1) whose scores may not be finite; a larger share
+            ends the run.
+    """
+
+    max_failure_rate: Annotated[float, FROM_0_TO_1] = 0.0
+
+
+@dataclass
+class LossConfig(Settings):
+    """Loss of stages that learn from preferences or labels.
+
+    Attributes:
+        name: name in `PREFERENCE_LOSSES` or `REWARD_MODEL_LOSSES`; null is the stage's default.
+        options: keyword arguments of the loss.
+    """
+
+    name: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RewardConfig(Settings):
+    """Rewards, and the processes that compute them.
+
+    Attributes:
+        functions: one reward (`_target_`, or `path` and `name`), or a mapping from data_source to rewards.
+        num_workers: reward processes of each training worker.
+        deadline_s: deadline of one call of a reward, in seconds.
+        max_failure_rate: share of failed samples above which the run ends.
+    """
+
+    functions: dict[str, Any] = field(default_factory=dict)
+    num_workers: Annotated[int, AT_LEAST_1] = 1
+    deadline_s: Annotated[float, ABOVE_0] = 30.0
+    max_failure_rate: Annotated[float, FROM_0_TO_1] = 0.1

@@ -1,0 +1,138 @@
+"""Settings of the machines: how models are sharded, and where everything runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Annotated
+
+from rl_plugins.config.settings import ABOVE_0, ABOVE_0_OR_NULL, AT_LEAST_1, NOT_NEGATIVE, Settings, one_of
+
+_OF_TRAINED = one_of("while_sampling", "stay", "cpu", "nvme")
+_OF_FROZEN = one_of("stay", "cpu", "nvme")
+
+POOLS = ("reward_model", "teacher", "reference", "critic")
+"""Models that may have a pool of processes; all but the critic are frozen."""
+
+
+@dataclass
+class OffloadConfig(Settings):
+    """Place of the optimizer states and master weights of each trained model, and of the parameters of frozen models.
+
+    `stay` is the device, `cpu` the host, `nvme` a file (with both, updates run on the host; `nvme`, and frozen models
+    off their device, need `strategy.zero_stage=3`). `while_sampling` is the host during sampling, and the device
+    otherwise; on CPU it is the same as `stay`.
+
+    Attributes:
+        policy: `while_sampling`, `stay`, `cpu` or `nvme`.
+        critic: `while_sampling`, `stay`, `cpu` or `nvme`.
+        process_reward_model: place of PRIME's model: `while_sampling`, `stay`, `cpu` or `nvme`.
+        reference: `stay`, `cpu` or `nvme`.
+        reward_model: `stay`, `cpu` or `nvme`.
+        teacher: `stay`, `cpu` or `nvme`.
+        folder: folder of the files on the drive.
+    """
+
+    policy: Annotated[str, _OF_TRAINED] = "while_sampling"
+    critic: Annotated[str, _OF_TRAINED] = "while_sampling"
+    process_reward_model: Annotated[str, _OF_TRAINED] = "while_sampling"
+    reference: Annotated[str, _OF_FROZEN] = "stay"
+    reward_model: Annotated[str, _OF_FROZEN] = "stay"
+    teacher: Annotated[str, _OF_FROZEN] = "stay"
+    folder: str | None = None
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Place of each model by the name of the model."""
+        return {model: place for model, place in asdict(self).items() if model != "folder"}
+
+
+@dataclass
+class StrategyConfig(Settings):
+    """Sharded training.
+
+    Attributes:
+        name: `zero` (DeepSpeed) or `fsdp` (PyTorch's FSDP2).
+        zero_stage: stage of `zero`: 1, 2 or 3.
+        accumulate_shards: with `fsdp`, average gradients in every micro-batch and keep their shards, instead of once in
+            an optimizer step: less memory, more traffic.
+        tensor_parallel: with `fsdp`, number of neighbouring workers that share the blocks of the models; each worker
+            still has its own samples.
+        sequence_parallel: number of neighbouring workers that share the tokens of a micro-batch, for samples that are
+            too long for one worker; each worker still has its own samples.
+        offload: places of the models' states.
+        collective_timeout_s: deadline of every collective, in seconds.
+    """
+
+    name: Annotated[str, one_of("zero", "fsdp")] = "zero"
+    zero_stage: Annotated[int, one_of(1, 2, 3)] = 3
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    accumulate_shards: bool = False
+    tensor_parallel: Annotated[int, AT_LEAST_1] = 1
+    sequence_parallel: Annotated[int, AT_LEAST_1] = 1
+    collective_timeout_s: Annotated[float, ABOVE_0] = 1800.0
+
+
+@dataclass
+class PoolOptions(Settings):
+    """Separate processes for a model beside the policy.
+
+    Attributes:
+        actors: number of processes, each with the whole model; 0 keeps the model in the training workers, in shards.
+        cpus: Ray CPUs of each process; on CPU, also the number of its threads.
+        gpus: Ray GPUs of each process, if there are GPUs.
+        deadline_s: deadline for the results of a micro-batch, and for an update of the critic, in seconds. It includes
+            the waits for other workers and for a new process.
+    """
+
+    actors: Annotated[int, NOT_NEGATIVE] = 0
+    cpus: Annotated[float, NOT_NEGATIVE] = 1.0
+    gpus: Annotated[float, NOT_NEGATIVE] = 1.0
+    deadline_s: Annotated[float, ABOVE_0] = 600.0
+
+
+@dataclass
+class PlacementConfig(Settings):
+    """Processes of a run, and their machines and devices.
+
+    Attributes:
+        num_workers: number of training workers.
+        device: `cpu`, `cuda`, or `auto`.
+        strategy: how Ray places the training workers: `PACK`, on few machines; `SPREAD`, on many; `STRICT_PACK`, on
+            one; `STRICT_SPREAD`, each on another machine.
+        cpus_per_worker: Ray CPUs of a training worker.
+        gpus_per_worker: Ray GPUs of a training worker; a share below 1 leaves room for a colocated engine.
+        rollout: place of the vLLM engines: `colocated`, on the training workers' devices; `split`, on their own.
+        engine_gpus: Ray GPUs of a colocated engine; a split engine has `rollout.tensor_parallel_size` GPUs.
+        engine_cpus: Ray CPUs of a split engine; on CPU, of each of its processes.
+        reward_model: pool of the reward model.
+        teacher: pool of the teacher.
+        reference: pool of the reference model.
+        critic: pool of the critic, which is also trained in the pool.
+        wait_for_nodes_s: seconds until a growing cluster must have room for all processes; 0 refuses a cluster without
+            room.
+        max_restarts: number of restarts of the workers by Ray Train, from the last checkpoint, after failures.
+        peak_tflops: dense peak of a training device in the precision of the run, for the metric `throughput/mfu`; null
+            is the known peak of the device.
+    """
+
+    num_workers: Annotated[int, AT_LEAST_1] = 2
+    device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"
+    strategy: Annotated[str, one_of("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")] = "PACK"
+    cpus_per_worker: Annotated[float, ABOVE_0] = 1.0
+    gpus_per_worker: Annotated[float, NOT_NEGATIVE] = 0.7
+    rollout: Annotated[str, one_of("colocated", "split")] = "colocated"
+    engine_gpus: Annotated[float, NOT_NEGATIVE] = 0.3
+    engine_cpus: Annotated[float, ABOVE_0] = 1.0
+    reward_model: PoolOptions = field(default_factory=PoolOptions)
+    teacher: PoolOptions = field(default_factory=PoolOptions)
+    reference: PoolOptions = field(default_factory=PoolOptions)
+    critic: PoolOptions = field(default_factory=PoolOptions)
+    wait_for_nodes_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    max_restarts: Annotated[int, NOT_NEGATIVE] = 2
+    peak_tflops: Annotated[float | None, ABOVE_0_OR_NULL] = None
+
+    @property
+    def pools(self) -> dict[str, PoolOptions]:
+        """Pools with at least one process, by the role of the model."""
+        options: dict[str, PoolOptions] = {role: getattr(self, role) for role in POOLS}
+        return {role: pool for role, pool in options.items() if pool.actors}

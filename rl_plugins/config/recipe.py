@@ -1,0 +1,203 @@
+"""Options of a recipe: the records of all groups in one record, and the way from Hydra's output to this record."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rl_plugins.config.data import BatchConfig, DataConfig, MixturePart
+from rl_plugins.config.hydra_errors import explain, keys_of
+from rl_plugins.config.models import (
+    CriticOptions,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RewardModelOptions,
+    TeacherConfig,
+)
+from rl_plugins.config.placement import PlacementConfig, StrategyConfig
+from rl_plugins.config.rollout import RolloutConfig
+from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunConfig, TrackingConfig
+from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
+from rl_plugins.config.settings import Settings, one_of
+from rl_plugins.errors import ConfigError
+
+COLLECTING_STAGES = ("policy_optimization", "prime")
+"""Stages that make experience of their samples."""
+SAMPLING_STAGES = (*COLLECTING_STAGES, "online_preference_optimization")
+"""Stages that train on their own samples."""
+GIVEN_RESPONSE_STAGES = ("reward_modeling", "preference_optimization")
+"""Stages whose training rows contain preferences or labels instead of a reward."""
+STAGES = ("sft", *GIVEN_RESPONSE_STAGES, *SAMPLING_STAGES)
+MODELS = ("model", "reference", "teacher", "critic", "reward_model")
+"""Groups with the path of a model."""
+
+
+@dataclass
+class RecipeConfig(Settings):
+    """Recipe.
+
+    Attributes:
+        stage: training method; groups without a use for the method are ignored.
+        launcher: `ray`, or `local` for one process.
+        algorithm: algorithm of policy optimization: a node with `_target_`.
+        process_reward_model: PRIME's model: a node with `_target_`, or null for its defaults.
+    """
+
+    stage: Annotated[str, one_of(*STAGES)] = MISSING
+    launcher: Annotated[str, one_of("ray", "local")] = "ray"
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    critic: CriticOptions = field(default_factory=CriticOptions)
+    reward_model: RewardModelOptions = field(default_factory=RewardModelOptions)
+    process_reward_model: Any = None
+    loss: LossConfig = field(default_factory=LossConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    environment: EnvironmentOptions = field(default_factory=EnvironmentOptions)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    schedule: Schedule = field(default_factory=Schedule)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    average: AverageConfig = field(default_factory=AverageConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    algorithm: Any = None
+
+    @property
+    def generates(self) -> bool:
+        """True if the stage samples from its model, in training or in validation. A reward model does not."""
+        return self.stage != "reward_modeling"
+
+    @property
+    def needs_engine(self) -> bool:
+        """True if the run has a rollout engine. A run on replayed samples has none."""
+        return self.generates and self.debug.replay is None
+
+    @property
+    def validates(self) -> bool:
+        """True if the run validates."""
+        return bool(self.data.val_files) and self.run.eval_every > 0
+
+    @property
+    def num_workers(self) -> int:
+        """Number of training workers: one with the local launcher."""
+        return 1 if self.launcher == "local" else self.placement.num_workers
+
+    @property
+    def num_engines(self) -> int:
+        """Number of rollout engines."""
+        engines = self.rollout.engines
+        return self.placement.num_workers if engines == "per_worker" else int(engines)
+
+    @property
+    def rollout_sleep(self) -> str:
+        """Memory that the engines free while the workers train: the option `rollout.sleep`, or its default."""
+        return self.rollout.sleep or ("none" if self.schedule.max_staleness else "kv_cache")
+
+    @property
+    def rollout_dtype(self) -> str:
+        """Name of the dtype of a rollout engine's weights: the option, or the dtype of the policy's passes."""
+        return self.rollout.dtype or ("float32" if self.model.precision == "32-true" else "bfloat16")
+
+    def make_paths_absolute(self) -> None:
+        """Make the paths of files and folders absolute, because Ray's workers have other working directories."""
+        self.run.output_dir = _absolute(self.run.output_dir)
+        self.data.train_files = [_absolute(path) for path in self.data.train_files]
+        self.data.val_files = [_absolute(path) for path in self.data.val_files]
+        for part in self.data.mixture.values():
+            part.files = [_absolute(path) for path in part.paths]
+        if self.debug.replay:
+            self.debug.replay = _absolute(self.debug.replay)
+        if self.strategy.offload.folder:
+            self.strategy.offload.folder = _absolute(self.strategy.offload.folder)
+        for reward in self.reward.functions.values():
+            if isinstance(reward, dict) and "_target_" not in reward and "path" in reward:
+                reward["path"] = _absolute(str(reward["path"]))
+        for group in (getattr(self, name) for name in MODELS):
+            if group.path and Path(group.path).is_dir():
+                group.path = _absolute(group.path)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute())
+
+
+def parse_config(values: Any) -> RecipeConfig:
+    """Check a mapping against the options of a recipe, and return the record. Paths of files become absolute.
+
+    Args:
+        values: mapping of groups to options, or a composed configuration of OmegaConf.
+
+    Raises:
+        ConfigError: A key does not exist, or a value is missing, has the wrong type, or is out of its range. The
+            message names the option.
+    """
+    try:
+        # As plain values: Hydra's `+key=value` lets unknown keys into what it composes.
+        plain = OmegaConf.to_container(values) if OmegaConf.is_config(values) else values
+        config: RecipeConfig = _build(OmegaConf.merge(_schema(), plain), [])
+        config.data.mixture = _mixture_parts(config.data.mixture or {})
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error, lambda: keys_of(_schema()))) from None
+    # MLflow sets the variable itself for what comes after it in a process, such as another run.
+    config.tracking.uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or None
+    config.make_paths_absolute()
+    return config
+
+
+def _mixture_parts(parts: Any) -> dict[str, MixturePart]:
+    """Return the parts of a mixture by name. The option itself has no type, because Hydra refuses unknown names."""
+    if not isinstance(parts, Mapping):
+        raise ConfigError(f"data.mixture={parts}: must be a mapping of names to `files` and `weight`")
+    node = OmegaConf.create({"data": {"mixture": DictConfig({}, element_type=MixturePart)}})
+    merged: Any = OmegaConf.merge(node, {"data": {"mixture": parts}})
+    named: dict[str, MixturePart] = _build(merged.data.mixture, ["data", "mixture"])
+    return named
+
+
+def _build(node: Any, names: Sequence[str]) -> Any:
+    """Return the record of a node, or its plain value. The error of a record gets the name of its group.
+
+    Args:
+        node: node of OmegaConf.
+        names: names of the groups around the node, and of the node.
+    """
+    if not isinstance(node, DictConfig):
+        return OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
+    values = {str(name): _build(child, [*names, str(name)]) for name, child in node.items()}
+    record: Any = OmegaConf.get_type(node)
+    try:
+        return values if record is dict else record(**values)
+    except ConfigError as error:
+        raise ConfigError(".".join([*names, str(error)])) from None
+
+
+@cache
+def _schema() -> Any:
+    """Options of a recipe as OmegaConf reads them. A merge makes a copy."""
+    return OmegaConf.structured(RecipeConfig)
+
+
+@cache
+def register_schema() -> None:
+    """Register `RecipeConfig` with Hydra as `recipe_schema`, the first entry of every recipe's defaults."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="recipe_schema", node=RecipeConfig)

@@ -1,0 +1,145 @@
+"""Settings of sampling: how responses are drawn, conversations, validation, and how far sampling runs ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, Range, Settings
+from rl_plugins.errors import ConfigError
+
+_TOP_K = Range("must be at least 1, or -1 to keep all", lambda value: value == -1 or value >= 1)
+
+
+@dataclass
+class SamplingOptions(Settings):
+    """Distribution and length of responses.
+
+    Attributes:
+        max_tokens: longest response, in tokens.
+        temperature: divisor of the logits of training samples; 0 is greedy. `validation` has its own.
+        top_p: probability mass of the kept tokens (nucleus sampling); 1 keeps all tokens. It must be 1 if the policy is
+            compared with the policy that sampled: with `schedule.max_staleness`, `algorithm.correction` or
+            `algorithm.modifiers.off_policy_mask`.
+        top_k: number of most likely tokens kept; -1 keeps all tokens, with the same condition as `top_p=1`.
+        stop: strings that end a response, besides the tokenizer's end-of-sequence token.
+    """
+
+    max_tokens: Annotated[int, AT_LEAST_1] = 256
+    temperature: Annotated[float, NOT_NEGATIVE] = 1.0
+    top_p: Annotated[float, ABOVE_0_TO_1] = 1.0
+    top_k: Annotated[int, _TOP_K] = -1
+    stop: tuple[str, ...] = ()
+
+
+@dataclass
+class SamplingConfig(SamplingOptions):
+    """Options of sampling. Log-probs belong to the sampled distribution (after temperature, top-p and top-k).
+
+    Attributes:
+        num_samples: responses per prompt.
+        stop_token_ids: tokens that end a response. The token belongs to the response.
+    """
+
+    num_samples: Annotated[int, AT_LEAST_1] = 1
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class EnvironmentOptions(Settings):
+    """Limits of conversations with a reward that may reply before it returns a score.
+
+    Attributes:
+        max_turns: largest number of responses of the policy in a conversation; 1 is a response without a conversation.
+            `sampling.max_tokens` is the limit of a whole conversation.
+        max_observation_tokens: largest number of tokens of one reply; a longer reply is cut at the end.
+    """
+
+    max_turns: Annotated[int, AT_LEAST_1] = 1
+    max_observation_tokens: Annotated[int, AT_LEAST_1] = 256
+
+
+@dataclass
+class EnvironmentConfig(EnvironmentOptions):
+    """Limits and chat template of conversations.
+
+    Attributes:
+        template_options: further arguments of the chat template.
+    """
+
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ValidationConfig(Settings):
+    """Sampling of validation, by default the most likely response to each prompt.
+
+    Attributes:
+        samples_per_prompt: responses to each prompt; with several, mean@k, best@k and maj@k are logged by data source.
+        temperature: divisor of the logits; 0 is greedy.
+        top_p: probability mass of the kept tokens (nucleus sampling).
+    """
+
+    samples_per_prompt: Annotated[int, AT_LEAST_1] = 1
+    temperature: Annotated[float, NOT_NEGATIVE] = 0.0
+    top_p: Annotated[float, ABOVE_0_TO_1] = 1.0
+
+
+@dataclass
+class Schedule(Settings):
+    """Bounds on sampling ahead of training.
+
+    - `max_staleness`: sampling of a trained group began at most `max_staleness` policies ago. A step waits for a group
+      before the group becomes older.
+    - `ahead`: bound on the number of groups in flight.
+
+    If both bounds are equal, a step trains on the groups that were submitted `max_staleness` steps before, first in,
+    first out. If `ahead` is smaller, slow groups are left for a later step. With `max_staleness=0`, no group outlives
+    the step: the step drops the remaining groups as soon as enough groups have finished.
+
+    Attributes:
+        max_staleness: largest number of updates between the policy that began to sample a group and the policy that is
+            trained on the group. 0 is synchronous: each step samples, then trains. From 1 on, engines sample for later
+            steps while the workers train, and weights change in flight. The ratios of the loss are then ratios to the
+            policies that sampled, unless `algorithm.correction` is another correction.
+        ahead: extra groups in flight, in multiples of the groups of a step; null means `max_staleness`.
+        max_token_age: largest age, in updates, of the policy that sampled a trained token. Older tokens stay in the
+            response and are masked. Null masks no token.
+    """
+
+    max_staleness: Annotated[int, NOT_NEGATIVE] = 0
+    ahead: float | None = None
+    max_token_age: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the bounds.
+
+        Raises:
+            ConfigError: A bound is negative, or `ahead` or `max_token_age` is above `max_staleness`.
+        """
+        super().__post_init__()
+        if self.ahead is not None and not 0 <= self.ahead <= max(self.max_staleness, 1):
+            raise ConfigError(
+                f"ahead={self.ahead}: must be from 0 to max_staleness={self.max_staleness}, or from 0 to 1 if "
+                "max_staleness is 0 (extra groups are then dropped)"
+            )
+        age = self.max_token_age
+        if age is not None and not 0 <= age <= self.max_staleness:
+            raise ConfigError(
+                f"max_token_age={age}: must be from 0 to max_staleness={self.max_staleness}, because no token is older"
+            )
+
+    @property
+    def active(self) -> bool:
+        """True if groups beyond the groups of a step are in flight."""
+        return self.max_staleness > 0 or bool(self.ahead)
+
+    def in_flight(self, groups: int) -> int:
+        """Return the number of groups in flight at the start of a step that trains on `groups` groups."""
+        return groups + round(groups * (self.max_staleness if self.ahead is None else self.ahead))
+
+    @property
+    def drops(self) -> bool:
+        """True if groups that are unfinished at the end of a step are dropped."""
+        return self.max_staleness == 0 and bool(self.ahead)

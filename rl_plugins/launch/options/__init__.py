@@ -1,1 +1,0 @@
-"""The groups of a recipe's options; `rl_plugins.launch.config` puts them together."""
