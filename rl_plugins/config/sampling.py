@@ -33,7 +33,8 @@ class SamplingOptions(Settings):
     stop: tuple[str, ...] = ()
 
 
-@dataclass
+# Engines group requests by their options, so the options have a hash.
+@dataclass(unsafe_hash=True)
 class SamplingConfig(SamplingOptions):
     """Options of sampling. Log-probs belong to the sampled distribution (after temperature, top-p and top-k).
 
@@ -44,6 +45,15 @@ class SamplingConfig(SamplingOptions):
 
     num_samples: Annotated[int, AT_LEAST_1] = 1
     stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check all values.
+
+        Raises:
+            ConfigError: A value is out of its range.
+        """
+        super().__post_init__()
+        self.stop, self.stop_token_ids = tuple(self.stop), tuple(self.stop_token_ids)
 
 
 @dataclass

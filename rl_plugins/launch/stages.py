@@ -84,7 +84,7 @@ def _common(config: RecipeConfig, tokenizer: Any) -> dict[str, Any]:
 
 def _sampling(config: RecipeConfig, tokenizer: Any) -> SamplingConfig:
     return SamplingConfig(
-        **(vars(config.sampling) | {"stop": tuple(config.sampling.stop)}),
+        **vars(config.sampling),
         num_samples=config.batch.samples_per_prompt,
         stop_token_ids=(tokenizer.eos_token_id,),
     )

@@ -50,7 +50,7 @@ def test_schedule_in_flight_counts_the_groups_of_all_steps_ahead(schedule: Sched
 
 @for_each("wrong", [{"max_staleness": -1}, {"ahead": -0.1}, {"max_staleness": 2, "ahead": 3}, {"max_token_age": 1}])
 def test_schedule_refuses_impossible_settings(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="^(max_staleness|ahead|max_token_age)=.*: must be"):
+    with pytest.raises(ConfigError, match=r"^(max_staleness|ahead|max_token_age)=.*: must be"):
         Schedule(**wrong)
 
 
