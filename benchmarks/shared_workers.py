@@ -72,8 +72,8 @@ def _train_all(arguments: dict[str, Any]) -> None:
     import torch
     from ray.train.lightning import RayLightningEnvironment
 
-    from rl_plugins.launch.build import fit
     from rl_plugins.launch.ray_train import ray_strategy
+    from rl_plugins.launch.training import TrainingRun
     from rl_plugins.rewards.pool import RewardPool
     from rl_plugins.rollout.transformers_engine import TransformersRollout
 
@@ -92,10 +92,16 @@ def _train_all(arguments: dict[str, Any]) -> None:
         functions, deadline_s = config.reward.functions, config.reward.deadline_s
         pool = RewardPool(functions, num_workers=1, deadline_s=deadline_s) if samples else nullcontext()
         with pool as scorer:
-            fit(
-                config, folder, strategy, scorer, None,
-                in_ray=False, redraw_s=60, started=time.time(), accelerator="cpu", devices="auto",
-                plugins=[RayLightningEnvironment()],
-            )  # fmt: skip
+            TrainingRun(
+                config=config,
+                folder=folder,
+                strategy=strategy,
+                scorer=scorer,
+                checkpoint=None,
+                in_ray=False,
+                redraw_s=60,
+                started=time.time(),
+                trainer_options={"accelerator": "cpu", "devices": "auto", "plugins": [RayLightningEnvironment()]},
+            ).train()
         if rank == 0:
             (folder.path / "done").touch()

@@ -1,7 +1,10 @@
-"""Writes docs/api.md: a section for each part of the package, with every name of `rl_plugins.PUBLIC`.
+"""Write docs/api.md and rl_plugins/__init__.pyi from the names in `rl_plugins.PUBLIC`.
 
-python docs/api_page.py           # write it
-python docs/api_page.py --check   # exit with 1 where it differs from what would be written
+The page has a section for each part of the package. The stub gives the names their types, because the package itself
+imports a name when it is first used.
+
+python docs/api_page.py           # write both files
+python docs/api_page.py --check   # exit with 1 if a file differs from the text to write
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from pathlib import Path
 import rl_plugins
 
 PAGE = Path(__file__).resolve().parent / "api.md"
+STUB = PAGE.parent.parent / "rl_plugins" / "__init__.pyi"
 INTRODUCTION = """\
 # Python API
 
@@ -40,17 +44,25 @@ def page() -> str:
     return "".join(parts)
 
 
+def stub() -> str:
+    """Return the text of the stub."""
+    names = sorted((module, name) for section in rl_plugins.PUBLIC.values() for name, module in section.items())
+    imports = "".join(f"from rl_plugins.{module} import {name} as {name}\n" for module, name in names)
+    return f"# Written by docs/api_page.py.\n{imports}\n__version__: str\nPUBLIC: dict[str, dict[str, str]]\n_MODULES: dict[str, str]\n"
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check the page; return the exit status."""
-    parser = argparse.ArgumentParser(description="Write docs/api.md from rl_plugins.PUBLIC.")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if the page differs")
-    text = page()
-    if parser.parse_args(arguments).check:
-        differs = PAGE.read_text(encoding="utf-8") != text
-        print("docs/api.md differs: run python docs/api_page.py" if differs else "docs/api.md is current")
-        return int(differs)
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    """Write or check the files; return the exit status."""
+    parser = argparse.ArgumentParser(description="Write docs/api.md and rl_plugins/__init__.pyi.")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a file differs")
+    texts = {PAGE: page(), STUB: stub()}
+    if not parser.parse_args(arguments).check:
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
+        return 0
+    different = [path.name for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
+    print(f"{' and '.join(different)} differ: run python docs/api_page.py" if different else "both files are current")
+    return int(bool(different))
 
 
 if __name__ == "__main__":

@@ -15,17 +15,14 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     # transformers imports DeepSpeed to save a model, and DeepSpeed would say which device it takes.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if config.placement.device == "cuda" else "cpu")
     from rl_plugins.callbacks.progress import redraw_interval_s
-    from rl_plugins.launch.build import dtype_of, fit
+    from rl_plugins.launch.training import TrainingRun, transformers_rollout
     from rl_plugins.rewards.inline import InlineScorer
-    from rl_plugins.rollout.transformers_engine import TransformersRollout
     from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
     device = "cuda" if config.placement.device == "cuda" else "cpu"
     rollout, scorer = None, None
     if config.needs_engine:
-        rollout = TransformersRollout(
-            config.model.path, dtype=dtype_of(config), device=device, check_updates=config.rollout.check_updates
-        )
+        rollout = transformers_rollout(config, device)
     if config.generates:
         scorer = InlineScorer(
             config.reward.functions,
@@ -34,10 +31,17 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
         )
     strategy = SingleDeviceRolloutStrategy(device, rollout=rollout)
     try:
-        fit(
-            config, folder, strategy, scorer, checkpoint,
-            in_ray=False, redraw_s=redraw_interval_s(), started=psutil.Process().create_time(), accelerator=device,
-        )  # fmt: skip
+        TrainingRun(
+            config=config,
+            folder=folder,
+            strategy=strategy,
+            scorer=scorer,
+            checkpoint=checkpoint,
+            in_ray=False,
+            redraw_s=redraw_interval_s(),
+            started=psutil.Process().create_time(),
+            trainer_options={"accelerator": device},
+        ).train()
     except SystemExit as ended:
         # What Lightning makes of Ctrl-C, without a word.
         if isinstance(ended.__context__, KeyboardInterrupt):

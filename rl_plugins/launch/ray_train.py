@@ -174,11 +174,10 @@ def train_worker(arguments: dict[str, Any]) -> None:
     from ray.train.lightning import RayLightningEnvironment
 
     from rl_plugins.config.recipe import parse_config
-    from rl_plugins.launch.build import dtype_of, fit
+    from rl_plugins.launch.training import TrainingRun, transformers_rollout
     from rl_plugins.models.pool import ModelPool
     from rl_plugins.ranks import broadcast
     from rl_plugins.rewards.pool import RewardPool
-    from rl_plugins.rollout.transformers_engine import TransformersRollout
     from rl_plugins.stages.critic_pool import CriticPool
 
     config, device = parse_config(arguments["config"]), arguments["device"]
@@ -194,9 +193,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
             max_failure_rate=config.reward.max_failure_rate,
         )
     if rollout is None and config.needs_engine:
-        rollout = TransformersRollout(
-            config.model.path, dtype=dtype_of(config), device=device, check_updates=config.rollout.check_updates
-        )
+        rollout = transformers_rollout(config, device)
     rank = ray.train.get_context().get_world_rank()
     pools = [ModelPool(pool, rank) for pool in arguments["pools"]]
     if arguments["critic"] is not None:
@@ -208,12 +205,18 @@ def train_worker(arguments: dict[str, Any]) -> None:
     # some seconds after it was written, and other machines may see it later than rank 0's.
     written = broadcast(folder.latest_checkpoint())
     checkpoint = arguments["checkpoint"] if written is None else str(written)
-    fit(
-        config, folder, strategy, scorer, checkpoint,
-        in_ray=True, redraw_s=arguments["redraw_s"], started=arguments["started"], pools=pools, accelerator=device,
-        devices="auto",
-        plugins=[RayLightningEnvironment()],
-    )  # fmt: skip
+    TrainingRun(
+        config=config,
+        folder=folder,
+        strategy=strategy,
+        scorer=scorer,
+        checkpoint=checkpoint,
+        in_ray=True,
+        redraw_s=arguments["redraw_s"],
+        started=arguments["started"],
+        pools=pools,
+        trainer_options={"accelerator": device, "devices": "auto", "plugins": [RayLightningEnvironment()]},
+    ).train()
 
 
 def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:

@@ -29,6 +29,9 @@ def spoil(trainer: Any, stage: Any) -> None:
 
 
 BAD = {"train/gradient_norm": math.nan}
+# The KL divergence of the first update is 0, and no option sets a bound below 0.
+BELOW_ANY_KL = Bounds()
+BELOW_ANY_KL.ppo_kl = -1.0
 
 
 def bad_at(*steps: int) -> Any:
@@ -56,7 +59,7 @@ def once(act: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         (Bounds(entropy_max=0.1), "train/entropy", "entropy_max=0.1"),
         (Bounds(rollout_gap=1e-6), "train/rollout_gap", "rollout_gap=1e-06"),
         (Bounds(gradient_norm=1e-6), "train/gradient_norm", "gradient_norm=1e-06"),
-        (Bounds(ppo_kl=-1.0), "train/ppo_kl", "ppo_kl=-1"),
+        (BELOW_ANY_KL, "train/ppo_kl", "ppo_kl=-1"),
     ],
 )
 def test_guard_stop_names_step_metric_value_bound_and_the_way_out(bounds: Bounds, metric: str, bound: str) -> None:

@@ -18,4 +18,4 @@ def test_public_names_are_loaded_from_the_modules_that_define_the_names():
 
 def test_unknown_name_of_the_package_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'rl_plugins' has no attribute 'Policy'"):
-        _ = rl_plugins.Policy
+        _ = rl_plugins.Policy  # type: ignore[attr-defined]

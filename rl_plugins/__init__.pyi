@@ -1,0 +1,65 @@
+# Written by docs/api_page.py.
+from rl_plugins.algorithms.algorithm import Algorithm as Algorithm
+from rl_plugins.algorithms.algorithm import EntropyConfig as EntropyConfig
+from rl_plugins.algorithms.algorithm import KLConfig as KLConfig
+from rl_plugins.algorithms.filtering import GroupFilter as GroupFilter
+from rl_plugins.algorithms.filtering import Resampling as Resampling
+from rl_plugins.callbacks.averages import PolicyAverage as PolicyAverage
+from rl_plugins.callbacks.averages import ReferenceUpdate as ReferenceUpdate
+from rl_plugins.callbacks.best_checkpoints import BestCheckpoints as BestCheckpoints
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint as PolicyCheckpoint
+from rl_plugins.callbacks.checkpoint_artifacts import BestUpload as BestUpload
+from rl_plugins.callbacks.divergence_guard import DivergenceGuard as DivergenceGuard
+from rl_plugins.callbacks.graceful_stop import GracefulStop as GracefulStop
+from rl_plugins.callbacks.progress import StepProgress as StepProgress
+from rl_plugins.callbacks.rollout_dump import RolloutDump as RolloutDump
+from rl_plugins.callbacks.rollout_dump import RolloutReplay as RolloutReplay
+from rl_plugins.callbacks.samples import SampleTable as SampleTable
+from rl_plugins.callbacks.throughput import Throughput as Throughput
+from rl_plugins.config.data import CurriculumConfig as CurriculumConfig
+from rl_plugins.config.data import MixturePart as MixturePart
+from rl_plugins.config.models import CriticConfig as CriticConfig
+from rl_plugins.config.models import LoraConfig as LoraConfig
+from rl_plugins.config.models import OptimizerConfig as OptimizerConfig
+from rl_plugins.config.models import RewardModelConfig as RewardModelConfig
+from rl_plugins.config.run import Bounds as Bounds
+from rl_plugins.config.sampling import EnvironmentConfig as EnvironmentConfig
+from rl_plugins.config.sampling import SamplingConfig as SamplingConfig
+from rl_plugins.config.sampling import Schedule as Schedule
+from rl_plugins.data.datamodule import PromptDataModule as PromptDataModule
+from rl_plugins.data.preferences import PreferenceDataModule as PreferenceDataModule
+from rl_plugins.data.process_rewards import ProcessRewardDataModule as ProcessRewardDataModule
+from rl_plugins.data.sft import SFTDataModule as SFTDataModule
+from rl_plugins.errors import CheckpointError as CheckpointError
+from rl_plugins.errors import ConfigError as ConfigError
+from rl_plugins.errors import DataError as DataError
+from rl_plugins.errors import DeadlineExceeded as DeadlineExceeded
+from rl_plugins.errors import RewardError as RewardError
+from rl_plugins.errors import TrainingDiverged as TrainingDiverged
+from rl_plugins.errors import UserError as UserError
+from rl_plugins.rewards.inline import InlineScorer as InlineScorer
+from rl_plugins.rewards.mixing import WeightedSum as WeightedSum
+from rl_plugins.rewards.model import ModelReward as ModelReward
+from rl_plugins.rewards.pool import RewardPool as RewardPool
+from rl_plugins.rewards.records import Score as Score
+from rl_plugins.rewards.records import ScoringRequest as ScoringRequest
+from rl_plugins.rollout.transformers_engine import TransformersRollout as TransformersRollout
+from rl_plugins.rollout.vllm.client import VLLMRollout as VLLMRollout
+from rl_plugins.rollout.vllm.config import VLLMConfig as VLLMConfig
+from rl_plugins.stages.policy_optimization import PolicyOptimization as PolicyOptimization
+from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization as OnlinePreferenceOptimization
+from rl_plugins.stages.preference_optimization import PreferenceOptimization as PreferenceOptimization
+from rl_plugins.stages.process_rewards import ProcessRewardConfig as ProcessRewardConfig
+from rl_plugins.stages.reward_modeling import RewardModeling as RewardModeling
+from rl_plugins.stages.sft import SFT as SFT
+from rl_plugins.stages.stage import Stage as Stage
+from rl_plugins.strategies.contract import Strategy as Strategy
+from rl_plugins.strategies.fsdp import FSDPStrategy as FSDPStrategy
+from rl_plugins.strategies.ray import RayFSDPStrategy as RayFSDPStrategy
+from rl_plugins.strategies.ray import RayZeroStrategy as RayZeroStrategy
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy as SingleDeviceRolloutStrategy
+from rl_plugins.strategies.zero import ZeroStrategy as ZeroStrategy
+
+__version__: str
+PUBLIC: dict[str, dict[str, str]]
+_MODULES: dict[str, str]

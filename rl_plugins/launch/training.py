@@ -1,0 +1,243 @@
+"""Training in one process of a run: the parts that a recipe puts together, and the end of training.
+
+A recipe is a function `train(run)` in `rl_plugins/recipes`. Each training worker calls the function with a
+`TrainingRun`, which makes the arguments of stages, data modules and trainers from the options of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+from rl_plugins.callbacks.averages import PolicyAverage
+from rl_plugins.callbacks.checkpoint import callbacks_of
+from rl_plugins.callbacks.graceful_stop import GracefulStop
+from rl_plugins.config.models import RewardModelConfig
+from rl_plugins.config.recipe import COLLECTING_STAGES, RecipeConfig
+from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
+from rl_plugins.data.datamodule import StepDataModule
+from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
+from rl_plugins.launch.callbacks import build_callbacks
+from rl_plugins.launch.quiet import quiet_libraries
+from rl_plugins.launch.tracking import register, tracking_logger
+from rl_plugins.launch.trials import training_data
+from rl_plugins.models.pool import ModelPool
+from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.stages.critic_pool import CriticPool
+from rl_plugins.stages.sampling import greedy
+from rl_plugins.stages.scoring import Scorer
+from rl_plugins.stages.stage import Stage
+from rl_plugins.tracking.loggers import JsonLinesLogger, mlflow_loggers
+
+_RECIPES = {
+    "sft": "sft",
+    "policy_optimization": "grpo",
+    "prime": "prime",
+    "reward_modeling": "reward_modeling",
+    "preference_optimization": "preference_optimization",
+    "online_preference_optimization": "online_preference_optimization",
+}
+"""Module of the recipe of each value of the option `stage`."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Options of a run, and the objects that its launcher has made in this process.
+
+    Attributes:
+        config: options of the run.
+        folder: folder of the run.
+        strategy: strategy of the trainer.
+        scorer: scores the responses; None if the stage samples nothing.
+        checkpoint: folder of the checkpoint from which training continues; None starts from the beginning.
+        in_ray: True in a worker of Ray Train.
+        redraw_s: seconds between two updates of the progress bar.
+        started: time at which the command started, in seconds since the epoch.
+        pools: models with separate processes.
+        trainer_options: further arguments of Lightning's trainer.
+    """
+
+    config: RecipeConfig
+    folder: RunFolder
+    strategy: Any
+    scorer: Scorer | None
+    checkpoint: str | None
+    in_ray: bool
+    redraw_s: float
+    started: float
+    pools: Sequence[ModelPool] = ()
+    trainer_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def train(self) -> None:
+        """Call the recipe of the option `stage`."""
+        quiet_libraries()
+        seed_everything(self.config.run.seed, verbose=False)
+        import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)
+
+    # Arguments of stages ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Tokenizer of the policy."""
+        return load_tokenizer(self.config.model.path)
+
+    def stage_options(self) -> dict[str, Any]:
+        """Return the arguments of every stage."""
+        config = self.config
+        return {
+            "tokenizer": self.tokenizer,
+            "tokens_per_micro_batch": config.batch.tokens_per_micro_batch,
+            "packing": config.batch.packing,
+            "optimizer": config.optimizer,
+            "gradient_checkpointing": config.model.gradient_checkpointing,
+            "lora": config.model.lora,
+            "max_steps": config.run.steps,
+        }
+
+    def generation_options(self) -> dict[str, Any]:
+        """Return the arguments of stages that generate responses, at least in validation."""
+        validation = self.config.validation
+        eval_sampling = replace(
+            greedy(self.sampling()),
+            num_samples=validation.samples_per_prompt,
+            temperature=validation.temperature,
+            top_p=validation.top_p,
+        )
+        return {
+            "scorer": self.scorer,
+            "eval_sampling": eval_sampling,
+            "environment": EnvironmentConfig(**vars(self.config.environment)),
+            "seed": self.config.run.seed,
+        }
+
+    def sampling(self) -> SamplingConfig:
+        """Return the options of sampling in training."""
+        return SamplingConfig(
+            **vars(self.config.sampling),
+            num_samples=self.config.batch.samples_per_prompt,
+            stop_token_ids=(self.tokenizer.eos_token_id,),
+        )
+
+    def reward_model(self) -> RewardModelConfig | None:
+        """Return the settings of the reward model, if there is one."""
+        config = self.config
+        if config.reward_model.path is None:
+            return None
+        return RewardModelConfig(**vars(config.reward_model), max_failure_rate=config.reward.max_failure_rate)
+
+    # Arguments of data modules ----------------------------------------------------------------------------------
+
+    def training_data(self) -> Any:
+        """Return the files, parts or data set of training."""
+        return training_data(self.config)
+
+    def data_options(self) -> dict[str, Any]:
+        """Return the arguments of every data module, without the training data."""
+        config, data = self.config, self.config.data
+        return {
+            "validation": list(data.val_files) or None,
+            "tokenizer": self.tokenizer,
+            "prompts_per_step": config.batch.prompts_per_step * _oversampling(config),
+            "eval_batch_size": data.eval_batch_size,
+            "overlong_prompts": data.overlong_prompts,
+            "seed": config.run.seed,
+            "max_prompt_tokens": data.max_prompt_tokens,
+        }
+
+    # Training ---------------------------------------------------------------------------------------------------
+
+    def trainer(self) -> Trainer:
+        """Return a trainer with the strategy, the callbacks and the loggers of the run.
+
+        Epochs, validation and checkpoints follow the step of the stage.
+        """
+        config = self.config
+        loggers: list[Any] = [JsonLinesLogger(self.folder.metrics)]
+        if config.tracking.enabled:
+            loggers.append(tracking_logger(config, self.folder))
+        validating = config.validates
+        return Trainer(
+            strategy=self.strategy,
+            precision=config.model.precision,  # type: ignore[arg-type]
+            logger=loggers,
+            callbacks=build_callbacks(
+                config, self.folder, in_ray=self.in_ray, redraw_s=self.redraw_s, started=self.started
+            ),
+            # The stage stops after `run.steps` of its own steps.
+            max_epochs=-1,
+            val_check_interval=config.run.eval_every if validating else None,
+            check_val_every_n_epoch=None if validating else 1,
+            limit_val_batches=None if validating else 0,
+            # Lightning's check before training, run in full, is the validation of the initial policy.
+            num_sanity_val_steps=-1 if validating and config.run.eval_before else 0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            deterministic=config.run.deterministic,
+            **self.trainer_options,
+        )
+
+    def fit(self, trainer: Trainer, stage: Stage, data: StepDataModule[Any]) -> None:
+        """Train, then export and register the policy.
+
+        A run that was asked to stop is only saved.
+
+        Args:
+            trainer: trainer of `trainer()`, with more callbacks if you like.
+            stage: training method with its models.
+            data: data of training and validation.
+        """
+        config = self.config
+        self._connect_pools(stage)
+        state = None if self.checkpoint is None else str(Path(self.checkpoint) / "state")
+        trainer.fit(stage, datamodule=data, ckpt_path=state, weights_only=False)
+        callbacks = callbacks_of(trainer)
+        if any(isinstance(callback, GracefulStop) and callback.stopped for callback in callbacks):
+            return
+        if config.run.export:
+            with ExitStack() as averaged:
+                for callback in callbacks:
+                    if isinstance(callback, PolicyAverage):
+                        averaged.enter_context(callback.swapped_in(trainer))
+                stage.export(self.folder.path / stage.trained, adapter=config.run.export_lora == "adapter")
+        if config.tracking.register_as and trainer.is_global_zero:
+            for tracking in mlflow_loggers(trainer.loggers):
+                register(config, self.folder, tracking)
+
+    def _connect_pools(self, stage: Stage) -> None:
+        for pool in self.pools:
+            # A stage loads no model that it has already.
+            setattr(stage, pool.config.role, pool)
+            if not isinstance(pool, CriticPool):
+                check_same_tokens(self.tokenizer, pool.config.model, pool.config.role.replace("_", " "))
+                stage.further_metrics.append(pool.metrics)
+
+
+def transformers_rollout(config: RecipeConfig, device: str) -> TransformersRollout:
+    """Return the rollout engine of `rollout.engine=transformers`.
+
+    Args:
+        config: options of the run.
+        device: `cpu` or `cuda`.
+    """
+    dtype: torch.dtype = getattr(torch, config.rollout_dtype)
+    return TransformersRollout(
+        config.model.path, dtype=dtype, device=device, check_updates=config.rollout.check_updates
+    )
+
+
+def _oversampling(config: RecipeConfig) -> int:
+    """Return the number of groups that are sampled for each group of a step; see `algorithm.group_filter`."""
+    node = config.algorithm if isinstance(config.algorithm, dict) else {}
+    group_filter = node.get("group_filter") or {}
+    return int(group_filter.get("oversampling", 1)) if config.stage in COLLECTING_STAGES else 1
