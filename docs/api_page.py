@@ -48,7 +48,8 @@ def stub() -> str:
     """Return the text of the stub."""
     names = sorted((module, name) for section in rl_plugins.PUBLIC.values() for name, module in section.items())
     imports = "".join(f"from rl_plugins.{module} import {name} as {name}\n" for module, name in names)
-    return f"# Written by docs/api_page.py.\n{imports}\n__version__: str\nPUBLIC: dict[str, dict[str, str]]\n_MODULES: dict[str, str]\n"
+    variables = "__version__: str\nPUBLIC: dict[str, dict[str, str]]\n_MODULES: dict[str, str]\n"
+    return f"# Written by docs/api_page.py.\n{imports}\n{variables}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -48,11 +48,12 @@ def test_api_page_has_every_public_name_of_the_package(root, site):
         assert f'id="rl_plugins.{module}.{name}"' in text, name
 
 
-def test_api_page_is_made_from_the_public_names(root):
+def test_api_page_and_stub_are_made_from_the_public_names(root):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(root / "docs")
         api_page = importlib.import_module("api_page")
     assert (root / "docs" / "api.md").read_text(encoding="utf-8") == api_page.page(), "run python docs/api_page.py"
+    assert (root / "rl_plugins" / "__init__.pyi").read_text(encoding="utf-8") == api_page.stub()
     del sys.modules["api_page"]
 
 
