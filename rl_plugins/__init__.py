@@ -22,7 +22,7 @@ PUBLIC: dict[str, dict[str, str]] = {
         "CriticConfig": "stages.critic",
         "RewardModelConfig": "stages.scoring",
         "ProcessRewardConfig": "stages.process_rewards",
-        "EnvironmentConfig": "stages.environment",
+        "EnvironmentConfig": "rewards.environment",
         "Schedule": "stages.schedule",
     },
     "Algorithms": {

@@ -19,10 +19,10 @@ from rl_plugins.launch.options.models import LoraOptions, OptimizerOptions
 from rl_plugins.launch.trials import curriculum_config, training_data
 from rl_plugins.models.lora import LoraConfig
 from rl_plugins.models.pool import ModelPool
+from rl_plugins.rewards.environment import EnvironmentConfig
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.critic import CriticConfig
 from rl_plugins.stages.critic_pool import CriticPool
-from rl_plugins.stages.environment import EnvironmentConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization, PreferenceOptimization

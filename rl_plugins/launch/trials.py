@@ -253,7 +253,7 @@ def check_algorithm(config: RecipeConfig) -> None:
     from rl_plugins.algorithms.algorithm import Algorithm
     from rl_plugins.launch.algorithm_options import check_option_types
     from rl_plugins.rollout.engine import SamplingConfig
-    from rl_plugins.stages.comparable import check_comparable
+    from rl_plugins.stages.off_policy import check_comparable
     from rl_plugins.stages.schedule import Schedule
 
     algorithm: Algorithm = instantiate_node("algorithm", config.algorithm)

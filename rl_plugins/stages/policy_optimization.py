@@ -16,18 +16,19 @@ from typing_extensions import Unpack, override
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.data.sampler import PromptSource
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import add_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
+from rl_plugins.rewards.environment import EnvironmentConfig
 from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.comparable import check_comparable
 from rl_plugins.stages.critic import CriticConfig, value_objective
 from rl_plugins.stages.critic_learner import CriticTraining
 from rl_plugins.stages.critic_pool import CriticPool
-from rl_plugins.stages.environment import EnvironmentConfig
 from rl_plugins.stages.experience_maker import ExperienceMaker
+from rl_plugins.stages.off_policy import check_comparable
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_learner import PolicyLearner
 from rl_plugins.stages.process_rewards import (
@@ -36,7 +37,6 @@ from rl_plugins.stages.process_rewards import (
     ProcessRewardConfig,
     ProcessRewards,
 )
-from rl_plugins.stages.prompt_source import PromptSource
 from rl_plugins.stages.rollouts import Rollouts
 from rl_plugins.stages.sampling import PromptSampler, conversations_with, greedy, with_stop_token
 from rl_plugins.stages.schedule import Schedule
@@ -302,7 +302,7 @@ class PolicyOptimization(Stage):
         seconds = time.perf_counter() - start
         metrics |= {f"train/{name}": value for name, value in self.experience.metrics.items()}
         metrics |= self.rollouts.metrics(batch, self.step, seconds)
-        self.end_step(metrics | self.prompts.report(self.rollouts.sampled))
+        self.end_step(metrics | self.prompts.report(self.rollouts.sampled.group_results()))
 
     def update(self, batch: Experience) -> dict[str, float]:
         """Take the optimizer steps of a step; return its metrics, averaged over all ranks."""

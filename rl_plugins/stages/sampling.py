@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rewards.environment import EnvironmentConfig
 from rl_plugins.rewards.records import Score
-from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, SamplingConfig
-from rl_plugins.stages.conversations import Conversations, Opening
-from rl_plugins.stages.environment import EnvironmentConfig
+from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, SamplingConfig, seed_of
 from rl_plugins.stages.scoring import Scorer, scoring_request
-from rl_plugins.stages.seeds import seed_of
 from rl_plugins.strategies.contract import Strategy
 
 if TYPE_CHECKING:

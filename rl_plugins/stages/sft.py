@@ -12,9 +12,9 @@ from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.aggregation import aggregate
 from rl_plugins.data.experience import Experience
+from rl_plugins.rewards.environment import EnvironmentConfig
 from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rollout.engine import SamplingConfig
-from rl_plugins.stages.environment import EnvironmentConfig
 from rl_plugins.stages.sampling import PromptSampler, conversations_with, with_stop_token
 from rl_plugins.stages.scoring import SampleScorer, Scorer
 from rl_plugins.stages.stage import Stage, StageArguments

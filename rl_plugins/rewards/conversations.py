@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.data.tokenization import TurnTokenizer
 from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.environment import Ending, Environment, EnvironmentConfig, Trajectory
 from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
-from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, RolloutEngine, SamplingConfig
-from rl_plugins.stages.environment import Ending, Environment, EnvironmentConfig, Trajectory
-from rl_plugins.stages.seeds import seed_of
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, RolloutEngine, SamplingConfig, seed_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

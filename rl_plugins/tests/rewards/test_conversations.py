@@ -13,10 +13,10 @@ from typing_extensions import override
 from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rewards import InlineScorer, RewardError, ScoringRequest
+from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rewards.environment import EnvironmentConfig
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, SamplingConfig
 from rl_plugins.rollout.transformers_engine import TransformersRollout
-from rl_plugins.stages.conversations import Conversations, Opening
-from rl_plugins.stages.environment import EnvironmentConfig
 from rl_plugins.stages.optimizer import OptimizerConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.schedule import Schedule
