@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from rl_plugins.algorithms.algorithm import Algorithm, EntropyController
-from rl_plugins.algorithms.kl import KLController
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.coefficients import EntropyController, KLController
 from rl_plugins.algorithms.masked import sequence_means
 from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
 from rl_plugins.data.experience import Experience, filled
