@@ -44,7 +44,7 @@ def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
         folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
     environment = {**worker_environment("cpu"), "DS_ACCELERATOR": "cpu"}
     os.environ.update(environment)
-    start_ray(configs[0], environment)
+    start_ray(environment)
     rollout = None
     if sampling := [config for config in configs if with_vllm(config)]:
         rollout = vllm_rollout(sampling[0], "cpu")

@@ -27,7 +27,7 @@ FLOORS = (
     ("launch",),
     ("stages", "callbacks"),
     ("strategies", "rewards", "models", "evaluation"),
-    ("rollout", "weights", "data", "algorithms", "planning", "report", "tracking"),
+    ("rollout", "weights", "data", "config", "algorithms", "planning", "report", "tracking"),
 )
 """Rooms from the highest floor to the lowest."""
 CALLS = {

@@ -85,7 +85,7 @@ def test_model_pools_have_machines_of_their_own_and_replace_killed_actors(
     said = run.tail(1_000_000)
     for row in ("training workers     2     1     0  STRICT_PACK", "teacher              2     1     0  PACK"):
         assert f"pools: {row}" in said, said
-    assert "pools: there is                   6     0  3 in all" in said
+    assert "pools: available                  6     0  3 in all" in said
 
 
 def test_submitted_job_has_workers_and_engines_on_three_machines(
@@ -184,7 +184,7 @@ def test_wait_for_nodes_waits_for_a_machine(cluster: Machines, start: Callable[.
     small = (*SMALL, "run.steps=1", WITHOUT_VLLM)
     refused = start("grpo", "refused", *small)
     assert refused.wait() == 2
-    assert "the placement needs 2 CPUs (training workers 2 x 1), the cluster has 1: lower" in refused.tail()
+    assert "the placement needs 2 CPUs (training workers 2 x 1), but the cluster has 1. Lower" in refused.tail()
     run = start("grpo", "waiting", *small, "placement.wait_for_nodes_s=2000")
     run.wait_for_words("waiting: waiting for 2 x 1 CPUs for the training workers, 1")
     assert "of 2000 s; free now: 1 CPUs" in run.tail()

@@ -46,7 +46,7 @@ def test_run_resumed_after_lost_worker_driver_and_engine_equals_an_uninterrupted
     pace.wait(broken)
     said = " ".join(broken.log.read_text().split())
     assert re.search(
-        r"broken: training worker \d failed \(.+\): the workers start again from checkpoint_00000003,", said
+        r"broken: training worker \d failed \(.+\)\. The workers start again from checkpoint_00000003,", said
     )
     assert "restart 1 of 2" in (broken.run / "failures.txt").read_text()
     broken.kill()  # the driver and everything with it
@@ -62,7 +62,7 @@ def test_run_resumed_after_lost_worker_driver_and_engine_equals_an_uninterrupted
     resumed.wait_until((resumed.run / "stop").is_file, "the end of the signal's handler")
     pace.allow_all()
     assert resumed.wait() == 75, resumed.tail()
-    assert ": SIGTERM; the same command with run.resume=true goes on" in resumed.log.read_text()
+    assert ": SIGTERM. To continue, repeat the command with run.resume=true" in resumed.log.read_text()
     assert (resumed.run / "stopped.txt").read_text().startswith("after step 11:")
     assert (resumed.run / "checkpoint_00000011").is_dir()
     assert not list(resumed.run.glob("policy"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -14,6 +16,7 @@ from integration_tests.command_server import run_command
 from integration_tests.conftest import Recipe
 from integration_tests.mlflow_server import Server, best_of
 from rl_plugins.run_folder import read_metrics
+from rl_plugins.tests.patience import patient
 
 pytestmark = pytest.mark.extended
 
@@ -23,6 +26,30 @@ COMMON = (
     "tracking.register_as=adder", "tracking.traces=2", "run.keep_best=2", "tracking.upload_best=1",
     "reward.functions.default={_target_: integration_tests.rewards.shortness}",
 )  # fmt: skip
+
+OPENS_A_STORE = """
+import sys
+from rl_plugins.tracking.store import import_mlflow, open_client
+import_mlflow()
+import mlflow.store.tracking.sqlalchemy_store
+print("ready", flush=True)
+sys.stdin.readline()
+open_client(sys.argv[1]).search_experiments()
+"""
+
+
+def test_open_client_of_two_processes_makes_one_sqlite_store(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OPENS_A_STORE, f"sqlite:///{tmp_path}/mlflow.db"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes: list[Any] = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("open\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate(timeout=patient(60))
+    assert [process.returncode for process in processes] == [0, 0]
 
 
 def test_server_records_a_run_and_the_next_run_starts_from_the_registered_champion(

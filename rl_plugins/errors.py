@@ -11,7 +11,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """A wrong option, file, row or environment, found before training starts."""
+    """A wrong option, file, row or environment, found before the first optimizer step."""
 
 
 class CheckpointError(UserError, RuntimeError):

@@ -100,9 +100,9 @@ class FSDPStrategy(ModelParallelStrategy):
         super().__init__(tensor_parallel_size=tensor_parallel, timeout=timedelta(seconds=timeout_s))
         if min(tensor_parallel, sequence_parallel) > 1:
             raise ConfigError("tensor_parallel and sequence_parallel cannot be combined: set one of them to 1")
-        for engine, place in (offload or {}).items():
+        for name, place in (offload or {}).items():
             if place not in (STAY, WHILE_SAMPLING):
-                raise ConfigError(f"offload of {engine}: {place!r} is unknown: use stay or while_sampling")
+                raise ConfigError(f"offload={{{name!r}: {place!r}}}: with FSDPStrategy, use stay or while_sampling")
         self.ranks = Ranks()
         self.phases = PhaseLog()
         self.rollout = RolloutPhases(rollout, self, OffloadedStates(self._optimizer_tensors, self._model_tensors))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError
 from rl_plugins.models.lora import has_adapter
 
 _METADATA_FILE = ".metadata"
@@ -37,14 +37,17 @@ def load_engine(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
     """Read a folder of `save_engine`, written with any number of ranks. Collective.
 
     Raises:
-        ConfigError: a part is missing, or the weights belong to another model.
+        CheckpointError: a part is missing, or the weights belong to another model.
     """
     saved = _read_metadata(folder).state_dict_metadata
     weights = _weights(model)
     for name, tensor in weights.items():
         stored = saved.get(f"weights.{name}")
         if not isinstance(stored, TensorStorageMetadata) or stored.size != tensor.shape:
-            raise ConfigError(f"{folder} is not of this model: {name} is missing or has another shape")
+            raise CheckpointError(
+                f"{folder} belongs to another model: {name} is missing or has another shape. Resume with the model of "
+                "the checkpoint"
+            )
     state: dict[str, Any] = {"weights": weights}
     if optimizer is not None:
         names = _names(model, optimizer)
@@ -69,7 +72,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """Return the whole weights of a model, read by this process alone.
 
     Raises:
-        ConfigError: a part is missing.
+        CheckpointError: a part is missing.
     """
     saved = _read_metadata(folder).state_dict_metadata
     weights = {
@@ -91,11 +94,14 @@ def is_engine_folder(folder: Path) -> bool:
 
 def _read_metadata(folder: Path) -> Metadata:
     if not is_engine_folder(folder):
-        raise ConfigError(f"{folder} holds no shards of model {folder.name!r}, or the shards of another strategy")
+        raise CheckpointError(
+            f"{folder} holds no shards of model {folder.name!r}, or the shards of another strategy: resume with the "
+            "strategy of the checkpoint, or from another checkpoint"
+        )
     metadata = dcp.FileSystemReader(folder).read_metadata()
     for part in sorted({part.relative_path for part in metadata.storage_data.values()}):
         if not (folder / part).is_file():
-            raise ConfigError(f"{folder} is not whole: {part} is missing")
+            raise CheckpointError(f"{folder} is incomplete: {part} is missing. Resume from another checkpoint")
     return metadata
 
 

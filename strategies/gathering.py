@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-
 
 def sizes_of(own: Tensor, group: Any) -> list[int]:
     """Return the size of each rank's tensor along the first axis. Collective."""
@@ -33,11 +31,11 @@ def inputs_of_pass(args: tuple[Any, ...], kwargs: dict[str, Any], option: str) -
     """Return the inputs, by name, of a forward pass on all ranks of a group.
 
     Raises:
-        ConfigError: the inputs are not a batch of token ids, or include a cache of an earlier pass.
+        ValueError: the inputs are not a batch of token ids, or include a cache of an earlier pass.
     """
     inputs = {"input_ids": args[0], **kwargs} if args else kwargs
     if len(args) > 1 or inputs.get("input_ids") is None or inputs.get("past_key_values") is not None:
-        raise ConfigError(f"under {option} a model takes input_ids, and nothing from earlier passes")
+        raise ValueError(f"under {option}, call a model with input_ids, and without past_key_values or other tensors")
     return inputs
 
 

@@ -43,13 +43,15 @@ class Offload:
         """
         for name, place in self.places.items():
             if place not in (STAY, WHILE_SAMPLING, HOST, FILES):
-                raise ConfigError(f"offload of {name}: {place!r} is none of stay, while_sampling, cpu and nvme")
+                raise ConfigError(f"offload={{{name!r}: {place!r}}}: use stay, while_sampling, cpu or nvme")
         if FILES not in self.places.values():
             return
         if zero_stage != 3:
-            raise ConfigError("offload to nvme needs ZeRO stage 3: use it, or offload to cpu")
+            raise ConfigError(f"offload to nvme needs stage=3, not stage={zero_stage}: set stage=3, or offload to cpu")
         if self.folder is None:
-            raise ConfigError("offload to nvme needs a folder on the drive: name one, or offload to cpu")
+            raise ConfigError(
+                "offload to nvme needs a folder: name a folder on the drive with offload_folder=, or offload to cpu"
+            )
         check_file_op()
 
     def moves(self, name: str) -> bool:
@@ -87,6 +89,6 @@ def check_file_op() -> None:
 
     if not AsyncIOBuilder().is_compatible():
         raise ConfigError(
-            "offload to nvme needs libaio, and its header or library is not there: install it (libaio-dev), name its "
-            "folders in CFLAGS and LDFLAGS, or offload to cpu"
+            "offload to nvme needs libaio, and the header or the library is missing: install libaio-dev, name the "
+            "folders of libaio in CFLAGS and LDFLAGS, or offload to cpu"
         )

@@ -154,15 +154,15 @@ def body_of(model: nn.Module, name: str, size: int) -> nn.Module:
         ConfigError: see `SequenceShards`.
     """
     whole = model.get_base_model() if has_adapter(model) else model
-    way_out = f"set strategy.sequence_parallel=1, or use another model for the {name}"
+    way_out = f"set sequence_parallel=1, or use another model for the {name}"
     if not isinstance(whole, PreTrainedModel) or whole.base_model is whole or not has_packed_attention(whole):
         raise ConfigError(f"{type(whole).__name__} does not attend by packed_sdpa below a head: {way_out}")
     heads = whole.config.num_attention_heads
     key_heads = getattr(whole.config, "num_key_value_heads", None) or heads
     if heads % size or (key_heads % size and size % key_heads):
         raise ConfigError(
-            f"strategy.sequence_parallel={size}: the {name} has num_attention_heads={heads} and "
-            f"num_key_value_heads={key_heads}, which {size} ranks cannot share"
+            f"sequence_parallel={size}: the {name} has num_attention_heads={heads} and "
+            f"num_key_value_heads={key_heads}, which {size} ranks cannot share: {way_out}"
         )
     body: nn.Module = whole.base_model
     return body

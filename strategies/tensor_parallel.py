@@ -65,7 +65,7 @@ def plan_of(model: nn.Module, name: str, size: int) -> dict[str, ParallelStyle]:
         ConfigError: the model is not a transformers model, has no plan, has a plan with an unsupported style, has heads
             or widths that `size` does not divide, or has dropout inside its blocks.
     """
-    way_out = f"set strategy.tensor_parallel=1, or use another model for the {name}"
+    way_out = f"set tensor_parallel=1, or use another model for the {name}"
     described = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     if not isinstance(model, PreTrainedModel) or not described or model.base_model is model:
         raise ConfigError(f"{type(model).__name__} has no plan for tensor parallelism: {way_out}")
@@ -86,12 +86,12 @@ def plan_of(model: nn.Module, name: str, size: int) -> dict[str, ParallelStyle]:
         number = getattr(model.config, width, size)
         if number % size:
             raise ConfigError(
-                f"strategy.tensor_parallel={size}: the {name} has {width}={number}, which {size} ranks cannot share"
+                f"tensor_parallel={size}: the {name} has {width}={number}, which {size} ranks cannot share: {way_out}"
             )
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.base_model.modules()):
         raise ConfigError(
             f"the {name} has dropout between its blocks, which would differ between the ranks of a group: "
-            "set the dropout probability to 0 in config.json, or strategy.tensor_parallel=1"
+            "set the dropout probability to 0 in config.json, or set tensor_parallel=1"
         )
     return {module: styles[style] for module, style in in_blocks.items()}
 

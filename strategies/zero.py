@@ -227,7 +227,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             model.eval().requires_grad_(False)
         if not self.zero_stage_3:
             if self._offload.of_frozen(name):
-                raise ConfigError(f"offload of {name}: ZeRO stages 1 and 2 cannot offload a frozen model; use stage 3")
+                raise ConfigError(f"offload={{{name!r}: 'cpu'}}: a frozen model needs stage=3: set it, or use stay")
             return model.to(self.root_device)
         import deepspeed
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ class ZeroShards:
         folder: folder with `*_optim_states.pt` and `*_model_states.pt`.
 
     Raises:
-        ConfigError: the folder has no such files.
+        CheckpointError: the folder has no such files.
     """
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("*_optim_states.pt"), key=_worker_of)
         models = sorted(folder.glob("*_model_states.pt"), key=_worker_of)
         if not files or not models:
-            raise ConfigError(f"{folder} holds no shards of an engine")
+            raise CheckpointError(f"{folder} holds no shards of a model engine: resume from another checkpoint")
         self._model = _load(models[0])
         self._workers = [_Partitions(_load(file)["optimizer_state_dict"]) for file in files]
         self.workers, self.stage = len(files), self._workers[0].stage
@@ -116,19 +116,22 @@ class ZeroShards:
         """Copy weights, optimizer states and settings, buffers and counters into an engine. Collective.
 
         Raises:
-            ConfigError: the files lack a parameter or a parameter group of the engine.
+            CheckpointError: the files lack a parameter or a parameter group of the engine.
         """
         trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
         if missing := sorted(trained - self._of_parameter.keys()):
-            raise ConfigError(f"the checkpoint has no parameter {missing[0]}: it is not of this model")
+            raise CheckpointError(
+                f"the checkpoint has no parameter {missing[0]}, so it belongs to another model: resume with the model "
+                "of the checkpoint"
+            )
         optimizer = engine.optimizer
         if engine.zero_optimization_stage() == 3:
             optimizer.checkpoint_event_prologue()
         own, saved = _Partitions(optimizer.state_dict()), self._workers[0]
         if len(own.groups) != len(saved.groups):
-            raise ConfigError(
-                f"the optimizer of the checkpoint has {len(saved.groups)} groups of parameters and now has "
-                f"{len(own.groups)}: resume with the optimizer that it was made with"
+            raise CheckpointError(
+                f"the optimizer of the checkpoint has {len(saved.groups)} parameter groups, and the optimizer of this "
+                f"run has {len(own.groups)}: resume with the optimizer of the checkpoint"
             )
         for group, saved_group in zip(own.groups, saved.groups, strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})

@@ -31,12 +31,12 @@ srun ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
 job=$!
 status=0
 wait "$job" || status=$?
-# The signal has ended the wait, and the recipe goes on to the end of its step.
+# The signal ended the wait. The recipe continues to the end of its step.
 while kill -0 "$job" 2>/dev/null; do
     status=0
     wait "$job" || status=$?
 done
 if [ "$status" -eq 75 ]; then
-    echo "stopped and saved: the same command with run.resume=true goes on"
+    echo "stopped and saved. To continue, repeat the command with run.resume=true"
 fi
 exit "$status"

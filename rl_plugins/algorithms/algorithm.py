@@ -17,6 +17,13 @@ from torch import Tensor
 
 from rl_plugins.algorithms.advantages import ADVANTAGES, AdvantageEstimator
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, aggregate
+from rl_plugins.algorithms.coefficients import (
+    AdaptiveEntropy,
+    AdaptiveKL,
+    EntropyController,
+    FixedCoefficient,
+    KLController,
+)
 from rl_plugins.algorithms.filtering import GroupFilter, Resampling
 from rl_plugins.algorithms.inputs import (
     ALWAYS_GIVEN_TO_ADVANTAGES,
@@ -28,13 +35,10 @@ from rl_plugins.algorithms.inputs import (
     one_rank,
     required_inputs,
 )
-from rl_plugins.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLController, kl_in_reward
+from rl_plugins.algorithms.kl import KL_ESTIMATORS, kl_in_reward
 from rl_plugins.algorithms.masked import sequence_means
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS, WITH_RATIO, PolicyLoss
 from rl_plugins.algorithms.policy_losses.modifiers import (
-    AdaptiveEntropy,
-    EntropyController,
-    FixedEntropy,
     off_policy_sequence_mask,
     positive_nll,
 )
@@ -64,7 +68,7 @@ class KLConfig:
     def controller(self) -> KLController:
         """Build the controller of the coefficient."""
         if self.target is None:
-            return FixedKL(self.coefficient)
+            return FixedCoefficient(self.coefficient)
         return AdaptiveKL(self.coefficient, self.target, self.horizon)
 
 
@@ -94,7 +98,7 @@ class EntropyConfig:
     def controller(self) -> EntropyController:
         """Build the controller of the coefficient."""
         if self.target is None:
-            return FixedEntropy(self.coefficient)
+            return FixedCoefficient(self.coefficient)
         return AdaptiveEntropy(self.coefficient, self.target, self.rate, self.minimum, self.maximum)
 
 

@@ -1,4 +1,4 @@
-"""KL(policy || reference): estimators from the log-probabilities of sampled tokens, the exact value, and controllers.
+"""KL(policy || reference): estimators from the log-probabilities of sampled tokens, and the exact value.
 
 In the loss, only `k2` and the straight-through forms (names that end in `+`) have the gradient of the reverse KL on
 on-policy samples; the expected gradient of `k1` is zero. In the reward, `k1`, `k2` and `k3` are all sound.
@@ -9,8 +9,6 @@ Source: http://joschu.net/blog/kl-approx.html.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -103,70 +101,6 @@ def _full_kl_of_chunk(logits_NV: Tensor, ref_logits_NV: Tensor) -> Tensor:
     possible_NV = probs_NV > 0
     difference_NV = torch.where(possible_NV, log_probs_NV, 0) - torch.where(possible_NV, ref_log_probs_NV, 0)
     return (probs_NV * difference_NV).sum(dim=-1)
-
-
-class KLController(Protocol):
-    """Weight of the KL term, adapted to the measured KL; the state is saved in checkpoints."""
-
-    coefficient: float
-
-    def update(self, measured_kl: float, num_sequences: int) -> None:
-        """Adapt the weight to the mean KL of one RL step."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the state from a checkpoint."""
-
-
-@dataclass
-class FixedKL:
-    """A constant weight of the KL term."""
-
-    coefficient: float
-
-    def update(self, measured_kl: float, num_sequences: int) -> None:
-        """Leave the weight unchanged."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the weight."""
-        return {"coefficient": self.coefficient}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Keep the configured weight: a fixed weight belongs to the configuration."""
-
-
-@dataclass
-class AdaptiveKL:
-    """Weight that rises if the KL is above its target and falls if it is below.
-
-    One step changes the weight by at most 20% of n / horizon, with n sequences in the step.
-
-    Attributes:
-        coefficient: weight at the start, then the adapted weight.
-        target: target KL.
-        horizon: number of sequences; the larger, the slower the weight changes.
-
-    Source: https://arxiv.org/abs/1909.08593, section 2.2.
-    """
-
-    coefficient: float
-    target: float = 0.1
-    horizon: float = 10_000.0
-
-    def update(self, measured_kl: float, num_sequences: int) -> None:
-        """Compute `coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon`."""
-        error = max(-0.2, min(0.2, measured_kl / self.target - 1))
-        self.coefficient *= 1 + error * num_sequences / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the adapted weight."""
-        return {"coefficient": self.coefficient}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the adapted weight."""
-        self.coefficient = state["coefficient"]
 
 
 def kl_in_reward(

@@ -150,13 +150,13 @@ def parse_config(values: Any) -> RecipeConfig:
             message names the option.
     """
     try:
-        # As plain values: Hydra's `+key=value` lets unknown keys into what it composes.
+        # As plain values, because Hydra's `+key=value` adds unknown keys to a composed configuration.
         plain = OmegaConf.to_container(values) if OmegaConf.is_config(values) else values
         config: RecipeConfig = _build(OmegaConf.merge(_schema(), plain), [])
         config.data.mixture = _mixture_parts(config.data.mixture or {})
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, lambda: keys_of(_schema()))) from None
-    # MLflow sets the variable itself for what comes after it in a process, such as another run.
+    # MLflow sets the variable for later runs of a process.
     config.tracking.uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or None
     config.make_paths_absolute()
     return config

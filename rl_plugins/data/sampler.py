@@ -13,13 +13,16 @@ necessary. Lightning ends its epochs by its own count, so no step is repeated or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from rl_plugins.data.curriculum import Curriculum
+from rl_plugins.data.curriculum import Curriculum, GroupResult
 from rl_plugins.data.orders import Order, Shuffled
+from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
+from rl_plugins.ranks import Ranks
 
 Batch = TypeVar("Batch", covariant=True)
 
@@ -174,3 +177,40 @@ class EvalLoader(Generic[Batch]):
         """Yield this rank's batches."""
         for indices in self._batches:
             yield self.source.batch(indices.tolist(), 0)
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """The data loader of training, as a stage uses it beside Lightning's loop: further prompts, and the curriculum.
+
+    Attributes:
+        loader: returns the trainer's data loader.
+        ranks: this rank and the others.
+    """
+
+    loader: Callable[[], Any]
+    ranks: Ranks
+
+    def draw(self) -> PromptBatch:
+        """Return this rank's next batch of prompts.
+
+        Raises:
+            ConfigError: the data loader cannot draw.
+        """
+        loader = self.loader()
+        if not hasattr(loader, "draw"):
+            raise ConfigError(
+                f"dynamic sampling, and sampling ahead, draw further prompts, and {type(loader).__name__} has no "
+                "`draw`: use PromptDataModule, or a loader with a method `draw() -> PromptBatch`"
+            )
+        prompts: PromptBatch = loader.draw()
+        return prompts
+
+    def report(self, results: Sequence[GroupResult]) -> dict[str, float]:
+        """Report the groups of a step on this rank to the curriculum; return the curriculum's metrics. Collective."""
+        loader = self.loader()
+        if not isinstance(loader, StepLoader) or loader.curriculum is None:
+            return {}
+        gathered = self.ranks.gather(results)
+        loader.curriculum.observe(result for of_rank in gathered for result in of_rank)
+        return loader.curriculum.metrics()

@@ -1,4 +1,4 @@
-"""The callbacks of a recipe, in the order in which they must stand."""
+"""Callbacks of a recipe in the necessary order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,18 @@ from rl_plugins.strategies.contract import CRITIC
 def build_callbacks(
     config: RecipeConfig, folder: RunFolder, *, in_ray: bool, redraw_s: float, started: float
 ) -> list[Callback]:
-    """What watches, changes and saves in this order, so that no checkpoint holds what has diverged."""
+    """Return the callbacks of a run.
+
+    The order is the divergence guard, changes of weights, checkpoints. So no checkpoint has diverged weights, and every
+    checkpoint has all changes.
+
+    Args:
+        config: Configuration of the run.
+        folder: Folder of the run.
+        in_ray: True in a worker of Ray Train.
+        redraw_s: Seconds between two updates of the progress bar; 0 prints lines instead of a bar.
+        started: Start of the run in seconds since 1970.
+    """
     run = config.run
     callbacks: list[Callback] = [_guard(config, folder)]
     if config.debug.dump_rollouts:
@@ -37,7 +48,7 @@ def build_callbacks(
     if config.debug.replay:
         callbacks.append(RolloutReplay(Path(config.debug.replay)))
     if config.reference.update_every:
-        # Checkpoints hold what the reference has become.
+        # Before the checkpoint callback, because a checkpoint contains the updated reference.
         callbacks.append(ReferenceUpdate(every=config.reference.update_every, keep=config.reference.keep))
     if config.average.keep:
         callbacks.append(PolicyAverage(keep=config.average.keep))
@@ -53,7 +64,7 @@ def build_callbacks(
     if run.keep_best:
         callbacks.append(BestCheckpoints(folder.path, metric=run.best_metric, mode=run.best_mode, keep=run.keep_best))
     if config.tracking.enabled:
-        # After the checkpoints that it refers to.
+        # After the checkpoint callbacks, because the reference names their checkpoints.
         callbacks += [CheckpointReference(folder.path), RolloutTraces(config.tracking.traces), Curves(folder.path)]
         if config.tracking.upload_best:
             callbacks.append(best_upload(config, folder))
@@ -64,7 +75,7 @@ def build_callbacks(
             folder.path,
             time_limit_s=run.time_limit_s,
             started=started,
-            # The launcher switches the watcher off where nobody takes nodes away.
+            # The launcher disables the watcher on a local Ray, which has no nodes that could be preempted.
             ray_notices=in_ray and os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER") != "0",
         ),
         Throughput(config.placement.peak_tflops),

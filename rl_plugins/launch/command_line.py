@@ -1,6 +1,6 @@
-"""What `python -m rl_plugins.recipes.X key=value ...` does: compose, check, train.
+"""Command line of recipes, `python -m rl_plugins.recipes.X key=value ...`: compose, check and train.
 
-Hydra only composes; the run itself starts after Hydra is done, so that its errors keep their own words.
+Hydra only composes the configuration. The run starts after Hydra has ended, so that Hydra does not change its errors.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ _INTERRUPTED = 130
 
 
 def recipe_main(config_name: str) -> None:
-    """The entry point of a recipe; exits with status 2 after a `ConfigError`, with 75 after `RunStopped`."""
+    """Run a recipe from the command line, with the exit status of `exit_on_user_error`.
+
+    Args:
+        config_name: Name of the recipe's file in `recipes/conf`.
+    """
 
     def run() -> None:
-        # All of --multirun are checked for their types before the first one runs.
+        # The types of all runs of --multirun are checked before the first run starts.
         composed = [(parse_config(config), recipe) for config, recipe in compose_for_command_line(config_name)]
         for config, recipe in composed:
             run_recipe(config, recipe)
@@ -34,13 +38,13 @@ def recipe_main(config_name: str) -> None:
 
 
 def exit_on_user_error(run: Callable[[], object], resume: str = "run.resume=true") -> None:
-    """Run; a `UserError` becomes one line on stderr and status 2, `RunStopped` one on stdout and status 75.
+    """Call a function, and turn expected errors into one printed line and an exit status.
 
-    Ctrl-C becomes a line and status 130, as of a shell.
+    A `UserError` gives status 2, `RunStopped` gives status 75, and Ctrl-C gives status 130, like a shell.
 
     Args:
-        run: what to do.
-        resume: the option with which the same command goes on.
+        run: Function to call.
+        resume: Option that continues the run, for the printed line.
     """
     try:
         run()
@@ -48,18 +52,22 @@ def exit_on_user_error(run: Callable[[], object], resume: str = "run.resume=true
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except RunStopped as stopped:
-        print(f"{stopped}; the same command with {resume} goes on", flush=True)
+        print(f"{stopped}. To continue, repeat the command with {resume}", flush=True)
         sys.exit(os.EX_TEMPFAIL)
     except KeyboardInterrupt:
-        print(f"interrupted; {resume} goes on from the newest checkpoint", file=sys.stderr)
+        print(f"interrupted. To continue from the newest checkpoint, repeat the command with {resume}", file=sys.stderr)
         sys.exit(_INTERRUPTED)
 
 
 def compose_config(config_name: str, overrides: list[str]) -> Any:
-    """The composed configuration of a recipe.
+    """Return the composed configuration of a recipe.
+
+    Args:
+        config_name: Name of the recipe's file in `recipes/conf`.
+        overrides: Hydra overrides, such as `run.steps=3`.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), group choice or recipe, a wrong type, or bad syntax.
+        ConfigError: A key, a group choice or the recipe is unknown, a type is wrong, or an override is no valid syntax.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
@@ -73,14 +81,16 @@ def compose_config(config_name: str, overrides: list[str]) -> Any:
 
 
 def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
-    """The configurations that sys.argv asks for: one; none after --help or --cfg; several with --multirun.
+    """Return the configurations of sys.argv, each with the name of its recipe.
 
-    Each with the name of its recipe, which may be another with --config-name.
+    The list is empty after --help or --cfg, and has several configurations with --multirun. --config-name selects
+    another recipe. Our own `--cfg diff` prints the difference from the recipe.
 
-    `--cfg diff`, which is ours, prints what differs from the recipe.
+    Args:
+        config_name: Name of the recipe without --config-name.
 
     Raises:
-        ConfigError: as `compose_config`.
+        ConfigError: As in `compose_config`.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -91,29 +101,29 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
         print(difference(compose_config(config_name, []), compose_config(config_name, overrides)))
         return []
     register_schema()
-    # Hydra would print its own frame around what goes wrong, and end the process.
+    # Without this variable Hydra prints its own text around an error, and ends the process.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    # Hydra's parser takes overrides in one row only: flags and their values go before them.
+    # Hydra's parser does not accept flags between overrides: flags and their values come first.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: "=" in argument and not argument.startswith("-"))
     composed: list[tuple[Any, str]] = []
 
     def keep(config: Any) -> None:
         composed.append((config, str(HydraConfig.get().job.config_name)))
 
-    # The name that --help shows.
+    # --help shows this name.
     keep.__module__ = f"rl_plugins.recipes.{config_name}"
     decorate = hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)
     main: Callable[[], None] = decorate(keep)
     try:
         main()
-    # Hydra raises bare ValueErrors too.
+    # Hydra also raises plain ValueErrors.
     except (HydraException, ValueError) as error:
         raise ConfigError(explain(error, lambda: keys_of(compose_config(config_name, [])))) from None
     return composed
 
 
 def _asks_for_difference(arguments: list[str]) -> argparse.Namespace | None:
-    """What stands beside `--cfg diff`, which Hydra does not know; None without it."""
+    """Return the other arguments beside `--cfg diff`, which Hydra does not know; None without `--cfg diff`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--cfg", "-c")
     parser.add_argument("--config-name", "-cn")
@@ -124,16 +134,19 @@ def _asks_for_difference(arguments: list[str]) -> argparse.Namespace | None:
 def run_recipe(
     config: RecipeConfig, recipe: str | None = None, when_checked: Callable[[RecipeConfig], None] | None = None
 ) -> RunFolder:
-    """Check, train, and say where things are.
+    """Check the configuration and train.
 
     Args:
-        config: what to do.
-        recipe: name of the recipe that it was composed from; what differs is noted in the run's folder.
-        when_checked: called when nothing wrong was found, before anything is written.
+        config: Configuration of the run.
+        recipe: Name of the recipe, to write the difference from the recipe into the run's folder.
+        when_checked: Function to call after all checks, before a file is written.
+
+    Returns:
+        Folder of the run.
 
     Raises:
-        ConfigError: something in the configuration or around it is wrong; nothing heavy has started.
-        RunStopped: the run was asked to stop, and has saved.
+        ConfigError: The configuration, or for example a data file, is wrong. No heavy process has started.
+        RunStopped: The run stopped on request, and has saved a checkpoint.
     """
     from omegaconf import OmegaConf
 
@@ -144,7 +157,7 @@ def run_recipe(
     from rl_plugins.tracking.provenance import write_provenance
 
     if config.launcher == "local":
-        # Before the checks import torch: threads that spin while they wait take the time of all others, up to tenfold.
+        # Set before the checks import torch: threads that spin while waiting make other threads up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     config.tracking.uri = tracking_uri(config)
     fetch_models(config)
@@ -152,7 +165,7 @@ def run_recipe(
     if when_checked is not None:
         when_checked(config)
     for lock in clear_stale_build_locks(extensions_folder()):
-        print(f"{config.run.name}: removed {lock}, left behind by a build that was killed", flush=True)
+        print(f"{config.run.name}: removed {lock}, the lock of a killed build", flush=True)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
@@ -168,7 +181,7 @@ def run_recipe(
     if latest is not None:
         print(f"{config.run.name}: continuing from {latest}", flush=True)
     elif config.run.resume:
-        print(f"{config.run.name}: {folder.path} has no checkpoint, so it begins anew", flush=True)
+        print(f"{config.run.name}: {folder.path} has no checkpoint, so training starts from the beginning", flush=True)
     checkpoint = None if latest is None else str(latest)
     if config.launcher == "local":
         from rl_plugins.launch.local import train
@@ -182,6 +195,6 @@ def run_recipe(
 
 
 def extensions_folder() -> Path:
-    """Where torch builds extensions (torch.utils.cpp_extension, found without importing torch)."""
+    """Return the folder in which torch builds extensions, as torch.utils.cpp_extension does, but without torch."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions")

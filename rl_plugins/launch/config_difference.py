@@ -1,4 +1,4 @@
-"""What a command line changes of a recipe: `--cfg diff`."""
+"""Difference between a recipe and a run's configuration: `--cfg diff`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _ABSENT = object()
 
 
 def difference(recipe: Any, config: Any) -> str:
-    """One line per option that differs, as YAML with the recipe's value in a comment.
+    """Return a line of YAML for each different option, with the recipe's value in a comment.
 
     Args:
-        recipe: composed without overrides.
-        config: composed with them.
+        recipe: Configuration composed without overrides.
+        config: Configuration composed with overrides.
     """
     from omegaconf import OmegaConf
 
@@ -28,7 +28,7 @@ def difference(recipe: Any, config: Any) -> str:
 
 
 def _options(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every option by its dotted name."""
+    """Yield the dotted name and the value of each option."""
     if isinstance(node, dict):
         for name, child in node.items():
             yield from _options(child, f"{prefix}.{name}" if prefix else str(name))

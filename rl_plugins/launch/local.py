@@ -1,4 +1,4 @@
-"""One process, neither Ray nor vLLM: breakpoints work, and everything else is the same code."""
+"""Launcher `local`: training in this process, without Ray and vLLM, so that breakpoints work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_plugins.run_folder import RunFolder
 
 def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> None:
     """Train in this process."""
-    # transformers imports DeepSpeed to save a model, and DeepSpeed would say which device it takes.
+    # transformers imports DeepSpeed to save a model, and DeepSpeed would print the selected device.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if config.placement.device == "cuda" else "cpu")
     from rl_plugins.callbacks.progress import redraw_interval_s
     from rl_plugins.launch.training import TrainingRun, transformers_rollout
@@ -43,7 +43,7 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
             trainer_options={"accelerator": device},
         ).train()
     except SystemExit as ended:
-        # What Lightning makes of Ctrl-C, without a word.
+        # Lightning silently turns Ctrl-C into SystemExit.
         if isinstance(ended.__context__, KeyboardInterrupt):
             raise ended.__context__ from None
         raise

@@ -31,7 +31,7 @@ from rl_plugins.launch.preflight import check_stage_ahead
 from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
 from rl_plugins.tracking.run import RunDescription, TrackedRun
 from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, RunSender
-from rl_plugins.tracking.store import check_store
+from rl_plugins.tracking.store import check_store, open_client
 from rl_plugins.tracking.unsent_metrics import UnsentMetrics
 
 T = TypeVar("T")
@@ -338,11 +338,9 @@ def parent_run(folder: Path) -> Iterator[ParentRun]:
 
 
 def _lacks_content(uri: str, run: RunFolder) -> bool:
-    from mlflow import MlflowClient
-
     if not run.tracking_run.is_file():
         return True
-    client = MlflowClient(uri)
+    client = open_client(uri)
     tracked, unsent = client.get_run(run.tracking_run.read_text().strip()), UnsentMetrics(run.metrics)
     unsent.reset(TrackedRun(client, tracked.info.run_id, tracked.info.experiment_id).last_steps())
     return tracked.info.status != "FINISHED" or unsent.has_points()

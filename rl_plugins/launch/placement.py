@@ -1,7 +1,7 @@
-"""Who runs where: what each role asks of Ray, whether there is so much, and the placement groups that hold it.
+"""Roles of a run, the Ray resources of each role, and the placement groups to reserve the resources.
 
-Ray would wait for ever, and without a word, for what never comes. So what is needed is compared with what is there, and
-all of it is reserved before anything starts, within a deadline.
+Ray would wait silently and forever for resources beyond the cluster's. Therefore the needed resources are
+compared with the available resources, and are reserved within a deadline before any process starts.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ WORKERS = "training workers"
 ENGINES = "rollout engines"
 Resources = Mapping[str, float]
 _KINDS = ("CPU", "GPU")
-# To which Ray counts.
+# Decimal places of Ray's resource amounts.
 _DECIMALS = 4
-# Others may be about to give back what they use, such as an earlier run in this process.
+# An earlier run, for example in this process, may still be releasing its resources.
 _BUSY_S = 60.0
 _SAY_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
 class Role:
-    """Processes that are alike.
+    """Processes with the same task and the same resources.
 
     Attributes:
-        name: of the role.
-        count: how many there are.
-        cpus: Ray CPUs of each.
-        gpus: Ray GPUs of each.
-        strategy: how Ray lays their bundles over machines; None for processes that share the training workers' place.
-        options: that say how much it is.
+        name: Name of the role.
+        count: Number of processes.
+        cpus: Ray CPUs of one process.
+        gpus: Ray GPUs of one process.
+        strategy: Placement strategy of Ray for the bundles; None for processes on the GPUs of the training workers.
+        options: Options of the recipe for count and resources, for messages.
     """
 
     name: str
@@ -52,20 +52,20 @@ class Role:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one of them takes."""
+        """Resources of one process."""
         amounts = {"CPU": self.cpus, "GPU": self.gpus}
         return {kind: amount for kind, amount in amounts.items() if amount}
 
 
 def roles_of(config: RecipeConfig, device: str) -> list[Role]:
-    """Every role of a run on Ray.
+    """Return all roles of a run on Ray.
 
     Args:
-        config: the run's.
+        config: Configuration of the run.
         device: `cpu` or `cuda`.
 
     Raises:
-        ConfigError: engines that the placement cannot have.
+        ConfigError: The GPUs of the placement cannot hold the rollout engines or the critic.
     """
     placement, on_gpus = config.placement, device == "cuda"
     options = f"placement.num_workers={placement.num_workers}, placement.cpus_per_worker"
@@ -79,8 +79,9 @@ def roles_of(config: RecipeConfig, device: str) -> list[Role]:
         options += f", placement.{name}.gpus" if on_gpus else ""
         if name == "critic" and on_gpus and pool.actors > 1 and 0 < pool.gpus < 1:
             raise ConfigError(
-                f"placement.critic.actors={pool.actors}, placement.critic.gpus={pool.gpus:g}: processes that learn "
-                "together need a GPU each (NCCL): use placement.critic.gpus=1, or placement.critic.actors=1"
+                f"placement.critic.gpus={pool.gpus:g} cannot be used with placement.critic.actors={pool.actors}, "
+                "because several critic actors communicate with NCCL, and NCCL needs a whole GPU for each actor. "
+                "Set placement.critic.gpus=1 or placement.critic.actors=1"
             )
         roles.append(Role(name, pool.actors, pool.cpus, pool.gpus if on_gpus else 0.0, "PACK", options))
     return roles
@@ -94,28 +95,31 @@ def _engines(config: RecipeConfig, on_gpus: bool) -> Role:
         return Role(ENGINES, engines, cpus, size if on_gpus else 0, "PACK", f"{options}, placement.engine_cpus")
     if on_gpus and (engines > 1 or size > 1):
         raise ConfigError(
-            f"{options}: an engine that shares the training workers' GPUs is one on one GPU: add "
-            "placement.rollout=split for engines with GPUs of their own"
+            f"{options}: with placement.rollout=colocated, the training workers share a GPU with one rollout engine, "
+            "and the engine has one GPU. Set placement.rollout=split to give rollout engines their own GPUs"
         )
     gpus = config.placement.engine_gpus if on_gpus else 0.0
     return Role(ENGINES, engines, 0.0, gpus, None, f"{options}, placement.engine_gpus")
 
 
 def table(roles: Sequence[Role], nodes: Sequence[Resources]) -> list[str]:
-    """What is needed against what is there, for people."""
+    """Return the lines of a table of the needed and the available resources."""
     rows: list[tuple[str, ...]] = [("placement", "count", "CPUs", "GPUs", "machines")]
     for role in roles:
         where = role.strategy or f"with the {WORKERS}"
         rows.append((role.name, str(role.count), f"{role.cpus:g}", f"{role.gpus:g}", where))
-    for name, amounts in (("needed", needed(roles)), ("there is", summed(nodes))):
-        machines = f"{len(nodes)} in all" if name == "there is" else ""
+    for name, amounts in (("needed", needed(roles)), ("available", summed(nodes))):
+        machines = f"{len(nodes)} in all" if name == "available" else ""
         rows.append((name, "", *(f"{amounts[kind]:g}" for kind in _KINDS), machines))
     width = max(len(row[0]) for row in rows)
     return [f"{row[0]:<{width}} {row[1]:>5} {row[2]:>5} {row[3]:>5}  {row[4]}".rstrip() for row in rows]
 
 
 def needed(roles: Iterable[Role]) -> dict[str, float]:
-    """CPUs and GPUs of all roles, at least: shares of a GPU lie on one, and two of more than a half on two."""
+    """Return the smallest sufficient number of CPUs and GPUs for all roles.
+
+    A fraction of a GPU is always on one GPU. Two fractions above one half need two GPUs.
+    """
     listed = list(roles)
     whole = sum(role.count * role.gpus for role in listed if role.gpus >= 1)
     shares = [role for role in listed if 0 < role.gpus < 1]
@@ -125,21 +129,21 @@ def needed(roles: Iterable[Role]) -> dict[str, float]:
 
 
 def summed(nodes: Iterable[Resources]) -> dict[str, float]:
-    """CPUs and GPUs of all machines."""
+    """Return the sum of the CPUs and GPUs of all machines."""
     listed = list(nodes)
     return {kind: sum(node.get(kind, 0.0) for node in listed) for kind in _KINDS}
 
 
 def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> None:
-    """Refuse what cannot be placed on these machines, however it is laid out.
+    """Check if some layout of the roles fits on these machines.
 
     Args:
-        roles: what is needed.
-        nodes: what each machine has, whoever uses it now.
-        where: the machines, in words.
+        roles: Roles of the run.
+        nodes: All resources of each machine. Resources in use count as well.
+        where: Words for the machines, such as "the cluster".
 
     Raises:
-        ConfigError: says required and available, and which options to lower.
+        ConfigError: No layout fits. The message has the required and the available resources and the options to lower.
     """
     required, available = needed(roles), summed(nodes)
     for kind in _KINDS:
@@ -147,22 +151,22 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
             asking = [role for role in roles if role.bundle.get(kind)]
             parts = ", ".join(_part(role, kind) for role in asking)
             raise ConfigError(
-                f"the placement needs {required[kind]:g} {kind}s ({parts}), {where} has {available[kind]:g}: "
-                f"lower {'; '.join(role.options for role in asking)}; or use a larger cluster (RAY_ADDRESS), or one "
-                "that grows (placement.wait_for_nodes_s)"
+                f"the placement needs {required[kind]:g} {kind}s ({parts}), but {where} has {available[kind]:g}. "
+                f"Lower {'; '.join(role.options for role in asking)}; or use a larger cluster (RAY_ADDRESS), or wait "
+                "for a cluster that grows (placement.wait_for_nodes_s)"
             )
     for role in roles:
         whole = {kind: amount for kind, amount in needed([role]).items() if amount}
         alone = whole if role.strategy == "STRICT_PACK" else role.bundle
         if alone and not any(all(node.get(kind, 0.0) >= amount for kind, amount in alone.items()) for node in nodes):
             raise ConfigError(
-                f"{role.name}: {_words(alone)} must be on one machine, and no machine of {where} has so much: "
-                f"lower {role.options}"
+                f"{role.name}: {_words(alone)} must be on one machine, but no machine of {where} is large enough. "
+                f"Lower {role.options}"
             )
         if role.strategy == "STRICT_SPREAD" and role.count > len(nodes):
             raise ConfigError(
-                f"{role.name}: {role.count} of them must be on machines of their own, and {where} has {len(nodes)}: "
-                "lower placement.num_workers, or use placement.strategy=SPREAD"
+                f"placement.strategy=STRICT_SPREAD needs a separate machine for each of the {role.count} {role.name}, "
+                f"but {where} has {len(nodes)}. Lower placement.num_workers, or set placement.strategy=SPREAD"
             )
 
 
@@ -176,26 +180,26 @@ def _words(bundle: Resources) -> str:
 
 
 class Reservation:
-    """The placement groups of a run, one for each role that has a place of its own.
+    """Placement groups of a run: one for each role with its own resources.
 
     Args:
-        groups: role to its group.
+        groups: Placement group of each role by the name of the role.
     """
 
     def __init__(self, groups: dict[str, PlacementGroup]) -> None:
         self._groups = groups
 
     def wait(self, role: Role, run: str, start: float, deadline_s: float) -> None:
-        """Wait for the place of a role, and say so while it lasts.
+        """Wait until the resources of a role are reserved. Print a line every ten seconds.
 
         Args:
-            role: which.
-            run: name of the run.
-            start: since when, by `time.monotonic`.
-            deadline_s: how long.
+            role: Role to wait for.
+            run: Name of the run, for messages.
+            start: Start of the wait by `time.monotonic`.
+            deadline_s: Longest wait in seconds.
 
         Raises:
-            ConfigError: it did not come in time.
+            ConfigError: The resources were not free within the deadline.
         """
         import ray
 
@@ -206,16 +210,16 @@ class Reservation:
                 return
             free = ray.available_resources()
             there = ", ".join(f"{free.get(kind, 0.0):g} {kind}s" for kind in role.bundle)
-            waited, what = time.monotonic() - start, f"{role.count} x {_words(role.bundle)} for the {role.name}"
+            waited, wanted = time.monotonic() - start, f"{role.count} x {_words(role.bundle)} for the {role.name}"
             if waited >= deadline_s:
                 raise ConfigError(
-                    f"waited {waited:.0f} s for {what}: free in the cluster is {there}: lower {role.options}, wait "
-                    "until others have ended, or longer for new machines (placement.wait_for_nodes_s)"
+                    f"waited {waited:.0f} s for {wanted}, but the cluster has only {there} free. Lower {role.options}, "
+                    "wait until other jobs have ended, or wait longer for new machines (placement.wait_for_nodes_s)"
                 )
-            print(f"{run}: waiting for {what}, {waited:.0f} of {deadline_s:.0f} s; free now: {there}", flush=True)
+            print(f"{run}: waiting for {wanted}, {waited:.0f} of {deadline_s:.0f} s; free now: {there}", flush=True)
 
     def options(self, role: Role) -> list[dict[str, Any]]:
-        """Ray's options for each actor of a role: its bundle, and all that is in it."""
+        """Return Ray's options for each actor of a role: the whole bundle of the actor."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         own = {"num_cpus": role.cpus, "num_gpus": role.gpus}
@@ -228,28 +232,30 @@ class Reservation:
         ]
 
     def release(self, role: str) -> None:
-        """Give back what is held for a role."""
+        """Release the placement group of a role."""
         from ray.util import remove_placement_group
 
         remove_placement_group(self._groups.pop(role))
 
     def release_all(self) -> None:
-        """Give all back; what runs there ends."""
+        """Release all placement groups. Ray ends the processes in the groups."""
         for role in list(self._groups):
             self.release(role)
 
 
 @contextmanager
 def reserved(roles: Sequence[Role], run: str, wait_for_nodes_s: float = 0.0) -> Iterator[Reservation]:
-    """Hold a placement group for every role with a place of its own; the training workers' until Ray Train makes it.
+    """Reserve a placement group for every role with its own resources, and release all groups at the end.
+
+    The caller releases the group of the training workers earlier, because Ray Train makes its own group.
 
     Args:
-        roles: of the run.
-        run: its name, for messages.
-        wait_for_nodes_s: how long a cluster that grows may take.
+        roles: Roles of the run.
+        run: Name of the run, for messages.
+        wait_for_nodes_s: Longest wait for new machines in seconds.
 
     Raises:
-        ConfigError: the resources did not come in time.
+        ConfigError: The resources were not free within the deadline.
     """
     from ray.util import placement_group
 
@@ -270,28 +276,28 @@ def reserved(roles: Sequence[Role], run: str, wait_for_nodes_s: float = 0.0) -> 
 
 
 def alive_nodes() -> list[dict[str, Any]]:
-    """Ray's description of each machine of the cluster that can run something."""
+    """Return Ray's description of each living machine of the cluster with CPUs."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
 
 
 def weight_transport(transport: str, device: str, *, split: bool, hosts: int) -> str:
-    """The transport of weights that `rollout.transport` means on these machines.
+    """Return the transport of weights for a value of `rollout.transport` on these machines.
 
     Args:
-        transport: the option.
+        transport: Value of the option.
         device: `cpu` or `cuda`.
-        split: engines have devices of their own.
-        hosts: how many machines the cluster has.
+        split: True if rollout engines have their own devices.
+        hosts: Number of machines of the cluster.
 
     Raises:
-        ConfigError: shared memory between machines.
+        ConfigError: Shared memory is configured for a cluster of several machines.
     """
     if transport == "shared_memory" and hosts > 1:
         raise ConfigError(
-            f"rollout.transport=shared_memory: engines and training workers must be on one machine, and the cluster "
-            f"has {hosts}: use rollout.transport=gloo, or auto"
+            "rollout.transport=shared_memory needs the rollout engines and the training workers on one machine, but "
+            f"the cluster has {hosts} machines. Set rollout.transport=gloo or rollout.transport=auto"
         )
     if transport != "auto":
         return transport

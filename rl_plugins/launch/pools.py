@@ -1,4 +1,4 @@
-"""The pools of models that a configuration describes."""
+"""Pools of models of a configuration."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from rl_plugins.launch.placement import Reservation, Role
 from rl_plugins.models.pool_actor import PoolConfig
 
 Placed = tuple[PoolConfig, list[dict[str, Any]]]
-"""A pool, and Ray's options for each of its actors."""
+"""Configuration of a pool, and Ray's options for each actor of the pool."""
 
 
 def placed_pools(config: RecipeConfig, roles: list[Role], places: Reservation) -> dict[str, Placed]:
-    """Role to its pool, in its place."""
+    """Return each pool by role, with Ray's options for the reserved resources."""
     by_name = {role.name: role for role in roles}
     pools = pool_configs(config, {role.name: bool(role.gpus) for role in roles})
     return {pool.role: (pool, places.options(by_name[pool.role])) for pool in pools}
 
 
 def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConfig]:
-    """What the actors of each pool hold.
+    """Return the configuration of each pool.
 
     Args:
-        config: the run's.
-        on_gpu: by role, whether its actors have GPUs.
+        config: Configuration of the run.
+        on_gpu: For each role, true if the actors of the role have GPUs.
     """
     models = {
         "reward_model": config.reward_model.path,

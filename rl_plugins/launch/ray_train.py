@@ -1,5 +1,7 @@
-"""Ray Train runs the workers: the engines' actors come up beside them, a failed worker group starts again from the last
-checkpoint, and a cluster is used as it is (`ray job submit`) or started here.
+"""Launcher `ray`: Ray Train runs the training workers, and Ray actors run the rollout engines.
+
+Ray Train restarts a failed worker group from the last checkpoint. The run uses the cluster of RAY_ADDRESS, or starts
+Ray on this machine.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from rl_plugins.rollout.vllm.client import VLLMRollout
 
 _OBJECT_STORE_BYTES = 512 * 2**20
-# How long Ray Train waits for room for the workers before it counts a failure.
+# Ray Train counts a failure when the workers have no resources for this time.
 _ATTEMPT_S = 60
 
 
@@ -48,8 +50,8 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     """Train on Ray.
 
     Raises:
-        ConfigError: the cluster has fewer CPUs or GPUs than the placement needs, or a worker raised it.
-        RuntimeError: training failed more often than it may be restarted.
+        ConfigError: The cluster has fewer CPUs or GPUs than the placement needs, or a worker raised a `ConfigError`.
+        RuntimeError: Training failed more often than `placement.max_restarts` allows.
     """
     import ray
 
@@ -57,13 +59,12 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     device = resolve_device(config)
     environment = worker_environment(device)
     os.environ.update(environment)
-    # Ray would redraw the finished bar around every line that is printed later.
+    # Ray would draw the finished progress bar again around every later line.
     os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
     if not sys.stdout.isatty():
-        # Colours are for terminals.
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if not ray.is_initialized():
-        start_ray(config, environment)
+        start_ray(environment)
     placement, roles, nodes = config.placement, roles_of(config, device), [node["Resources"] for node in alive_nodes()]
     for line in table(roles, nodes):
         print(f"{config.run.name}: {line}", flush=True)
@@ -82,8 +83,8 @@ def _train(
     roles: list[Role],
     places: Reservation,
 ) -> None:
-    """Start all roles in their places."""
-    # Actors end with their last handle.
+    """Start all roles on the reserved resources and train."""
+    # Ray ends an actor when its last handle is gone, so this function keeps all handles.
     rollout = None
     for role in roles:
         if role.name == ENGINES:
@@ -96,7 +97,8 @@ def _train(
         from rl_plugins.models.pool_actor import start_pool
 
         placed = placed_pools(config, roles, places)
-        # The first training worker starts it: what it has learnt is of no use without the workers.
+        # The first training worker starts the critic's pool: after a restart of the workers, the pool must start again
+        # from the checkpoint, too.
         critic = placed.pop("critic", None)
         pools = {pool: start_pool(pool, options) for pool, options in placed.values()}
     import ray.train
@@ -121,7 +123,7 @@ def _train(
             "rollout": rollout,
             "pools": list(pools),
             "critic": critic,
-            # The bar is drawn here, on the driver.
+            # The driver draws the progress bar.
             "redraw_s": redraw_interval_s(),
             "started": psutil.Process().create_time(),
         },
@@ -135,13 +137,13 @@ def _train(
             resources_per_worker=resources,
             placement_strategy=placement.strategy,
         ),
-        # Ray types its second generation of Train as the first, which knows other options.
+        # The types are those of Ray Train V1, which has other options than V2.
         run_config=ray.train.RunConfig(  # type: ignore[call-arg]
             name=folder.path.name,
             storage_path=str(folder.path.parent),
             failure_config=FailureConfig(  # type: ignore[call-arg]
                 max_failures=placement.max_restarts,
-                # Ray Train would look for room for ever, and without a word, after a machine is lost.
+                # By default Ray Train would wait silently and forever for resources after a machine is lost.
                 controller_failure_limit=(placement.max_restarts + 1)
                 * max(1, math.ceil(placement.wait_for_nodes_s / _ATTEMPT_S)),
             ),
@@ -149,15 +151,15 @@ def _train(
             callbacks=[WorkerFailures(folder, placement.max_restarts)],  # type: ignore[list-item]
         ),
     )
-    # Ray Train would insist on the checkpoints that it knew before; what there is now is in the folder.
+    # Ray Train would require the checkpoints of its snapshot. The run's folder has the present checkpoints.
     (folder.path / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME).unlink(missing_ok=True)
-    # Ray Train makes a group of its own, as large as this one.
+    # Ray Train makes its own placement group of the same size.
     places.release(WORKERS)
     try:
         with stop_on_sigterm(folder), user_errors_unwrapped():
             trainer.fit()
     finally:
-        # Another run may follow in this process.
+        # Another run may follow in this process, and needs the resources.
         if rollout is not None:
             rollout.stop()
         for actors in pools.values():
@@ -166,8 +168,12 @@ def _train(
 
 
 def train_worker(arguments: dict[str, Any]) -> None:
-    """What each Ray Train worker runs."""
-    # DeepSpeed asks for it when it is imported; what the driver's process has set is for the driver.
+    """Train in one Ray Train worker.
+
+    Args:
+        arguments: Values of `train_loop_config` from the driver.
+    """
+    # DeepSpeed reads the variable at its import. The value of the driver's process may be wrong for a worker.
     os.environ["DS_ACCELERATOR"] = arguments["device"]
     import ray.train
     import torch
@@ -201,8 +207,8 @@ def train_worker(arguments: dict[str, Any]) -> None:
         pools.append(CriticPool(pool, options, rank))
     strategy = ray_strategy(config, rollout)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
-    # A restarted worker group goes on from the last checkpoint, not from where the run began. Ray Train learns of one
-    # some seconds after it was written, and other machines may see it later than rank 0's.
+    # A restarted worker group continues from the newest checkpoint in the folder. Ray Train hears of a checkpoint some
+    # seconds late. Rank 0 broadcasts the path, because other machines may see a new file later.
     written = broadcast(folder.latest_checkpoint())
     checkpoint = arguments["checkpoint"] if written is None else str(written)
     TrainingRun(
@@ -220,7 +226,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
 
 
 def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
-    """The strategy that the configuration describes; in a training worker."""
+    """Return the configured strategy. Call it in a training worker."""
 
     options = config.strategy
     common: dict[str, Any] = {
@@ -241,7 +247,7 @@ def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
 
 
 def resolve_device(config: RecipeConfig) -> str:
-    """`cpu` or `cuda`; `auto` takes CUDA where the cluster has GPUs."""
+    """Return `cpu` or `cuda`. `placement.device=auto` selects CUDA if the cluster has GPUs."""
     if config.placement.device != "auto":
         return config.placement.device
     import ray
@@ -249,28 +255,32 @@ def resolve_device(config: RecipeConfig) -> str:
     if ray.is_initialized():
         return "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
     if os.environ.get("RAY_ADDRESS"):
-        start_ray(config, worker_environment("cuda"))
+        start_ray(worker_environment("cuda"))
         return "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
     return "cuda" if local_gpus() else "cpu"
 
 
 def worker_environment(device: str) -> dict[str, str]:
-    """Environment variables of the training workers."""
+    """Return the environment variables of the training workers."""
     variables = {"TOKENIZERS_PARALLELISM": "false", "RAY_TRAIN_V2_ENABLED": "1"}
     if device == "cpu":
         variables["OMP_NUM_THREADS"] = "1"
-    # Deprecations inside the libraries are for their authors.
+    # Users can do nothing about deprecations inside libraries.
     variables["PYTHONWARNINGS"] = "ignore::FutureWarning,ignore::DeprecationWarning"
     variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    # A print is a print: Ray Train would make a log record of it, which no redirection of stdout holds back.
+    # Ray Train would turn each print into a log record, and a redirection of stdout has no effect on log records.
     variables["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
     if extensions := os.environ.get("TORCH_EXTENSIONS_DIR"):
         variables["TORCH_EXTENSIONS_DIR"] = extensions
     return variables
 
 
-def start_ray(config: RecipeConfig, environment: dict[str, str]) -> None:
-    """Connect to the cluster that RAY_ADDRESS names (jobs have it), or start one on this machine."""
+def start_ray(environment: dict[str, str]) -> None:
+    """Connect to the cluster of RAY_ADDRESS, which is set in Ray jobs, or start Ray on this machine.
+
+    Args:
+        environment: Environment variables of all Ray processes. A start on this machine adds variables.
+    """
     import logging
 
     import ray
@@ -278,20 +288,20 @@ def start_ray(config: RecipeConfig, environment: dict[str, str]) -> None:
     options: dict[str, Any] = {
         "runtime_env": {"env_vars": environment},
         "logging_level": logging.ERROR,
-        # Warnings of Ray's own helpers are about Ray, not about the run.
+        # Warnings of Ray's helper processes do not concern the run.
         "logging_config": ray.LoggingConfig(encoding="TEXT", log_level="ERROR"),
     }
     if not os.environ.get("RAY_ADDRESS"):
-        # Ray Train asks the state API of the dashboard whether its controller lives, and without an address it asks
-        # any Ray on this machine: another one answers no, and the workers are killed.
+        # Ray Train asks the state API of the dashboard if its controller is alive. Without an address it may ask
+        # another Ray on this machine, which does not know the controller, and then the workers are killed.
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
-        # Nobody takes this machine away node by node, and Ray calls its own watcher for that an error.
+        # A local Ray has no nodes that could be preempted, and Ray reports an error for the watcher.
         environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
         options |= {
-            # Not the cluster that someone happens to have started on this machine.
+            # Without this value Ray would connect to a cluster that already runs on this machine.
             "address": "local",
             "include_dashboard": True,
             "dashboard_port": port,
@@ -301,7 +311,7 @@ def start_ray(config: RecipeConfig, environment: dict[str, str]) -> None:
 
 
 def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
-    """The engines that the configuration describes; Ray is up."""
+    """Return the configured rollout engines. Ray must be initialized."""
     from rl_plugins.rollout.vllm.client import VLLMRollout
     from rl_plugins.rollout.vllm.config import VLLMConfig
 

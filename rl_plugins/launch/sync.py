@@ -19,7 +19,7 @@ from rl_plugins.report.page import write_report
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tracking.loggers import MLflowTracking
 from rl_plugins.tracking.run import TrackedRun
-from rl_plugins.tracking.store import check_store, import_mlflow
+from rl_plugins.tracking.store import check_store, import_mlflow, open_client
 
 
 def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
@@ -65,12 +65,11 @@ def _check_is_mlflow(uri: str) -> None:
         ConfigError: The address is not the address of an MLflow store.
     """
     import_mlflow()
-    from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
-        MlflowClient(uri).search_experiments(max_results=1)
+        open_client(uri).search_experiments(max_results=1)
     except (MlflowException, SQLAlchemyError, OSError) as error:
         raise ConfigError(f"--uri {uri}: no MLflow store answers there ({str(error).splitlines()[0]})") from None
 

@@ -1,4 +1,4 @@
-"""What only a trial can tell: rewards are called, prompts measured and the algorithm run, each on a few samples."""
+"""Checks on a few samples: call the reward, try the chat template, and run the algorithm."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from rl_plugins.config.data import CurriculumConfig
     from rl_plugins.data.parquet import PromptRows, Row
     from rl_plugins.rewards.records import Message
 
 _REWARD_DEADLINE_S = 10.0
 _PROMPTS_MEASURED = 1000
-# An environment has something to say to it.
+# A response without an answer, so that an environment replies.
 _NO_ANSWER = "?"
 
 
 def check_prompts(config: RecipeConfig) -> None:
-    """Read every row once; try the reward on one row of each data source; measure prompts.
+    """Read every row once, call the reward for one row of each data source, and measure prompts.
 
     Raises:
-        ConfigError: a file or row is malformed, there are too few rows, a data source has no reward or its reward
-            fails, or prompts are too long or refused by the chat template.
+        ConfigError: A file or a row is wrong, there are too few rows, a data source has no reward, a reward fails, or a
+            prompt is too long or refused by the chat template.
     """
     import numpy as np
 
@@ -45,7 +44,8 @@ def check_prompts(config: RecipeConfig) -> None:
     train, firsts = load_parts(source, train_columns)
     if len(train) < needed:
         raise ConfigError(
-            f"the training data has {len(train)} rows, fewer than batch.prompts_per_step={needed}: lower it or add data"
+            f"the training data has {len(train)} rows, fewer than batch.prompts_per_step={needed}. Lower "
+            "batch.prompts_per_step, or add data"
         )
     if data.mixture or data.curriculum.share:
         size = {"prompts_per_step": needed, "seed": config.run.seed}
@@ -53,7 +53,7 @@ def check_prompts(config: RecipeConfig) -> None:
         if data.curriculum.share:
             Curriculum(mixture, data.curriculum, kept=np.arange(len(train)), **size)
     validation = load_rows(data.val_files, val_columns) if data.val_files else None
-    # Rows whose responses are generated, and so scored.
+    # The reward scores the responses to these rows.
     scored = [train] if config.stage in SAMPLING_STAGES else []
     scored += [validation] if validation and config.generates else []
     replies = _check_rewards(config, chain.from_iterable(scored))
@@ -63,7 +63,7 @@ def check_prompts(config: RecipeConfig) -> None:
 
 
 def columns_of(config: RecipeConfig) -> tuple[Sequence[str], Sequence[str]]:
-    """The columns that rows must have, to train on and to validate on: a reward only where something is scored."""
+    """Return the necessary columns of training rows and of validation rows. Only scored rows need a reward."""
     from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS
 
     given = config.stage in GIVEN_RESPONSE_STAGES
@@ -71,10 +71,10 @@ def columns_of(config: RecipeConfig) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def training_data(config: RecipeConfig) -> Any:
-    """What the data module of the stage is to train on.
+    """Return the training data for the data module of the stage.
 
     Raises:
-        ConfigError: nothing is named, or the custom data set cannot be made.
+        ConfigError: The recipe names no training data, or the custom data set cannot be built.
     """
     data = config.data
     if data.dataset is not None:
@@ -86,35 +86,32 @@ def training_data(config: RecipeConfig) -> Any:
     return list(data.train_files)
 
 
-def curriculum_config(config: RecipeConfig) -> CurriculumConfig:
-    """The settings of a curriculum that is on."""
-    from rl_plugins.config.data import CurriculumConfig
-
-    return CurriculumConfig(**vars(config.data.curriculum))
-
-
 def instantiate_node(option: str, node: Any) -> Any:
     """Build the object of a `_target_` node.
 
     Raises:
-        ConfigError: the target does not exist, or refuses its arguments; the message begins with the option.
+        ConfigError: The target does not exist, or refuses its arguments. The message begins with the option.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
     if not isinstance(node, Mapping) or "_target_" not in node:
-        raise ConfigError(f"{option}: must be a mapping with _target_, the class that it describes")
+        raise ConfigError(f"{option} must be a mapping with the key _target_, the path of a class or function")
     try:
         return instantiate(node, _convert_="all")
     except InstantiationException as error:
-        # Hydra's message ends with the key of the failed inner node, if any.
+        # Hydra's message ends with the key of the inner node, if an inner node failed.
         key = re.search(r"^full_key: (.+)$", str(error), re.MULTILINE)
         where = f"{option}.{key[1]}" if key else option
         raise ConfigError(f"{where}: {' '.join(str(error.__cause__ or error).split())}") from None
 
 
 def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
-    """Call the reward once for each data source; returns what environments say to the policy."""
+    """Call the reward once for each data source.
+
+    Returns:
+        Replies of environments to the policy.
+    """
     from rl_plugins.rewards.inline import check_reward
     from rl_plugins.rewards.records import ScoringRequest
     from rl_plugins.rewards.routing import check_routes
@@ -128,28 +125,28 @@ def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
     check_routes(config.reward.functions, first_of_source)
     for source, row in first_of_source.items():
         ground_truth = row["reward_model"].get("ground_truth")
-        # A right answer is the response that every reward should be able to read.
+        # Every reward should be able to read the correct answer.
         request = ScoringRequest(source, str(ground_truth), ground_truth, row["extra_info"], row["prompt"])
         deadline_s = min(config.reward.deadline_s, _REWARD_DEADLINE_S)
         score = check_reward(config.reward.functions, request, deadline_s=deadline_s)
         if config.environment.max_turns > 1:
             first_turn = replace(request, turns_left=config.environment.max_turns - 1)
             for response in (first_turn.solution_str, _NO_ANSWER):
-                said = replace(first_turn, solution_str=response)
-                reply = check_reward(config.reward.functions, said, deadline_s=deadline_s).reply
+                trial = replace(first_turn, solution_str=response)
+                reply = check_reward(config.reward.functions, trial, deadline_s=deadline_s).reply
                 replies += [] if reply is None else [reply]
-        for option, name in _looked_at(config.algorithm):
+        for option, name in _details_used(config.algorithm):
             if name not in score.details:
-                there = ", ".join(score.details) or "nothing"
+                returned = ", ".join(score.details) or "nothing"
                 raise ConfigError(
-                    f"{option} names {name!r}, and the reward of data_source {source!r} returns {there} beside its "
-                    "score: choose another reward, such as reward=correct_and_format, or other names"
+                    f"{option} names {name!r}, but the reward of data_source {source!r} returns {returned} beside its "
+                    "score. Choose another reward, such as reward=correct_and_format, or other names"
                 )
     return replies
 
 
-def _looked_at(algorithm: Any) -> list[tuple[str, str]]:
-    """The numbers beside the score that the algorithm looks at, with the options that name them."""
+def _details_used(algorithm: Any) -> list[tuple[str, str]]:
+    """Return the used details of scores: pairs of an option of the algorithm and the name of a detail."""
     node = algorithm if isinstance(algorithm, Mapping) else {}
     names = [("algorithm.reward_components", name) for name in node.get("reward_components") or ()]
     metric = (node.get("group_filter") or {}).get("metric")
@@ -157,9 +154,13 @@ def _looked_at(algorithm: Any) -> list[tuple[str, str]]:
 
 
 def _check_lengths(config: RecipeConfig, rows: PromptRows, replies: Iterable[Message]) -> None:
-    """Measure the prompts with the most or the fewest characters, so that a large data set takes no longer.
+    """Try the chat template, and measure prompts in tokens.
 
-    The chat template is tried on every order of roles, and on what environments have said.
+    The template is tried on every order of roles, and on the replies of environments. Only the prompts with the most or
+    the fewest characters are measured, to limit the time for a large data set.
+
+    Raises:
+        ConfigError: The template refuses messages, or a prompt is too long.
     """
     import numpy as np
     from transformers import PreTrainedTokenizerFast
@@ -173,7 +174,7 @@ def _check_lengths(config: RecipeConfig, rows: PromptRows, replies: Iterable[Mes
     )
 
     limit, refuse = config.data.max_prompt_tokens, config.data.overlong_prompts == "error"
-    # Not AutoTokenizer, whose import takes several seconds; the token ids are not used.
+    # The import of AutoTokenizer would take several seconds. The token ids are not used.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
     check_chat_template(tokenizer)
     if config.environment.max_turns > 1:
@@ -208,32 +209,32 @@ def _characters(messages: Iterable[Mapping[str, Any]]) -> int:
 
 
 def check_pools(config: RecipeConfig) -> None:
-    """Refuse a pool that holds a model which the algorithm never asks.
+    """Check if the algorithm uses every pool.
 
     Raises:
-        ConfigError: names the pool.
+        ConfigError: The algorithm does not use the model of a pool. The message names the pool.
     """
     needs = instantiate_node("algorithm", config.algorithm).needs
-    asked = {
+    inputs_of_role = {
         "reference": {"ref_log_probs_BT"},
         "teacher": {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"},
         "critic": {"values_BT"},
     }
-    for role, names in asked.items():
+    for role, names in inputs_of_role.items():
         actors = getattr(config.placement, role).actors
         if actors and not needs & names:
             raise ConfigError(
-                f"placement.{role}.actors={actors}: this algorithm never asks a {role}: leave the pool out, or choose "
-                "another algorithm"
+                f"placement.{role}.actors={actors}: this algorithm uses no {role}. Leave placement.{role}.actors out, "
+                "or choose another algorithm"
             )
 
 
 def check_algorithm(config: RecipeConfig) -> None:
-    """Build the algorithm, check its options' types, and run it on two made-up groups of two samples.
+    """Build the algorithm, check the types of its options, and run it on two made-up groups of two samples.
 
     Raises:
-        ConfigError: an unknown name or option, a value of the wrong type or outside its range, or sampling that it
-            cannot be used with.
+        ConfigError: A name or an option is unknown, a value has the wrong type or is outside its range, or the
+            algorithm cannot be used with the sampling options.
     """
     import torch
 
@@ -241,7 +242,7 @@ def check_algorithm(config: RecipeConfig) -> None:
     from rl_plugins.algorithms.algorithm import Algorithm
     from rl_plugins.config.sampling import SamplingConfig
     from rl_plugins.launch.algorithm_options import check_option_types
-    from rl_plugins.stages.comparable import check_comparable
+    from rl_plugins.stages.off_policy import check_comparable
 
     algorithm: Algorithm = instantiate_node("algorithm", config.algorithm)
     check_option_types(algorithm)

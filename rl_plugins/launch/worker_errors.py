@@ -1,7 +1,8 @@
-"""Errors of Ray Train workers: a `UserError` ends the run at once; other errors are printed, saved, and retried.
+"""Errors of Ray Train workers: a `UserError` ends the run. After other errors the workers restart.
 
-Ray Train would restart the workers after a `UserError`, which corrects nothing, and print the traceback of every
-worker. Ray Train does not retry after a `ControllerError`. After other errors it restarts the workers silently.
+By default Ray Train restarts the workers after every error, which cannot correct a `UserError`, and prints the
+traceback of every worker. Ray Train does not restart the workers after a `ControllerError`. Ray Train restarts the
+workers silently, so `WorkerFailures` prints and saves each error.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _SHOWN = 300
 
 
 class WorkerFailures(UserCallback):
-    """Runs in Ray Train's controller: no restart after a `UserError`, and a message for every other restart.
+    """Callback in Ray Train's controller: no restart after a `UserError`, and a message for every other restart.
 
     Args:
-        folder: of the run.
-        max_restarts: failures after which the workers start again; the error of a later one reaches the user.
+        folder: Folder of the run.
+        max_restarts: Number of failures with a restart. Ray Train raises the error of the next failure.
     """
 
     def __init__(self, folder: RunFolder, max_restarts: int) -> None:
@@ -35,7 +36,7 @@ class WorkerFailures(UserCallback):
     @override
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
         for error in worker_exceptions.values():
-            # Ray Train hands over the worker's exception together with its traceback.
+            # Ray Train wraps the worker's exception together with the traceback.
             cause = getattr(error, "_base_exc", error)
             if isinstance(cause, UserError):
                 raise ControllerError(cause)
@@ -49,15 +50,15 @@ class WorkerFailures(UserCallback):
         cause = getattr(error, "_base_exc", error)
         said = " ".join(f"{type(cause).__name__}: {cause}".split())[:_SHOWN]
         line = (
-            f"training worker {rank} failed ({said}): the workers start again from "
+            f"training worker {rank} failed ({said}). The workers start again from "
             f"{newest.name if newest else 'the beginning'}, restart {self._failures} of {self._max_restarts}"
         )
         self._folder.add_failure(line, "\n".join(f"worker {one}:\n{error}" for one, error in worker_exceptions.items()))
-        print(f"{self._folder.path.name}: {line}; more in {self._folder.failures}", flush=True)
+        print(f"{self._folder.path.name}: {line}. For tracebacks see {self._folder.failures}", flush=True)
 
 
 def without_traceback(train: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-    """The function of a worker; Ray Train logs no traceback when it raises a UserError."""
+    """Return the function of a worker, changed so that Ray Train logs no traceback of a `UserError`."""
 
     @functools.wraps(train)
     def run(arguments: dict[str, Any]) -> None:
@@ -72,7 +73,7 @@ def without_traceback(train: Callable[[dict[str, Any]], None]) -> Callable[[dict
 
 @contextmanager
 def user_errors_unwrapped() -> Iterator[None]:
-    """Raise the UserError that `WorkerFailures` found instead of Ray Train's error around it."""
+    """Raise the `UserError` that `WorkerFailures` found, instead of Ray Train's `ControllerError`."""
     try:
         yield
     except ControllerError as error:

@@ -148,6 +148,11 @@ class GroupRequest:
         return sampling if self.max_tokens is None else replace(sampling, max_tokens=self.max_tokens)
 
 
+def seed_of(*place: int) -> int:
+    """Return the seed of a sample from the numbers that identify the sample, such as its prompt and its turn."""
+    return int(np.random.SeedSequence(place).generate_state(1)[0]) >> 1
+
+
 class GroupSampler(Protocol):
     """Asynchronous sampling of groups of responses."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.value_loss import value_loss
-from rl_plugins.data.experience import Experience
+from rl_plugins.data.experience import Experience, filled
 from rl_plugins.stages.metrics import TokenMetrics
 
 
@@ -52,11 +52,10 @@ class ValueObjective:
         """
         for position, indices in enumerate(micro_batches):
             micro = mini_batch[indices].trimmed().to(device)
-            assert micro.values is not None and micro.returns is not None, "the parts of the step ran out of order"
             loss_BT, measured = value_loss(
                 values_BT=values_of(micro),
-                old_values_BT=micro.values,
-                returns_BT=micro.returns,
+                old_values_BT=filled(micro.values),
+                returns_BT=filled(micro.returns),
                 response_mask_BT=micro.response_mask,
                 clip=self.clip,
             )

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.algorithms.kl import KLController
+from rl_plugins.algorithms.coefficients import KLController
 from rl_plugins.algorithms.rollout_correction import diagnostics
 from rl_plugins.config.sampling import Schedule
-from rl_plugins.data.experience import Experience
-from rl_plugins.stages.fields import filled, named_tensors
+from rl_plugins.data.experience import Experience, filled
 from rl_plugins.stages.forward_passes import ForwardPasses
+from rl_plugins.stages.off_policy import ratio_to_rollout
 from rl_plugins.stages.process_rewards import ProcessRewards
 from rl_plugins.strategies.contract import POLICY, REFERENCE, TEACHER
 
@@ -155,16 +155,6 @@ class ExperienceMaker:
             )
 
 
-def ratio_to_rollout(algorithm: Algorithm, schedule: Schedule) -> bool:
-    """Return True if the loss compares the policy with the policies that sampled.
-
-    Otherwise the loss compares it with the policy before the update. The policies that sampled are compared if
-    the algorithm says so, or if samples are stale and nothing else corrects for their age.
-    """
-    correction = algorithm.rollout_correction
-    return correction.bypass or (schedule.max_staleness > 0 and not correction.decoupled)
-
-
 def shape_rewards(samples: Experience, algorithm: Algorithm) -> None:
     """Change `scores` as the algorithm's reward shaping says."""
     samples.scores = algorithm.shaping.shaped(
@@ -173,3 +163,30 @@ def shape_rewards(samples: Experience, algorithm: Algorithm) -> None:
         groups_B=samples.groups,
         valid_B=samples.valid,
     )
+
+
+def named_tensors(batch: Experience) -> dict[str, Tensor | None]:
+    """Return the tensors of a batch by input name, such as `scores_B`; see `rl_plugins.algorithms.inputs`."""
+    return {
+        "scores_B": batch.scores,
+        "baseline_rewards_B": batch.baseline_scores,
+        "component_rewards_BK": batch.component_scores,
+        "groups_B": batch.groups,
+        "valid_B": batch.valid,
+        "response_lengths_B": batch.response_lengths,
+        "response_mask_BT": batch.response_mask,
+        "rollout_log_probs_BT": batch.rollout_log_probs,
+        "old_log_probs_BT": batch.old_log_probs,
+        "ref_log_probs_BT": batch.ref_log_probs,
+        "teacher_log_probs_BT": batch.teacher_log_probs,
+        "teacher_top_log_probs_BTK": batch.teacher_top_log_probs,
+        "entropy_BT": batch.entropy,
+        "sum_pi_squared_BT": batch.sum_pi_squared,
+        "values_BT": batch.values,
+        "process_rewards_BT": batch.process_rewards,
+        "rollout_weights_BT": batch.rollout_weights,
+        "advantages_BT": batch.advantages,
+        "returns_BT": batch.returns,
+        "loss_mask_BT": batch.loss_mask,
+        "selected_BT": batch.selected,
+    }

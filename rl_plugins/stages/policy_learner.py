@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from rl_plugins.algorithms.algorithm import Algorithm, EntropyController
-from rl_plugins.algorithms.kl import KLController
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.coefficients import EntropyController, KLController
 from rl_plugins.algorithms.masked import sequence_means
 from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
 from rl_plugins.config.models import CriticConfig
 from rl_plugins.config.sampling import Schedule
-from rl_plugins.data.experience import Experience
+from rl_plugins.data.experience import Experience, filled
 from rl_plugins.errors import ConfigError
 from rl_plugins.stages.critic import explained_variance, value_objective
 from rl_plugins.stages.critic_pool import CriticPool
-from rl_plugins.stages.experience_maker import ratio_to_rollout
-from rl_plugins.stages.fields import filled, named_tensors
+from rl_plugins.stages.experience_maker import named_tensors
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
+from rl_plugins.stages.off_policy import ratio_to_rollout
 from rl_plugins.stages.rollouts import step_seed
 from rl_plugins.strategies.contract import CRITIC, POLICY
 

@@ -18,16 +18,17 @@ from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelC
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.data.sampler import PromptSource
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.rewards.inline import Reward, default_scorer
-from rl_plugins.stages.comparable import check_comparable
 from rl_plugins.stages.critic import value_objective
 from rl_plugins.stages.critic_learner import CriticTraining
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.experience_maker import ExperienceMaker
+from rl_plugins.stages.off_policy import check_comparable
 from rl_plugins.stages.policy_learner import PolicyLearner
 from rl_plugins.stages.process_rewards import (
     PROCESS_REFERENCE,
@@ -35,7 +36,6 @@ from rl_plugins.stages.process_rewards import (
     ProcessRewardConfig,
     ProcessRewards,
 )
-from rl_plugins.stages.prompt_source import PromptSource
 from rl_plugins.stages.rollouts import Rollouts
 from rl_plugins.stages.sampling import PromptSampler, conversations_with, greedy, with_stop_token
 from rl_plugins.stages.scoring import RewardModelScorer, SampleScorer, Scorer
@@ -299,7 +299,7 @@ class PolicyOptimization(Stage):
         seconds = time.perf_counter() - start
         metrics |= {f"train/{name}": value for name, value in self.experience.metrics.items()}
         metrics |= self.rollouts.metrics(batch, self.step, seconds)
-        self.end_step(metrics | self.prompts.report(self.rollouts.sampled))
+        self.end_step(metrics | self.prompts.report(self.rollouts.sampled.group_results()))
 
     def update(self, batch: Experience) -> dict[str, float]:
         """Take the optimizer steps of a step; return its metrics, averaged over all ranks."""

@@ -18,13 +18,13 @@ from rl_plugins.algorithms.preference_losses import PreferenceLoss
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.data.sampler import PromptSource
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.preference_examples import PreferenceExamples, best_against_worst, preference_examples
 from rl_plugins.stages.preference_learner import PreferenceLearner, PreferenceObjective
-from rl_plugins.stages.prompt_source import PromptSource
 from rl_plugins.stages.sampling import PromptSampler, conversations_with, greedy, sample_rows, with_stop_token
 from rl_plugins.stages.scoring import SampleScorer, Scorer
 from rl_plugins.stages.stage import Stage, StageArguments, comes_with_adapter
@@ -172,7 +172,7 @@ class OnlinePreferenceOptimization(PreferenceOptimization):
         seconds = time.perf_counter() - start
         ranks = self.strategy.ranks
         metrics |= sampled.averages("train", ranks.sum, ranks.gather, seconds)
-        self.end_step(metrics | self.prompts.report(sampled))
+        self.end_step(metrics | self.prompts.report(sampled.group_results()))
 
     def collect(self, prompts: PromptBatch, sampled: SampleMetrics) -> list[PreferenceExamples]:
         """Sample, score and pair responses; return the pairs of each update. Collective.

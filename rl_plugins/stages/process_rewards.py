@@ -28,10 +28,9 @@ from rl_plugins.algorithms.implicit_process_reward import (
     process_rewards,
 )
 from rl_plugins.config.models import OptimizerConfig
-from rl_plugins.data.experience import Experience
+from rl_plugins.data.experience import Experience, filled
 from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.stages.fields import filled
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import mean_over_ranks
 

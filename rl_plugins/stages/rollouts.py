@@ -9,13 +9,12 @@ from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.sampling import SamplingConfig, Schedule
-from rl_plugins.data.experience import Experience
+from rl_plugins.data.experience import Experience, filled
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import DataError
 from rl_plugins.rewards.records import Score
 from rl_plugins.stages.balancing import GroupBuffer, resample_over_ranks
 from rl_plugins.stages.experience_maker import shape_rewards
-from rl_plugins.stages.fields import filled
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.sampling import PromptSampler, ShownSamples, greedy, sample_rows
 from rl_plugins.stages.scheduled_sampler import ScheduledSampler

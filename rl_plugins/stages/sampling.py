@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.records import Score
-from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine
-from rl_plugins.stages.conversations import Conversations, Opening
+from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, seed_of
 from rl_plugins.stages.scoring import Scorer, scoring_request
-from rl_plugins.stages.seeds import seed_of
 from rl_plugins.strategies.contract import Strategy
 
 if TYPE_CHECKING:

@@ -17,10 +17,9 @@ from rl_plugins.config.sampling import SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import EngineLost
-from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine
+from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, seed_of
 from rl_plugins.stages.balancing import even_order, gather_sets, redistribute_groups
 from rl_plugins.stages.sampling import PromptSampler
-from rl_plugins.stages.seeds import seed_of
 from rl_plugins.stages.trajectory_queue import Group, TrajectoryQueue, together
 from rl_plugins.strategies.rollout_phase import MAX_LOSSES, lost_too_often
 

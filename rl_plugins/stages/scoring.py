@@ -11,12 +11,11 @@ from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import RewardModelConfig
-from rl_plugins.data.experience import Experience
+from rl_plugins.data.experience import Experience, filled
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import last_token_scores
+from rl_plugins.rewards.conversations import Conversations
 from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate, failed
-from rl_plugins.stages.conversations import Conversations
-from rl_plugins.stages.fields import filled
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.strategies.contract import REWARD_MODEL
 from rl_plugins.strategies.phases import PhaseLog

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypedDict
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -28,7 +29,6 @@ from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.optimizer import only_one
 from rl_plugins.stages.sampling import ShownSamples
-from rl_plugins.stages.trainer_flags import check_trainer, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
 
@@ -122,8 +122,8 @@ class Stage(LightningModule):
     @override
     def configure_callbacks(self) -> Any:
         # Lightning calls this hook before it refuses flags in manual optimization.
-        check_trainer(self.trainer)
-        self._trainers_clip = take_gradient_clip(self.trainer)
+        _check_trainer(self.trainer)
+        self._trainers_clip = _take_gradient_clip(self.trainer)
         return super().configure_callbacks()
 
     @override
@@ -414,3 +414,34 @@ def _own_tokenizer(model: str | nn.Module) -> Any:
     if not name:
         raise ConfigError(f"{type(model).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=...")
     return load_tokenizer(name)
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Refuse flags and callbacks of the trainer that a stage does not support.
+
+    In manual optimization, Lightning itself would refuse some flags, and some callbacks would do nothing.
+
+    Raises:
+        ConfigError: a flag or a callback is not supported; the message gives the replacement.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigError(
+                f"{type(callback).__name__} copies the whole module before its models are loaded and sharded, and the "
+                "rollout engine would not see its weights: use rl_plugins.callbacks.averages.PolicyAverage"
+            )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): a stage accumulates over its own "
+            "micro-batches: leave the flag out, and bound their size with tokens_per_micro_batch"
+        )
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+        raise ConfigError(
+            "Trainer(gradient_clip_algorithm='value'): a stage clips by norm only: leave the flag out, or use 'norm'"
+        )
+
+
+def _take_gradient_clip(trainer: Any) -> float | None:
+    """Return the trainer's bound on gradient norms, and clear the flag, which Lightning would refuse."""
+    bound, trainer.gradient_clip_val = trainer.gradient_clip_val, None
+    return None if bound is None else float(bound)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.tracking.run import TrackedRun
-from rl_plugins.tracking.store import check_store, import_mlflow, use_store
+from rl_plugins.tracking.store import check_store, import_mlflow, open_client, use_store
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -162,13 +162,12 @@ def fetch_model(option: str, uri: str, store: str, cache: Path) -> Path:
         )
     check_store(store)
     import_mlflow()
-    import mlflow
     from mlflow.exceptions import MlflowException
 
     use_store(store)
     try:
         if registered is not None:
-            client, name = mlflow.MlflowClient(store), registered["name"]
+            client, name = open_client(store), registered["name"]
             version = (
                 client.get_model_version(name, registered["version"])
                 if registered["version"]

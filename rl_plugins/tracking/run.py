@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tracking.provenance import describe_file
-from rl_plugins.tracking.store import DELETED, find_experiment, use_store
+from rl_plugins.tracking.store import DELETED, find_experiment, open_client, use_store
 from rl_plugins.tracking.unsent_metrics import Point
 
 if TYPE_CHECKING:
@@ -91,10 +91,8 @@ def open_run(uri: str, experiment: str, folder: RunFolder, description: RunDescr
     Raises:
         ConfigError: the store has no run of this id, or the run or its experiment is deleted.
     """
-    import mlflow
-
     use_store(uri)
-    client = mlflow.MlflowClient(uri)
+    client = open_client(uri)
     id_file = folder.tracking_run
     if id_file.is_file():
         run = _existing_run(client, id_file)

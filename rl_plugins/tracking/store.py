@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
+
+from filelock import FileLock
 
 from rl_plugins.errors import ConfigError
 
@@ -18,6 +21,8 @@ DELETED = "deleted"
 """Lifecycle stage of a deleted experiment or run."""
 
 _CONNECT_TIMEOUT_S = 3.0
+_OPEN_TIMEOUT_S = 120.0
+_SQLITE = "sqlite:///"
 _STORE_VARIABLE = "MLFLOW_TRACKING_URI"
 
 
@@ -68,13 +73,29 @@ def check_store(uri: str) -> None:
                 "server (mlflow server), correct tracking.uri or MLFLOW_TRACKING_URI, or switch tracking off with "
                 "tracking.enabled=false"
             ) from None
-    elif url.scheme == "sqlite":
-        folder = Path(uri.removeprefix("sqlite:///")).parent
+    elif (file := _sqlite_file(uri)) is not None:
+        folder = file.parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ConfigError(
                 f"MLflow store {uri}: the folder {folder} does not exist or cannot be written: make the folder, or "
                 "leave out tracking.uri and MLFLOW_TRACKING_URI for a file in run.output_dir"
             )
+
+
+def open_client(uri: str) -> MlflowClient:
+    """Return a client of a store. MLflow makes or updates the tables of an SQLite file when the client is made.
+
+    MLflow has no lock for this work, and two processes that do it at once damage the file. So a process waits until no
+    other process opens the file.
+
+    Raises:
+        TimeoutError: another process has the lock for too long.
+    """
+    from mlflow import MlflowClient
+
+    file = _sqlite_file(uri)
+    with nullcontext() if file is None else FileLock(f"{file}.lock", timeout=_OPEN_TIMEOUT_S):
+        return MlflowClient(uri)
 
 
 def use_store(uri: str) -> None:
@@ -115,7 +136,10 @@ def _artifact_location(uri: str) -> str | None:
 
     For SQLite, MLflow's default is the working directory, and the working directory of a Ray worker is temporary.
     """
-    prefix = "sqlite:///"
-    if not uri.startswith(prefix):
-        return None
-    return (Path(uri.removeprefix(prefix)).absolute().parent / "mlartifacts").as_uri()
+    file = _sqlite_file(uri)
+    return None if file is None else (file.absolute().parent / "mlartifacts").as_uri()
+
+
+def _sqlite_file(uri: str) -> Path | None:
+    """Return the file of an SQLite store, or None for a server."""
+    return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None

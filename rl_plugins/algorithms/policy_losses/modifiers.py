@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 from torch import Tensor
 
-from rl_plugins.algorithms.checks import check_not_negative, check_share
+from rl_plugins.algorithms.checks import check_share
 from rl_plugins.algorithms.inputs import Collective, one_rank
 from rl_plugins.algorithms.masked import largest, zero_masked
 
@@ -94,84 +91,3 @@ def positive_nll(*, log_probs_BT: Tensor, is_positive_B: Tensor, response_mask_B
     Source: VAPO, https://arxiv.org/abs/2504.05118, the language-model loss on positive examples.
     """
     return -zero_masked(response_mask_BT.bool() & is_positive_B.bool()[:, None], log_probs_BT)[0]
-
-
-class EntropyController(Protocol):
-    """Weight of the entropy bonus, adapted to the measured entropy; the state is saved in checkpoints."""
-
-    coefficient: float
-
-    def update(self, measured_entropy: float) -> None:
-        """Adapt the weight to the mean entropy of one RL step, in nats per token."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the state from a checkpoint."""
-
-
-@dataclass
-class FixedEntropy:
-    """A constant weight of the entropy bonus."""
-
-    coefficient: float
-
-    def update(self, measured_entropy: float) -> None:
-        """Leave the weight unchanged."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the weight."""
-        return {"coefficient": self.coefficient}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Keep the configured weight: a fixed weight belongs to the configuration."""
-
-
-@dataclass
-class AdaptiveEntropy:
-    """Weight that rises by `rate` if the entropy is below its target, and falls by `rate` if it is above.
-
-    The paper also removes the bonus from the loss while the entropy is above its target; here the weight falls step by
-    step to `minimum`.
-
-    Attributes:
-        coefficient: weight at the start, then the adapted weight.
-        target: target entropy, in nats per token.
-        rate: step of the weight.
-        minimum: smallest adapted weight.
-        maximum: largest adapted weight.
-
-    Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, adaptive entropy control.
-    """
-
-    coefficient: float
-    target: float
-    rate: float = 0.005
-    minimum: float = 0.0
-    maximum: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            ValueError: `rate` is negative, or `coefficient` is outside of `minimum` and `maximum`.
-        """
-        check_not_negative(rate=self.rate)
-        if not self.minimum <= self.coefficient <= self.maximum:
-            raise ValueError(
-                f"coefficient={self.coefficient}: must be from minimum={self.minimum} to maximum={self.maximum}"
-            )
-
-    def update(self, measured_entropy: float) -> None:
-        """Set `coefficient +- rate`, within `minimum` and `maximum`; exactly on target the weight stays."""
-        direction = (measured_entropy < self.target) - (measured_entropy > self.target)
-        self.coefficient = max(self.minimum, min(self.maximum, self.coefficient + direction * self.rate))
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the adapted weight."""
-        return {"coefficient": self.coefficient}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the adapted weight, within the configured range."""
-        self.coefficient = max(self.minimum, min(self.maximum, state["coefficient"]))

@@ -8,6 +8,8 @@ policies. A token outside the trust region is dropped only if its update would l
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -47,14 +49,7 @@ def dppo_tv(
 
     Source: https://arxiv.org/abs/2602.04879, binary TV.
     """
-    check_not_negative(low=low, high=high)
-    check_positive(cap=cap)
-    log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
-        response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
-    )
-    rise_BT = log_probs_BT.detach().exp() - old_log_probs_BT.exp()
-    kept_BT = torch.where(advantages_BT > 0, rise_BT <= high, rise_BT >= -low)
-    return _capped_reinforce(log_probs_BT, old_log_probs_BT, advantages_BT, kept_BT, cap)
+    return _dppo(_near_by_tv, log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT, low, high, cap)
 
 
 def dppo_kl(
@@ -86,27 +81,48 @@ def dppo_kl(
 
     Source: https://arxiv.org/abs/2602.04879, binary KL.
     """
+    return _dppo(_near_by_kl, log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT, low, high, cap)
+
+
+def _near_by_tv(
+    log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, low: float, high: float
+) -> Tensor:
+    rise_BT = log_probs_BT.exp() - old_log_probs_BT.exp()
+    return torch.where(advantages_BT > 0, rise_BT <= high, rise_BT >= -low)
+
+
+def _near_by_kl(
+    log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, low: float, high: float
+) -> Tensor:
+    probs_BT, old_probs_BT = log_probs_BT.exp(), old_log_probs_BT.exp()
+    # Rounding can raise the probability of a certain token above 1.
+    rest_BT, old_rest_BT = (1 - probs_BT).clamp(min=0), (1 - old_probs_BT).clamp(min=0)
+    rest_log_ratio_BT = ((old_rest_BT + EPS) / (rest_BT + EPS)).log()
+    divergence_BT = old_probs_BT * (old_log_probs_BT - log_probs_BT) + old_rest_BT * rest_log_ratio_BT
+    return torch.where(
+        advantages_BT > 0,
+        (divergence_BT <= high) | (probs_BT <= old_probs_BT),
+        (divergence_BT <= low) | (probs_BT >= old_probs_BT),
+    )
+
+
+def _dppo(
+    is_near: Callable[[Tensor, Tensor, Tensor, float, float], Tensor],
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    response_mask_BT: Tensor,
+    low: float,
+    high: float,
+    cap: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the capped loss of the tokens that `is_near` keeps, and its metrics."""
     check_not_negative(low=low, high=high)
     check_positive(cap=cap)
     log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
         response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
     )
-    probs_BT, old_probs_BT = log_probs_BT.detach().exp(), old_log_probs_BT.exp()
-    # Rounding can raise the probability of a certain token above 1.
-    rest_BT, old_rest_BT = (1 - probs_BT).clamp(min=0), (1 - old_probs_BT).clamp(min=0)
-    rest_log_ratio_BT = ((old_rest_BT + EPS) / (rest_BT + EPS)).log()
-    divergence_BT = old_probs_BT * (old_log_probs_BT - log_probs_BT.detach()) + old_rest_BT * rest_log_ratio_BT
-    kept_BT = torch.where(
-        advantages_BT > 0,
-        (divergence_BT <= high) | (probs_BT <= old_probs_BT),
-        (divergence_BT <= low) | (probs_BT >= old_probs_BT),
-    )
-    return _capped_reinforce(log_probs_BT, old_log_probs_BT, advantages_BT, kept_BT, cap)
-
-
-def _capped_reinforce(
-    log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, kept_BT: Tensor, cap: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+    kept_BT = is_near(log_probs_BT.detach(), old_log_probs_BT, advantages_BT, low, high)
     log_ratio_BT = bounded_log_ratio(log_probs_BT.detach(), old_log_probs_BT)
     ratio_BT = log_ratio_BT.exp()
     loss_BT = torch.where(kept_BT, -advantages_BT * ratio_BT.clamp(max=cap) * log_probs_BT, 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, local_counts
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
-from rl_plugins.algorithms.kl import AdaptiveKL, FixedKL
+from rl_plugins.algorithms.coefficients import AdaptiveKL, FixedCoefficient
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
 from rl_plugins.tests.algorithms.reference import basics as reference
@@ -126,7 +126,7 @@ def test_algorithm_needs_and_kl_controller_follow_the_configuration() -> None:
     assert Algorithm(policy_loss="kl_cov").needs == {"selected_BT", "old_log_probs_BT"}
     assert Algorithm(correction="token_tis").needs == {"old_log_probs_BT"}
     assert Algorithm(correction="bypass").needs == frozenset()
-    assert KLConfig(coefficient=0.1).controller() == FixedKL(0.1)
+    assert KLConfig(coefficient=0.1).controller() == FixedCoefficient(0.1)
     assert KLConfig(coefficient=0.1, target=0.2, horizon=5.0).controller() == AdaptiveKL(0.1, 0.2, 5.0)
 
 

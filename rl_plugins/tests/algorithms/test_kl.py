@@ -1,4 +1,4 @@
-"""The KL estimators, the KL in the reward, and the controllers, against plain loops."""
+"""The KL estimators and the KL in the reward, against plain loops."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_plugins.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_in_reward
+from rl_plugins.algorithms.kl import KL_ESTIMATORS, kl_in_reward
 from rl_plugins.tests.algorithms.batches import make_batch
 from rl_plugins.tests.algorithms.reference import basics as reference
 from rl_plugins.tests.loops import for_each
@@ -59,25 +59,3 @@ def test_kl_in_reward_agrees_with_plain_loops(name: str) -> None:
             batch.rewards().numpy(), batch.old.numpy(), batch.ref.numpy(), batch.mask.numpy(), 0.3, name
         )
         np.testing.assert_allclose(rewards.numpy(), expected, rtol=1e-9, atol=1e-9)
-
-
-@for_each("measured", [0.0, 0.05, 0.09, 0.1, 0.11, 0.5, -1.0])
-def test_adaptive_kl_coefficient_agrees_with_the_formula(measured: float) -> None:
-    controller = AdaptiveKL(0.2, target=0.1, horizon=100.0)
-    expected = 0.2
-    for sequences in (10, 64):
-        controller.update(measured, sequences)
-        expected = reference.adaptive_kl(expected, measured, 0.1, 100.0, sequences)
-        assert controller.coefficient == pytest.approx(expected, rel=1e-12)
-
-
-def test_adaptive_kl_restores_and_fixed_kl_keeps_the_coefficient() -> None:
-    adaptive = AdaptiveKL(0.2)
-    adaptive.update(1.0, 500)
-    resumed = AdaptiveKL(0.2)
-    resumed.load_state_dict(adaptive.state_dict())
-    assert resumed.coefficient == adaptive.coefficient != 0.2
-    fixed = FixedKL(0.5)
-    fixed.update(1.0, 500)
-    fixed.load_state_dict(FixedKL(0.1).state_dict())
-    assert fixed.coefficient == 0.5

@@ -1,4 +1,4 @@
-"""Modifiers of any policy loss: sequence and entropy masks, imitation, the weight of the entropy bonus."""
+"""Modifiers of any policy loss: sequence and entropy masks, and imitation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.policy_losses.modifiers import (
-    AdaptiveEntropy,
-    EntropyController,
-    FixedEntropy,
     off_policy_sequence_mask,
     positive_nll,
     top_entropy_mask,
@@ -115,40 +112,3 @@ def test_positive_nll_counts_valid_tokens_of_positive_samples() -> None:
     (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
     assert loss.tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]]
     assert gradient.tolist() == [[-1.0, -1.0, 0.0], [0.0, 0.0, 0.0]]
-
-
-def test_adaptive_entropy_steps_towards_the_target() -> None:
-    controller: EntropyController = AdaptiveEntropy(0.1, target=0.5, rate=0.04, minimum=0.03, maximum=0.15)
-    measured = [0.4, 0.1, 0.5, 0.6, 9.0, 0.7, 0.8]
-    expected = [0.14, 0.15, 0.15, 0.11, 0.07, 0.03, 0.03]
-    for entropy, coefficient in zip(measured, expected, strict=True):
-        controller.update(entropy)
-        assert controller.coefficient == pytest.approx(coefficient)
-
-
-def test_adaptive_entropy_restores_and_fixed_entropy_keeps_the_coefficient() -> None:
-    adaptive = AdaptiveEntropy(0.1, target=0.5)
-    adaptive.update(0.2)
-    resumed = AdaptiveEntropy(0.1, target=0.5)
-    resumed.load_state_dict(adaptive.state_dict())
-    assert resumed.coefficient == adaptive.coefficient != 0.1
-    narrower = AdaptiveEntropy(0.1, target=0.5, maximum=0.101)
-    narrower.load_state_dict(adaptive.state_dict())
-    assert narrower.coefficient == 0.101
-    fixed: EntropyController = FixedEntropy(0.5)
-    fixed.update(0.0)
-    fixed.load_state_dict(FixedEntropy(0.1).state_dict())
-    assert fixed.coefficient == 0.5
-
-
-@for_each(
-    ("options", "message"),
-    [
-        ({"rate": -0.1}, "rate=-0.1: must be 0 or more"),
-        ({"minimum": 0.2}, "coefficient=0.1: must be from minimum=0.2"),
-        ({"maximum": 0.05}, "coefficient=0.1: must be from minimum=0.0 to maximum=0.05"),
-    ],
-)
-def test_adaptive_entropy_refuses_bad_options(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AdaptiveEntropy(0.1, target=0.5, **options)

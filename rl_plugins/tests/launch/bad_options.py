@@ -31,7 +31,7 @@ COMPOSING: dict[str, list[Case]] = {
         (["model.path=???"], ["'model.path'", "Hugging Face name or folder", "add model.path="]),
     ],
     "groups": [
-        (["algorithm=grop"], ["algorithm 'grop'", "there is: ", "grpo"]),
+        (["algorithm=grop"], ["algorithm 'grop'", "choose one of ", "grpo"]),
         (["algorithm=null"], ["group", "--help"]),
         (["reward=exact"], ["reward 'exact'", "exact_match"]),
     ],
@@ -99,7 +99,7 @@ CHECKS: dict[str, list[Case]] = {
         ),
         (
             ["stage=online_preference_optimization", "schedule.max_staleness=1"],
-            ["schedule.max_staleness=1", "not of online_preference_optimization"],
+            ["schedule.max_staleness=1", "not for online_preference_optimization"],
         ),
         (["rollout.engines=many"], ["rollout.engines=many", "per_worker"]),
         (["run.steps=0"], ["run.steps=0", "at least 1"]),
@@ -138,7 +138,7 @@ CHECKS: dict[str, list[Case]] = {
         (["placement.teacher.actors=2"], ["placement.teacher.actors=2", "teacher.path", "leave the pool out"]),
         (
             ["placement.reference.actors=1", "placement.cpus_per_worker=0.01"],
-            ["placement.reference.actors=1", "never asks a reference"],
+            ["placement.reference.actors=1", "uses no reference"],
         ),
         (
             ["placement.reference.actors=1", "reference.update_every=2"],
@@ -150,7 +150,7 @@ CHECKS: dict[str, list[Case]] = {
         ),
         (
             ["placement.critic.actors=1", "placement.cpus_per_worker=0.01"],
-            ["placement.critic.actors=1", "never asks a critic"],
+            ["placement.critic.actors=1", "uses no critic"],
         ),
         (
             ["algorithm=ppo", "placement.critic.actors=1", "strategy.offload.critic=cpu"],
@@ -202,7 +202,7 @@ CHECKS: dict[str, list[Case]] = {
         (["data.val_files=[text.parquet]"], ["text.parquet", "not a readable parquet file"]),
         (["data.train_files=[no_column.parquet]"], ["no_column.parquet", "'reward_model' is missing"]),
         (["data.train_files=[bad_row.parquet]"], ["bad_row.parquet, row 1", "'data_source'", "a string"]),
-        (["data.train_files=[few.parquet]"], ["has 1 rows", "batch.prompts_per_step=32", "lower it"]),
+        (["data.train_files=[few.parquet]"], ["has 1 rows", "=32. Lower batch.prompts_per_step"]),
         (["data.max_prompt_tokens=2"], ["data.max_prompt_tokens=2", "raise it"]),
         (
             ["data.train_files=[one_long.parquet]", "data.overlong_prompts=error"],
@@ -272,7 +272,7 @@ CHECKS: dict[str, list[Case]] = {
         (["environment.max_turns=0"], ["environment.max_turns=0", "must be at least 1"]),
     ],
     "algorithm": [
-        (["~algorithm._target_"], ["algorithm: must be a mapping with _target_"]),
+        (["~algorithm._target_"], ["algorithm must be a mapping with the key _target_"]),
         (["algorithm._target_=no_such.Thing"], ["algorithm: ", "no_such"]),
         (["algorithm.advantage=grop"], ["algorithm: advantage='grop'", "grpo"]),
         (["algorithm.policy_loss=ppo"], ["algorithm: policy_loss='ppo'", "ppo_clip"]),

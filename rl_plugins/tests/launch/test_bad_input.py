@@ -190,7 +190,7 @@ def test_run_recipe_resumes_a_folder_without_a_checkpoint_from_the_beginning(sta
     (tmp_path / "grpo" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": 0.5}\n')
     run_recipe(configured("grpo", *GOOD, f"run.output_dir={tmp_path}", "run.resume=true"))
     assert started == ["ray"]
-    assert f"grpo: {tmp_path}/grpo has no checkpoint, so it begins anew" in capsys.readouterr().out
+    assert f"grpo: {tmp_path}/grpo has no checkpoint, so training starts from the beginning" in capsys.readouterr().out
 
 
 def test_recipe_main_prints_the_option_that_continues_a_stopped_run(grpo, monkeypatch, tmp_path, capsys):
@@ -199,7 +199,7 @@ def test_recipe_main_prints_the_option_that_continues_a_stopped_run(grpo, monkey
 
     monkeypatch.setattr(local, "train", stopped)
     assert grpo(*IN_ONE_PROCESS, f"run.output_dir={tmp_path}") == 75
-    said = "grpo: stopped after step 3: SIGTERM; the same command with run.resume=true goes on"
+    said = "grpo: stopped after step 3: SIGTERM. To continue, repeat the command with run.resume=true"
     assert capsys.readouterr().out.splitlines()[-1] == said
 
 
@@ -212,7 +212,8 @@ def test_recipe_main_ends_with_the_status_of_a_shell_after_ctrl_c(grpo, monkeypa
 
     monkeypatch.setattr("rl_plugins.launch.training.TrainingRun.train", interrupted)
     assert grpo(*IN_ONE_PROCESS, f"run.output_dir={tmp_path}") == 130
-    assert "interrupted; run.resume=true goes on" in capsys.readouterr().err
+    said = "interrupted. To continue from the newest checkpoint, repeat the command with run.resume=true"
+    assert said in capsys.readouterr().err
 
 
 def test_run_recipe_removes_and_names_the_lock_of_a_killed_build(started, monkeypatch, tmp_path, capsys):

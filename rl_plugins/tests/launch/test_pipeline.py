@@ -139,8 +139,8 @@ def test_run_pipeline_resumes_with_the_stage_that_has_no_checkpoint(
 @pytest.mark.parametrize(
     ("end", "status", "message"),
     [
-        (RunStopped("sft: stopped after step 3: SIGTERM"), 75, "SIGTERM; the same command with resume=true goes on"),
-        (KeyboardInterrupt(), 130, "interrupted; resume=true goes on from the newest checkpoint"),
+        (RunStopped("sft: stopped after step 3: SIGTERM"), 75, ". To continue, repeat the command with resume=true"),
+        (KeyboardInterrupt(), 130, "interrupted. To continue from the newest checkpoint, repeat"),
     ],
     ids=["stopped", "ctrl-c"],
 )

@@ -43,7 +43,7 @@ def test_roles_of_has_a_role_for_each_pool():
 
 
 def test_roles_of_a_critic_with_several_actors_need_a_gpu_each():
-    with pytest.raises(ConfigError, match=r"placement\.critic\.gpus=0\.5: .*use placement\.critic\.gpus=1"):
+    with pytest.raises(ConfigError, match=r"placement\.critic\.gpus=0\.5 cannot .*Set placement\.critic\.gpus=1"):
         grpo_roles("cuda", "placement.critic.actors=2", "placement.critic.gpus=0.5")
     assert grpo_roles("cuda", "placement.critic.actors=1", "placement.critic.gpus=0.5")["critic"] == (1, 1, 0.5, "PACK")
     assert grpo_roles("cpu", "placement.critic.actors=2", "placement.critic.gpus=0.5")["critic"] == (2, 1, 0, "PACK")
@@ -51,7 +51,7 @@ def test_roles_of_a_critic_with_several_actors_need_a_gpu_each():
 
 @pytest.mark.parametrize("overrides", [["rollout.engines=2"], ["rollout.tensor_parallel_size=2"]])
 def test_roles_of_colocated_engines_on_gpus_are_one_engine_on_one_gpu(overrides: list[str]):
-    with pytest.raises(ConfigError, match=r"one on one GPU: add placement\.rollout=split"):
+    with pytest.raises(ConfigError, match=r"has one GPU\. Set placement\.rollout=split"):
         grpo_roles("cuda", *overrides)
 
 
@@ -104,13 +104,13 @@ def test_needed_counts_a_whole_gpu_for_a_share_above_half(overrides: list[str], 
     [
         (
             [WORKERS, TEACHER, ENGINES], [{"CPU": 8.0, "GPU": 2.0}],
-            ["needs 10 CPUs (training workers 4 x 1, teacher 2 x 3), the cluster has 8: lower placement.num_workers=4; "
-             "placement.teacher.actors=2", "placement.wait_for_nodes_s"],
+            ["needs 10 CPUs (training workers 4 x 1, teacher 2 x 3), but the cluster has 8. Lower "
+             "placement.num_workers=4; placement.teacher.actors=2", "placement.wait_for_nodes_s"],
         ),
-        ([TEACHER], [{"CPU": 8.0}], ["needs 2 GPUs (teacher 2 x 1), the cluster has 0"]),
+        ([TEACHER], [{"CPU": 8.0}], ["needs 2 GPUs (teacher 2 x 1), but the cluster has 0"]),
         (
             [Role("training workers", 8, 1.0, 0.6, "PACK", "placement.num_workers=8")], [{"CPU": 8.0, "GPU": 6.0}],
-            ["needs 8 GPUs (training workers 8 x 0.6 on 8 GPUs), the cluster has 6"],
+            ["needs 8 GPUs (training workers 8 x 0.6 on 8 GPUs), but the cluster has 6"],
         ),
         (
             [Role("training workers", 4, 1.0, 0.6, "STRICT_PACK", "placement.num_workers=4")],
@@ -126,7 +126,7 @@ def test_needed_counts_a_whole_gpu_for_a_share_above_half(overrides: list[str], 
         ),
         (
             [Role("training workers", 4, 1.0, 0.0, "STRICT_SPREAD", "placement.num_workers=4")], [{"CPU": 3.0}] * 2,
-            ["4 of them must be on machines of their own, and the cluster has 2", "placement.strategy=SPREAD"],
+            ["separate machine for each of the 4 training workers, but the cluster has 2", "placement.strategy=SPREAD"],
         ),
     ],
 )  # fmt: skip
@@ -143,7 +143,7 @@ def test_table_shows_the_needed_and_the_available():
         "teacher              2     3     1  PACK",
         "rollout engines      1     0     0  with the training workers",
         "needed                    10     2",
-        "there is                  10     2  2 in all",
+        "available                 10     2  2 in all",
     ]
 
 
@@ -153,5 +153,5 @@ def test_weight_transport_goes_by_device_and_hosts():
     assert weight_transport("auto", "cuda", split=True, hosts=2) == "nccl"
     assert weight_transport("auto", "cuda", split=False, hosts=1) == "ipc"
     assert weight_transport("gloo", "cpu", split=True, hosts=1) == "gloo"
-    with pytest.raises(ConfigError, match=r"the cluster has 3: use rollout\.transport=gloo"):
+    with pytest.raises(ConfigError, match=r"the cluster has 3 machines\. Set rollout\.transport=gloo"):
         weight_transport("shared_memory", "cpu", split=True, hosts=3)

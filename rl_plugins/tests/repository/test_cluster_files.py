@@ -56,7 +56,7 @@ def placed(command: list[str]) -> list[Role]:
 def check_is_tight(roles: list[Role], machine: dict[str, float], machines: int) -> None:
     """It fits, and would not on one machine less."""
     check_fit(roles, [machine] * machines, "the cluster")
-    with pytest.raises(ConfigError, match="lower placement"):
+    with pytest.raises(ConfigError, match="Lower placement"):
         check_fit(roles, [machine] * (machines - 1), "the cluster")
 
 
@@ -141,4 +141,7 @@ def test_slurm_script_asks_the_run_to_stop_on_sigterm(tmp_path):
         script.kill()
         (run / "stop").touch()
     assert script.returncode == 75
-    assert said.splitlines() == ["machine-1:6379", "stopped and saved: the same command with run.resume=true goes on"]
+    assert said.splitlines() == [
+        "machine-1:6379",
+        "stopped and saved. To continue, repeat the command with run.resume=true",
+    ]

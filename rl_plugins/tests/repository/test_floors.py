@@ -13,6 +13,7 @@ from rl_plugins.tests.repository.documentation import syntax_tree
 
 FLOORS = {
     "algorithms": 1,
+    "config": 1,
     "data": 1,
     "planning": 1,
     "report": 1,

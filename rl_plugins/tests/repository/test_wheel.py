@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 TOP_LEVEL_ROOMS = ("callbacks", "recipes", "strategies")
-SUFFIXES = {".py", ".yaml", ".json", ".html"}
+SUFFIXES = {".py", ".pyi", ".yaml", ".json", ".html"}
 
 
 def shipped(root: Path) -> set[str]:
-    """The names, in a wheel, of the tree's Python, YAML, JSON and HTML files; the tests stay at home."""
+    """The names, in a wheel, of the tree's Python, stub, YAML, JSON and HTML files, without the tests."""
     names = set()
     for top in ("rl_plugins", *TOP_LEVEL_ROOMS):
         for file in (root / top).rglob("*"):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.errors import CheckpointError, ConfigError
+from rl_plugins.errors import CheckpointError
 from rl_plugins.models import log_probs
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.fsdp import FSDPStrategy
@@ -219,13 +219,13 @@ class Inspected(Recorded):
         if strategy.is_global_zero:
             part.rename(self.folder / "elsewhere")
         strategy.barrier()
-        with pytest.raises(ConfigError, match=f"critic is not whole: {part.name} is missing"):
+        with pytest.raises(CheckpointError, match=f"critic is incomplete: {part.name} is missing"):
             strategy.load_checkpoint(saved)
         strategy.barrier()
         if strategy.is_global_zero:
             (saved / "critic" / ".metadata").unlink()
         strategy.barrier()
-        with pytest.raises(ConfigError, match="critic holds no shards of model 'critic'"):
+        with pytest.raises(CheckpointError, match="critic holds no shards of model 'critic'"):
             strategy.load_checkpoint(saved)
 
 

@@ -27,8 +27,8 @@ def test_offload_moves_only_engines_without_another_place() -> None:
 @pytest.mark.parametrize(
     ("places", "folder", "stage", "message"),
     [
-        ({"policy": "disk"}, None, 3, "offload of policy: 'disk' is none of"),
-        ({"policy": "nvme"}, Path("/x"), 2, "needs ZeRO stage 3"),
+        ({"policy": "disk"}, None, 3, "offload={'policy': 'disk'}: use stay"),
+        ({"policy": "nvme"}, Path("/x"), 2, "needs stage=3, not stage=2"),
         ({"policy": "nvme"}, None, 3, "needs a folder"),
     ],
 )

@@ -114,7 +114,7 @@ def test_overlaps_and_part_of_deal_tokens_to_ranks() -> None:
 
 
 def test_body_of_refuses_models_without_packed_sdpa_or_enough_heads() -> None:
-    message = "strategy.sequence_parallel=8: the critic has num_attention_heads=4 and num_key_value_heads=2"
+    message = "sequence_parallel=8: the critic has num_attention_heads=4 and num_key_value_heads=2"
     with pytest.raises(ConfigError, match=message):
         body_of(model_of(num_key_value_heads=2), "critic", 8)
     with pytest.raises(ConfigError, match="Linear does not attend by packed_sdpa below a head: set"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError
 from rl_plugins.strategies.zero_shards import Stretch, ZeroShards, stretches_of_shapes, stretches_of_slices
 from rl_plugins.tests.loops import for_each
 
@@ -73,5 +73,5 @@ def test_stretches_of_slices_cut_whole_groups_under_stages_1_and_2(workers: int)
 
 
 def test_zero_shards_refuses_a_folder_without_shards(tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match="holds no shards of an engine"):
+    with pytest.raises(CheckpointError, match="holds no shards of a model engine"):
         ZeroShards(tmp_path)

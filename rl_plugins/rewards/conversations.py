@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.tokenization import TurnTokenizer
 from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.environment import Ending, Environment, Trajectory
 from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
-from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, RolloutEngine
-from rl_plugins.stages.environment import Ending, Environment, Trajectory
-from rl_plugins.stages.seeds import seed_of
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, RolloutEngine, seed_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

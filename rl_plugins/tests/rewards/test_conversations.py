@@ -15,9 +15,9 @@ from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig, Schedu
 from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rewards import InlineScorer, RewardError, ScoringRequest
+from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.rollout.transformers_engine import TransformersRollout
-from rl_plugins.stages.conversations import Conversations, Opening
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each

@@ -1,4 +1,4 @@
-"""Check that policy and sampler have the same distribution, which importance ratios and corrections need."""
+"""Comparison of the policy with the policies that sampled: when training makes it, and when sampling allows it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from rl_plugins.config.sampling import SamplingConfig, Schedule
 from rl_plugins.errors import ConfigError
 
 
+def ratio_to_rollout(algorithm: Algorithm, schedule: Schedule) -> bool:
+    """Return True if the loss compares the policy with the policies that sampled.
+
+    Otherwise the loss compares the policy with the policy before the update. The loss uses the policies that sampled if
+    the algorithm says so, or if samples are stale and nothing else corrects for their age.
+    """
+    correction = algorithm.rollout_correction
+    return correction.bypass or (schedule.max_staleness > 0 and not correction.decoupled)
+
+
 def check_comparable(algorithm: Algorithm, schedule: Schedule, sampling: SamplingConfig) -> None:
     """Refuse top-p and top-k sampling if training compares the policy with the sampler.
 
-    Top-p and top-k exclude tokens and give the remaining tokens more probability than the policy does, so ratios to the
-    sampler are wrong.
+    Top-p and top-k exclude tokens and give the remaining tokens more probability than the policy does, so importance
+    ratios and corrections are wrong.
 
     Raises:
         ConfigError: training compares the policy with the sampler, and top-p or top-k is set.
