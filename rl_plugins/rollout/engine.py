@@ -46,15 +46,15 @@ class SamplingConfig:
         Raises:
             ConfigError: a value is out of range.
         """
-        for name, value, good in (
-            ("max_tokens", self.max_tokens, self.max_tokens >= 1),
-            ("num_samples", self.num_samples, self.num_samples >= 1),
-            ("temperature", self.temperature, self.temperature >= 0),
-            ("top_p", self.top_p, 0 < self.top_p <= 1),
-            ("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1),
+        for name, value, good, limits in (
+            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+            ("num_samples", self.num_samples, self.num_samples >= 1, "at least 1"),
+            ("temperature", self.temperature, self.temperature >= 0, "at least 0"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1"),
+            ("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1, "at least 1, or -1 to keep all tokens"),
         ):
             if not good:
-                raise ConfigError(f"sampling.{name}={value} is out of range; see SamplingConfig for what it means")
+                raise ConfigError(f"SamplingConfig: {name}={value} must be {limits}")
 
 
 @dataclass(frozen=True)
