@@ -1,6 +1,6 @@
 """Quickstart: data, a tiny model, SFT, GRPO and a table of the results, in minutes on a laptop.
 
-`python -m rl_plugins.recipes.quickstart [seed=0] [folder=FOLDER] [key=value ...]`. The keys are options of the GRPO stage.
+`python -m rl_plugins.recipes.quickstart [seed=0] [folder=FOLDER] [key=value ...]`. Keys are options of the GRPO stage.
 """
 
 import os
