@@ -14,7 +14,7 @@ from rl_plugins.algorithms.value_loss import value_loss
 from rl_plugins.data.experience import Experience, filled
 from rl_plugins.models.lora import LoraConfig
 from rl_plugins.stages.metrics import TokenMetrics
-from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.optimizer import MicroBatchLoss, OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ValueObjective:
         counts: GlobalCounts,
         metrics: TokenMetrics,
         device: torch.device | str,
-    ) -> Iterator[tuple[Tensor, bool]]:
+    ) -> Iterator[MicroBatchLoss]:
         """Yield the loss of each micro-batch, and True with the last micro-batch.
 
         Args:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rl_plugins.errors import ConfigError
+
+MicroBatchLoss = tuple[Tensor, bool]
+"""Scalar loss of a micro-batch, and True for the last micro-batch of an optimizer step."""
+Optimize = Callable[[Iterable[MicroBatchLoss], str], None]
+"""Function that takes one optimizer step of the named model: `Stage.optimize`."""
 
 
 @dataclass(frozen=True)

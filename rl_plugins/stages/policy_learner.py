@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,10 @@ from rl_plugins.stages.experience_maker import named_tensors
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
 from rl_plugins.stages.off_policy import ratio_to_rollout
+from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.stages.rollouts import step_seed
 from rl_plugins.stages.schedule import Schedule
 from rl_plugins.strategies.contract import CRITIC, POLICY
-
-Optimize = Callable[[Iterable[tuple[Tensor, bool]], str], None]
-"""`Stage.optimize`."""
 
 
 class PolicyLearner:
@@ -127,9 +125,7 @@ class PolicyLearner:
     def _gather(self, values_N: Tensor) -> Tensor:
         return torch.cat(self._strategy.ranks.gather(values_N))
 
-    def _policy_losses(
-        self, mini_batch: Experience, metrics: TokenMetrics, *, first: bool
-    ) -> Iterator[tuple[Tensor, bool]]:
+    def _policy_losses(self, mini_batch: Experience, metrics: TokenMetrics, *, first: bool) -> Iterator[MicroBatchLoss]:
         world_size = self._strategy.ranks.world_size
         # In the first update the policy is the old policy, and the ratio is 1.
         is_old = first and not self._ratio_to_rollout

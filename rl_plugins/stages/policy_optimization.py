@@ -22,7 +22,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import add_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.rewards.environment import EnvironmentConfig
-from rl_plugins.rewards.inline import Reward, default_scorer
+from rl_plugins.rewards.inline import Reward
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.critic import CriticConfig, value_objective
 from rl_plugins.stages.critic_learner import CriticTraining
@@ -38,12 +38,12 @@ from rl_plugins.stages.process_rewards import (
     ProcessRewards,
 )
 from rl_plugins.stages.rollouts import Rollouts
-from rl_plugins.stages.sampling import PromptSampler, conversations_with, greedy, with_stop_token
+from rl_plugins.stages.sampling import greedy, with_stop_token
 from rl_plugins.stages.schedule import Schedule
-from rl_plugins.stages.scoring import RewardModelConfig, RewardModelScorer, SampleScorer, Scorer
-from rl_plugins.stages.stage import Stage, StageArguments, comes_with_adapter
-from rl_plugins.stages.validation import GenerationValidation
-from rl_plugins.strategies.contract import CRITIC, REFERENCE, REWARD_MODEL, TEACHER, Strategy
+from rl_plugins.stages.scoring import RewardModelConfig, RewardModelScorer, Scorer
+from rl_plugins.stages.stage import Stage, StageArguments
+from rl_plugins.stages.validation import Generation
+from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER, Strategy
 
 
 class PolicyOptimization(Stage):
@@ -106,32 +106,29 @@ class PolicyOptimization(Stage):
     ) -> None:
         super().__init__(policy, **stage)
         self.algorithm = algorithm or (Algorithm(advantage="prime") if process_reward_model else Algorithm())
-        self.scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
         self.sampling = with_stop_token(sampling, self.tokenizer)
-        self.eval_sampling = with_stop_token(eval_sampling or greedy(sampling), self.tokenizer)
+        self.generation = Generation(scorer, self.tokenizer, eval_sampling or greedy(sampling), environment, seed)
         self.schedule = schedule or Schedule()
         self.updates_per_step, self.passes_per_step, self.seed = updates_per_step, passes_per_step, seed
-        self._conversations = conversations_with(self.scorer, self.tokenizer, environment)
         self.kl_controller = self.algorithm.kl.controller()
         self.entropy_controller = self.algorithm.entropy.controller()
-        own_path = policy if isinstance(policy, str) else None
         needs = self.algorithm.needs
-        self._reference_path, self._teacher_path = reference or own_path, teacher
+        has_reference = "ref_log_probs_BT" in needs and self.add_reference(reference)
+        self._teacher_path = teacher
         self._reward_model_config = reward_model
         self.critic_config = (critic or CriticConfig()) if "values_BT" in needs else None
-        self._critic_path = None if self.critic_config is None else self.critic_config.path or own_path
+        self._critic_path = None if self.critic_config is None else self.critic_config.path or self._own_path
         self.process_reward_config = (
             (process_reward_model or ProcessRewardConfig()) if "process_rewards_BT" in needs else None
         )
-        self._process_path = (process_reward_model and process_reward_model.path) or own_path
-        self.reference: Any = None
+        self._process_path = (process_reward_model and process_reward_model.path) or self._own_path
         self.teacher: Any = None
         self.critic: Any = None
         self.reward_model: Any = None
         self.process_reward_model: Any = None
         self.process_reference: Any = None
-        self._first_slot = 0
-        self._check(process_reward_model, has_reference=self._reference_path is not None or comes_with_adapter(policy))
+        self._loaded_slots = 0
+        self._check(process_reward_model, has_reference=has_reference)
 
     def _check(self, process_reward_model: ProcessRewardConfig | None, *, has_reference: bool) -> None:
         group_filter = self.algorithm.group_filter
@@ -171,25 +168,24 @@ class PolicyOptimization(Stage):
             temperature=self.sampling.temperature or 1.0,
             teacher_top_k=self.algorithm.teacher_top_k if "teacher_top_log_probs_BTK" in self.algorithm.needs else 0,
         )
+        assert self.generation is not None
         self.prompts = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
-        sampler = PromptSampler(strategy, self.tokenizer, self.seed, self._conversations)
-        scorer = SampleScorer(self.scorer, self._conversations, strategy.phases)
         reward_model = None
         if self._reward_model_config is not None:
             reward_model = RewardModelScorer(self._reward_model_config, self.passes)
         self.rollouts = Rollouts(
-            sampler,
-            scorer,
+            self.generation.sampler(strategy),
+            self.generation.scorer(strategy),
             self.algorithm,
             self.sampling,
             self.schedule,
             reward_model=reward_model,
             updates_per_step=self.updates_per_step,
             max_steps=self.max_steps,
-            first_slot=self._first_slot,
             draw=self.prompts.draw,
             shown=self.shown_samples,
         )
+        self.rollouts.ahead.roll_back(self._loaded_slots)
         process_rewards = None
         if self.process_reward_config is not None:
             process_rewards = ProcessRewards(
@@ -218,7 +214,6 @@ class PolicyOptimization(Stage):
             kl_controller=self.kl_controller,
             entropy_controller=self.entropy_controller,
         )
-        self.validation = GenerationValidation(sampler, scorer, self.eval_sampling)
 
     @override
     def configure_model(self) -> None:
@@ -227,8 +222,6 @@ class PolicyOptimization(Stage):
             self.critic.begin(self._critic_training, self.strategy.ranks.gather)
         super().configure_model()
         needs = self.algorithm.needs
-        if "ref_log_probs_BT" in needs and self.reference is None:
-            self.reference = self.load_reference(self._reference_path)
         if needs & {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"} and self.teacher is None:
             check_same_tokens(self.tokenizer, str(self._teacher_path), "teacher")
             self.teacher = self.load_model(str(self._teacher_path), TEACHER)
@@ -263,7 +256,7 @@ class PolicyOptimization(Stage):
             PROCESS_REWARD_MODEL: self.process_reward_model,
             PROCESS_REFERENCE: self.process_reference,
         }
-        return {**super().named_models(), **{name: model for name, model in others.items() if model is not None}}
+        return {POLICY: self.policy, **{name: model for name, model in others.items() if model is not None}}
 
     @override
     def optimizer_configs(self) -> dict[str, OptimizerConfig]:
@@ -328,8 +321,8 @@ class PolicyOptimization(Stage):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self._first_slot = checkpoint["stage"]["slots"]
+        self._loaded_slots = checkpoint["stage"]["slots"]
         if self._parts_of is not None:
-            self.rollouts.ahead.roll_back(self._first_slot)
+            self.rollouts.ahead.roll_back(self._loaded_slots)
         self.kl_controller.load_state_dict(checkpoint["stage"]["kl_controller"])
         self.entropy_controller.load_state_dict(checkpoint["stage"]["entropy_controller"])

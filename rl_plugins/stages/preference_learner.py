@@ -6,7 +6,7 @@ update over micro-batches that never split a pair, averaged over the examples of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,11 +22,9 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.labelled_examples import placeholder
 from rl_plugins.stages.metrics import TokenMetrics
+from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.stages.preference_examples import JUDGED_INPUTS, PAIR_INPUTS, PreferenceExamples, mismatched
 from rl_plugins.strategies.contract import POLICY, REFERENCE
-
-Optimize = Callable[[Iterable[tuple[Tensor, bool]]], None]
-"""`Stage.optimize`."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class PreferenceLearner:
             if count:
                 examples = self._with_reference(examples)
                 with self.passes.strategy.phases.measure("update_policy"):
-                    self.optimize(self._losses(examples, count, metrics))
+                    self.optimize(self._losses(examples, count, metrics), POLICY)
         return {"train/examples": total, **(self._averages(metrics) if total else {})}
 
     def _averages(self, metrics: TokenMetrics) -> dict[str, float]:
@@ -150,9 +148,7 @@ class PreferenceLearner:
             sum_over_ranks=ranks.sum,
         )
 
-    def _losses(
-        self, examples: PreferenceExamples, count: float, metrics: TokenMetrics
-    ) -> Iterator[tuple[Tensor, bool]]:
+    def _losses(self, examples: PreferenceExamples, count: float, metrics: TokenMetrics) -> Iterator[MicroBatchLoss]:
         counts = GlobalCounts(count, count, self.passes.strategy.ranks.world_size)
         cutter = self.passes.cutter
         micro_batches = cutter.common_number(examples.lengths)

@@ -7,7 +7,7 @@ the model before training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,15 +32,12 @@ from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import mean_over_ranks
-from rl_plugins.stages.optimizer import OptimizerConfig
+from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize, OptimizerConfig
 
 PROCESS_REWARD_MODEL = "process_reward_model"
 PROCESS_REFERENCE = "process_reference"
 _MIN_RETURN = 1e-4
 """Larger returns predict success. Smaller returns may be rounding errors of a model that equals its reference."""
-
-Optimize = Callable[[Iterable[tuple[Tensor, bool]], str], None]
-"""`Stage.optimize`."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +212,7 @@ class ProcessRewards:
 
     def _losses(
         self, mini_batch: Experience, targets: TensorDict, seen: list[tuple[Tensor, ...]]
-    ) -> Iterator[tuple[Tensor, bool]]:
+    ) -> Iterator[MicroBatchLoss]:
         counts = self._passes.counts(mini_batch.response_mask)
         micro_batches = self._passes.micro_batches(mini_batch)
         device = self._passes.device

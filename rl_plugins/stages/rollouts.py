@@ -16,7 +16,7 @@ from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.balancing import GroupBuffer, resample_over_ranks
 from rl_plugins.stages.experience_maker import shape_rewards
 from rl_plugins.stages.metrics import SampleMetrics
-from rl_plugins.stages.sampling import PromptSampler, ShownSamples, greedy, sample_rows
+from rl_plugins.stages.sampling import PromptSampler, ShownSamples, greedy
 from rl_plugins.stages.schedule import Schedule
 from rl_plugins.stages.scheduled_sampler import ScheduledSampler
 from rl_plugins.stages.scoring import RewardModelScorer, SampleScorer, keep_reward_details
@@ -34,7 +34,6 @@ class Rollouts:
         reward_model: reward model whose scores are added; None for the reward function alone.
         updates_per_step: number of mini-batches that the groups of a step are cut into.
         max_steps: number of steps of the run; 0 for no bound.
-        first_slot: number of batches of prompts before this run.
         draw: returns this rank's next batch of prompts.
         shown: samples that callbacks show.
 
@@ -56,7 +55,6 @@ class Rollouts:
         reward_model: RewardModelScorer | None,
         updates_per_step: int,
         max_steps: int,
-        first_slot: int,
         draw: Callable[[], PromptBatch],
         shown: ShownSamples,
     ) -> None:
@@ -64,9 +62,7 @@ class Rollouts:
         self._algorithm, self._sampling, self._schedule = algorithm, sampling, schedule
         self._updates_per_step, self._shown = updates_per_step, shown
         self._ranks = sampler.strategy.ranks
-        self.ahead = ScheduledSampler(
-            sampler, sampling, schedule, max_steps=max_steps, first_slot=first_slot, draw=draw
-        )
+        self.ahead = ScheduledSampler(sampler, sampling, schedule, max_steps=max_steps, draw=draw)
         self.sampled = SampleMetrics()
         self.on_collected: Callable[[Experience, list[Score], int], None] | None = None
         self.replay: Callable[[int], tuple[Experience, list[Score]]] | None = None
@@ -168,8 +164,7 @@ class Rollouts:
 
     def _score(self, samples: Experience) -> list[Score]:
         scores = self._scorer.score(samples)
-        if self._shown.limit:
-            self._shown.training = sample_rows(samples, scores)[: self._shown.limit]
+        self._shown.show_training(samples, scores)
         keep_reward_details(samples, scores, self._algorithm)
         return scores if self._reward_model is None else self._reward_model.add(samples, scores)
 

@@ -33,6 +33,11 @@ class ShownSamples:
     training: list[dict[str, Any]] = field(default_factory=list)
     validation: list[dict[str, Any]] = field(default_factory=list)
 
+    def show_training(self, samples: Experience, scores: Sequence[Score]) -> None:
+        """Keep the first `limit` samples of a training step."""
+        if self.limit:
+            self.training = sample_rows(samples, scores)[: self.limit]
+
 
 @dataclass(frozen=True)
 class PromptSampler:

@@ -32,7 +32,6 @@ class ScheduledSampler:
         sampling: sampling settings; `num_samples` is the size of a group.
         schedule: bounds on staleness and on groups in flight.
         max_steps: number of steps of the run; 0 for no bound.
-        first_slot: number of batches of prompts before this run.
         draw: returns this rank's next batch of prompts.
 
     Attributes:
@@ -46,14 +45,13 @@ class ScheduledSampler:
         schedule: Schedule,
         *,
         max_steps: int,
-        first_slot: int,
         draw: Callable[[], PromptBatch],
     ) -> None:
         self._sampler, self._sampling, self._schedule = sampler, sampling, schedule
         self._max_steps, self._draw = max_steps, draw
         self._strategy = sampler.strategy
         self._queue = TrajectoryQueue(schedule)
-        self.slots = first_slot
+        self.slots = 0
         self._busy_before_s, self._lost_before = 0.0, 0
 
     def offer(self, prompts: PromptBatch) -> None:
@@ -233,9 +231,9 @@ class ScheduledSampler:
         return self._queue.load(shares, ranks.rank, ranks.world_size, own=own)
 
     def roll_back(self, slots: int) -> None:
-        """Sample all groups again, because the policy that sampled them is gone.
+        """Go on after a checkpoint: sample all groups again, because the policy that sampled them is gone.
 
-        The data goes on after the undone steps, so the number of batches never falls.
+        The data goes on after undone steps, so the number of batches never falls.
 
         Args:
             slots: number of batches of prompts in the checkpoint.

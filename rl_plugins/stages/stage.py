@@ -16,19 +16,19 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
-from rl_plugins.data.tokenization import load_tokenizer
+from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import LoraConfig, MergedWeightSource, adapted_layers, add_adapter, has_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.forward_passes import ForwardPasses
-from rl_plugins.stages.optimizer import OptimizerConfig, only_one
+from rl_plugins.stages.optimizer import MicroBatchLoss, OptimizerConfig, only_one
 from rl_plugins.stages.sampling import ShownSamples
-from rl_plugins.stages.validation import GenerationValidation
+from rl_plugins.stages.validation import Generation, GenerationValidation
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
 
 _DTYPES = {
@@ -54,8 +54,10 @@ class Stage(LightningModule):
     Attributes:
         step: number of steps that the stage has taken.
         passes: forward passes of the stage's models, since `setup`.
-        validation: samples and scores responses to validation prompts, in stages that validate by generation.
+        generation: builder of sampler, scorer and validation, which stages that validate by generation set.
+        validation: validation by generation, since `setup`.
         shown_samples: samples that callbacks show.
+        reference: frozen reference, of stages that need one.
         reference_is_base: True if the reference is the policy without its adapter.
         further_metrics: functions that every rank calls with the metrics of a step; their results are added.
 
@@ -105,13 +107,18 @@ class Stage(LightningModule):
         self.max_steps = max_steps
         self.tokens_per_micro_batch, self.packing = tokens_per_micro_batch, packing
         self.step = 0
+        self.reference: Any = None
         self.reference_is_base = False
+        self.generation: Generation | None = None
         self.validation: GenerationValidation | None = None
         self.shown_samples = ShownSamples()
         setattr(self, self.trained, None)
         # In a list, so that nn.Module does not register the model a second time.
         self._source = [model]
         self._gradient_checkpointing, self._lora = gradient_checkpointing, lora
+        self._own_path = model if isinstance(model, str) else None
+        self._reference_path: str | None = None
+        self._has_reference = self._checks_reference = False
         self._model_of_optimizer: dict[int, str] = {}
         self._stepped: set[str] = set()
         self._trainers_clip: float | None = None
@@ -140,6 +147,8 @@ class Stage(LightningModule):
             packing=self.packing,
             dtype=self.model_dtype,
         )
+        if self.generation is not None:
+            self.validation = self.generation.validation(strategy)
 
     @property
     def strategy(self) -> Strategy:
@@ -161,6 +170,8 @@ class Stage(LightningModule):
     def configure_model(self) -> None:
         if getattr(self, self.trained) is None:
             setattr(self, self.trained, self._own_model())
+        if self._has_reference and self.reference is None:
+            self.reference = self._load_reference()
 
     def _own_model(self) -> nn.Module:
         source: Any = self._source[0]
@@ -196,13 +207,22 @@ class Stage(LightningModule):
         with self.sharded_init(frozen):
             return load_causal_lm(path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing)
 
-    def load_reference(self, path: str | None) -> nn.Module | None:
-        """Load the reference model; return None if the reference is the policy without its adapter.
+    def add_reference(self, path: str | None, *, check_tokens: bool = False) -> bool:
+        """Let `configure_model` load a frozen reference, and return True; return False if there is no model to load.
 
         Args:
-            path: Hugging Face name or folder; None for the model that the policy's adapter was added to.
+            path: Hugging Face name or folder; by default, the reference is the trained model as it is at first.
+            check_tokens: True to refuse a reference with other tokens than the trained model.
         """
-        policy = getattr(self, self.trained)
+        self._reference_path, self._checks_reference = path or self._own_path, check_tokens
+        self._has_reference = self._reference_path is not None or _comes_with_adapter(self._source[0])
+        return self._has_reference
+
+    def _load_reference(self) -> nn.Module | None:
+        """Load the reference; return None if the reference is the policy without its adapter."""
+        path, policy = self._reference_path, getattr(self, self.trained)
+        if self._checks_reference and path not in (None, self._own_path):
+            check_same_tokens(self.tokenizer, str(path), "reference")
         if has_adapter(policy):
             base = getattr(policy.get_base_model(), "name_or_path", None)
             self.reference_is_base = path in (None, base)
@@ -219,7 +239,8 @@ class Stage(LightningModule):
 
     def named_models(self) -> dict[str, nn.Module]:
         """Return the models that the strategy makes model engines of, by name."""
-        return {self.trained: getattr(self, self.trained)}
+        reference = {} if self.reference is None else {REFERENCE: self.reference}
+        return {self.trained: getattr(self, self.trained), **reference}
 
     def optimizer_configs(self) -> dict[str, OptimizerConfig]:
         """Return the optimizer settings of each trained model; the model that the stage trains comes first."""
@@ -250,7 +271,7 @@ class Stage(LightningModule):
 
     # The step ---------------------------------------------------------------------------------------------------
 
-    def optimize(self, losses: Iterable[tuple[Tensor, bool]], name: str | None = None) -> None:
+    def optimize(self, losses: Iterable[MicroBatchLoss], name: str | None = None) -> None:
         """Accumulate the gradients of micro-batches and take one optimizer step.
 
         Args:
@@ -390,7 +411,7 @@ class Stage(LightningModule):
             self.trainer.should_stop = False
 
 
-def comes_with_adapter(model: str | nn.Module) -> bool:
+def _comes_with_adapter(model: str | nn.Module) -> bool:
     """Return True if a model has an adapter before `configure_model`."""
     inner = getattr(model, "model", None) if isinstance(model, LightningModule) else model
     return isinstance(inner, nn.Module) and has_adapter(inner)
