@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rl_plugins.algorithms.aggregation import GlobalCounts
 from rl_plugins.data.experience import Experience
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError
 from rl_plugins.models.lora import add_adapter
 from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.scalar_head import load_scalar_head, position_scores, response_values
@@ -166,11 +166,11 @@ class CriticLearner:
         """Restore the state that `save` has written to `folder`.
 
         Raises:
-            ConfigError: the folder has no such file, or the file belongs to another critic.
+            CheckpointError: the folder has no such file, or the file belongs to another critic.
         """
         file = folder / _FILE
         if not file.is_file():
-            raise ConfigError(
+            raise CheckpointError(
                 f"{folder} holds no critic that was trained on a pool of its own: one that was trained in the workers "
                 "goes on there (placement.critic.actors=0), and one that is no longer kept (critic.keep_checkpoints) "
                 "is in a newer checkpoint"
@@ -182,7 +182,7 @@ class CriticLearner:
         )
         if shapes != saved_shapes:
             odd = sorted(set(shapes.items()) ^ set(saved_shapes.items()))[0][0]
-            raise ConfigError(f"{file} is not of this critic: {odd} is missing or has another shape")
+            raise CheckpointError(f"{file} is not of this critic: {odd} is missing or has another shape")
         for name, weight in self.weights.items():
             weight.copy_(state["weights"][name])
         self._optimizer.load_state_dict(state["optimizer"])

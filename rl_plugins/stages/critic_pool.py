@@ -19,10 +19,9 @@ from typing_extensions import override
 
 from rl_plugins.algorithms.aggregation import GlobalCounts
 from rl_plugins.data.experience import Experience
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import UserError
 from rl_plugins.models.pool import ModelPool, spread
 from rl_plugins.models.pool_actor import PoolConfig
-from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.stages.critic_actor import start_critic
 from rl_plugins.stages.metrics import TokenMetrics
 
@@ -40,8 +39,8 @@ class CriticLost(RuntimeError):
     """An actor of the critic's pool failed, so the updates of the critic since the last checkpoint are lost."""
 
 
-class CriticPool(ModelPool, RemoteLearner):
-    """Client of a training rank for the critic's pool.
+class CriticPool(ModelPool):
+    """`RemoteLearner` that is the client of the critic's pool on a training rank.
 
     Args:
         config: settings of the pool.
@@ -109,14 +108,18 @@ class CriticPool(ModelPool, RemoteLearner):
         rates = {f"{prefix}/lr": newest.lr, f"{prefix}/gradient_norm": newest.gradient_norm}
         return {**metrics.averages(_own_value, _own_value), **rates}
 
-    @override
     def save(self, folder: Path) -> None:
+        """Let an actor write the critic to a folder."""
         self._connect()
         # All actors hold the same state.
         self._wait([(0, self._actors[0].save.remote(folder))], self.config.call_timeout_s, f"write {folder}")
 
-    @override
     def load(self, folder: Path) -> None:
+        """Let all actors read the critic from a folder.
+
+        Raises:
+            CheckpointError: see `CriticLearner.load`.
+        """
         self._connect()
         calls = [(number, actor.load.remote(folder)) for number, actor in enumerate(self._actors)]
         self._wait(calls, self.config.ready_timeout_s, f"read {folder}")
@@ -127,7 +130,7 @@ class CriticPool(ModelPool, RemoteLearner):
 
         try:
             return super()._wait(calls, timeout_s, task)
-        except ConfigError:
+        except UserError:
             raise
         except ray.exceptions.RayError as error:
             raise CriticLost(
