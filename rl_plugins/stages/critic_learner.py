@@ -163,7 +163,7 @@ class CriticLearner:
         torch.save(state, folder / _FILE)
 
     def load(self, folder: Path) -> None:
-        """Restore the state that `save` has written to `folder`.
+        """Restore the state of `save` from `folder`.
 
         Raises:
             CheckpointError: the folder has no such file, or the file belongs to another critic.

@@ -28,7 +28,7 @@ from rl_plugins.stages.metrics import TokenMetrics
 if TYPE_CHECKING:
     from rl_plugins.stages.critic_learner import CriticTraining, Learnt
 
-# Fields that the loss of the critic reads, and required fields of an Experience.
+# Inputs of the critic's loss, and required fields of an Experience.
 _SENT = (
     "prompts", "prompt_lengths", "responses", "response_lengths", "response_mask", "rollout_log_probs",
     "policy_versions", "groups", "valid", "values", "returns",
@@ -40,7 +40,7 @@ class CriticLost(RuntimeError):
 
 
 class CriticPool(ModelPool):
-    """`RemoteLearner` that is the client of the critic's pool on a training rank.
+    """`RemoteLearner` of a training rank: the client of the critic's pool.
 
     Args:
         config: settings of the pool.
@@ -61,7 +61,7 @@ class CriticPool(ModelPool):
 
         Args:
             training: model and settings of the critic's training.
-            gather: collective that returns the values of all ranks.
+            gather: collective function; returns the values of all ranks.
         """
         if self._ranks:
             return
@@ -96,7 +96,7 @@ class CriticPool(ModelPool):
         self._learning.append(sorted(calls, key=lambda call: call[0]))
 
     def learnt(self) -> dict[str, float]:
-        """Wait for all submitted updates, and return their metrics, equal on every rank."""
+        """Wait for all submitted updates, and return the metrics, equal on every rank."""
         metrics = TokenMetrics()
         answers: list[Learnt] = []
         for calls in self._learning:

@@ -69,7 +69,7 @@ class PolicyOptimization(Stage):
         critic: settings of the critic, for algorithms that need values.
         reward_model: reward model whose score is added to the score of the scorer.
         process_reward_model: settings of the process reward model, for algorithms that need process rewards.
-        updates_per_step: optimizer steps for each pass over the samples; the prompts of a step are divided among them.
+        updates_per_step: optimizer steps for each pass over the samples; the prompts of a step are divided among these.
         passes_per_step: passes over the samples of a step.
         seed: seed of sampling and of random choices.
         **stage: arguments of `Stage`.
@@ -269,7 +269,7 @@ class PolicyOptimization(Stage):
 
     @property
     def _critic_training(self) -> CriticTraining:
-        """Task of processes that hold the critic."""
+        """Task of the critic's processes."""
         if self.critic_config is None or self._critic_path is None:
             raise ConfigError("the algorithm needs no values: leave the critic's pool out")
         return CriticTraining(
@@ -308,7 +308,7 @@ class PolicyOptimization(Stage):
         return self.rollouts.ahead.state()
 
     def load_rank_shares(self, shares: Sequence[Any], *, own: bool) -> str:
-        """Restore the groups of a checkpoint; return their number in words; see `TrajectoryQueue.load`."""
+        """Restore the groups of a checkpoint; return the number in words; see `TrajectoryQueue.load`."""
         return self.rollouts.ahead.load_state(shares, own=own)
 
     @override

@@ -1,7 +1,7 @@
-"""Updates of the policy on preferences: pairs of responses, or responses that are good or bad.
+"""Updates of the policy on preferences: pairs of responses, or good and bad responses.
 
 Every loss of `PREFERENCE_LOSSES` is used the same way: log-probs under the reference (if the loss needs them), then one
-update over micro-batches that never split a pair, averaged over the examples of the global batch.
+update over micro-batches with whole pairs, averaged over the examples of the global batch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rl_plugins.strategies.contract import POLICY, REFERENCE
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """A preference loss, and the inputs that it needs.
+    """A preference loss and its inputs.
 
     Args:
         loss: name in `PREFERENCE_LOSSES`, or a function like the functions there.
         options: keyword arguments of the loss, such as `beta`.
 
     Raises:
-        ConfigError: the loss needs inputs that neither pairs nor judged responses have.
+        ConfigError: neither pairs nor judged responses have the inputs of the loss.
     """
 
     loss: str | PreferenceLoss = "dpo"
@@ -91,7 +91,7 @@ class PreferenceLearner:
         objective: the loss.
         passes: forward passes of policy and reference.
         optimize: takes an optimizer step of the policy; `Stage.optimize`.
-        pad_token_id: token that fills rows.
+        pad_token_id: token of the padding.
     """
 
     objective: PreferenceObjective
@@ -125,7 +125,7 @@ class PreferenceLearner:
         return averages
 
     def _with_reference(self, examples: PreferenceExamples) -> PreferenceExamples:
-        """Fill the inputs of the loss that the reference gives."""
+        """Fill the inputs of the loss from the reference."""
         phases = self.passes.strategy.phases
         if self.objective.needs_reference:
             with phases.measure("ref_log_probs"):

@@ -1,4 +1,4 @@
-"""Preference optimization: the policy learns from pairs of responses, or from responses that are good or bad.
+"""Preference optimization: the policy learns from pairs of responses, or from good and bad responses.
 
 `PreferenceOptimization` reads preferences from data. `OnlinePreferenceOptimization` samples and scores responses, and
 learns from the best and the worst of each prompt.
@@ -46,7 +46,7 @@ class PreferenceOptimization(Stage):
         eval_sampling: sampling settings of validation.
         loss: name in `PREFERENCE_LOSSES`, or a function like the functions there.
         loss_options: keyword arguments of the loss, such as `beta`.
-        reference: name or folder of the reference model, for losses that need it; the policy's own by default.
+        reference: name or folder of the reference model, for losses with a reference; the policy's own by default.
         environment: bounds on conversations, if the scorer answers the policy; by default the policy answers once.
         seed: seed of sampling.
         **stage: arguments of `Stage`.
@@ -114,8 +114,8 @@ class OnlinePreferenceOptimization(Stage):
         loss_options: see `PreferenceOptimization`.
         reference: see `PreferenceOptimization`.
         environment: bounds on conversations, if the scorer answers the policy; by default the policy answers once.
-        updates_per_step: optimizer steps of a step, among which the prompts are divided. With one optimizer step, the
-            updated policy is the policy that sampled.
+        updates_per_step: optimizer steps of a step, among which the prompts are divided. With one optimizer step,
+            the updated policy itself has sampled.
         seed: seed of sampling.
         **stage: arguments of `Stage`.
 
@@ -198,7 +198,7 @@ class OnlinePreferenceOptimization(Stage):
 def _objective(
     stage: Stage, loss: str | PreferenceLoss, options: Mapping[str, Any] | None, reference: str | None
 ) -> PreferenceObjective:
-    """Return the objective of a stage, and let the stage load the reference that the loss needs."""
+    """Return the objective of a stage, and let the stage load the reference of the loss."""
     objective = PreferenceObjective(loss, dict(options or {}))
     if objective.needs_reference and not stage.add_reference(reference, check_tokens=True):
         raise ConfigError(

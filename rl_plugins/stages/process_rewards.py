@@ -1,7 +1,7 @@
-"""PRIME: a process reward model that learns from the outcomes of the policy's samples and rewards every token.
+"""PRIME: a process reward model learns from the outcomes of the policy's samples, and rewards every token.
 
-The model is a causal language model. Its reward of a token is the log-probability that it gives the token, less the
-log-probability that its frozen reference gives: see `rl_plugins.algorithms.implicit_process_reward`. The reference is
+The model is a causal language model. The reward of a token is the token's log-probability under the model, less the
+log-probability under the frozen reference: see `rl_plugins.algorithms.implicit_process_reward`. The reference is
 the model before training.
 """
 
@@ -106,7 +106,7 @@ class ProcessRewards:
 
     Args:
         config: settings of the model.
-        passes: forward passes of the models. They run at temperature 1, whatever the policy's temperature is.
+        passes: forward passes of the models. The temperature is always 1.
         optimize: takes an optimizer step of a model; `Stage.optimize`.
         updates_per_step: optimizer steps of the process reward model in a step.
     """

@@ -112,7 +112,7 @@ class RewardModeling(Stage):
     @override
     def validation_step(self, batch: PairBatch | ProcessRewardBatch, batch_idx: int) -> None:
         examples = self._examples(batch)
-        # Parameters that are gathered in inference mode cannot be trained afterwards.
+        # Parameters gathered in inference mode cannot be trained afterwards.
         with self.strategy.phases.measure("validate"), torch.inference_mode(False), torch.no_grad():
             # The number of micro-batches is equal on all ranks. Some may be empty.
             for indices in self.passes.cutter.indices(examples.lengths):

@@ -23,7 +23,7 @@ from rl_plugins.stages.scoring import RewardModelScorer, SampleScorer, keep_rewa
 
 
 class Rollouts:
-    """Collects the samples that a step trains on.
+    """Collects the samples of a step.
 
     Args:
         sampler: sampler of responses.
@@ -32,16 +32,16 @@ class Rollouts:
         sampling: sampling settings; `num_samples` is the size of a group.
         schedule: bounds on staleness and on groups in flight.
         reward_model: reward model whose scores are added; None for the reward function alone.
-        updates_per_step: number of mini-batches that the groups of a step are cut into.
+        updates_per_step: number of mini-batches of a step.
         max_steps: number of steps of the run; 0 for no bound.
         draw: returns this rank's next batch of prompts.
-        shown: samples that callbacks show.
+        shown: samples for callbacks.
 
     Attributes:
-        sampled: metrics of all samples of a step, also of samples that the algorithm leaves out.
-        on_collected: function that gets the samples of a batch of prompts, their scores, and how many batches the step
+        sampled: metrics of all samples of a step, also of samples left out by the algorithm.
+        on_collected: function of the samples of a batch of prompts, the scores, and the number of batches that the step
             drew before. The samples change later.
-        replay: function that returns the same by that number, instead of sampling.
+        replay: function from the same number to samples and scores, which replaces sampling.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Rollouts:
         self._draws = 0
 
     def collect(self, prompts: PromptBatch, step: int) -> Experience:
-        """Return the scored samples that a step trains on. Collective.
+        """Return the scored samples of a step. Collective.
 
         Args:
             prompts: this rank's prompts of the step's batch. The samples may belong to earlier prompts (schedule).
@@ -106,7 +106,7 @@ class Rollouts:
         return samples
 
     def _informative_groups(self, step: int, num_groups: int) -> Experience:
-        """Draw groups until enough of them are informative (dynamic sampling). Collective.
+        """Draw groups until enough groups are informative (dynamic sampling). Collective.
 
         A synchronous schedule draws a whole batch of prompts again. A schedule with groups in flight takes as many
         groups as are missing, while the engine samples others.

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class ShownSamples:
-    """Samples that callbacks show to the user, as rows of a table.
+    """Samples for callbacks to show, as rows of a table.
 
     Attributes:
-        limit: number of samples of a training step that are kept on each rank.
+        limit: number of kept samples of a training step on each rank.
         training: samples of the last training step.
         validation: samples of the last validation.
     """
@@ -47,7 +47,7 @@ class PromptSampler:
         strategy: owner of the rollout engine.
         tokenizer: tokenizer of the policy.
         seed: seed of the run. The seed of a sample depends on this seed, the step, and the prompt; it does not depend
-            on the rank or the batch that the prompt is in.
+            on the rank or the batch of the prompt.
         conversations: conversations with the environment; None if the policy answers once.
     """
 
@@ -75,7 +75,7 @@ class PromptSampler:
             return self.strategy.rollout.run_sampling(
                 step, lambda engine: engine.generate(prompts.prompt_ids, sampling, seeds)
             )
-        # The tickets of groups that are sampled ahead are not negative.
+        # The tickets of groups ahead are not negative.
         requests = [self.request(-1 - place, prompts, place, seed) for place, seed in enumerate(seeds)]
         tickets, unsent = [request.ticket for request in requests], [requests]
 
@@ -92,7 +92,7 @@ class PromptSampler:
         return self.strategy.rollout.run_sampling(step, converse)
 
     def groups(self, engine: RolloutEngine) -> GroupSampler:
-        """Return the sampler of groups: the engine, or conversations that use the engine."""
+        """Return the sampler of groups: the engine, or conversations over the engine."""
         return engine if self.conversations is None else self.conversations.by(engine)
 
     def request(self, ticket: int, prompts: PromptBatch, position: int, seed: int) -> GroupRequest:
@@ -151,7 +151,7 @@ def conversations_with(
 
 
 def with_stop_token(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingConfig:
-    """Return settings that stop at the tokenizer's end of sequence, if they name no stop token."""
+    """Return settings with the tokenizer's end of sequence as stop token, if `sampling` names no stop token."""
     end: Any = tokenizer.eos_token_id
     if sampling.stop_token_ids or end is None:
         return sampling

@@ -1,7 +1,7 @@
-"""Sampling of groups ahead of the step that trains on them, as far as the schedule allows.
+"""Sampling of groups ahead of training, as far as the schedule allows.
 
 While a step trains, the engine samples for later steps. Weights change in flight, and every token carries the version
-of the policy that sampled it. Synchronous sampling is the same code with no groups ahead.
+of its policy. Synchronous sampling is the same code with no groups ahead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rl_plugins.strategies.rollout_phase import MAX_LOSSES, lost_too_often
 
 
 class ScheduledSampler:
-    """Samples groups of responses; holds the queue of groups that were asked for.
+    """Samples groups of responses; holds the queue of requested groups.
 
     Args:
         sampler: sampler of responses.
@@ -35,7 +35,7 @@ class ScheduledSampler:
         draw: returns this rank's next batch of prompts.
 
     Attributes:
-        slots: number of batches of prompts that came so far.
+        slots: number of batches of prompts so far.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class ScheduledSampler:
         Args:
             count: number of groups, equal on all ranks.
             step: step that trains on the groups.
-            groups_per_step: groups that a step takes on this rank.
-            mini_batches: number of mini-batches that the groups are cut into. Inside each mini-batch, groups change
+            groups_per_step: groups of a step on this rank.
+            mini_batches: number of mini-batches of the groups. Inside each mini-batch, groups change
                 ranks until all ranks have about the same number of tokens. With 0 no group changes ranks.
         """
         queue, ranks = self._queue, self._strategy.ranks
@@ -111,7 +111,7 @@ class ScheduledSampler:
         return redistribute_groups(groups, ordered, ranks)
 
     def _fetch(self, groups: list[Group], step: int) -> list[Group]:
-        """Fetch the responses that engines keep; sample the groups of a lost engine again. Collective."""
+        """Fetch the responses from the engines; sample the groups of a lost engine again. Collective."""
         for _ in range(MAX_LOSSES):
             with self._strategy.phases.measure("rollout"):
                 fetched = self._sampler.groups(self._strategy.rollout.engine).fetch(
@@ -162,7 +162,7 @@ class ScheduledSampler:
 
     def _requests(self, tickets: Sequence[int]) -> list[GroupRequest]:
         groups = [self._queue[ticket] for ticket in tickets]
-        # The seed of a sample does not depend on the rank, or on the step that trains on it.
+        # The seed of a sample depends neither on the rank nor on the step of training.
         return [
             self._sampler.request(
                 ticket, group.prompt, 0, seed_of(self._sampler.seed, group.slot, group.prompt.rows[0])
@@ -231,7 +231,7 @@ class ScheduledSampler:
         return self._queue.load(shares, ranks.rank, ranks.world_size, own=own)
 
     def roll_back(self, slots: int) -> None:
-        """Go on after a checkpoint: sample all groups again, because the policy that sampled them is gone.
+        """Go on after a checkpoint: sample all groups again, because their policy is gone.
 
         The data goes on after undone steps, so the number of batches never falls.
 

@@ -1,4 +1,4 @@
-"""The base of all stages: a model, one clock, metrics on that clock, and optimizer steps over micro-batches.
+"""The base of all stages: a model, one clock with metrics, and optimizer steps over micro-batches.
 
 A batch of Lightning is one step of the stage's clock (`step`), however many optimizer steps it takes. Checkpoints,
 evaluation, logging and schedules use this clock. Lightning's `global_step` counts optimizer steps and is not used.
@@ -49,17 +49,17 @@ class StageArguments(TypedDict, total=False):
 
 
 class Stage(LightningModule):
-    """A stage that trains one model (`trained`), and may train or run further models.
+    """Stage that trains one model (`trained`), and may train or run further models.
 
     Attributes:
-        step: number of steps that the stage has taken.
+        step: number of finished steps.
         passes: forward passes of the stage's models, since `setup`.
-        generation: builder of sampler, scorer and validation, which stages that validate by generation set.
+        generation: builder of sampler, scorer and validation, in stages with validation by generation.
         validation: validation by generation, since `setup`.
-        shown_samples: samples that callbacks show.
-        reference: frozen reference, of stages that need one.
+        shown_samples: samples for callbacks.
+        reference: frozen reference, in stages with a reference.
         reference_is_base: True if the reference is the policy without its adapter.
-        further_metrics: functions that every rank calls with the metrics of a step; their results are added.
+        further_metrics: functions of the metrics of a step, called on every rank; the results are added.
 
     Args:
         model: Hugging Face name or folder; a model with the forward of a Hugging Face causal language model; or a
@@ -72,9 +72,9 @@ class Stage(LightningModule):
         lora: train an adapter instead of the model (models loaded by name; other models may be peft models).
         max_steps: steps of the clock after which training stops; 0 for no bound.
         tokens_per_micro_batch: tokens of one forward and backward pass on one rank: real tokens with `packing`, padded
-            tokens without. Samples that belong together, such as a pair, stay together.
-        packing: run the samples of a micro-batch as one row without padding. A model of transformers that attends by
-            `sdpa` is set to `packed_sdpa` (see `rl_plugins.models.packed_attention`), which also runs a prompt only
+            tokens without. A pair of samples stays together.
+        packing: run the samples of a micro-batch as one row without padding. A model of transformers with `sdpa`
+            attention is set to `packed_sdpa` (see `rl_plugins.models.packed_attention`), which also runs a prompt only
             once for all its samples in a micro-batch. A model in which packed samples influence each other is refused.
     """
 
@@ -139,7 +139,7 @@ class Stage(LightningModule):
             self.make_parts(self.strategy)
 
     def make_parts(self, strategy: Strategy) -> None:
-        """Make the parts of the stage, once for each strategy that it runs with."""
+        """Make the parts of the stage, once for each strategy."""
         self.passes = ForwardPasses(
             strategy,
             self.named_models,
@@ -155,7 +155,7 @@ class Stage(LightningModule):
         """The strategy of the trainer.
 
         Raises:
-            ConfigError: the trainer has a strategy that cannot run a stage.
+            ConfigError: the strategy of the trainer cannot run a stage.
         """
         return strategy_of(self.trainer)
 
@@ -229,7 +229,7 @@ class Stage(LightningModule):
         return None if self.reference_is_base else self.load_model(str(path), REFERENCE)
 
     def sharded_init(self, frozen: str | None = None) -> AbstractContextManager[None]:
-        """Shard models that are loaded inside this context; `frozen` is the name of a frozen model."""
+        """Shard models loaded inside this context; `frozen` is the name of a frozen model."""
         return self.strategy.sharded_init(frozen)
 
     @property
@@ -238,12 +238,12 @@ class Stage(LightningModule):
         return _DTYPES.get(str(self.trainer.precision), torch.bfloat16)
 
     def named_models(self) -> dict[str, nn.Module]:
-        """Return the models that the strategy makes model engines of, by name."""
+        """Return the models for the strategy's model engines, by name."""
         reference = {} if self.reference is None else {REFERENCE: self.reference}
         return {self.trained: getattr(self, self.trained), **reference}
 
     def optimizer_configs(self) -> dict[str, OptimizerConfig]:
-        """Return the optimizer settings of each trained model; the model that the stage trains comes first."""
+        """Return the optimizer settings of each trained model; `trained` comes first."""
         return {self.trained: self.optimizer_config}
 
     def gradient_clip(self, name: str) -> float:
@@ -311,7 +311,7 @@ class Stage(LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        # A run that failed after its training resumes from the checkpoint of its last step.
+        # After a failure at the end of training, a run resumes from the checkpoint of its last step.
         self._stop_after_last_step()
 
     def _stop_after_last_step(self) -> None:
@@ -328,13 +328,13 @@ class Stage(LightningModule):
             scheduler: Any = config.scheduler
             if config.interval != interval or count % config.frequency:
                 continue
-            # The schedule of a model that is not trained in this step (a policy whose critic warms up) waits.
+            # The schedule of an untrained model (a policy whose critic warms up) waits.
             if interval == "epoch" or self._model_of_optimizer[id(scheduler.optimizer)] in self._stepped:
                 scheduler.step()
 
     def track(self, metrics: Mapping[str, float]) -> None:
         """Send metrics to every logger on the stage's clock, and to callbacks and progress bars."""
-        # `trainer.validate` returns the metrics that Lightning logs itself; a metric `step` is its axis.
+        # `trainer.validate` returns the metrics that Lightning logs itself; a metric `step` is the axis.
         alone = self.trainer.state.fn == TrainerFn.VALIDATING
         if alone:
             metrics = {**metrics, "step": float(self.step)}
@@ -407,7 +407,7 @@ class Stage(LightningModule):
         for config, saved in zip(self.trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(saved)
         if self.step < self.max_steps:
-            # The last step may be the step that is undone.
+            # The undone step may be the last step.
             self.trainer.should_stop = False
 
 
@@ -437,7 +437,7 @@ def _own_tokenizer(model: str | nn.Module) -> Any:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Refuse flags and callbacks of the trainer that a stage does not support.
+    """Refuse unsupported flags and callbacks of the trainer.
 
     In manual optimization, Lightning itself would refuse some flags, and some callbacks would do nothing.
 
