@@ -1,9 +1,9 @@
 """Moves of samples between ranks: samples of all ranks are chosen, and distributed for even work.
 
 An algorithm may choose among the samples of all ranks (dynamic sampling, resampling). Chosen samples are distributed in
-the order of the prompts in the global batch, so the mini-batches of a step are the same sets of samples for any
-number of ranks. Inside each mini-batch, all ranks get about the same number of tokens, because ranks
-meet in every forward pass and wait for the rank with the longest responses.
+the order of the prompts in the global batch, so the mini-batches of a step are the same sets of samples for any number
+of ranks. Inside each mini-batch, all ranks get about the same number of tokens, because ranks meet in every forward
+pass and wait for the rank with the longest responses.
 """
 
 from __future__ import annotations

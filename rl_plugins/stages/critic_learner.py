@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.algorithms.aggregation import GlobalCounts
+from rl_plugins.algorithms.inputs import one_rank
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import CheckpointError
 from rl_plugins.models.lora import add_adapter
@@ -134,7 +135,7 @@ class CriticLearner:
         torch.manual_seed(training.seed + self._updates * self._ranks + self._rank)
         if len(mini_batch):
             shared = training.packing and shares_prompts(self._model)
-            cutter = Cutter(training.tokens_per_micro_batch, training.packing, shared, _own_value)
+            cutter = Cutter(training.tokens_per_micro_batch, training.packing, shared, one_rank)
             indices = cutter.indices(Lengths.of(mini_batch))
             for loss, _ in training.objective.losses(mini_batch, indices, self._values, counts, metrics, self._device):
                 loss.backward()
@@ -203,7 +204,3 @@ class CriticLearner:
     def _precision(self) -> AbstractContextManager[Any]:
         device_type = torch.device(self._device).type
         return torch.autocast(device_type, dtype=self._training.computes_in, enabled=self._is_low)
-
-
-def _own_value(values: Tensor) -> Tensor:
-    return values

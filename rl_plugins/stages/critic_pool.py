@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from rl_plugins.algorithms.aggregation import GlobalCounts
+from rl_plugins.algorithms.inputs import one_rank
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import UserError
 from rl_plugins.models.pool import ModelPool, spread
@@ -106,7 +106,7 @@ class CriticPool(ModelPool):
         self._learning = []
         prefix, newest = f"train/{self.config.role}", answers[-1]
         rates = {f"{prefix}/lr": newest.lr, f"{prefix}/gradient_norm": newest.gradient_norm}
-        return {**metrics.averages(_own_value, _own_value), **rates}
+        return {**metrics.averages(one_rank, one_rank), **rates}
 
     def save(self, folder: Path) -> None:
         """Let an actor write the critic to a folder."""
@@ -137,7 +137,3 @@ class CriticPool(ModelPool):
                 f"rank {self._rank}: the pool {self.config.role} failed to {task}. The updates of the critic since "
                 "the last checkpoint are lost, so the workers must restart from the checkpoint"
             ) from error
-
-
-def _own_value(values: Tensor) -> Tensor:
-    return values
