@@ -38,11 +38,10 @@ from rl_plugins.stages.process_rewards import (
     ProcessRewards,
 )
 from rl_plugins.stages.rollouts import Rollouts
-from rl_plugins.stages.sampling import greedy, with_stop_token
+from rl_plugins.stages.sampling import SamplingSetup, greedy, with_stop_token
 from rl_plugins.stages.schedule import Schedule
 from rl_plugins.stages.scoring import RewardModelConfig, RewardModelScorer, Scorer
 from rl_plugins.stages.stage import Stage, StageArguments
-from rl_plugins.stages.validation import Generation
 from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER, Strategy
 
 
@@ -107,7 +106,8 @@ class PolicyOptimization(Stage):
         super().__init__(policy, **stage)
         self.algorithm = algorithm or (Algorithm(advantage="prime") if process_reward_model else Algorithm())
         self.sampling = with_stop_token(sampling, self.tokenizer)
-        self.generation = Generation(scorer, self.tokenizer, eval_sampling or greedy(sampling), environment, seed)
+        eval_sampling = eval_sampling or greedy(sampling)
+        self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
         self.schedule = schedule or Schedule()
         self.updates_per_step, self.passes_per_step, self.seed = updates_per_step, passes_per_step, seed
         self.kl_controller = self.algorithm.kl.controller()
@@ -168,14 +168,14 @@ class PolicyOptimization(Stage):
             temperature=self.sampling.temperature or 1.0,
             teacher_top_k=self.algorithm.teacher_top_k if "teacher_top_log_probs_BTK" in self.algorithm.needs else 0,
         )
-        assert self.generation is not None
+        assert self.sampling_setup is not None
         self.prompts = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
         reward_model = None
         if self._reward_model_config is not None:
             reward_model = RewardModelScorer(self._reward_model_config, self.passes)
         self.rollouts = Rollouts(
-            self.generation.sampler(strategy),
-            self.generation.scorer(strategy),
+            self.sampling_setup.sampler(strategy),
+            self.sampling_setup.scorer(strategy),
             self.algorithm,
             self.sampling,
             self.schedule,

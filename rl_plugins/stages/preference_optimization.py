@@ -25,10 +25,9 @@ from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.preference_examples import PreferenceExamples, best_against_worst, preference_examples
 from rl_plugins.stages.preference_learner import PreferenceLearner, PreferenceObjective
-from rl_plugins.stages.sampling import greedy, with_stop_token
+from rl_plugins.stages.sampling import SamplingSetup, greedy, with_stop_token
 from rl_plugins.stages.scoring import Scorer
 from rl_plugins.stages.stage import Stage, StageArguments
-from rl_plugins.stages.validation import Generation
 from rl_plugins.strategies.contract import Strategy
 
 
@@ -72,7 +71,7 @@ class PreferenceOptimization(Stage):
         **stage: Unpack[StageArguments],
     ) -> None:
         super().__init__(policy, **stage)
-        self.generation = Generation(scorer, self.tokenizer, eval_sampling, environment, seed)
+        self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
         self.objective = _objective(self, loss, loss_options, reference)
 
     @override
@@ -143,7 +142,8 @@ class OnlinePreferenceOptimization(Stage):
         **stage: Unpack[StageArguments],
     ) -> None:
         super().__init__(policy, **stage)
-        self.generation = Generation(scorer, self.tokenizer, eval_sampling or greedy(sampling), environment, seed)
+        eval_sampling = eval_sampling or greedy(sampling)
+        self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
         self.objective = _objective(self, loss, loss_options, reference)
         if sampling.num_samples < 2:
             raise ConfigError(
@@ -156,8 +156,8 @@ class OnlinePreferenceOptimization(Stage):
     @override
     def make_parts(self, strategy: Strategy) -> None:
         super().make_parts(strategy)
-        assert self.generation is not None
-        self._sampler, self._scorer = self.generation.sampler(strategy), self.generation.scorer(strategy)
+        assert self.sampling_setup is not None
+        self._sampler, self._scorer = self.sampling_setup.sampler(strategy), self.sampling_setup.scorer(strategy)
         self.learner = PreferenceLearner(self.objective, self.passes, self.optimize, self.tokenizer.pad_token_id)
         self.prompts = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
 

@@ -10,9 +10,10 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.environment import EnvironmentConfig
+from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rewards.records import Score
 from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, SamplingConfig, seed_of
-from rl_plugins.stages.scoring import Scorer, scoring_request
+from rl_plugins.stages.scoring import SampleScorer, Scorer, scoring_request
 from rl_plugins.strategies.contract import Strategy
 
 if TYPE_CHECKING:
@@ -137,17 +138,42 @@ class PromptSampler:
         )
 
 
-def conversations_with(
-    scorer: Scorer, tokenizer: PreTrainedTokenizerBase, environment: EnvironmentConfig | None
-) -> Conversations | None:
-    """Return conversations with an environment; None if the policy answers a prompt only once.
+class SamplingSetup:
+    """Scorer, environment and seed of a stage: builds the parts with which the stage samples and scores.
+
+    Args:
+        scorer: scorer of responses. A reward function, or its configuration, gets `default_scorer`.
+        tokenizer: tokenizer of the policy.
+        eval_sampling: sampling settings of validation.
+        environment: bounds on conversations; None if the policy answers a prompt only once.
+        seed: seed of sampling.
 
     Raises:
         ConfigError: the scorer cannot answer, or the chat template has no place for its answers.
     """
-    if environment is None or environment.max_turns == 1:
-        return None
-    return Conversations(scorer, tokenizer, environment)
+
+    def __init__(
+        self,
+        scorer: Scorer | Reward,
+        tokenizer: PreTrainedTokenizerBase,
+        eval_sampling: SamplingConfig,
+        environment: EnvironmentConfig | None,
+        seed: int,
+    ) -> None:
+        self._scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
+        self.eval_sampling = with_stop_token(eval_sampling, tokenizer)
+        self._tokenizer, self._seed = tokenizer, seed
+        self._conversations = None
+        if environment is not None and environment.max_turns > 1:
+            self._conversations = Conversations(self._scorer, tokenizer, environment)
+
+    def sampler(self, strategy: Strategy) -> PromptSampler:
+        """Return a sampler of responses."""
+        return PromptSampler(strategy, self._tokenizer, self._seed, self._conversations)
+
+    def scorer(self, strategy: Strategy) -> SampleScorer:
+        """Return a scorer of the sampler's responses."""
+        return SampleScorer(self._scorer, self._conversations, strategy.phases)
 
 
 def with_stop_token(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingConfig:

@@ -16,9 +16,9 @@ from rl_plugins.rewards.environment import EnvironmentConfig
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.optimizer import MicroBatchLoss
+from rl_plugins.stages.sampling import SamplingSetup
 from rl_plugins.stages.scoring import Scorer
 from rl_plugins.stages.stage import Stage, StageArguments
-from rl_plugins.stages.validation import Generation
 from rl_plugins.strategies.contract import POLICY
 
 
@@ -47,7 +47,7 @@ class SFT(Stage):
         **stage: Unpack[StageArguments],
     ) -> None:
         super().__init__(policy, **stage)
-        self.generation = Generation(scorer, self.tokenizer, eval_sampling, environment, seed)
+        self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
 
     @override
     def training_step(self, batch: dict[str, list[list[int]]], batch_idx: int) -> None:

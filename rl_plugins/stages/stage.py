@@ -27,8 +27,8 @@ from rl_plugins.models.lora import LoraConfig, MergedWeightSource, adapted_layer
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.optimizer import MicroBatchLoss, OptimizerConfig, only_one
-from rl_plugins.stages.sampling import ShownSamples
-from rl_plugins.stages.validation import Generation, GenerationValidation
+from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
+from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
 
 _DTYPES = {
@@ -54,7 +54,7 @@ class Stage(LightningModule):
     Attributes:
         step: number of finished steps.
         passes: forward passes of the stage's models, since `setup`.
-        generation: builder of sampler, scorer and validation, in stages with validation by generation.
+        sampling_setup: builder of sampler and scorer, in stages with validation by generation.
         validation: validation by generation, since `setup`.
         shown_samples: samples for callbacks.
         reference: frozen reference, in stages with a reference.
@@ -109,7 +109,7 @@ class Stage(LightningModule):
         self.step = 0
         self.reference: Any = None
         self.reference_is_base = False
-        self.generation: Generation | None = None
+        self.sampling_setup: SamplingSetup | None = None
         self.validation: GenerationValidation | None = None
         self.shown_samples = ShownSamples()
         setattr(self, self.trained, None)
@@ -147,8 +147,9 @@ class Stage(LightningModule):
             packing=self.packing,
             dtype=self.model_dtype,
         )
-        if self.generation is not None:
-            self.validation = self.generation.validation(strategy)
+        if self.sampling_setup is not None:
+            sampler, scorer = self.sampling_setup.sampler(strategy), self.sampling_setup.scorer(strategy)
+            self.validation = GenerationValidation(sampler, scorer, self.sampling_setup.eval_sampling)
 
     @property
     def strategy(self) -> Strategy:

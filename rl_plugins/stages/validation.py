@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.evaluation.measures import final_answer, measure, summarize
-from rl_plugins.rewards.environment import EnvironmentConfig
-from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rewards.records import Score
 from rl_plugins.rollout.engine import SamplingConfig
 from rl_plugins.stages.metrics import interval_metrics, mean_details, mean_over_ranks, sum_details
-from rl_plugins.stages.sampling import PromptSampler, conversations_with, sample_rows, with_stop_token
-from rl_plugins.stages.scoring import SampleScorer, Scorer
-from rl_plugins.strategies.contract import Strategy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rl_plugins.stages.sampling import PromptSampler, sample_rows
+from rl_plugins.stages.scoring import SampleScorer
 
 
 class GenerationValidation:
@@ -82,43 +76,3 @@ class GenerationValidation:
         metrics |= mean_details(details for _, details in gathered)
         metrics |= interval_metrics(summarize([source for source, _ in measured], [of for _, of in measured]))
         return metrics
-
-
-class Generation:
-    """Builder of the parts with which a stage samples, scores and validates.
-
-    Args:
-        scorer: scorer of responses. A reward function, or its configuration, gets `default_scorer`.
-        tokenizer: tokenizer of the policy.
-        eval_sampling: sampling settings of validation.
-        environment: bounds on conversations; None if the policy answers a prompt only once.
-        seed: seed of sampling.
-
-    Raises:
-        ConfigError: the scorer cannot answer, or the chat template has no place for its answers.
-    """
-
-    def __init__(
-        self,
-        scorer: Scorer | Reward,
-        tokenizer: PreTrainedTokenizerBase,
-        eval_sampling: SamplingConfig,
-        environment: EnvironmentConfig | None,
-        seed: int,
-    ) -> None:
-        self._scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
-        self.eval_sampling = with_stop_token(eval_sampling, tokenizer)
-        self._tokenizer, self._seed = tokenizer, seed
-        self._conversations = conversations_with(self._scorer, tokenizer, environment)
-
-    def sampler(self, strategy: Strategy) -> PromptSampler:
-        """Return a sampler of responses."""
-        return PromptSampler(strategy, self._tokenizer, self._seed, self._conversations)
-
-    def scorer(self, strategy: Strategy) -> SampleScorer:
-        """Return a scorer of the sampler's responses."""
-        return SampleScorer(self._scorer, self._conversations, strategy.phases)
-
-    def validation(self, strategy: Strategy) -> GenerationValidation:
-        """Return the validation by generation."""
-        return GenerationValidation(self.sampler(strategy), self.scorer(strategy), self.eval_sampling)
