@@ -1,7 +1,7 @@
-"""Share of an RL step that the algorithm's own functions take: advantages, corrections, losses and their derivatives.
+"""Share of an RL step in the algorithm's own functions: advantages, corrections, losses and their derivatives.
 
-`python -m benchmarks.algorithm_functions [--steps 8]`: a step of the quickstart's GRPO is measured with the recipe;
-then the functions of every algorithm on the samples that one rank has in such a step, in this process on one thread.
+`python -m benchmarks.algorithm_functions [--steps 8]` measures a step of the quickstart's GRPO with the recipe. Then it
+measures the functions of every algorithm in this process on one thread, with the samples of one rank in such a step.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from rl_plugins.algorithms.inputs import required_inputs
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER
 from rl_plugins.launch.command_line import compose_config
 
-# The quickstart's: prompts and samples of a step, workers, tokens of a response, optimizer steps.
+# Numbers of the quickstart: prompts and samples of a step, workers, tokens of a response, optimizer steps.
 PROMPTS, SAMPLES, WORKERS, TOKENS, UPDATES = 64, 8, 2, 4, 2
 LIMIT = 0.05
 
 
 def alone(values: Tensor) -> Tensor:
-    """There is one rank."""
+    """Return the values of the only rank."""
     return values
 
 
 def experience(algorithm: Algorithm) -> dict[str, Any]:
-    """Made-up samples of one rank, with everything that an algorithm may ask for."""
+    """Return made-up samples of one rank with all inputs of all algorithms."""
     generator = torch.Generator().manual_seed(0)
     size = PROMPTS * SAMPLES // WORKERS
     old_BT = -torch.rand(size, TOKENS, generator=generator)
@@ -61,7 +61,7 @@ def experience(algorithm: Algorithm) -> dict[str, Any]:
 
 
 def one_step(algorithm: Algorithm, inputs: dict[str, Any]) -> None:
-    """The functions of one RL step of one rank."""
+    """Call the functions of one RL step of one rank."""
     if "ref_log_probs_BT" not in algorithm.needs:
         inputs = {name: value for name, value in inputs.items() if name != "ref_log_probs_BT"}
     shaping = ("scores_B", "response_lengths_B", "groups_B", "valid_B")
@@ -85,7 +85,7 @@ def one_step(algorithm: Algorithm, inputs: dict[str, Any]) -> None:
 
 
 def seconds(call: Callable[[], object], repeats: int = 30) -> float:
-    """Median of some calls, after a few that warm up."""
+    """Return the median seconds of several calls, after a few calls for warm-up."""
     times = []
     for _ in range(repeats + 5):
         start = time.perf_counter()
@@ -95,7 +95,7 @@ def seconds(call: Callable[[], object], repeats: int = 30) -> float:
 
 
 def main() -> None:
-    """Run and print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=8, help="steps of the recipe; the median leaves out the first two")
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
-"""Does it learn in conversations: the quickstart's policy is told `higher` or `lower`, and may answer again.
+"""Learning in conversations: after a wrong answer the policy gets the hint `>` or `<`, and answers again.
 
-`python -m benchmarks.conversations [--seeds 0 1 2] [--turns 3]`: data, tiny model, SFT start and settings of the
-quickstart; the reward is 1 divided by the number of answers it took. The policy has never seen a hint before.
+`python -m benchmarks.conversations [--seeds 0 1 2] [--turns 3]` uses the data, the tiny model, the SFT start and the
+settings of the quickstart. The reward is 1 divided by the number of answers. The policy has never seen a hint before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEPS = 75
 def higher_lower(
     solution_str: str, ground_truth: str, messages: Sequence[Mapping[str, Any]], turns_left: int
 ) -> float | str:
-    """An environment: a wrong answer gets a hint."""
+    """Environment: reply with a hint to a wrong answer."""
     if solution_str == ground_truth:
         return 1 / sum(message["role"] == "assistant" for message in messages)
     if not turns_left:
@@ -33,7 +33,7 @@ def higher_lower(
 
 
 def main() -> None:
-    """One line for each seed."""
+    """Train, and print a line for each seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--turns", type=int, default=3)
@@ -43,7 +43,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             start(folder, seed)
-            # An answer has three tokens at most, a hint four with the roles around it.
+            # An answer has at most three tokens. A hint has four, including the tokens of roles.
             options = [
                 f"environment.max_turns={arguments.turns}", f"sampling.max_tokens={4 + 8 * (arguments.turns - 1)}",
                 "reward.functions.default._target_=benchmarks.conversations.higher_lower", f"run.steps={STEPS}",

@@ -1,7 +1,8 @@
-"""Attention by matrix products against torch's own kernel, on a processor and in bfloat16.
+"""Attention by matrix products compared with torch's own kernel, on CPU in bfloat16.
 
-`python -m benchmarks.cpu_attention [--threads 1] [--repeats 20]`: forward and backward of 8 heads of 64 numbers over 4
-of keys, causal; the two take turns. The last sizes are stretches of a row that share a prompt.
+`python -m benchmarks.cpu_attention [--threads 1] [--repeats 20]` runs forward and backward passes of causal attention
+with 8 query heads and 4 key heads of 64 numbers. Both implementations run in turn. The last sizes are sections of a row
+with a shared prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SIZES = [(8, 192, 192), (2, 1024, 1024), (1, 4096, 4096), (7, 128, 192), (7, 64,
 
 
 def main() -> None:
-    """Print the time of both, and their ratio, for each size."""
+    """Print the times of both implementations and their ratio for each size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=20)
@@ -42,7 +43,7 @@ def main() -> None:
                 start = time.perf_counter()
                 attend(*heads).sum().backward()
                 times.append(time.perf_counter() - start)
-        # The first of each is a warm-up.
+        # The first measurement of each implementation is a warm-up.
         ours, torchs = (median(times[1:]) * 1e3 for times in taken)
         print(
             f"{samples} samples, {own} of {whole} tokens: products {ours:.1f} ms, torch {torchs:.1f} ms; "
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def torch_attention(query_NQHD: Tensor, key_NKGD: Tensor, value_NKGD: Tensor) -> Tensor:
-    """The same by torch's kernel."""
+    """Return the same attention by torch's kernel."""
     query, key, value = (heads.transpose(1, 2) for heads in (query_NQHD, key_NKGD, value_NKGD))
     bias = causal_lower_right(query.shape[2], key.shape[2])
     output: Tensor = torch.nn.functional.scaled_dot_product_attention(query, key, value, bias, enable_gqa=True)

@@ -1,9 +1,9 @@
-"""Memory and time of a large prompt file: rows and token ids on disk, against the whole table in memory.
+"""Memory and time of a large prompt file: rows and token ids on disk, compared with the whole table in memory.
 
-`python -m benchmarks.data_memory [--megabytes 300]` writes a parquet file of that size and of one row group, whose rows
-have a prompt of 100 characters and 4 KB beside it. It prints, for each way in a process of its own: the peak of the
-memory that is not of files, over what the imports take (the kernel takes the pages of files back when it needs them);
-the seconds until rows can be served; and the time to serve a prompt in the order of training.
+`python -m benchmarks.data_memory [--megabytes 300]` writes a parquet file of this size with one row group. A row has a
+prompt of 100 characters and 4 KB of other data. Each way runs in a separate process. The benchmark prints the peak of
+anonymous memory without the memory of imports (the kernel can always reclaim the pages of files), the seconds until the
+first row is ready, and the time for a prompt in the order of training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMEOUT_S = 1800
 
 
 def write_file(path: Path, megabytes: int) -> int:
-    """A parquet file of about this size; returns the number of its rows."""
+    """Write a parquet file of about this size, and return the number of rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -39,7 +39,7 @@ def write_file(path: Path, megabytes: int) -> int:
             "data_source": "random",
             "ability": "none",
             "reward_model": {"style": "rule", "ground_truth": str(number)},
-            # Twice as many characters as bytes that they can be compressed to.
+            # Compression halves this text: two characters encode one random byte.
             "extra_info": {"index": number, "text": rng.randbytes(ROW_BYTES).hex()},
         }
 
@@ -49,7 +49,7 @@ def write_file(path: Path, megabytes: int) -> int:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is not of files."""
+    """Return the bytes of memory of this process without pages of files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
@@ -58,7 +58,7 @@ def anonymous_bytes() -> int:
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """The most `anonymous_bytes` inside, as the one number of a list."""
+    """Yield a list. At the end the only number in the list is the peak of `anonymous_bytes`."""
     peak, done = [0], threading.Event()
 
     def watch() -> None:
@@ -75,19 +75,19 @@ def peak_memory() -> Iterator[list[int]]:
 
 
 def on_disk(path: Path) -> Any:
-    """What the data modules do."""
+    """Return the path: the data module reads rows from the file."""
     return path
 
 
 def in_memory(path: Path) -> Any:
-    """A data set that was read as a whole."""
+    """Load the whole table into memory."""
     import pyarrow.parquet as pq
 
     return pq.ParquetFile(path).read().to_pylist()
 
 
 def measure(way: str, path: Path) -> dict[str, float]:
-    """What one way takes; run in a process of its own."""
+    """Measure one way in this process."""
     from rl_plugins.data.datamodule import PromptDataModule
     from rl_plugins.models.tiny import build_tokenizer
 

@@ -1,7 +1,7 @@
-"""Does it learn: held-out accuracy of several algorithms over the samples they drew, on three seeds, with a picture.
+"""Learning curves: held-out accuracy of several algorithms by the number of samples, on several seeds, with a picture.
 
-`python -m benchmarks.learning [--seeds 0 1 2] [--only grpo ppo] [--picture docs/images/learning.png]`: the data, the
-tiny model, the SFT start and the settings of the quickstart; every algorithm gets the same number of samples.
+`python -m benchmarks.learning [--seeds 0 1 2] [--only grpo ppo] [--picture docs/images/learning.png]` uses the data,
+the tiny model, the SFT start and the settings of the quickstart. Every algorithm has the same number of samples.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rl_plugins.run_folder import read_metrics
 
 STEPS, SAMPLES_PER_STEP = 75, 512
 BUDGET = STEPS * SAMPLES_PER_STEP
-# What differs from the quickstart's GRPO.
+# Changed options of the quickstart's GRPO.
 ALGORITHMS: dict[str, list[str]] = {
     "grpo": [],
     "ppo": ["critic.optimizer.lr=1e-3", "critic.optimizer.betas=[0.9,0.95]", "critic.warmup_steps=5"],
     "rloo": [],
     "reinforce_plus_plus": [],
-    # The settings of the response length: the longest answer and its end are three tokens.
+    # Settings for the response length: the longest answer has three tokens, including the end token.
     "dapo": ["algorithm.shaping.overlong.factor=0.1", "run.steps=50"],
     "online_dpo": ["stage=online_preference_optimization", "+loss.options.beta=0.1"],
 }
@@ -36,7 +36,7 @@ Curve = dict[int, float]
 
 
 def start(folder: Path, seed: int) -> Path:
-    """Data, tiny model and SFT of the quickstart; returns the policy to begin with."""
+    """Make data, tiny model and SFT of the quickstart, and return the folder of the policy."""
     write_sums(folder / "data", seed)
     save_base(folder / "base", seed)
     overrides = [
@@ -48,7 +48,7 @@ def start(folder: Path, seed: int) -> Path:
 
 
 def config_of(name: str, folder: Path, seed: int, overrides: list[str]) -> RecipeConfig:
-    """The run of an algorithm that starts from `folder/sft/policy`."""
+    """Return the configuration of a run of an algorithm from `folder/sft/policy`."""
     group = [] if name == "online_dpo" else [f"algorithm={name}"]
     options = [
         *group, f"run.name={name}", f"run.output_dir={folder}", f"run.seed={seed}", f"run.steps={STEPS}",
@@ -60,7 +60,7 @@ def config_of(name: str, folder: Path, seed: int, overrides: list[str]) -> Recip
 
 
 def curve(run: Path) -> Curve:
-    """Samples drawn so far to held-out accuracy, up to the budget."""
+    """Return held-out accuracy by the number of samples, up to the budget."""
     series = read_metrics(run / "metrics.jsonl")
     batches = series.get("train/generation_batches", {})
     drawn, samples = {0: 0}, 0
@@ -71,7 +71,7 @@ def curve(run: Path) -> Curve:
 
 
 def show(curves: Mapping[str, Mapping[int, Curve]]) -> None:
-    """The table: accuracy before and after, for each seed, and the mean gain."""
+    """Print a table of the accuracy before and after training for each seed, and of the mean gain."""
     seeds = sorted(next(iter(curves.values())))
     print(f"held-out accuracy ({NUM_TEST} sums, greedy), before -> after at most {BUDGET} samples")
     print(f"{'':22}" + "".join(f"{f'seed {seed}':>18}" for seed in seeds) + f"{'mean gain':>12}")
@@ -82,7 +82,7 @@ def show(curves: Mapping[str, Mapping[int, Curve]]) -> None:
 
 
 def plot(curves: Mapping[str, Mapping[int, Curve]], path: Path) -> None:
-    """One line per algorithm, the mean over the seeds, in a band from the lowest to the highest."""
+    """Draw the mean over the seeds for each algorithm, and a band from the lowest to the highest seed."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -91,7 +91,7 @@ def plot(curves: Mapping[str, Mapping[int, Curve]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for position, (name, of_seeds) in enumerate(curves.items()):
         points = sorted(set.intersection(*(set(one) for one in of_seeds.values())))
-        # Where the seeds drew different numbers of samples, each has its own line.
+        # If seeds have different numbers of samples, each seed has its own line.
         if len(points) > 2:
             columns = [[one[point] for one in of_seeds.values()] for point in points]
             axes.plot(
@@ -113,7 +113,7 @@ def plot(curves: Mapping[str, Mapping[int, Curve]], path: Path) -> None:
 
 
 def main() -> None:
-    """Run and print."""
+    """Train, print and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))

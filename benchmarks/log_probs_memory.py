@@ -1,10 +1,9 @@
 """Memory and time of the log-probs of response tokens, forward and backward, with a vocabulary of 150 k.
 
 `python -m benchmarks.log_probs_memory [--samples 8] [--tokens 128] [--threads 1]` prints, for float32 and bfloat16, the
-peak memory over that of the loaded model (so with the gradients) and the processor seconds of the faster of two passes.
-Three ways, each in a process of its own: the logits of all positions in float32 and a log-softmax; the logits of the
-response, turned to float32 by chunks; and `response_log_probs`, which takes the hidden states through the head by
-chunks.
+peak memory without the loaded model (gradients included) and the processor seconds of the faster of two passes. Each of
+three ways runs in a separate process: the logits of all positions in float32 with a log-softmax; the logits of the
+response, converted to float32 in chunks; and `response_log_probs`, which applies the head to chunks of hidden states.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ TIMEOUT_S = 900
 
 
 def whole_logits(model: Any, ids_BS: Tensor, width: int) -> Tensor:
-    """The log-probs as the formula reads: float32 logits of the batch, log-softmax, gather."""
+    """Return log-probs by the plain formula: float32 logits of the batch, log-softmax, gather."""
     distribution_BSV = model(input_ids=ids_BS, use_cache=False).logits.float().log_softmax(dim=-1)
     return distribution_BSV[:, -width - 1 : -1].gather(-1, ids_BS[:, -width:, None]).squeeze(-1)
 
 
 def logits_of_the_response(model: Any, ids_BS: Tensor, width: int) -> Tensor:
-    """What is done for models that change their logits after the head."""
+    """Return log-probs as for models that change their logits after the head."""
     from rl_plugins.models.log_probs import token_log_probs
 
     logits_BTV = model(input_ids=ids_BS, use_cache=False, logits_to_keep=width + 1).logits
@@ -44,7 +43,7 @@ def logits_of_the_response(model: Any, ids_BS: Tensor, width: int) -> Tensor:
 
 
 def hidden_by_chunks(model: Any, ids_BS: Tensor, width: int) -> Tensor:
-    """What is done for all others."""
+    """Return log-probs as for all other models."""
     import torch
 
     from rl_plugins.models.log_probs import response_log_probs
@@ -66,7 +65,7 @@ WAYS = {
 
 
 def measure(way: str, dtype: str, samples: int, width: int, threads: int) -> dict[str, float]:
-    """Run one way in this process; bytes at the peak, seconds, and the sum of the log-probs."""
+    """Run one way in this process, and return peak bytes, seconds and the sum of the log-probs."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -83,7 +82,7 @@ def measure(way: str, dtype: str, samples: int, width: int, threads: int) -> dic
     )
     model = Qwen2ForCausalLM(config)
     ids_BS = torch.randint(VOCABULARY, (samples, PROMPT_TOKENS + width))
-    # The first pass loads libraries, and tries what kind of head the model has.
+    # The first pass loads libraries, and finds out which kind of head the model has.
     WAYS[way](model, ids_BS[:1, :4], 2).sum().backward()
     model.zero_grad()
     before = psutil.Process().memory_info().rss
@@ -99,7 +98,7 @@ def measure(way: str, dtype: str, samples: int, width: int, threads: int) -> dic
 
 
 def main() -> None:
-    """Run and print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128, help="of each response")

@@ -1,4 +1,4 @@
-"""The command line of the loops that a step is compared with."""
+"""Command line of the loops for comparison."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def loop_parser(description: str | None) -> argparse.ArgumentParser:
-    """What a loop is told of its work."""
+    """Return the parser of the options of a loop."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("policy")
     parser.add_argument("parquet")

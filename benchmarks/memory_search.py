@@ -1,7 +1,7 @@
-"""Which of some stretches of tokens are in the private memory of processes: as ids, packed or pickled.
+"""Search for stretches of tokens in the private memory of processes, as arrays of ids or in a pickle.
 
-`python memory_search.py PID ...`: the stretches come as JSON on stdin, and for each process goes to stdout how many of
-them it has. A program of its own, so that who asks does not have them.
+`python memory_search.py PID ...` reads the stretches as JSON from stdin, and writes the number of stretches in each
+process to stdout. This is a separate program, because the calling process has the stretches in its own memory.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import BinaryIO
 
 import numpy as np
 
-# Of /proc/PID/pagemap.
+# Size of an entry of /proc/PID/pagemap.
 _ENTRY_BYTES = 8
 
 
 def encodings(stretch: list[int]) -> list[bytes]:
-    """How the tokens lie in memory, in arrays of 8 or 4 bytes each, or in a pickled list."""
+    """Return the bytes of the tokens as arrays of 8 or 4 bytes for each token, and as a pickled list."""
     packed = [b"".join(token.to_bytes(size, sys.byteorder) for token in stretch) for size in (8, 4)]
-    # Without what begins and ends a pickle.
+    # The first and last bytes of a pickle are left out.
     return [*packed, b"".join(pickle.dumps(token, 2)[2:-1] for token in stretch)]
 
 
 def search(pid: str, wanted: list[list[bytes]]) -> int:
-    """How many of the stretches a process has; memory that it shares with others is not its own."""
+    """Return the number of stretches in a process. Memory shared with other processes does not count."""
     seen = set()
     with (
         open(f"/proc/{pid}/maps") as maps,
@@ -46,7 +46,7 @@ def search(pid: str, wanted: list[list[bytes]]) -> int:
 
 
 def _resident(pages: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The stretches of a mapping that it has memory for: most of it is often but reserved."""
+    """Yield the resident ranges of a mapping. Large parts of a mapping are often reserved only."""
     size = os.sysconf("SC_PAGE_SIZE")
     pages.seek(start // size * _ENTRY_BYTES)
     entries = np.frombuffer(pages.read((stop - start) // size * _ENTRY_BYTES), dtype=np.uint64)
@@ -57,7 +57,7 @@ def _resident(pages: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, int
 
 
 def main() -> None:
-    """Search and print."""
+    """Search, and print the counts."""
     wanted = [encodings(stretch) for stretch in json.load(sys.stdin)]
     print(json.dumps({pid: search(pid, wanted) for pid in sys.argv[1:]}))
 

@@ -1,7 +1,7 @@
-"""Products of an engine on CPU with packed copies of the weights, as it makes them, and with the weights as they are.
+"""Matrix products of a rollout engine on CPU with packed copies of the weights, compared with unpacked weights.
 
-`python -m benchmarks.packed_products [--threads 1]` runs the products of a step of decoding of the 28 M model with
-several numbers of tokens, and prints the ratio of medians, and what packing takes.
+`python -m benchmarks.packed_products [--threads 1]` runs the products of a decoding step of the 28 M model with several
+numbers of tokens, and prints the ratio of medians and the time of packing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from benchmarks.algorithm_functions import seconds
 from rl_plugins.rollout.vllm.plugin import PackedProducts
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCAB = 8, 512, 1408, 8192
-# Outer and inner width of queries, keys and values in one; of what comes after attention; of the MLP's two.
+# Outer and inner widths: joint queries, keys and values; the projection after attention; the two products of the MLP.
 BLOCK = [(2 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
 METHOD = PackedProducts()
 
 
 class Layer(nn.Module):
-    """What of a linear layer of vLLM its method uses."""
+    """Part of a linear layer of vLLM that `METHOD` uses."""
 
     packed: Any
 
@@ -33,26 +33,26 @@ class Layer(nn.Module):
 
 
 def plain(model: list[Layer], inputs: dict[int, Tensor]) -> None:
-    """Products with the weights as they are."""
+    """Multiply with unpacked weights."""
     for layer in model:
         nn.functional.linear(inputs[layer.weight.shape[1]], layer.weight)
 
 
 def packed(model: list[Layer], inputs: dict[int, Tensor]) -> None:
-    """Products with copies that were packed before."""
+    """Multiply with packed copies."""
     for layer in model:
         METHOD.apply(layer, inputs[layer.weight.shape[1]])
 
 
 def pack(model: list[Layer], inputs: dict[int, Tensor]) -> None:
-    """Products with copies that are packed for them."""
+    """Pack the weights of all layers, and multiply."""
     for layer in model:
         METHOD.process_weights_after_loading(layer)
     packed(model, inputs)
 
 
 def main() -> None:
-    """Run and print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Tokens trained per second, packed against padded: forward and backward of one rank's samples of a step.
+"""Trained tokens per second of packed and padded samples: forward and backward passes of one rank in a step.
 
-`python -m benchmarks.packing [--threads 1] [--repeats 5]`: a policy of 5 M parameters, samples whose mean length is a
-third of the longest. Each is the stage's own way: micro-batches by a budget, log-probs, backward; once with a budget
-that all samples fit into, padded to the longest, and once with one that takes several micro-batches, where padded
-samples are sorted by length, so that there is little padding. The ways take turns, so that what else the machine does
-falls on all.
+`python -m benchmarks.packing [--threads 1] [--repeats 5]` uses a policy of 5 M parameters. The mean length of samples
+is a third of the largest length. Both ways work like the stage: micro-batches by a token budget, log-probs, backward.
+With the larger budget all samples are in one micro-batch, padded to the longest sample. With the smaller budget there
+are several micro-batches, and padded samples are sorted by length, which leaves little padding. The ways run in turn,
+so other work of the machine slows all ways equally.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TARGET = 1.8
 
 
 def samples() -> Experience:
-    """Random tokens; prompts of one length, one response of the longest, the others drawn around what is left."""
+    """Return random tokens: prompts of equal length, one response of the largest length, other lengths by chance."""
     generator = torch.Generator().manual_seed(0)
     longest = LONGEST - PROMPT_TOKENS
     draws_B = -torch.rand(SAMPLES - 1, generator=generator).log()
@@ -49,7 +49,7 @@ def samples() -> Experience:
 
 
 def seconds(model: Any, experience: Experience, budget: int, *, packing: bool) -> float:
-    """One pass over the samples, forward and backward."""
+    """Return the seconds of a forward and backward pass over the samples."""
     start = time.perf_counter()
     for indices in Cutter(budget, packing, packing, lambda largest: largest).indices(Lengths.of(experience)):
         micro = experience[indices].trimmed()
@@ -66,7 +66,7 @@ def seconds(model: Any, experience: Experience, budget: int, *, packing: bool) -
 
 
 def prepared(description: str | None) -> tuple[Any, int]:
-    """The policy, and how often to measure, by the command line of a benchmark."""
+    """Return the policy and the number of measurements from the command line of a benchmark."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
@@ -79,7 +79,7 @@ def prepared(description: str | None) -> tuple[Any, int]:
 
 
 def main() -> None:
-    """Print tokens per second of both ways, and their ratio."""
+    """Print the tokens per second of both ways and their ratio."""
     model, repeats = prepared(__doc__)
     experience = samples()
     lengths_B = experience.sequence_lengths.double()
@@ -90,7 +90,7 @@ def main() -> None:
         for name, packing in ways:
             taken[name, packing].append(seconds(model, experience, BUDGETS[name], packing=packing))
     for name in BUDGETS:
-        # The first pass of each is a warm-up.
+        # The first pass of each way is a warm-up.
         packed, padded = taken[name, True][1:], taken[name, False][1:]
         rates = [float(lengths_B.sum()) / median(times) for times in (packed, padded)]
         ratio = median(slow / fast for fast, slow in zip(packed, padded, strict=True))

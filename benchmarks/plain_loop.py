@@ -1,7 +1,7 @@
-"""The alternative: GRPO as one would write it in an afternoon, one process, Hugging Face generate, plain PyTorch.
+"""Alternative for comparison: a simple GRPO loop in one process, with Hugging Face generate and plain PyTorch.
 
 `python -m benchmarks.plain_loop POLICY PARQUET --prompts 32 --samples 8 --max-tokens 6 --steps 10` prints one JSON
-object: median seconds of a step and of its phases, samples/s, tokens/s and the peak resident size.
+object: median seconds of a step and of each phase, samples/s, tokens/s and the peak resident size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.loop_options import loop_parser
 
 
 def main() -> None:
-    """Run and print."""
+    """Train and print."""
     options = loop_parser(__doc__).parse_args()
     torch.set_num_threads(options.threads)
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Random policies of known size and prompts of known length, for benchmarks: only their cost matters."""
+"""Random policies of known size and prompts of known length, for benchmarks of costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PROMPT_TOKENS = 64
 
 
 def save_policy(folder: Path, *, hidden_size: int, num_layers: int, intermediate_size: int, vocab_size: int) -> int:
-    """Write a Qwen2 model with random weights and the byte-level tokenizer; returns the number of parameters."""
+    """Write a Qwen2 model with random weights and a byte-level tokenizer, and return the number of parameters."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from rl_plugins.models.tiny import build_tokenizer
@@ -35,22 +35,22 @@ def save_policy(folder: Path, *, hidden_size: int, num_layers: int, intermediate
 
 
 def save_28m(folder: Path) -> int:
-    """28 M parameters, vocabulary 8192."""
+    """Write a policy of 28 M parameters with a vocabulary of 8192."""
     return save_policy(folder, hidden_size=512, num_layers=8, intermediate_size=1408, vocab_size=8192)
 
 
 def save_50m(folder: Path) -> int:
-    """50 M parameters: 200 MB in float32."""
+    """Write a policy of 50 M parameters, 200 MB in float32."""
     return save_policy(folder, hidden_size=768, num_layers=6, intermediate_size=2560, vocab_size=8192)
 
 
 def save_250m(folder: Path) -> int:
-    """250 M parameters: 1 GB in float32."""
+    """Write a policy of 250 M parameters, 1 GB in float32."""
     return save_policy(folder, hidden_size=1536, num_layers=8, intermediate_size=5120, vocab_size=8192)
 
 
 def save_prompts(path: Path, *, rows: int = 256) -> None:
-    """Prompts of `PROMPT_TOKENS` tokens with the chat template, answers that nothing matches."""
+    """Write prompts of `PROMPT_TOKENS` tokens with the chat template. No response matches an answer."""
     from rl_plugins.data.prepare.files import write_splits
 
     rng = random.Random(0)

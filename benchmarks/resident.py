@@ -1,4 +1,4 @@
-"""The private and shared memory of a recipe's processes over time: what a plan predicts, as the kernel counts it."""
+"""Private and shared memory of a recipe's processes over time, as the kernel counts it, to compare with a plan."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _LOOK_S = 1.0
 
 @dataclass
 class Resident:
-    """Of each process, by kind and id: when it was looked at, private bytes, bytes of shared memory."""
+    """Measurements of each process by kind and id: time, private bytes and shared bytes."""
 
     seen: dict[tuple[str, int], list[tuple[float, int, int]]] = field(default_factory=dict)
 
     def peak(self, kind: str, start: float, end: float, *, shared: bool = False) -> int:
-        """Most bytes that a process of a kind had between two times, on average over the processes.
+        """Return the peak bytes of a process of a kind between two times: the mean over the processes of this kind.
 
         Args:
-            kind: of `KINDS`.
-            start: as time.time.
-            end: the same.
-            shared: count shared memory, too.
+            kind: One of `KINDS`.
+            start: Start by `time.time`.
+            end: End by `time.time`.
+            shared: True to count shared memory as well.
         """
         peaks = [
             max(private + (of_all if shared else 0) for when, private, of_all in points if start <= when <= end)
@@ -38,7 +38,7 @@ class Resident:
         return sum(peaks) // len(peaks)
 
     def others(self, start: float, end: float) -> int:
-        """Most bytes that all other processes of the run had together, each at its largest."""
+        """Return the sum of the peak bytes of all other processes of the run."""
         return sum(
             max((private for when, private, _ in points if start <= when <= end), default=0)
             for (name, _), points in self.seen.items()
@@ -47,7 +47,7 @@ class Resident:
 
 
 class ResidentWatch:
-    """Looks at the descendants of a process fifty times a second, at those that are of no kind once a second."""
+    """Thread that measures the descendants of a process: fifty times a second, or once a second for other kinds."""
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
@@ -56,11 +56,11 @@ class ResidentWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> Resident:
-        """End; what was seen."""
+        """Stop the thread, and return the measurements."""
         self._ended.set()
         self._thread.join()
         return self._resident
@@ -75,7 +75,7 @@ class ResidentWatch:
                 self._note(process)
 
     def _look(self) -> set[tuple[str, int]]:
-        """The processes of a kind; notes all others."""
+        """Return the processes with a kind, and measure all other processes."""
         close: set[tuple[str, int]] = set()
         try:
             processes = [self._root, *self._root.children(recursive=True)]

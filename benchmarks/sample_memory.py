@@ -1,8 +1,8 @@
 """Memory of `rl-plugins generate` and `rl-plugins evaluate` on small and large files.
 
-`python -m benchmarks.sample_memory [--megabytes 30 300]` writes a parquet file of each size, of one row group, has a
-tiny policy answer every prompt in it, and scores the answers. It prints for each command, in a process of its own, the
-peak of the memory that is not of files (the kernel takes the pages of files back when it needs them), and the seconds.
+`python -m benchmarks.sample_memory [--megabytes 30 300]` writes a parquet file of each size with one row group. A tiny
+policy answers every prompt, and the answers are scored. Each command runs in a separate process. The benchmark prints
+the seconds and the peak of anonymous memory, without pages of files, which the kernel can always reclaim.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Who touches a sample between the engine that draws it and the rank that trains on it: GRPO with vLLM, watched.
+"""Path of samples from the vLLM engine to the training rank: the processes that read or copy a sample.
 
-`python -m benchmarks.sample_path [--tokens 16 512] [--steps 6]`: two workers, one engine, 64 samples a step, a run for
-each length of responses. This process is the driver. Twenty times a second it looks at itself: at the objects it refers
-to, at what its TCP sockets have received, at the shared memory that it has touched. The ranks note in which form
-samples reach them. At the end the run is held, and the private memory of all its processes searched for samples.
+`python -m benchmarks.sample_path [--tokens 16 512] [--steps 6]` runs GRPO with two workers, one engine and 64 samples
+in each step, once for each length of responses. This process is the driver. Twenty times a second the driver measures
+its own object references, the received bytes of its TCP sockets, and its shared memory. Each rank writes notes about
+received samples. At the end the run waits, and the private memory of all processes is searched for samples.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ KINDS = {"VLLMActor": "engine", "RayTrainWorker": "workers", "TrainController": 
 REST = "Ray's own and the rest"
 _EVERY_S = 0.05
 _HOLD_S = 120.0
-# Of struct tcp_info.
+# Field of struct tcp_info.
 _BYTES_RECEIVED = slice(128, 136)
 
 
 class Driver:
-    """What this process has to do with a run, while it lasts."""
+    """Watch over this process during a run: object references, received bytes and shared memory."""
 
     def __init__(self) -> None:
         self.objects: set[str] = set()
@@ -51,18 +51,18 @@ class Driver:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Driver:
-        """Begin to look."""
+        """Start the thread."""
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End."""
+        """Stop the thread."""
         self._ended.set()
         self._thread.join()
 
     @property
     def received(self) -> int:
-        """Bytes, over all TCP sockets so far."""
+        """Received bytes of all TCP sockets so far."""
         return sum(self._received.values())
 
     def _watch(self) -> None:
@@ -80,7 +80,7 @@ class Driver:
 def _received_by_socket() -> dict[str, int]:
     received = {}
     for name in os.listdir("/proc/self/fd"):
-        # One that is closed meanwhile.
+        # A socket may be closed meanwhile.
         with suppress(OSError):
             inode = os.readlink(f"/proc/self/fd/{name}")
             if not inode.startswith("socket:"):
@@ -93,7 +93,7 @@ def _received_by_socket() -> dict[str, int]:
 
 
 def reward(solution_str: str) -> float:
-    """Any number; while there is a file `hold`, it waits, and with it the run."""
+    """Return some number. While a file `hold` exists, the reward waits, and so does the run."""
     hold, deadline = Path(os.environ[NOTES]) / "hold", time.monotonic() + _HOLD_S
     while hold.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -101,12 +101,12 @@ def reward(solution_str: str) -> float:
 
 
 def notes_of(folder: Path) -> list[list[dict[str, Any]]]:
-    """What each rank has noted so far."""
+    """Return the notes of each rank."""
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("*.jsonl"))]
 
 
 def search(stretches: list[list[int]]) -> dict[str, int]:
-    """Of some stretches of tokens, the most that one process of each kind has."""
+    """Return, for each kind of process, the largest number of stretches of tokens in one process."""
     me = psutil.Process()
     kinds = {str(me.pid): "driver"}
     for process in me.children(recursive=True):
@@ -122,7 +122,7 @@ def search(stretches: list[list[int]]) -> dict[str, int]:
 
 
 class Search(threading.Thread):
-    """Holds a run after some steps, searches its processes, and ends it."""
+    """Thread that holds a run after some steps, searches its processes, and stops the run."""
 
     def __init__(self, folder: RunFolder, notes: Path, steps: int, driver: Driver) -> None:
         super().__init__(daemon=True)
@@ -131,13 +131,13 @@ class Search(threading.Thread):
         self.received = self.samples_bytes = 0
 
     def run(self) -> None:
-        """See the class."""
+        """Hold, search and stop the run."""
         self._wait_for_step(2)
         received, samples = self._driver.received, self._bytes()
         self._wait_for_step(self._steps)
         self.received, self.samples_bytes = self._driver.received - received, self._bytes() - samples
         (self._notes / "hold").touch()
-        # The samples of the next step come, and wait for their rewards.
+        # The samples of the next step arrive, and wait for rewards.
         time.sleep(8)
         lots = [[line["stretches"] for line in rank if line.get("stretches")][-2:] for rank in notes_of(self._notes)]
         stretches = [lot[0] for rank in lots for lot in rank]
@@ -156,14 +156,14 @@ class Search(threading.Thread):
 
 
 def measure(tokens: int, steps: int) -> None:
-    """A run with responses of at most so many tokens."""
+    """Run with responses of at most this many tokens, and print."""
     import ray
 
     with tempfile.TemporaryDirectory() as name:
         folder, notes = Path(name), Path(name) / "notes"
         notes.mkdir()
         os.environ[NOTES] = str(notes)
-        # So few words that a response ends now and then.
+        # With a small vocabulary a random policy sometimes samples the end token.
         save_policy(folder / "policy", hidden_size=128, num_layers=2, intermediate_size=352, vocab_size=512)
         save_prompts(folder / "data")
         overrides = [
@@ -179,12 +179,12 @@ def measure(tokens: int, steps: int) -> None:
             run_recipe(parse_config(compose_config("grpo", overrides)))
         watcher.join()
         show(notes_of(notes), driver, watcher)
-        # The next run's processes get an environment of their own.
+        # The processes of the next run need another environment.
         ray.shutdown()
 
 
 def show(notes: list[list[dict[str, Any]]], driver: Driver, search: Search) -> None:
-    """Print what was seen."""
+    """Print the measurements."""
     lots = [line for rank in notes for line in rank if "bytes" in line]
     total, stored = sum(lot["bytes"] for lot in lots), sum(lot["bytes_in_store"] for lot in lots)
     samples = sum(lot["samples"] for lot in lots)
@@ -207,7 +207,7 @@ def show(notes: list[list[dict[str, Any]]], driver: Driver, search: Search) -> N
 
 
 def main() -> None:
-    """Run and print."""
+    """Measure each length."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 512])
     parser.add_argument("--steps", type=int, default=6)

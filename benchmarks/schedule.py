@@ -1,9 +1,9 @@
-"""What sampling ahead of training buys, what stragglers and a lost engine cost, each against the synchronous run.
+"""Gain of sampling ahead of training, and cost of stragglers and of a lost engine, compared with synchronous runs.
 
 `python -m benchmarks.schedule [--parts speed accuracy stragglers lost] [--seeds 0 1 2]` prints one table per part.
 
-- speed: one worker and one engine, with a core each, and generation and training of about equal time.
-- accuracy: the quickstart's GRPO on held-out problems after as many samples.
+- speed: one worker and one engine with one core each, and about equal times of generation and training.
+- accuracy: held-out accuracy of the quickstart's GRPO after equal numbers of samples.
 - stragglers: one sample in 64 is ten times longer than the others.
 - lost: one of two engines is killed in the middle of a run.
 """
@@ -33,7 +33,7 @@ SHORT, LONG = 4, 40
 
 
 def speed(overrides: list[str]) -> None:
-    """Samples per second, and who waits for whom."""
+    """Print samples per second and idle shares."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_policy(folder / "policy", hidden_size=256, num_layers=4, intermediate_size=704, vocab_size=8192)
@@ -58,7 +58,7 @@ def speed(overrides: list[str]) -> None:
 
 
 def accuracy(seeds: list[int]) -> None:
-    """Held-out accuracy of both modes for each seed."""
+    """Print the held-out accuracy of both modes for each seed."""
     modes = {"synchronous": [], "one step ahead": [AHEAD]}
     found: dict[str, list[float]] = {mode: [] for mode in modes}
     before = []
@@ -80,7 +80,7 @@ def accuracy(seeds: list[int]) -> None:
 
 
 def stragglers() -> None:
-    """Median step time, against a run in which all responses are short."""
+    """Print the median step time, compared with a run of short responses only."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _save_stragglers(folder)
@@ -105,12 +105,12 @@ def stragglers() -> None:
 
 
 def length(solution_str: str) -> float:
-    """A reward that differs with the response."""
+    """Reward by the length of the response."""
     return len(solution_str) / LONG
 
 
 def _save_stragglers(folder: Path) -> None:
-    """A policy that has learnt how long its responses are: `short 17` and `long 3`; 64 prompts, one of them long."""
+    """Save a policy with learned response lengths, and prompts such as `short 17` and `long 3`: one of 64 is long."""
     from rl_plugins.data.prepare.files import write_splits
     from rl_plugins.models.tiny import save_tiny_policy
 
@@ -144,7 +144,7 @@ def _save_stragglers(folder: Path) -> None:
 
 
 def lost() -> None:
-    """How much later the run is for an engine that was killed, in steps."""
+    """Print the delay of a run after the loss of an engine, in steps."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_policy(folder / "policy", hidden_size=256, num_layers=4, intermediate_size=704, vocab_size=8192)
@@ -186,7 +186,7 @@ def _run_and_kill(folder: Path, at_step: int) -> MeasuredRun:
 
 
 def main() -> None:
-    """Run and print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parts = ("speed", "accuracy", "stragglers", "lost")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)

@@ -1,8 +1,8 @@
-"""Samples trained per second where those of a prompt run it once, against the same lengths with prompts of their own.
+"""Trained samples per second with a shared prompt for a group, compared with a separate prompt for each sample.
 
-`python -m benchmarks.shared_prompts [--threads 1] [--repeats 5]`: a policy of 5 M parameters, packed samples, forward
-and backward of one rank's share of a step. For each size a group of samples has one prompt, or as many as samples; the
-two take turns, so that what else the machine does falls on both.
+`python -m benchmarks.shared_prompts [--threads 1] [--repeats 5]` uses a policy of 5 M parameters, packed samples, and
+the forward and backward passes of one rank in a step. For each size, a group of samples has either one prompt, which is
+computed once, or as many prompts as samples. Both cases run in turn, so other work of the machine slows both equally.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIZES = [(64, 128, 4), (64, 128, 8), (256, 128, 8), (512, 64, 8), (16, 240, 8)]
 
 
 def samples(prompt: int, response: int, group: int, *, shared: bool) -> Experience:
-    """Random tokens of a group; responses between half and one and a half of their average."""
+    """Return random tokens of a group. Response lengths are between 0.5 and 1.5 times the mean."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> list[int]:
@@ -34,7 +34,7 @@ def samples(prompt: int, response: int, group: int, *, shared: bool) -> Experien
 
 
 def main() -> None:
-    """Print samples per second of both, and their ratio, for each size."""
+    """Print the samples per second of both cases and their ratio for each size."""
     model, repeats = prepared(__doc__)
     for prompt, response, group in SIZES:
         ways = {shared: samples(prompt, response, group, shared=shared) for shared in (True, False)}
@@ -42,7 +42,7 @@ def main() -> None:
         for _ in range(repeats + 1):
             for shared, experience in ways.items():
                 taken[shared].append(seconds(model, experience, BUDGET, packing=True))
-        # The first pass of each is a warm-up.
+        # The first pass of each case is a warm-up.
         once, each = taken[True][1:], taken[False][1:]
         ratio = median(slow / fast for fast, slow in zip(once, each, strict=True))
         print(

@@ -1,6 +1,6 @@
-"""Several runs one after the other on one Ray cluster, in one group of workers of each size and with the same engines.
+"""Several runs in order on one Ray cluster, with one worker group for each number of workers and with the same engines.
 
-What a recipe does, without its start: for comparisons of many short runs. The runs do not restart after a failure.
+Each run is a recipe without its slow start, for comparisons of many short runs. Runs do not restart after a failure.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
-    """Check every configuration, then train them; a file `done` in a run's folder says that the run has ended.
+    """Check all configurations, then train each. A file `done` in a run's folder marks a finished run.
 
     Args:
-        configs: of models with the architecture of the first, with the same lengths of prompts and responses.
-        storage: a folder for Ray Train.
+        configs: Configurations with one model architecture and equal lengths of prompts and responses.
+        storage: Folder for Ray Train.
     """
     import ray
     from ray.train import ScalingConfig
@@ -62,12 +62,12 @@ def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
 
 
 def with_vllm(config: RecipeConfig) -> bool:
-    """Whether the run samples with the engines that all runs share."""
+    """Return True if the run samples with the shared rollout engines."""
     return config.generates and config.rollout.engine == "vllm"
 
 
 def _train_all(arguments: dict[str, Any]) -> None:
-    """What each worker runs."""
+    """Train all runs in one worker."""
     import ray.train
     import torch
     from ray.train.lightning import RayLightningEnvironment

@@ -1,8 +1,8 @@
-"""Where the time from starting a recipe to its first training step goes.
+"""Times of the parts of a recipe's start, from the command to the first training step.
 
-`python -m benchmarks.start_up` runs one step of GRPO on the quickstart's model, two ZeRO-3 workers and a vLLM engine,
-and prints when each part was there. Seen from outside: the recipe's first line, the titles of Ray's processes, the
-first line of the metrics.
+`python -m benchmarks.start_up` runs one step of GRPO on the quickstart's model with two ZeRO-3 workers and a vLLM
+engine, and prints the start time of each part. The measurement uses signs outside of the processes: the recipe's first
+line, the titles of Ray's processes, and the first line of the metrics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TARGET_S = 60
 
 
 def main() -> None:
-    """Run and print."""
+    """Measure and print."""
     from rl_plugins.data.prepare.files import write_splits
     from rl_plugins.data.prepare.tasks import addition_rows
     from rl_plugins.models.tiny import save_tiny_policy
@@ -39,10 +39,10 @@ def main() -> None:
 
 
 def follow_start(folder: Path) -> dict[str, float]:
-    """Train one step; returns when each part was reached, in seconds from the start.
+    """Train one step, and return the seconds from the start to each part.
 
     Raises:
-        RuntimeError: the recipe failed; the message ends with its output.
+        RuntimeError: The recipe failed. The message ends with its output.
     """
     log = folder / "log"
     command = [

@@ -1,10 +1,10 @@
-"""What an RL step costs outside compute, by the number of samples of a rank and by the number of ranks.
+"""Overhead of an RL step, by the number of samples of a rank and by the number of ranks.
 
 `python -m benchmarks.step_overhead [--steps 12]` runs the GRPO recipe on the quickstart's model with 1, 2 and 4 workers
-of equally many samples each, and with twice and four times as many samples for each of two workers. Compute is what
-runs a model: sampling, log-probs, updates. All else is overhead: rewards, exchange between ranks, advantages, weights
-to the engine, memory phases, metrics. Workers that have to share a core compute more slowly, so with more workers than
-cores overhead contains waiting for those that do.
+with equal numbers of samples, and two workers with twice and four times as many samples. Compute is all work of models:
+sampling, log-probs and updates. Overhead is the rest: rewards, exchange between ranks, advantages, weight transfer,
+memory phases and metrics. Workers on a shared core compute more slowly. So with more workers than cores, overhead
+includes the wait for slower workers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from benchmarks.grpo_step import prepare
 from benchmarks.runs import run_grpo
 
 COMPUTE = ("rollout", "update_policy", "old_log_probs", "ref_log_probs")
-# Workers, prompts of each.
+# Number of workers, and prompts of each worker.
 RUNS = ((1, 8), (2, 8), (4, 8), (2, 16), (2, 32))
 SAMPLES = 8
 
 
 def measure(folder: Path, workers: int, prompts: int, steps: int) -> None:
-    """One run, one row."""
+    """Run one setting, and print a row."""
     run = run_grpo(
         folder,
         f"run.steps={steps}",
         f"placement.num_workers={workers}",
-        # Ray does not mind that several share a core.
+        # Ray permits several workers on one core.
         f"placement.cpus_per_worker={1 / workers}",
         f"batch.prompts_per_step={workers * prompts}",
         f"batch.samples_per_prompt={SAMPLES}",
@@ -45,7 +45,7 @@ def measure(folder: Path, workers: int, prompts: int, steps: int) -> None:
 
 
 def main() -> None:
-    """Run and print."""
+    """Measure all settings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
     steps = parser.parse_args().steps

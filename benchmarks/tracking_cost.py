@@ -1,10 +1,10 @@
-"""What a recipe's tracking costs: the share of a step that goes to metrics, tables, system metrics and traces.
+"""Cost of a recipe's tracking: share of a step for metrics, tables, system metrics and traces.
 
     python -m benchmarks.tracking_cost --step-s 0.5 --traces 0 2
 
-Steps of real work (matrix products on one thread) are logged as a recipe logs them, to an SQLite store. Counted are the
-seconds that the training thread spends in tracking, and the CPU seconds of the threads behind it, which on a machine
-without a spare core are taken from training too.
+Steps of real work (matrix products on one thread) are logged to an SQLite store, as in a recipe. The benchmark measures
+the seconds of tracking in the training thread, and the CPU seconds of the background threads. Without a spare core, the
+background threads slow training, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measure(steps: int, step_s: float, traces: int) -> tuple[float, float]:
-    """Seconds of a step in the training thread, and CPU seconds in the others; the start is not counted."""
+    """Return the seconds of a step in the training thread and the CPU seconds of other threads, without the start."""
     with tempfile.TemporaryDirectory() as path:
         folder = RunFolder(Path(path))
         tracking = MLflowTracking(uri=f"sqlite:///{path}/mlflow.db", experiment="cost", folder=folder)
@@ -55,7 +55,7 @@ def measure(steps: int, step_s: float, traces: int) -> tuple[float, float]:
         training_s, before = 0.0, 0.0
         for step in range(-steps // 4, steps):
             if step == 0:
-                # Imports, the store's tables and the first connection are behind it.
+                # From here on: no imports, no creation of the store's tables, no first connection.
                 training_s, before = 0.0, cpu_of_others()
             work(step_s)
             started = time.perf_counter()
@@ -81,7 +81,7 @@ def work(seconds: float) -> None:
 
 
 def cpu_of_others() -> float:
-    """CPU seconds of this process outside the calling thread."""
+    """Return the CPU seconds of this process outside the calling thread."""
     own = threading.get_native_id()
     return sum(one.user_time + one.system_time for one in psutil.Process().threads() if one.id != own)
 

@@ -1,8 +1,8 @@
-"""The alternative that is installed with pip: TRL's GRPOTrainer, one process, Hugging Face generate.
+"""Alternative for comparison: TRL's GRPOTrainer in one process, with Hugging Face generate.
 
 `python -m benchmarks.trl_loop POLICY PARQUET --prompts 16 --samples 4 --max-tokens 128 --micro-batch 16 --steps 4
-[--bf16]` prints one JSON object like `benchmarks.plain_loop`. Needs `pip install trl accelerate datasets`, which this
-project does not depend on.
+[--bf16]` prints one JSON object like `benchmarks.plain_loop`. Needs `pip install trl accelerate datasets`: this project
+does not depend on them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.loop_options import loop_parser
 
 
 class Clock(TrainerCallback):
-    """When each optimizer step ended."""
+    """End times of the optimizer steps."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -34,7 +34,7 @@ class Clock(TrainerCallback):
 
 
 def main() -> None:
-    """Run and print."""
+    """Train and print."""
     parser = loop_parser(__doc__)
     parser.add_argument("--bf16", action="store_true", help="bf16 autocast in place of float32")
     options = parser.parse_args()

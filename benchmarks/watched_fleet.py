@@ -1,4 +1,4 @@
-"""The engines as a training rank sees them, with a note of the form in which every lot of samples has arrived."""
+"""Rollout engines of a training rank, with notes about received samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _exchange = Ranks.exchange
 
 
 class WatchedFleet(Fleet):
-    """Writes a line for every lot of samples that comes from an engine, and for every one that goes to another rank."""
+    """Fleet that writes a line for samples from an engine, and for samples to another rank."""
 
     def begin(self, engine: int, method: str, *arguments: Any, **options: Any) -> Callable[[], Any]:
         """See `Fleet.begin`."""
@@ -69,14 +69,14 @@ class WatchedFleet(Fleet):
 
 
 def _samples_in(parcel: Any) -> int:
-    """Those that go along: of a group that its engine holds, none does."""
+    """Return the number of samples in a parcel. Samples held by a rollout engine do not count."""
     if isinstance(parcel, Experience):
         return len(parcel)
     return sum(len(one.generations.lengths) for one in parcel or () if isinstance(one.generations, Generations))
 
 
 def _object_store() -> list[range]:
-    """Where Ray's object store is mapped in this process."""
+    """Return the address ranges of Ray's object store in this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     bounds = [line.split()[0].split("-") for line in lines if "plasma" in line]
     return [range(int(start, 16), int(stop, 16)) for start, stop in bounds]
@@ -87,7 +87,7 @@ def _address(array: np.ndarray) -> int:
 
 
 def references() -> set[str]:
-    """Ids of all objects that this process owns or holds."""
+    """Return the ids of all objects with a reference in this process."""
     from ray._private.worker import global_worker
 
     worker: Any = global_worker
@@ -95,6 +95,6 @@ def references() -> set[str]:
 
 
 def returned_by(actor: str, objects: set[str]) -> set[str]:
-    """Those of some objects that an actor's methods have returned; its own handle is none of them."""
-    # An object's id is eight bytes of its task, the actor's id, and a number; those of a creation are ones.
+    """Return the objects from methods of an actor, without the handle of the actor."""
+    # An object's id has eight bytes of its task, the actor's id, and a number. All bits of a creation task are ones.
     return {one for one in objects if one[16:].startswith(actor) and not one.startswith("f" * 16)}

@@ -1,4 +1,4 @@
-"""Weights from two ZeRO-3 workers to a live vLLM engine, against the limit of two memory copies on this machine.
+"""Weight updates from two ZeRO-3 workers to a running vLLM engine, compared with the limit of two memory copies.
 
 `python -m benchmarks.weight_update [--sizes 200mb 1gb] [--updates 8]` prints the time and rate of an update (the whole
 phase, as a training step sees it) and the limit measured in the same run.
@@ -17,7 +17,7 @@ from benchmarks.runs import run_grpo
 
 
 def copy_rate(nbytes: int) -> float:
-    """Bytes per second of one thread copying `nbytes`, median of 7, after the pages have been touched."""
+    """Return the bytes per second of a copy of `nbytes` by one thread: median of 7, with pages in memory."""
     import torch
 
     torch.set_num_threads(1)
@@ -35,7 +35,7 @@ SIZES = {"200mb": save_50m, "1gb": save_250m}
 
 
 def measure(size: str, updates: int) -> None:
-    """Run and print one size."""
+    """Measure and print one size."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         nbytes = 4 * SIZES[size](folder / "policy")
@@ -47,7 +47,7 @@ def measure(size: str, updates: int) -> None:
             "batch.samples_per_prompt=2",
             "sampling.max_tokens=2",
         )
-    # In the first update the ranks map the memory: it is not like the others.
+    # The first update is slower, because the ranks map the memory.
     seconds = run.values("time/update_weights")[1:]
     rate, limit = nbytes / median(seconds), copy_rate(nbytes) / 2
     print(f"model                  {nbytes / 1e6:.0f} MB")
@@ -59,7 +59,7 @@ def measure(size: str, updates: int) -> None:
 
 
 def main() -> None:
-    """Run and print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--updates", type=int, default=8)

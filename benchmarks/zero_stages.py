@@ -1,11 +1,10 @@
 """Trained tokens per second under ZeRO stages 1, 2 and 3: two CPU workers over gloo, 28 M parameters.
 
-`python -m benchmarks.zero_stages [--precision bf16-true] [--steps 5] [--stages 1 2 3]` prints the median of the steps
-of each stage, the processor time of a step, and the rate of stage 3 as a share of that of stage 2. On a machine that
-has other work to do, compare the processor times. `--zero stage3_prefetch_bucket_size=0` sets DeepSpeed's options of
-`zero_optimization`. Printed too: the share of the parameters that every worker keeps whole under stage 3. `--profile`
-says what the last step of the first worker was spent on; `--recompute` computes activations again for the backward
-pass.
+`python -m benchmarks.zero_stages [--precision bf16-true] [--steps 5] [--stages 1 2 3]` prints the median step of each
+stage, the processor time of a step, the ratio of the rates of stages 3 and 2, and the share of parameters without
+sharding in stage 3. On a machine with other work, compare the processor times. `--zero stage3_prefetch_bucket_size=0`
+sets an option of DeepSpeed's `zero_optimization`. `--profile` prints the kinds of work in the last step of the first
+worker. `--recompute` recomputes activations in the backward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any, cast
 from benchmarks.policies import save_28m
 
 WORKERS = 2
-SEQUENCES, TOKENS = 16, 192  # of a step, on a worker
+SEQUENCES, TOKENS = 16, 192  # in a step of one worker
 MICRO_BATCH = 8
 WARM_UP = 2
 TIMEOUT_S = 1200.0
@@ -49,12 +48,12 @@ KINDS = {
 
 
 def kind_of(operation: str) -> str:
-    """What an operation that the profiler has seen belongs to."""
+    """Return the kind of an operation of the profiler."""
     return next((kind for kind, parts in KINDS.items() if any(part in operation.lower() for part in parts)), "the rest")
 
 
 def label_collectives() -> None:
-    """Let the profiler see how long DeepSpeed waits in collectives, which is the time of no operator."""
+    """Add a label to DeepSpeed's collectives, because the profiler does not see the wait in collectives."""
     from deepspeed.comm.torch import TorchBackend
     from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
     from torch.profiler import record_function
@@ -76,7 +75,7 @@ def label_collectives() -> None:
 
 
 class Sequences:
-    """Random prompts and responses, as the stage of supervised fine-tuning takes them."""
+    """Random prompts and responses for the stage of supervised fine-tuning."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -105,7 +104,7 @@ def work(
     profiled: bool,
     recompute: bool,
 ) -> None:
-    """Train under one stage, in each worker; the first one writes what it measured."""
+    """Train with one ZeRO stage in a worker. The first worker writes the measurements."""
     import torch
     from lightning.pytorch import Callback, Trainer
     from torch.utils.data import DataLoader
@@ -166,7 +165,7 @@ def work(
 
 
 def main() -> None:
-    """Start the workers of each stage in turn, and print."""
+    """Run each stage in turn, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--precision", default="bf16-true")
     parser.add_argument("--steps", type=int, default=5)
@@ -215,7 +214,7 @@ def main() -> None:
 
 
 def print_profile(spent: dict[str, float], step: float) -> None:
-    """The share of a step in each kind of operation, and the largest ones of the rest."""
+    """Print the share of a step of each kind of operation, and the largest other operations."""
     shares = dict.fromkeys([*KINDS, "the rest"], 0.0)
     for operation, seconds in spent.items():
         shares[kind_of(operation)] += seconds / step

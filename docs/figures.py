@@ -36,7 +36,7 @@ CALLS = {
     "ScheduledSampler.take_groups": "prompts -> samples",
     "RolloutPhases.run_sampling": "training gives its device to the rollout engine",
     "RolloutPhases.phase": "",
-    "OffloadedStates.offload_optimizer": "optimizer states -> host",
+    "TrainingMemory.offload_optimizer": "optimizer states -> host",
     "TransformersRollout.wake_up": "",
     "TransformersRollout.update_weights": "weights of the policy -> rollout engine",
     "TransformersRollout.generate": "token ids -> responses with log-probs",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.config.models import CriticConfig, OptimizerConfig
-from rl_plugins.errors import ConfigError, DeadlineExceeded
+from rl_plugins.errors import CheckpointError, DeadlineExceeded
 from rl_plugins.models.pool_actor import PoolConfig
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.critic_pool import CriticLost, CriticPool
@@ -116,7 +116,7 @@ def test_policy_learns_the_same_from_a_critic_pool_and_resumes_with_fewer_proces
 def test_critic_pool_refuses_a_checkpoint_of_a_critic_in_the_workers(
     tmp_path: Path, trained_in_the_workers: Trained, one_process: CriticPool
 ) -> None:
-    with pytest.raises(ConfigError, match=r"holds no critic that was trained on a pool of its own"):
+    with pytest.raises(CheckpointError, match=r"holds no critic that was trained on a pool of its own"):
         train(tmp_path, one_process, RunFolder(trained_in_the_workers.run).checkpoint(SAVED))
 
 

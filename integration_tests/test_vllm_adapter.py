@@ -49,5 +49,5 @@ def test_update_weights_brings_another_adapter(adapter_engine: VLLMRollout, work
 
 def test_update_weights_refuses_a_policy_without_an_adapter(adapter_engine: VLLMRollout, workplace: Path) -> None:
     source = ModuleWeightSource(load_policy(workplace))
-    with pytest.raises(ConfigError, match=r"the policy has no adapter: use rollout\.lora=merged"):
+    with pytest.raises(ConfigError, match="the policy has no adapter: set lora_rank=0"):
         adapter_engine.update_weights(source, version=3)

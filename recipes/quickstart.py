@@ -1,6 +1,6 @@
-"""Quickstart: data, a tiny model, SFT, GRPO and a table of the results, on one laptop in minutes.
+"""Quickstart: data, a tiny model, SFT, GRPO and a table of the results, in minutes on a laptop.
 
-`python -m rl_plugins.recipes.quickstart [seed=0] [folder=FOLDER] [key=value ...]`; other options are the GRPO stage's.
+`python -m rl_plugins.recipes.quickstart [seed=0] [folder=FOLDER] [key=value ...]`. Keys are options of the GRPO stage.
 """
 
 import os
@@ -25,10 +25,10 @@ def main() -> None:
     options = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
     seed = options.pop("seed", "0")
     if not seed.isdigit():
-        raise ConfigError(f"seed={seed}: must be a whole number")
+        raise ConfigError(f"seed={seed} must be a whole number")
     folder = Path(options.pop("folder", f"outputs/quickstart-{datetime.now():%Y%m%d-%H%M%S}"))
     if folder.exists():
-        raise ConfigError(f"folder={folder} exists: choose another one, or leave it out")
+        raise ConfigError(f"folder={folder} exists: choose another folder, or leave the option out")
     data = folder / "data"
     common = [
         override("run.output_dir", folder), override("data.train_files", [data / "train.parquet"]), f"run.seed={seed}",
@@ -40,14 +40,14 @@ def main() -> None:
     grpo_options += [f"{key}={value}" for key, value in options.items()]
     sft_config = parse_config(compose_config("quickstart_sft", [*common, *sft_options]))
     grpo_config = parse_config(compose_config("quickstart_grpo", [*common, *grpo_options]))
-    rows = f"{NUM_TRAIN} to train on, held out: {NUM_DEV} to end SFT by, {NUM_TEST} to test on"
+    rows = f"{NUM_TRAIN} rows to train on, {NUM_DEV} to decide the end of SFT, {NUM_TEST} to test"
     print(f"[1/4] sums of numbers below 50: {rows} -> {data}", flush=True)
     write_sums(data, int(seed))
     print(f"[2/4] a small Qwen2 model and its tokenizer -> {folder}/base", flush=True)
     save_base(folder / "base", int(seed))
     print("[3/4] SFT in this process", flush=True)
     sft = run_recipe(sft_config, "quickstart_sft")
-    print("[4/4] GRPO: two ZeRO-3 workers and a vLLM engine; they need about a minute to start", flush=True)
+    print("[4/4] GRPO: two ZeRO-3 workers and a vLLM engine, which start in about a minute", flush=True)
     # `parse_config` makes the paths of existing folders absolute, and SFT has just created this folder.
     grpo_config.model.path = str((folder / "sft" / "policy").absolute())
     grpo = run_recipe(grpo_config, "quickstart_grpo")

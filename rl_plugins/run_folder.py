@@ -118,11 +118,6 @@ class RunFolder:
         return self.path / "stopped.txt"
 
     @property
-    def curve(self) -> Path:
-        """Picture of the learning curve."""
-        return self.path / "learning_curve.png"
-
-    @property
     def changes(self) -> Path:
         """File with the options set differently from the recipe."""
         return self.path / "changes.yaml"

@@ -32,28 +32,31 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from rl_plugins.errors import CheckpointError, ConfigError
+from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter, plain_weights
-from rl_plugins.models.remote import RemoteLearner
+from rl_plugins.models.remote import RemoteLearner, RemoteModel
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.fsdp_checkpoint import load_engine, save_engine
-from rl_plugins.strategies.memory import OffloadedStates
+from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import STAY, WHILE_SAMPLING, Offload
 from rl_plugins.strategies.phases import PhaseLog
 from rl_plugins.strategies.rollout_phase import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards
 from rl_plugins.strategies.sharded import (
-    LIGHTNING_FILE,
-    RESTORED_LEARNER,
     check_divides,
+    check_folder,
+    load_learner,
     local_models,
     optimizer_states,
     optimizers_of,
-    save_learners,
+    read_lightning,
+    restored_states,
+    save_unsharded,
     share_sequences,
+    stop_sharing,
 )
 from rl_plugins.strategies.tensor_parallel import cut_over_group
 from rl_plugins.strategies.weight_sources import FSDPWeightSource, shard_of
@@ -86,6 +89,7 @@ class FSDPStrategy(ModelParallelStrategy):
     """
 
     restored: Mapping[str, str] = MappingProxyType({})
+    _one_rollout_engine = False
 
     def __init__(
         self,
@@ -105,7 +109,7 @@ class FSDPStrategy(ModelParallelStrategy):
                 raise ConfigError(f"offload={{{name!r}: {place!r}}}: with FSDPStrategy, use stay or while_sampling")
         self.ranks = Ranks()
         self.phases = PhaseLog()
-        self.rollout = RolloutPhases(rollout, self, OffloadedStates(self._optimizer_tensors, self._model_tensors))
+        self.rollout = RolloutPhases(rollout, self, TrainingMemory(self._optimizer_tensors, self._model_tensors))
         self._offload = Offload(offload or {})
         self._accumulate_shards = accumulate_shards
         self._group_size = tensor_parallel
@@ -165,7 +169,7 @@ class FSDPStrategy(ModelParallelStrategy):
             elif self._is_mixed:
                 # The optimizers show which models are trained, and keep the same parameters after this change of dtype.
                 model._apply(lambda tensor: tensor.float() if tensor.requires_grad else tensor)
-        self.rollout.connect(self.ranks)
+        self.rollout.connect(self.ranks, shared=self._one_rollout_engine)
 
     def _agree_on_adapter(self, model: nn.Module) -> None:
         """Copy the adapter of rank 0 to all ranks, because each rank made an adapter from different random numbers."""
@@ -282,12 +286,11 @@ class FSDPStrategy(ModelParallelStrategy):
             return
         folder = Path(self.broadcast(os.fspath(filepath)))
         folder.mkdir(parents=True, exist_ok=True)
-        for name in self._saved_models():
-            save_engine(folder / name, self._models[name], self._optimizers_of.get(name))
+        for name, model in self._models.items():
+            if name in self._optimizers_of or name in self._blended.names:
+                save_engine(folder / name, model, self._optimizers_of.get(name))
         if self.is_global_zero:
-            save_learners(self._models, folder)
-        if self.is_global_zero:
-            torch.save(checkpoint, folder / LIGHTNING_FILE)
+            save_unsharded(folder, self._models, checkpoint)
         self.barrier("checkpoint written")
 
     @override
@@ -300,35 +303,24 @@ class FSDPStrategy(ModelParallelStrategy):
         if not self._models:
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(self.broadcast(os.fspath(checkpoint_path)))
-        if not (folder / LIGHTNING_FILE).is_file():
-            raise CheckpointError(f"{folder} is not a checkpoint of this package: it has no file {LIGHTNING_FILE}")
+        check_folder(folder, self._blended)
         self._blended.reset_averages()
-        self._blended.check_in(folder)
-        frozen = local_models(self._models).keys() - self._optimizers_of.keys()
-        self._blended.names |= {name for name in frozen if (folder / name).is_dir()}
-        for name in self._saved_models():
-            load_engine(folder / name, self._models[name], self._optimizers_of.get(name))
-        self.restored = {name: self._restored_states(name, folder) for name in self._models}
+        self.restored = {name: self._load_model(name, folder / name) for name in self._models}
         self.rollout.weights_changed()
-        # The file holds plain Python objects (states of loops and callbacks), and was written by this program.
-        checkpoint: dict[str, Any] = torch.load(folder / LIGHTNING_FILE, map_location="cpu", weights_only=False)
-        return checkpoint
+        return read_lightning(folder)
 
-    def _restored_states(self, name: str, folder: Path) -> str:
-        model = self._models[name]
+    def _load_model(self, name: str, folder: Path) -> str:
+        """Load a model, and return the restored states in words. Collective."""
+        model, optimizer = self._models[name], self._optimizers_of.get(name)
         if isinstance(model, RemoteLearner):
-            if self.is_global_zero:
-                model.load(folder / name)
-            self.barrier(f"{name} loaded")
-            return RESTORED_LEARNER
-        optimizer = self._optimizers_of.get(name)
-        if optimizer is None:
-            return "weights" if name in self._blended.names else "from its own file"
-        scheduled = any(config.scheduler.optimizer is optimizer for config in self.lr_scheduler_configs)
-        return "weights, optimizer" + ", schedule" * scheduled
-
-    def _saved_models(self) -> list[str]:
-        return [name for name in self._models if name in self._optimizers_of or name in self._blended.names]
+            load_learner(model, folder, self.ranks)
+        elif optimizer is None and (isinstance(model, RemoteModel) or not folder.is_dir()):
+            return "from its own file"
+        else:
+            if optimizer is None:
+                self._blended.names.add(name)
+            load_engine(folder, model, optimizer)
+        return restored_states(model, optimizer, self.lr_scheduler_configs)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -341,9 +333,7 @@ class FSDPStrategy(ModelParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        for sequences in self._sequences:
-            sequences.remove()
-        self._sequences = []
+        stop_sharing(self._sequences)
         self.rollout.close()
         super().teardown()
 

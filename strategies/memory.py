@@ -12,66 +12,42 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 
 class TrainingMemory:
-    """Device memory of training that the rollout engine may use while sampling. The base class frees nothing."""
-
-    def optimizer_bytes(self) -> int:
-        """Return the number of bytes to be freed by `offload_optimizer`."""
-        return 0
-
-    def offload_optimizer(self) -> None:
-        """Free the device memory of optimizer states."""
-
-    def parameter_bytes(self) -> int:
-        """Return the number of bytes to be freed by `offload_parameters`."""
-        return 0
-
-    def offload_parameters(self) -> None:
-        """Free the device memory of parameters and gradients."""
-
-    def reload(self) -> None:
-        """Bring everything back to the device."""
-
-
-class OffloadedStates(TrainingMemory):
     """Tensors of trained models, in host memory while the rollout engine samples.
 
     Args:
         optimizer_tensors: function that returns the tensors of the optimizers: states and master weights.
         model_tensors: function that returns the tensors of the models: parameters and gradients.
-        host: host memory for the tensors.
     """
 
     def __init__(
         self,
-        optimizer_tensors: Callable[[], Iterable[Tensor]],
-        model_tensors: Callable[[], Iterable[Tensor]],
-        host: HostMemory | None = None,
+        optimizer_tensors: Callable[[], Iterable[Tensor]] = tuple,
+        model_tensors: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self.optimizer_tensors, self.model_tensors = optimizer_tensors, model_tensors
-        self.host = host or HostMemory()
+        self.host = HostMemory()
 
-    @override
     def optimizer_bytes(self) -> int:
+        """Return the number of bytes to be freed by `offload_optimizer`."""
         return self.host.nbytes(self.optimizer_tensors())
 
-    @override
     def offload_optimizer(self) -> None:
+        """Free the device memory of optimizer states."""
         self.host.take(self.optimizer_tensors())
 
-    @override
     def parameter_bytes(self) -> int:
+        """Return the number of bytes to be freed by `offload_parameters`."""
         return self.host.nbytes(self.model_tensors())
 
-    @override
     def offload_parameters(self) -> None:
+        """Free the device memory of parameters and gradients."""
         self.host.take(self.model_tensors())
 
-    @override
     def reload(self) -> None:
+        """Bring everything back to the device."""
         self.host.give_back()
 
 

@@ -1,5 +1,6 @@
 """Strategies in a Ray Train worker. Ray gives device and ranks, and all workers share the rollout engine of rank 0.
 
+A train function runs on every rank and may make a rollout engine on each rank, so the other engines are not used.
 Ray's `prepare_trainer` accepts only subclasses of Ray's own strategies. `RayZeroStrategy` is one. FSDP2 has no such
 class: leave out the call with `RayFSDPStrategy`. Pass `plugins=[RayLightningEnvironment()]` to the trainer with both.
 """
@@ -24,6 +25,8 @@ class RayZeroStrategy(ZeroStrategy, RayDeepSpeedStrategy):
     Args: see `ZeroStrategy`.
     """
 
+    _one_rollout_engine = True
+
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -39,15 +42,11 @@ class RayZeroStrategy(ZeroStrategy, RayDeepSpeedStrategy):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         super().setup_environment()
 
-    @override
-    def setup(self, trainer: Any) -> None:
-        # A train function runs on every rank and may have made an engine on each.
-        self.rollout.share(self.broadcast)
-        super().setup(trainer)
-
 
 class RayFSDPStrategy(FSDPStrategy):
     """FSDP2 with named models and a rollout engine, under Ray Train's `TorchTrainer`. Args: see `FSDPStrategy`."""
+
+    _one_rollout_engine = True
 
     @classmethod
     @override
@@ -59,9 +58,3 @@ class RayFSDPStrategy(FSDPStrategy):
     def root_device(self) -> torch.device:
         device: torch.device = ray.train.torch.get_device()
         return device
-
-    @override
-    def setup(self, trainer: Any) -> None:
-        # A train function runs on every rank and may have made an engine on each.
-        self.rollout.share(self.broadcast)
-        super().setup(trainer)

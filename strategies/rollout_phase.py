@@ -4,38 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import nn
 
 from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.memory import MemoryChange
-from rl_plugins.ranks import Ranks
+from rl_plugins.ranks import Ranks, broadcast
 from rl_plugins.rollout.engine import RolloutEngine
-from rl_plugins.strategies.contract import POLICY
+from rl_plugins.strategies.contract import POLICY, Strategy
 from rl_plugins.strategies.memory import TrainingMemory
-from rl_plugins.strategies.phases import PhaseLog
 from rl_plugins.weights.check import PROBE, check_log_probs, tolerance_of
-from rl_plugins.weights.source import WeightSource
 
 T = TypeVar("T")
 
 MAX_LOSSES = 5
 """A phase fails after this number of losses of rollout engines: then the samples themselves must cause the losses."""
-
-
-class TrainingSide(Protocol):
-    """Methods and attributes of a strategy for the rollout phase; see `Strategy`."""
-
-    ranks: Ranks
-    phases: PhaseLog
-
-    def model_engine(self, name: str) -> nn.Module:
-        """Return the model engine that runs model `name`."""
-
-    def weight_source(self, name: str = POLICY) -> WeightSource:
-        """Return the weights of model `name`."""
 
 
 class RolloutPhases:
@@ -53,7 +37,7 @@ class RolloutPhases:
         >>> responses = strategy.rollout.run_sampling(step, lambda engine: engine.generate(prompts, sampling, seeds))
     """
 
-    def __init__(self, engine: RolloutEngine | None, training: TrainingSide, memory: TrainingMemory) -> None:
+    def __init__(self, engine: RolloutEngine | None, training: Strategy, memory: TrainingMemory) -> None:
         self._engine, self._training, self.memory = engine, training, memory
         self._connected = False
         # Version of the rollout engine's weights; None if the policy has changed since the last update.
@@ -75,15 +59,19 @@ class RolloutPhases:
             )
         return self._engine
 
-    def share(self, broadcast: Callable[[RolloutEngine | None], RolloutEngine | None]) -> None:
-        """Use the rollout engine of rank 0 on all ranks, before the first connection. Collective."""
-        if not self._connected:
-            self._engine = broadcast(self._engine)
+    def connect(self, ranks: Ranks, *, shared: bool = False) -> None:
+        """Connect this rank to the rollout engine, once. The next phase updates the weights: the model may be new.
 
-    def connect(self, ranks: Ranks) -> None:
-        """Connect this rank to the rollout engine, once. The next phase updates the weights: the model may be new."""
+        Args:
+            ranks: this process among the training ranks.
+            shared: use the rollout engine of rank 0 on all ranks. The call is then collective.
+        """
         self.weights_changed()
-        if self._engine is not None and not self._connected:
+        if self._connected:
+            return
+        if shared:
+            self._engine = broadcast(self._engine)
+        if self._engine is not None:
             self._engine.connect(ranks.rank, ranks.world_size)
             self._connected = True
 

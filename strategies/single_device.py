@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import plain_weights
-from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
@@ -24,7 +24,7 @@ from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.phases import PhaseLog
 from rl_plugins.strategies.rollout_phase import RolloutPhases
-from rl_plugins.strategies.sharded import RESTORED_LEARNER
+from rl_plugins.strategies.sharded import learners_of, optimizers_of, restored_states
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
 
 
@@ -46,6 +46,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
         self.ranks = Ranks()
         self.phases = PhaseLog(device=torch.device(device))
         self.rollout = RolloutPhases(rollout, self, TrainingMemory())
+        self._optimizers_of: dict[str, Optimizer] = {}
         self._gradient_norms: dict[str, float] = {}
         self._blended = BlendedModels()
 
@@ -61,9 +62,10 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
         if self.precision_plugin.precision == "16-true":
             raise ConfigError("precision=16-true: float16 overflows without a scaled loss; use bf16-true")
         super().setup(trainer)
-        if isinstance(self.lightning_module, HasNamedModels) and trainer.state.fn == TrainerFn.FITTING:
-            for model in self.lightning_module.named_models().values():
-                if not any(_holds(optimizer, model) for optimizer in self.optimizers):
+        self._optimizers_of = optimizers_of(self._models(), self.optimizers)
+        if trainer.state.fn == TrainerFn.FITTING:
+            for name, model in self._models().items():
+                if name not in self._optimizers_of:
                     model.eval().requires_grad_(False)
                 elif self.precision_plugin.precision == "bf16-mixed":
                     # In bfloat16, rounding would remove small steps.
@@ -77,8 +79,11 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
 
     def model_engine(self, name: str) -> nn.Module:
         """Return the model itself."""
-        assert isinstance(self.lightning_module, HasNamedModels)
-        return self.lightning_module.named_models()[name]
+        return self._models()[name]
+
+    def _models(self) -> dict[str, nn.Module]:
+        module = self.lightning_module
+        return module.named_models() if isinstance(module, HasNamedModels) else {}
 
     def accumulate_gradients(self, name: str, *, last: bool) -> None:
         """Do nothing: autograd accumulates gradients by itself."""
@@ -89,8 +94,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
 
     def optimizer_index(self, name: str) -> int:
         """Return the index of the optimizer of model `name` in `optimizers`."""
-        model = self.model_engine(name)
-        return next(index for index, optimizer in enumerate(self.optimizers) if _holds(optimizer, model))
+        return next(i for i, optimizer in enumerate(self.optimizers) if optimizer is self._optimizers_of[name])
 
     @override
     def backward(
@@ -104,7 +108,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
         assert module is not None
         if isinstance(module, HasNamedModels) and not module.automatic_optimization:
             # Like DeepSpeed: the step clips and clears the gradients.
-            name = next(name for name, model in module.named_models().items() if _holds(optimizer, model))
+            name = next(name for name, own in self._optimizers_of.items() if own is optimizer)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             limit = module.gradient_clip(name) or float("inf")
             self._gradient_norms[name] = float(nn.utils.clip_grad_norm_(parameters, limit))
@@ -130,42 +134,26 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        for name, learner in self._learners().items():
+        # Lightning's checkpoint file does not hold learners.
+        for name, learner in learners_of(self._models()).items():
             learner.save(_learner_folder(filepath, name))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.rollout.weights_changed()
         self._blended.reset_averages()
-        for name, learner in self._learners().items():
+        for name, learner in learners_of(self._models()).items():
             learner.load(_learner_folder(checkpoint_path, name))
         return super().load_checkpoint(checkpoint_path, weights_only)
-
-    def _learners(self) -> dict[str, RemoteLearner]:
-        """Return the models trained in another process, which Lightning's checkpoint file does not hold."""
-        module = self.lightning_module
-        models: dict[str, nn.Module] = module.named_models() if isinstance(module, HasNamedModels) else {}
-        return {name: model for name, model in models.items() if isinstance(model, RemoteLearner)}
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if isinstance(self.lightning_module, HasNamedModels):
-            models = self.lightning_module.named_models()
-            self.restored = {name: self._restored_states(model) for name, model in models.items()}
-
-    def _restored_states(self, model: nn.Module) -> str:
-        if isinstance(model, RemoteLearner):
-            return RESTORED_LEARNER
-        held = [optimizer for optimizer in self.optimizers if _holds(optimizer, model)]
-        scheduled = any(config.scheduler.optimizer in held for config in self.lr_scheduler_configs)
-        return "weights" + ", optimizer" * bool(held) + ", schedule" * scheduled
+        self.restored = {
+            name: restored_states(model, self._optimizers_of.get(name), self.lr_scheduler_configs)
+            for name, model in self._models().items()
+        }
 
 
 def _learner_folder(file: Any, name: str) -> Path:
     return Path(f"{file}.{name}")
-
-
-def _holds(optimizer: Any, model: nn.Module) -> bool:
-    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return any(id(parameter) in optimized for parameter in model.parameters())

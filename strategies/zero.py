@@ -34,19 +34,22 @@ from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
-from rl_plugins.strategies.memory import OffloadedStates
+from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import Offload
 from rl_plugins.strategies.phases import PhaseLog
 from rl_plugins.strategies.rollout_phase import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards
 from rl_plugins.strategies.sharded import (
-    LIGHTNING_FILE,
-    RESTORED_LEARNER,
     check_divides,
+    check_folder,
+    load_learner,
     optimizer_states,
     optimizers_of,
-    save_learners,
+    read_lightning,
+    restored_states,
+    save_unsharded,
     share_sequences,
+    stop_sharing,
 )
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
 from rl_plugins.strategies.zero_shards import ZeroShards
@@ -71,6 +74,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     """
 
     restored: Mapping[str, str] = MappingProxyType({})
+    _one_rollout_engine = False
 
     def __init__(
         self,
@@ -95,10 +99,10 @@ class ZeroStrategy(DeepSpeedStrategy):
         super().__init__(stage=stage, timeout=timedelta(seconds=timeout_s), **kwargs)
         self.ranks = Ranks()
         self.phases = PhaseLog()
-        self.rollout = RolloutPhases(rollout, self, OffloadedStates(self._optimizer_tensors, self._model_tensors))
+        self.rollout = RolloutPhases(rollout, self, TrainingMemory(self._optimizer_tensors, self._model_tensors))
         self._engines: dict[str, Any] = {}
         self._engine_of_optimizer: dict[int, Any] = {}
-        self._scheduled: set[str] = set()
+        self._saved_states: dict[str, str] = {}
         self._blended = BlendedModels()
 
     @classmethod
@@ -140,7 +144,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     @override
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        self.rollout.connect(self.ranks)
+        self.rollout.connect(self.ranks, shared=self._one_rollout_engine)
 
     @contextmanager
     @override
@@ -189,8 +193,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         for name, model in models.items():
             if name in own:
                 engine = self._engines[name] = self._train_engine(name, model, own[name], module.gradient_clip(name))
-                if any(config.scheduler.optimizer is own[name] for config in self.lr_scheduler_configs):
-                    self._scheduled.add(name)
+                self._saved_states[name] = restored_states(model, own[name], self.lr_scheduler_configs)
                 trained.append(engine.optimizer)
                 self._engine_of_optimizer[id(engine.optimizer)] = engine
             else:
@@ -345,15 +348,13 @@ class ZeroStrategy(DeepSpeedStrategy):
         for name, engine in self._trained_engines().items():
             # For a model with an adapter, the frozen weights remain only in the folder of the model.
             engine.save_checkpoint(str(folder / name), tag=_TAG, exclude_frozen_parameters=has_adapter(engine.module))
-        if self.is_global_zero:
-            save_learners(self._engines, folder)
         for name in sorted(self._blended.names):
             weights = {key: tensor.to("cpu", copy=True) for key, tensor in self.weight_source(name)}
             if self.is_global_zero:
                 (folder / name).mkdir(exist_ok=True)
                 torch.save(weights, folder / name / _WEIGHTS_FILE)
         if self.is_global_zero:
-            torch.save(checkpoint, folder / LIGHTNING_FILE)
+            save_unsharded(folder, self._engines, checkpoint)
         self.barrier("checkpoint written")
 
     @override
@@ -361,21 +362,17 @@ class ZeroStrategy(DeepSpeedStrategy):
         if not self._engines:
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(checkpoint_path)
-        if not (folder / LIGHTNING_FILE).is_file():
-            raise CheckpointError(f"{folder} is not a checkpoint of this package: it has no file {LIGHTNING_FILE}")
+        check_folder(folder, self._blended)
         trained = self._trained_engines()
         for name in trained:
             self._check_shards(folder, name)
         self._blended.reset_averages()
-        self._blended.check_in(folder)
         self.restored = {
             name: self._load_engine(folder, name) if name in trained else self._load_frozen(folder, name)
             for name in self._engines
         }
         self.rollout.weights_changed()
-        # The file holds plain Python objects (states of loops and callbacks), and was written by this program.
-        checkpoint: dict[str, Any] = torch.load(folder / LIGHTNING_FILE, map_location="cpu", weights_only=False)
-        return checkpoint
+        return read_lightning(folder)
 
     def _check_shards(self, folder: Path, name: str) -> None:
         if (folder / name / _TAG).is_dir():
@@ -388,23 +385,20 @@ class ZeroStrategy(DeepSpeedStrategy):
     def _load_engine(self, folder: Path, name: str) -> str:
         """Load the shards of a trained model; return the restored states in words."""
         engine, shards = self._engines[name], ZeroShards(folder / name / _TAG)
-        words = "weights, optimizer, schedule" if name in self._scheduled else "weights, optimizer"
         if shards.fit(engine, self.world_size):
             # For a model with an adapter, the frozen weights are not in the checkpoint.
             engine.load_checkpoint(str(folder / name), tag=_TAG, load_module_strict=not has_adapter(engine.module))
-            return words
+            return self._saved_states[name]
         shards.restore(engine, self.global_rank, self.world_size)
         return (
-            f"{words}, dealt anew from {shards.workers} workers under ZeRO-{shards.stage} "
+            f"{self._saved_states[name]}, dealt anew from {shards.workers} workers under ZeRO-{shards.stage} "
             f"to {self.world_size} under ZeRO-{engine.zero_optimization_stage()}"
         )
 
     def _load_frozen(self, folder: Path, name: str) -> str:
         if isinstance(self._engines[name], RemoteLearner):
-            if self.is_global_zero:
-                self._engines[name].load(folder / name)
-            self.barrier(f"{name} loaded")
-            return RESTORED_LEARNER
+            load_learner(self._engines[name], folder / name, self.ranks)
+            return restored_states(self._engines[name], None, ())
         file = folder / name / _WEIGHTS_FILE
         if not file.is_file():
             return "from its own file"
@@ -439,9 +433,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @override
     def teardown(self) -> None:
-        for sequences in self._sequences:
-            sequences.remove()
-        self._sequences = []
+        stop_sharing(self._sequences)
         self.rollout.close()
         super().teardown()
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A recipe on machines that Slurm lends: sbatch examples/cluster/slurm.sh, and again with run.resume=true to go on.
+# A recipe as a Slurm job: sbatch examples/cluster/slurm.sh. To continue, add run.resume=true to the command.
 #SBATCH --job-name=grpo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -10,7 +10,7 @@
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 
-# One environment and one folder for what is written, both where every machine sees them.
+# Every machine must see the environment and the output folder.
 source "${ENVIRONMENT:?the folder of a virtual environment with rl-plugins[gpu]}/bin/activate"
 shared=${SHARED:?a folder that every machine can write}
 run=$shared/outputs/grpo
@@ -18,10 +18,10 @@ run=$shared/outputs/grpo
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 address="$head:6379"
 
-# Five minutes before the end, or before a preemption: the step is finished and saved.
+# Slurm sends SIGTERM five minutes before the end, or before a preemption. The run then finishes its step and saves.
 trap '[ ! -d "$run" ] || touch "$run/stop"' TERM
 
-# Ray starts on every machine, the recipe on the first, and Ray ends when the recipe does.
+# Ray starts on every machine, and the recipe starts on the first machine. Ray ends with the recipe.
 srun ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
     --num-cpus "$SLURM_CPUS_PER_TASK" --num-gpus 4 -- \
     env RAY_ADDRESS="$address" python -m rl_plugins.recipes.grpo \

@@ -1,4 +1,4 @@
-"""The language model that we fine-tune."""
+"""Language model of the project."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 
 class LanguageModel(LightningModule):
-    """A causal language model with next-token loss, AdamW and a cosine schedule."""
+    """Causal language model with next-token loss, AdamW and a cosine schedule."""
 
     def __init__(self, path: str, lr: float = 1e-4, weight_decay: float = 0.01, warmup_steps: int = 2) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class LanguageModel(LightningModule):
         self.log("val_loss", self.model(**batch).loss, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        # Norms and biases are not decayed.
+        # No weight decay for norms and biases.
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [

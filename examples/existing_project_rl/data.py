@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 
 class QuestionAnswerData(LightningDataModule):
-    """Chat-formatted examples whose loss covers the answer alone; batch_size is that of one worker."""
+    """Chat-formatted examples with a loss on the answer only. `batch_size` is the batch size of one worker."""
 
     def __init__(self, train_file: str, val_file: str, tokenizer: str, batch_size: int = 16) -> None:
         super().__init__()

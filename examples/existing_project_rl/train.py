@@ -22,7 +22,7 @@ import rl_plugins as rl
 
 
 class StepTimer(Callback):
-    """Logs the seconds that a training step takes."""
+    """Callback that logs the seconds of each training step."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self.start = time.perf_counter()
@@ -36,7 +36,7 @@ def right_answer(solution_str: str, ground_truth: str) -> float:
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker runs."""
+    """Train in one worker."""
     seed_everything(config["seed"])
     output = Path(config["output"])
     model = LanguageModel(config["model"], lr=config["lr"])
@@ -73,7 +73,7 @@ def train(config: dict[str, Any]) -> None:
 @hydra.main(version_base="1.3", config_path=".", config_name="config")
 def main(options: DictConfig) -> None:
     config: dict[str, Any] = {str(key): value for key, value in options.items()}
-    # Workers have a working folder of their own.
+    # Each worker has its own working folder.
     config |= {key: os.path.abspath(config[key]) for key in ("train_file", "val_file", "output")}
     if os.path.isdir(config["model"]):
         config["model"] = os.path.abspath(config["model"])

@@ -1,4 +1,4 @@
-"""A new algorithm: the median of the group is the baseline, and a penalty takes the place of the clip."""
+"""A new algorithm: the median of the group is the baseline, and a penalty replaces the clip."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from rl_plugins.algorithms.algorithm import Algorithm
 def median_baseline(
     *, token_level_rewards_BT: Tensor, response_mask_BT: Tensor, groups_B: Tensor, valid_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`R - median of the group`, on every sampled token; the names of the arguments are the inputs."""
+    """Return `R - median of the group` for every sampled token. The names of the arguments select the inputs."""
     rewards_B, same_BB = token_level_rewards_BT.sum(dim=-1), groups_B[:, None] == groups_B
     others_BB = torch.where(same_BB & valid_B, rewards_B, torch.nan)
     advantages_B = torch.where(valid_B, rewards_B - others_BB.nanmedian(dim=-1).values, 0)
@@ -28,7 +28,7 @@ def penalized_ratio(
     response_mask_BT: Tensor,
     strength: float = 5.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`-A ratio + strength (log ratio)^2`, per token."""
+    """Return `-A ratio + strength (log ratio)^2` per token."""
     log_ratio_BT = torch.where(response_mask_BT.bool(), log_probs_BT - old_log_probs_BT, 0)
     penalty_BT = strength * log_ratio_BT.square()
     return -advantages_BT * log_ratio_BT.exp() + penalty_BT, {"penalty": penalty_BT.detach()}

@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import difflib
 import logging
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -26,9 +27,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlparse
@@ -254,7 +255,7 @@ def within(seconds: float, description: str, call: Callable[[], T]) -> T:
     """Return the result of a call, or raise after a deadline.
 
     Ray's client has no deadlines and waits forever for a silent server. The call runs in a daemon thread, which is left
-    behind after the deadline: a thread of an executor would keep the process from exiting.
+    behind after the deadline: a thread of `concurrent.futures` would keep the process from exiting.
 
     Args:
         seconds: Deadline in seconds.
@@ -264,18 +265,13 @@ def within(seconds: float, description: str, call: Callable[[], T]) -> T:
     Raises:
         DeadlineExceeded: The call did not return within the deadline.
     """
-    future: Future[T] = Future()
-
-    def run_call() -> None:
-        try:
-            future.set_result(call())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run_call, name=description, daemon=True).start()
-    if not wait([future], timeout=seconds).done:
-        raise DeadlineExceeded(f"{description} did not answer in {seconds:g} s")
-    return future.result()
+    pool = ThreadPool(1)
+    try:
+        return pool.apply_async(call).get(seconds)
+    except multiprocessing.TimeoutError:
+        raise DeadlineExceeded(f"{description} did not answer in {seconds:g} s") from None
+    finally:
+        pool.close()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import numpy as np
 from rl_plugins.data.curriculum import Curriculum, GroupResult
 from rl_plugins.data.orders import Order, Shuffled
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.ranks import Ranks
 
 Batch = TypeVar("Batch", covariant=True)
@@ -128,7 +128,7 @@ class StepLoader(Generic[Batch]):
         """Continue after the steps of `state`.
 
         Raises:
-            ConfigError: the data, the seed, the batch size or the order differs from the checkpoint's.
+            CheckpointError: the data, the seed, the batch size or the order differs from the checkpoint's.
         """
         differing = [
             f"{name} was {state.get(name)} and is now {value}"
@@ -136,7 +136,7 @@ class StepLoader(Generic[Batch]):
             if state.get(name) != value
         ]
         if differing:
-            raise ConfigError(
+            raise CheckpointError(
                 f"The checkpoint was made with other data settings: {'; '.join(differing)}. Restore these settings to "
                 "resume, or start a new run from the checkpoint's weights."
             )

@@ -1,4 +1,4 @@
-"""Parts of the quickstart: sums to solve, a small model with random weights, and the printed results."""
+"""Parts of the quickstart: sums as data, a small model with random weights, and the printed results."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def print_outcome(sft: RunFolder, grpo: RunFolder, sft_rows: str, grpo_rows: str
         ("report", grpo.report),
         ("metrics", grpo.metrics),
         ("MLflow", f"mlflow ui --backend-store-uri {store}  (run {run_id})"),
-        ("log-prob gap", f"trainer against sampler at most {grpo_summary.gap_max:.1e} nats"),
+        ("log-prob gap", f"at most {grpo_summary.gap_max:.1e} nats between trainer and sampler"),
         ("whole run", f"{seconds:.0f} s"),
         ("try next", f"python -m rl_plugins.recipes.grpo --config-name quickstart_grpo {_next_options(grpo)}"),
     ):
@@ -86,8 +86,8 @@ def print_outcome(sft: RunFolder, grpo: RunFolder, sft_rows: str, grpo_rows: str
     gain = grpo_summary.after - grpo_summary.before
     if gain < MIN_GAIN:
         console.print(
-            f"GRPO DID NOT LEARN: held-out accuracy changed by {gain:+.3f}, expected at least +{MIN_GAIN}. "
-            f"Look at the learning curve and at {grpo.samples}.",
+            f"GRPO DID NOT LEARN: held-out accuracy changed by {gain:+.3f}, less than the expected +{MIN_GAIN}. "
+            f"See the learning curve and the samples in {grpo.samples}.",
             style="bold red",
             markup=False,
         )

@@ -11,17 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from typing_extensions import override
+from torch import Tensor, nn
 
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.models.log_probs import ResponseLogProbs
 from rl_plugins.models.pool_actor import Arrays, PoolConfig
-from rl_plugins.models.remote import RemoteModel
 
 
-class ModelPool(RemoteModel):
-    """Remote model backed by the actors of a pool.
+class ModelPool(nn.Module):
+    """`RemoteModel` that the actors of a pool compute.
 
     Args:
         config: Settings of the pool. The actors must have been started (`start_pool`).
@@ -36,12 +34,12 @@ class ModelPool(RemoteModel):
         self._processes: list[str] = []
         self._restarts, self._turn = 0, rank
 
-    @override
     def position_scores(self, **arguments: Any) -> Tensor:
+        """Compute `scalar_head.position_scores` with an actor's model."""
         return self._run("scores", arguments)["scores"]
 
-    @override
     def response_log_probs(self, **arguments: Any) -> ResponseLogProbs:
+        """Compute `log_probs.response_log_probs` with an actor's model, without a gradient."""
         return ResponseLogProbs(**self._run("log_probs", arguments))
 
     def metrics(self, _: object = None) -> dict[str, float]:

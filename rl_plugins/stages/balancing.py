@@ -1,9 +1,9 @@
-"""Samples that change ranks: chosen from the samples of all ranks, and distributed for even work.
+"""Moves of samples between ranks: samples of all ranks are chosen, and distributed for even work.
 
 An algorithm may choose among the samples of all ranks (dynamic sampling, resampling). Chosen samples are distributed in
-the order of their prompts in the global batch, so the mini-batches of a step are the same sets of samples for any
-number of ranks. Inside each mini-batch the order is such that all ranks get about the same number of tokens, because
-ranks meet in every forward pass and wait for the rank with the longest responses.
+the order of the prompts in the global batch, so the mini-batches of a step are the same sets of samples for any number
+of ranks. Inside each mini-batch, all ranks get about the same number of tokens, because ranks meet in every forward
+pass and wait for the rank with the longest responses.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _WORTH_MOVING = 0.95
 
 
 class SampleSet(NamedTuple):
-    """Samples that stay together on one rank.
+    """Samples of one rank; the samples of a set stay together.
 
     Attributes:
         key: sorts the sets of all ranks; unique.
-        owner: rank that has the samples.
-        number: index of the set on that rank.
+        owner: rank of the samples.
+        number: index of the set on the owner.
         size: number of samples.
         tokens: number of tokens of all samples.
     """
@@ -45,7 +45,7 @@ class SampleSet(NamedTuple):
 
 
 def gather_sets(keys: Sequence[tuple[int, ...]], size: int, tokens: Sequence[int], ranks: Ranks) -> list[SampleSet]:
-    """Return the sets of all ranks, sorted by their keys, given keys and tokens of this rank's sets. Collective."""
+    """Return the sets of all ranks, sorted by key, given keys and tokens of this rank's sets. Collective."""
     gathered = ranks.gather(list(zip(keys, tokens, strict=True)))
     return sorted(
         SampleSet(key, owner, number, size, count)
@@ -55,7 +55,7 @@ def gather_sets(keys: Sequence[tuple[int, ...]], size: int, tokens: Sequence[int
 
 
 def even_order(chosen: Sequence[SampleSet], mini_batches: int, world_size: int) -> list[SampleSet]:
-    """Return an order in which ranks get about the same number of tokens of each mini-batch, if they take turns.
+    """Return an order in which ranks get about the same number of tokens of each mini-batch, if ranks take turns.
 
     Args:
         chosen: sets in the order in which mini-batches take them; the number of ranks divides their number.
@@ -74,7 +74,7 @@ def even_order(chosen: Sequence[SampleSet], mini_batches: int, world_size: int) 
 def even_shares(sets: Sequence[SampleSet], world_size: int) -> list[list[SampleSet]]:
     """Return the sets of each rank: equally many sets, with about the same number of tokens.
 
-    The longest set goes first, always to the rank with the fewest tokens. The sets stay where they are if moving saves
+    The longest set goes first, always to the rank with the fewest tokens. The sets stay in place if moving saves
     less than a twentieth of the tokens of the rank with the most, because moving takes time, too. Each share is in the
     order of `sets`.
     """
@@ -126,7 +126,7 @@ def redistribute(
         own = [members[one.number] for one in ordered[rank :: ranks.world_size] if one.owner == ranks.rank]
         parcels.append(samples[torch.cat(own)].compact() if own else None)
     received = ranks.exchange(parcels) if _any_moves(ordered, ranks) else parcels
-    # The samples of each sender come in their order in `ordered`.
+    # The samples of each sender have the order of `ordered`.
     next_row = list(accumulate((0 if parcel is None else len(parcel) for parcel in received), initial=0))
     rows = []
     for one in ordered[ranks.rank :: ranks.world_size]:
@@ -137,7 +137,7 @@ def redistribute(
 
 @dataclass
 class GroupBuffer:
-    """Groups that were kept from several draws of prompts.
+    """Kept groups of several draws of prompts.
 
     Args:
         ranks: this rank and the others.
@@ -151,7 +151,7 @@ class GroupBuffer:
     _tokens: list[int] = field(default_factory=list)
 
     def add(self, samples: Experience, kept_B: Tensor, draw: int) -> list[SampleSet]:
-        """Keep the groups of a draw that are marked; return all groups kept on all ranks. Collective."""
+        """Keep the marked groups of a draw; return all groups kept on all ranks. Collective."""
         self._parts.append(samples[kept_B])
         self._tokens += self._parts[-1].sequence_lengths.view(-1, self.group_size).sum(dim=1).tolist()
         places = kept_B[:: self.group_size].nonzero().flatten().tolist()
@@ -168,13 +168,13 @@ class GroupBuffer:
 def resample_over_ranks(
     samples: Experience, options: Resampling, group_size: int, mini_batches: int, seed: int, ranks: Ranks
 ) -> Experience:
-    """Draw as many samples from the samples of all ranks, by their scores. Collective.
+    """Draw as many samples from the samples of all ranks, by score. Collective.
 
     Args:
         samples: samples of this rank, in groups.
-        options: kind of weights and their power.
+        options: kind and power of the weights.
         group_size: number of samples of a group.
-        mini_batches: number of mini-batches that the samples of a rank are cut into.
+        mini_batches: number of mini-batches of a rank.
         seed: seed of the draw, equal on all ranks.
         ranks: this rank and the others.
     """

@@ -13,6 +13,7 @@ from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.value_loss import value_loss
 from rl_plugins.data.experience import Experience, filled
 from rl_plugins.stages.metrics import TokenMetrics
+from rl_plugins.stages.optimizer import MicroBatchLoss
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ class ValueObjective:
         counts: GlobalCounts,
         metrics: TokenMetrics,
         device: torch.device | str,
-    ) -> Iterator[tuple[Tensor, bool]]:
+    ) -> Iterator[MicroBatchLoss]:
         """Yield the loss of each micro-batch, and True with the last micro-batch.
 
         Args:
             mini_batch: samples with `values` (from before the update) and `returns`.
             micro_batches: indices of the samples of each micro-batch.
-            values_of: function that returns the critic's values of a micro-batch [B, T], with gradient.
+            values_of: function from a micro-batch to the critic's values [B, T], with gradient.
             counts: global counts of the mini-batch of all ranks.
             metrics: collector to which the metrics of the loss are added.
             device: device of the critic.
@@ -75,7 +76,7 @@ def explained_variance(
 ) -> float:
     """Return `1 - Var(returns - values) / Var(returns)` of the valid tokens of all ranks; NaN if all returns are equal.
 
-    1 is a perfect critic. 0 is a critic that predicts no better than a constant. Collective.
+    1 is a perfect critic. 0 is a critic no better than a constant. Collective.
     """
     valid_BT = mask_BT.bool()
     returns_N, errors_N = returns_BT[valid_BT].double(), (returns_BT - values_BT)[valid_BT].double()

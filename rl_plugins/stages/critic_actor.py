@@ -1,6 +1,6 @@
-"""Ray actor that holds a critic, alone or together with other actors that hold the same critic.
+"""Ray actor with a critic, alone or together with other actors with the same critic.
 
-Training ranks submit their rows of a mini-batch. The update begins when the rows of all ranks have arrived, in the same
+Training ranks submit rows of a mini-batch. The update begins when the rows of all ranks have arrived, in the same
 order of updates in every actor. The event loop answers calls during an update. One thread does the work, first in,
 first out.
 """
@@ -47,7 +47,7 @@ def start_critic(config: PoolConfig, training: CriticTraining, options: Sequence
 
 @dataclass
 class _MiniBatch:
-    """Rows that ranks have submitted, and the update that starts with the rows of the last rank."""
+    """Submitted rows of ranks, and the update, which starts with the rows of the last rank."""
 
     counts: GlobalCounts
     last: bool
@@ -57,7 +57,7 @@ class _MiniBatch:
 
 
 class CriticActor:
-    """Actor that holds the critic.
+    """Actor with the critic.
 
     Args:
         config: settings of the pool.
@@ -113,7 +113,7 @@ class CriticActor:
         def run(learner: CriticLearner) -> Arrays:
             import torch
 
-            # The arrays from Ray are read-only, so they are copied.
+            # `torch.tensor` copies, because arrays from Ray are read-only.
             tensors = {name: torch.tensor(values, dtype=torch.int64) for name, values in rows.items()}
             return {"scores": learner.scores(tensors, **options).numpy()}
 
@@ -126,8 +126,8 @@ class CriticActor:
 
         Args:
             number: index of the update, counted from 0.
-            rank: rank that submits the rows.
-            ranks: number of ranks that submit rows.
+            rank: rank of the rows.
+            ranks: number of ranks.
             part: rows of the rank.
             counts: see `CriticLearner.update`.
             last: see `CriticLearner.update`.

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.algorithms.aggregation import GlobalCounts
+from rl_plugins.algorithms.inputs import one_rank
 from rl_plugins.config.models import CriticConfig
 from rl_plugins.data.experience import Experience
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.scalar_head import load_scalar_head, position_scores, response_values
@@ -134,7 +135,7 @@ class CriticLearner:
         torch.manual_seed(training.seed + self._updates * self._ranks + self._rank)
         if len(mini_batch):
             shared = training.packing and shares_prompts(self._model)
-            cutter = Cutter(training.tokens_per_micro_batch, training.packing, shared, _own_value)
+            cutter = Cutter(training.tokens_per_micro_batch, training.packing, shared, one_rank)
             indices = cutter.indices(Lengths.of(mini_batch))
             for loss, _ in training.objective.losses(mini_batch, indices, self._values, counts, metrics, self._device):
                 loss.backward()
@@ -163,14 +164,14 @@ class CriticLearner:
         torch.save(state, folder / _FILE)
 
     def load(self, folder: Path) -> None:
-        """Restore the state that `save` has written to `folder`.
+        """Restore the state of `save` from `folder`.
 
         Raises:
-            ConfigError: the folder has no such file, or the file belongs to another critic.
+            CheckpointError: the folder has no such file, or the file belongs to another critic.
         """
         file = folder / _FILE
         if not file.is_file():
-            raise ConfigError(
+            raise CheckpointError(
                 f"{folder} holds no critic that was trained on a pool of its own: one that was trained in the workers "
                 "goes on there (placement.critic.actors=0), and one that is no longer kept (critic.keep_checkpoints) "
                 "is in a newer checkpoint"
@@ -182,7 +183,7 @@ class CriticLearner:
         )
         if shapes != saved_shapes:
             odd = sorted(set(shapes.items()) ^ set(saved_shapes.items()))[0][0]
-            raise ConfigError(f"{file} is not of this critic: {odd} is missing or has another shape")
+            raise CheckpointError(f"{file} is not of this critic: {odd} is missing or has another shape")
         for name, weight in self.weights.items():
             weight.copy_(state["weights"][name])
         self._optimizer.load_state_dict(state["optimizer"])
@@ -203,7 +204,3 @@ class CriticLearner:
     def _precision(self) -> AbstractContextManager[Any]:
         device_type = torch.device(self._device).type
         return torch.autocast(device_type, dtype=self._training.computes_in, enabled=self._is_low)
-
-
-def _own_value(values: Tensor) -> Tensor:
-    return values

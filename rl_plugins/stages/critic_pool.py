@@ -14,22 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from rl_plugins.algorithms.aggregation import GlobalCounts
+from rl_plugins.algorithms.inputs import one_rank
 from rl_plugins.data.experience import Experience
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import UserError
 from rl_plugins.models.pool import ModelPool, spread
 from rl_plugins.models.pool_actor import PoolConfig
-from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.stages.critic_actor import start_critic
 from rl_plugins.stages.metrics import TokenMetrics
 
 if TYPE_CHECKING:
     from rl_plugins.stages.critic_learner import CriticTraining, Learnt
 
-# Fields that the loss of the critic reads, and required fields of an Experience.
+# Inputs of the critic's loss, and required fields of an Experience.
 _SENT = (
     "prompts", "prompt_lengths", "responses", "response_lengths", "response_mask", "rollout_log_probs",
     "policy_versions", "groups", "valid", "values", "returns",
@@ -40,8 +39,8 @@ class CriticLost(RuntimeError):
     """An actor of the critic's pool failed, so the updates of the critic since the last checkpoint are lost."""
 
 
-class CriticPool(ModelPool, RemoteLearner):
-    """Client of a training rank for the critic's pool.
+class CriticPool(ModelPool):
+    """`RemoteLearner` of a training rank: the client of the critic's pool.
 
     Args:
         config: settings of the pool.
@@ -62,7 +61,7 @@ class CriticPool(ModelPool, RemoteLearner):
 
         Args:
             training: model and settings of the critic's training.
-            gather: collective that returns the values of all ranks.
+            gather: collective function; returns the values of all ranks.
         """
         if self._ranks:
             return
@@ -97,7 +96,7 @@ class CriticPool(ModelPool, RemoteLearner):
         self._learning.append(sorted(calls, key=lambda call: call[0]))
 
     def learnt(self) -> dict[str, float]:
-        """Wait for all submitted updates, and return their metrics, equal on every rank."""
+        """Wait for all submitted updates, and return the metrics, equal on every rank."""
         metrics = TokenMetrics()
         answers: list[Learnt] = []
         for calls in self._learning:
@@ -107,16 +106,20 @@ class CriticPool(ModelPool, RemoteLearner):
         self._learning = []
         prefix, newest = f"train/{self.config.role}", answers[-1]
         rates = {f"{prefix}/lr": newest.lr, f"{prefix}/gradient_norm": newest.gradient_norm}
-        return {**metrics.averages(_own_value, _own_value), **rates}
+        return {**metrics.averages(one_rank, one_rank), **rates}
 
-    @override
     def save(self, folder: Path) -> None:
+        """Let an actor write the critic to a folder."""
         self._connect()
         # All actors hold the same state.
         self._wait([(0, self._actors[0].save.remote(folder))], self.config.call_timeout_s, f"write {folder}")
 
-    @override
     def load(self, folder: Path) -> None:
+        """Let all actors read the critic from a folder.
+
+        Raises:
+            CheckpointError: see `CriticLearner.load`.
+        """
         self._connect()
         calls = [(number, actor.load.remote(folder)) for number, actor in enumerate(self._actors)]
         self._wait(calls, self.config.ready_timeout_s, f"read {folder}")
@@ -127,14 +130,10 @@ class CriticPool(ModelPool, RemoteLearner):
 
         try:
             return super()._wait(calls, timeout_s, task)
-        except ConfigError:
+        except UserError:
             raise
         except ray.exceptions.RayError as error:
             raise CriticLost(
                 f"rank {self._rank}: the pool {self.config.role} failed to {task}. The updates of the critic since "
                 "the last checkpoint are lost, so the workers must restart from the checkpoint"
             ) from error
-
-
-def _own_value(values: Tensor) -> Tensor:
-    return values

@@ -19,16 +19,16 @@ from rl_plugins.strategies.contract import POLICY, REFERENCE, TEACHER
 
 
 class ExperienceMaker:
-    """Adds to samples everything that the update needs.
+    """Adds the inputs of the update to samples.
 
     Args:
-        algorithm: names the tensors that it needs.
+        algorithm: names the needed tensors.
         passes: forward passes of the models.
         schedule: bound on the age of tokens.
         kl_controller: coefficient of the KL penalty in the rewards.
         updates: optimizer steps of a step.
         has_critic: True if there is a critic whose values are needed.
-        process_rewards: model that rewards every token; None without.
+        process_rewards: rewards of a process reward model; None without such a model.
 
     Attributes:
         metrics: metrics of the last experience, averaged over all ranks.
@@ -53,7 +53,7 @@ class ExperienceMaker:
         self.metrics: dict[str, float] = {}
 
     def make(self, samples: Experience, step: int) -> Experience:
-        """Fill the fields of scored samples that the update needs. Collective.
+        """Fill the inputs of the update. Collective.
 
         Args:
             samples: scored samples; changed in place.
@@ -114,7 +114,7 @@ class ExperienceMaker:
             self.metrics |= self._process_rewards.add(samples)
 
     def _mask_old_tokens(self, samples: Experience, step: int) -> None:
-        """Mask the tokens that are older than the schedule allows."""
+        """Mask tokens older than the schedule allows."""
         max_age, mask_BT = self._schedule.max_token_age, samples.response_mask
         if max_age is None:
             return
@@ -124,7 +124,7 @@ class ExperienceMaker:
         self.metrics["rollout/too_old"] = 1 - kept / max(tokens, 1)
 
     def _correct_for_rollout(self, samples: Experience) -> None:
-        """Weigh or reject samples by the gap between the policy that sampled and the policy that is trained."""
+        """Weigh or reject samples by the gap between the sampler and the trained policy."""
         correction, ranks = self._algorithm.rollout_correction, self._strategy.ranks
         if not correction.decoupled:
             return

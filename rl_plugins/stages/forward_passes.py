@@ -43,7 +43,7 @@ class ForwardPasses:
         packing: True if the samples of a micro-batch run as one row without padding.
         dtype: dtype of the models' parameters.
         temperature: divisor of the logits.
-        teacher_top_k: number of the teacher's most likely tokens that are kept for each response token.
+        teacher_top_k: number of the teacher's most likely tokens for each response token.
     """
 
     strategy: Strategy
@@ -61,7 +61,7 @@ class ForwardPasses:
 
     @property
     def cutter(self) -> Cutter:
-        """Cutter that divides the samples of a rank into micro-batches."""
+        """Cutter of a rank's samples into micro-batches."""
         models = [model for model in self.named_models().values() if not isinstance(model, RemoteModel)]
         prompts_together = self.packing and all(map(shares_prompts, models))
         return Cutter(self.tokens_per_micro_batch, self.packing, prompts_together, self.strategy.ranks.max)

@@ -68,7 +68,7 @@ class Steps:
     given = frozenset({"scores_BT", "labels_BT", "label_mask_BT"})
 
     def __init__(self, batch: ProcessRewardBatch, pad_token_id: int) -> None:
-        """Pad the responses and their labels."""
+        """Pad the responses and the labels."""
         self._samples = Experience.from_responses(batch.prompt_ids, batch.response_ids, pad_token_id)
         self._labels_BT, _ = pad_ragged(batch.labels, value=float("nan"), dtype=torch.float32, side="right")
 
@@ -123,5 +123,5 @@ def labelled_examples(batch: object, pad_token_id: int) -> Pairs | Steps:
 
 
 def placeholder(pad_token_id: int) -> Experience:
-    """Return one sample of two tokens, for a rank without examples that must take part in a forward pass."""
+    """Return one sample of two tokens, for the forward pass of a rank without examples."""
     return Experience.from_responses([[pad_token_id]], [[pad_token_id]], pad_token_id)

@@ -48,7 +48,7 @@ class TokenMetrics:
             self.add({name: value}, mask_BT if value.ndim == 2 else counted_B)
 
     def add_sum(self, name: str, value: Tensor) -> None:
-        """Add a number that is summed, not averaged, over micro-batches and ranks."""
+        """Add a number to sum, not to average, over micro-batches and ranks."""
         self._increase(self._sums, name, value)
 
     def take_in(self, other: TokenMetrics) -> None:
@@ -117,7 +117,7 @@ def sum_details(scores: Iterable[Score], before: Details | None = None) -> Detai
 
 
 def mean_details(of_ranks: Iterable[Details]) -> dict[str, float]:
-    """Return `rewards/<name>`: the mean of each detail over the scores that have the detail."""
+    """Return `rewards/<name>`: the mean of each detail over the scores with the detail."""
     totals: Details = {}
     for sums in of_ranks:
         for name, (value, count) in sums.items():
@@ -127,7 +127,7 @@ def mean_details(of_ranks: Iterable[Details]) -> dict[str, float]:
 
 
 def _plain(name: str) -> str:
-    """Replace characters that MLflow refuses in names."""
+    """Replace characters forbidden in MLflow's names."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
@@ -136,7 +136,7 @@ _FAILURES = ("raised", "timeout", "not_finite", "died")
 
 @dataclass
 class SampleMetrics:
-    """Collects metrics of all samples of a step, also of samples that an algorithm leaves out."""
+    """Collects metrics of all samples of a step, also of samples left out by the algorithm."""
 
     _groups: list[tuple[Tensor, GroupStatistics]] = field(default_factory=list)
     _batches: list[dict[str, tuple[Tensor, Tensor]]] = field(default_factory=list)

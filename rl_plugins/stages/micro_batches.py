@@ -1,7 +1,7 @@
 """Cut the examples of a rank into micro-batches within a token budget, the same number on every rank.
 
 A sharded model gathers parameters in every forward pass, so all ranks must run equally many passes. An example is one
-sample, or two samples that stay together. The grouping does not change the loss, because its denominators are global.
+sample, or two inseparable samples. The grouping does not change the loss, because its denominators are global.
 
 With packing, micro-batches have about equal numbers of tokens, so ranks do not wait for each other. If the model runs a
 prompt once for all its samples, samples of a prompt stay together. Without packing, a micro-batch has examples of
@@ -68,11 +68,11 @@ class Lengths:
 
 
 class Bundle(NamedTuple):
-    """Examples that stay together in a micro-batch.
+    """Examples of one micro-batch, which stay together.
 
     Attributes:
         indices: indices of the examples.
-        tokens: cost of the bundle: tokens that a model runs, plus `COPY` per prompt token for each further sample.
+        tokens: cost of the bundle: tokens of the forward pass, plus `COPY` per prompt token for each further sample.
     """
 
     indices: list[int]
@@ -88,7 +88,7 @@ class Cutter:
         packing: True if the budget counts only real tokens; otherwise padding counts too.
         shares_prompts: True if the budget counts a prompt once for all its samples in a micro-batch, plus `COPY` for
             each further sample; only with `packing`.
-        max_over_ranks: function that returns the maximum of a tensor over ranks.
+        max_over_ranks: collective function; returns the maximum of a tensor over ranks.
     """
 
     tokens_per_micro_batch: int
@@ -97,7 +97,7 @@ class Cutter:
     max_over_ranks: MaxOverRanks
 
     def common_number(self, lengths: Lengths) -> int:
-        """Return the number of micro-batches of every rank: the largest number that a rank needs. Collective."""
+        """Return the number of micro-batches of every rank: the largest number of all ranks. Collective."""
         wanted = self._packed_number(lengths) if self.packing else self._padded_number(lengths)
         return int(self.max_over_ranks(torch.tensor([wanted], dtype=torch.float64)).item())
 
@@ -105,7 +105,7 @@ class Cutter:
         """Return the indices of `count` micro-batches; with fewer examples, the last micro-batches are empty."""
         if not self.packing:
             return split_by_length(lengths, count)
-        # Take the bundling with the fewest tokens among the bundlings that fit `count` micro-batches.
+        # Take the bundling with the fewest tokens among the bundlings for `count` micro-batches.
         for most in self._bundle_sizes:
             bundled = self._bundles(lengths, most, at_least=count)
             parts = balanced([bundle.tokens for bundle in bundled], count)
@@ -186,7 +186,7 @@ def bundles(lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
 
 
 def _fewest(least: int, most: int, enough: Callable[[int], bool]) -> int:
-    """Return the smallest number from `least` to `most` that is enough; `most` must be enough."""
+    """Return the smallest sufficient number from `least` to `most`; `most` must be sufficient."""
     return bisect_left(range(most), True, lo=least, key=enough)
 
 

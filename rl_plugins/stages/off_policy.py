@@ -1,4 +1,5 @@
-"""Comparison of the policy with the policies that sampled: when training makes it, and when sampling allows it."""
+"""Comparison of the policy with the sampler (the policies that sampled): when training needs the comparison, and when
+sampling allows it."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from rl_plugins.errors import ConfigError
 
 
 def ratio_to_rollout(algorithm: Algorithm, schedule: Schedule) -> bool:
-    """Return True if the loss compares the policy with the policies that sampled.
+    """Return True if the loss compares the policy with the sampler.
 
-    Otherwise the loss compares the policy with the policy before the update. The loss uses the policies that sampled if
-    the algorithm says so, or if samples are stale and nothing else corrects for their age.
+    Otherwise the loss compares the policy with the policy before the update. The loss uses the sampler if the algorithm
+    says so, or if samples are stale and nothing else corrects for the age.
     """
     correction = algorithm.rollout_correction
     return correction.bypass or (schedule.max_staleness > 0 and not correction.decoupled)

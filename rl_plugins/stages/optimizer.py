@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from rl_plugins.errors import ConfigError
+
+MicroBatchLoss = tuple[Tensor, bool]
+"""Scalar loss of a micro-batch, and True for the last micro-batch of an optimizer step."""
+Optimize = Callable[[Iterable[MicroBatchLoss], str], None]
+"""Function that takes one optimizer step of the named model: `Stage.optimize`."""
 
 
 def only_one(configured: Any, owner: object) -> dict[str, Any]:

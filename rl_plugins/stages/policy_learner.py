@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,16 @@ from rl_plugins.stages.experience_maker import named_tensors
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
 from rl_plugins.stages.off_policy import ratio_to_rollout
+from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.stages.rollouts import step_seed
 from rl_plugins.strategies.contract import CRITIC, POLICY
-
-Optimize = Callable[[Iterable[tuple[Tensor, bool]], str], None]
-"""`Stage.optimize`."""
 
 
 class PolicyLearner:
     """Takes the optimizer steps of policy optimization.
 
     Args:
-        algorithm: losses, and controllers of their coefficients.
+        algorithm: losses, and controllers of the coefficients.
         passes: forward passes of the models.
         optimize: takes an optimizer step of a model; `Stage.optimize`.
         critic: returns the critic: a model, a `CriticPool`, or None.
@@ -72,7 +70,7 @@ class PolicyLearner:
         self._kl_controller, self._entropy_controller = kl_controller, entropy_controller
 
     def update(self, batch: Experience, step: int) -> dict[str, float]:
-        """Take the optimizer steps of step `step`; return their metrics, averaged over all ranks. Collective."""
+        """Take the optimizer steps of step `step`; return the metrics, averaged over all ranks. Collective."""
         critic, tokens = self._critic(), TokenMetrics()
         policy_learns = self._critic_config is None or step >= self._critic_config.warmup_steps
         for number, mini_batch in enumerate(self._mini_batches(batch), 1):
@@ -128,9 +126,7 @@ class PolicyLearner:
     def _gather(self, values_N: Tensor) -> Tensor:
         return torch.cat(self._strategy.ranks.gather(values_N))
 
-    def _policy_losses(
-        self, mini_batch: Experience, metrics: TokenMetrics, *, first: bool
-    ) -> Iterator[tuple[Tensor, bool]]:
+    def _policy_losses(self, mini_batch: Experience, metrics: TokenMetrics, *, first: bool) -> Iterator[MicroBatchLoss]:
         world_size = self._strategy.ranks.world_size
         # In the first update the policy is the old policy, and the ratio is 1.
         is_old = first and not self._ratio_to_rollout
@@ -162,7 +158,7 @@ class PolicyLearner:
             gap = (before_BT - micro.rollout_log_probs).abs()
             metrics.add_each({**values, "entropy": current.entropy_BT}, micro.response_mask)
             metrics.add({"rollout_gap": gap}, micro.response_mask, maximum=True)
-            # DeepSpeed averages gradients over ranks, so the loss of a rank is scaled up by their number.
+            # DeepSpeed averages gradients over ranks, so the loss of a rank is scaled up by the number of ranks.
             metrics.add_sum("loss", loss.detach() / (world_size * self._updates))
             yield loss, position == len(micro_batches) - 1
 
@@ -182,7 +178,7 @@ class PolicyLearner:
         self._optimize(losses, CRITIC)
 
     def _adapt(self, batch: Experience, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Update the controllers; return their coefficients and the critic's explained variance."""
+        """Update the controllers; return the coefficients and the critic's explained variance."""
         ranks, mask_BT = self._strategy.ranks, batch.response_mask
         adapted: dict[str, float] = {}
         if self._algorithm.kl_is_in_reward:

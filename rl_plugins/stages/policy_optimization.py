@@ -23,7 +23,7 @@ from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
-from rl_plugins.rewards.inline import Reward, default_scorer
+from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.critic import value_objective
 from rl_plugins.stages.critic_learner import CriticTraining
 from rl_plugins.stages.critic_pool import CriticPool
@@ -37,11 +37,10 @@ from rl_plugins.stages.process_rewards import (
     ProcessRewards,
 )
 from rl_plugins.stages.rollouts import Rollouts
-from rl_plugins.stages.sampling import PromptSampler, conversations_with, greedy, with_stop_token
-from rl_plugins.stages.scoring import RewardModelScorer, SampleScorer, Scorer
-from rl_plugins.stages.stage import Stage, StageArguments, comes_with_adapter
-from rl_plugins.stages.validation import GenerationValidation
-from rl_plugins.strategies.contract import CRITIC, REFERENCE, REWARD_MODEL, TEACHER, Strategy
+from rl_plugins.stages.sampling import SamplingSetup, greedy, with_stop_token
+from rl_plugins.stages.scoring import RewardModelScorer, Scorer
+from rl_plugins.stages.stage import Stage, StageArguments
+from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER, Strategy
 
 
 class PolicyOptimization(Stage):
@@ -67,7 +66,7 @@ class PolicyOptimization(Stage):
         critic: settings of the critic, for algorithms that need values.
         reward_model: reward model whose score is added to the score of the scorer.
         process_reward_model: settings of the process reward model, for algorithms that need process rewards.
-        updates_per_step: optimizer steps for each pass over the samples; the prompts of a step are divided among them.
+        updates_per_step: optimizer steps for each pass over the samples; the prompts of a step are divided among these.
         passes_per_step: passes over the samples of a step.
         seed: seed of sampling and of random choices.
         **stage: arguments of `Stage`.
@@ -104,32 +103,30 @@ class PolicyOptimization(Stage):
     ) -> None:
         super().__init__(policy, **stage)
         self.algorithm = algorithm or (Algorithm(advantage="prime") if process_reward_model else Algorithm())
-        self.scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
         self.sampling = with_stop_token(sampling, self.tokenizer)
-        self.eval_sampling = with_stop_token(eval_sampling or greedy(sampling), self.tokenizer)
+        eval_sampling = eval_sampling or greedy(sampling)
+        self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
         self.schedule = schedule or Schedule()
         self.updates_per_step, self.passes_per_step, self.seed = updates_per_step, passes_per_step, seed
-        self._conversations = conversations_with(self.scorer, self.tokenizer, environment)
         self.kl_controller = self.algorithm.kl.controller()
         self.entropy_controller = self.algorithm.entropy.controller()
-        own_path = policy if isinstance(policy, str) else None
         needs = self.algorithm.needs
-        self._reference_path, self._teacher_path = reference or own_path, teacher
+        has_reference = "ref_log_probs_BT" in needs and self.add_reference(reference)
+        self._teacher_path = teacher
         self._reward_model_config = reward_model
         self.critic_config = (critic or CriticConfig()) if "values_BT" in needs else None
-        self._critic_path = None if self.critic_config is None else self.critic_config.path or own_path
+        self._critic_path = None if self.critic_config is None else self.critic_config.path or self._own_path
         self.process_reward_config = (
             (process_reward_model or ProcessRewardConfig()) if "process_rewards_BT" in needs else None
         )
-        self._process_path = (process_reward_model and process_reward_model.path) or own_path
-        self.reference: Any = None
+        self._process_path = (process_reward_model and process_reward_model.path) or self._own_path
         self.teacher: Any = None
         self.critic: Any = None
         self.reward_model: Any = None
         self.process_reward_model: Any = None
         self.process_reference: Any = None
-        self._first_slot = 0
-        self._check(process_reward_model, has_reference=self._reference_path is not None or comes_with_adapter(policy))
+        self._loaded_slots = 0
+        self._check(process_reward_model, has_reference=has_reference)
 
     def _check(self, process_reward_model: ProcessRewardConfig | None, *, has_reference: bool) -> None:
         group_filter = self.algorithm.group_filter
@@ -169,25 +166,24 @@ class PolicyOptimization(Stage):
             temperature=self.sampling.temperature or 1.0,
             teacher_top_k=self.algorithm.teacher_top_k if "teacher_top_log_probs_BTK" in self.algorithm.needs else 0,
         )
+        assert self.sampling_setup is not None
         self.prompts = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
-        sampler = PromptSampler(strategy, self.tokenizer, self.seed, self._conversations)
-        scorer = SampleScorer(self.scorer, self._conversations, strategy.phases)
         reward_model = None
         if self._reward_model_config is not None:
             reward_model = RewardModelScorer(self._reward_model_config, self.passes)
         self.rollouts = Rollouts(
-            sampler,
-            scorer,
+            self.sampling_setup.sampler(strategy),
+            self.sampling_setup.scorer(strategy),
             self.algorithm,
             self.sampling,
             self.schedule,
             reward_model=reward_model,
             updates_per_step=self.updates_per_step,
             max_steps=self.max_steps,
-            first_slot=self._first_slot,
             draw=self.prompts.draw,
             shown=self.shown_samples,
         )
+        self.rollouts.ahead.roll_back(self._loaded_slots)
         process_rewards = None
         if self.process_reward_config is not None:
             process_rewards = ProcessRewards(
@@ -216,7 +212,6 @@ class PolicyOptimization(Stage):
             kl_controller=self.kl_controller,
             entropy_controller=self.entropy_controller,
         )
-        self.validation = GenerationValidation(sampler, scorer, self.eval_sampling)
 
     @override
     def configure_model(self) -> None:
@@ -225,8 +220,6 @@ class PolicyOptimization(Stage):
             self.critic.begin(self._critic_training, self.strategy.ranks.gather)
         super().configure_model()
         needs = self.algorithm.needs
-        if "ref_log_probs_BT" in needs and self.reference is None:
-            self.reference = self.load_reference(self._reference_path)
         if needs & {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"} and self.teacher is None:
             check_same_tokens(self.tokenizer, str(self._teacher_path), "teacher")
             self.teacher = self.load_model(str(self._teacher_path), TEACHER)
@@ -260,7 +253,7 @@ class PolicyOptimization(Stage):
             PROCESS_REWARD_MODEL: self.process_reward_model,
             PROCESS_REFERENCE: self.process_reference,
         }
-        return {**super().named_models(), **{name: model for name, model in others.items() if model is not None}}
+        return {POLICY: self.policy, **{name: model for name, model in others.items() if model is not None}}
 
     @override
     def optimizer_configs(self) -> dict[str, OptimizerConfig]:
@@ -273,7 +266,7 @@ class PolicyOptimization(Stage):
 
     @property
     def _critic_training(self) -> CriticTraining:
-        """Task of processes that hold the critic."""
+        """Task of the critic's processes."""
         if self.critic_config is None or self._critic_path is None:
             raise ConfigError("the algorithm needs no values: leave the critic's pool out")
         return CriticTraining(
@@ -312,7 +305,7 @@ class PolicyOptimization(Stage):
         return self.rollouts.ahead.state()
 
     def load_rank_shares(self, shares: Sequence[Any], *, own: bool) -> str:
-        """Restore the groups of a checkpoint; return their number in words; see `TrajectoryQueue.load`."""
+        """Restore the groups of a checkpoint; return the number in words; see `TrajectoryQueue.load`."""
         return self.rollouts.ahead.load_state(shares, own=own)
 
     @override
@@ -325,8 +318,8 @@ class PolicyOptimization(Stage):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self._first_slot = checkpoint["stage"]["slots"]
+        self._loaded_slots = checkpoint["stage"]["slots"]
         if self._parts_of is not None:
-            self.rollouts.ahead.roll_back(self._first_slot)
+            self.rollouts.ahead.roll_back(self._loaded_slots)
         self.kl_controller.load_state_dict(checkpoint["stage"]["kl_controller"])
         self.entropy_controller.load_state_dict(checkpoint["stage"]["entropy_controller"])

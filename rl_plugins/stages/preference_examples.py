@@ -1,4 +1,4 @@
-"""Training examples of preference optimization: samples that form pairs or single judged responses.
+"""Training examples of preference optimization: samples in pairs, or single judged responses.
 
 Axes: `N` examples, `K` samples of an example (2 of a pair, the chosen first; 1 of a judged response), `R` samples.
 """
@@ -48,7 +48,7 @@ class PreferenceExamples:
 
     @classmethod
     def pairs(cls, samples: Experience, members_N2: Tensor, margins: Sequence[float]) -> PreferenceExamples:
-        """Return examples that are pairs of samples."""
+        """Return examples made of pairs of samples."""
         count = len(members_N2)
         return cls(
             samples,
@@ -81,7 +81,7 @@ class PreferenceExamples:
         )
 
     def padded(self, count: int) -> PreferenceExamples:
-        """Return the examples, filled up to `count` with examples that do not count."""
+        """Return the examples, filled up to `count` with uncounted examples."""
         missing = max(0, count - len(self))
         shortest = int(self.samples.sequence_lengths.argmin())
         filler_MK = torch.full((missing, self.members_NK.shape[1]), shortest)

@@ -1,12 +1,12 @@
-"""Updates of the policy on preferences: pairs of responses, or responses that are good or bad.
+"""Updates of the policy on preferences: pairs of responses, or good and bad responses.
 
 Every loss of `PREFERENCE_LOSSES` is used the same way: log-probs under the reference (if the loss needs them), then one
-update over micro-batches that never split a pair, averaged over the examples of the global batch.
+update over micro-batches with whole pairs, averaged over the examples of the global batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,23 +22,21 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.labelled_examples import placeholder
 from rl_plugins.stages.metrics import TokenMetrics
+from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.stages.preference_examples import JUDGED_INPUTS, PAIR_INPUTS, PreferenceExamples, mismatched
 from rl_plugins.strategies.contract import POLICY, REFERENCE
-
-Optimize = Callable[[Iterable[tuple[Tensor, bool]]], None]
-"""`Stage.optimize`."""
 
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """A preference loss, and the inputs that it needs.
+    """A preference loss and its inputs.
 
     Args:
         loss: name in `PREFERENCE_LOSSES`, or a function like the functions there.
         options: keyword arguments of the loss, such as `beta`.
 
     Raises:
-        ConfigError: the loss needs inputs that neither pairs nor judged responses have.
+        ConfigError: neither pairs nor judged responses have the inputs of the loss.
     """
 
     loss: str | PreferenceLoss = "dpo"
@@ -93,7 +91,7 @@ class PreferenceLearner:
         objective: the loss.
         passes: forward passes of policy and reference.
         optimize: takes an optimizer step of the policy; `Stage.optimize`.
-        pad_token_id: token that fills rows.
+        pad_token_id: token of the padding.
     """
 
     objective: PreferenceObjective
@@ -116,7 +114,7 @@ class PreferenceLearner:
             if count:
                 examples = self._with_reference(examples)
                 with self.passes.strategy.phases.measure("update_policy"):
-                    self.optimize(self._losses(examples, count, metrics))
+                    self.optimize(self._losses(examples, count, metrics), POLICY)
         return {"train/examples": total, **(self._averages(metrics) if total else {})}
 
     def _averages(self, metrics: TokenMetrics) -> dict[str, float]:
@@ -127,7 +125,7 @@ class PreferenceLearner:
         return averages
 
     def _with_reference(self, examples: PreferenceExamples) -> PreferenceExamples:
-        """Fill the inputs of the loss that the reference gives."""
+        """Fill the inputs of the loss from the reference."""
         phases = self.passes.strategy.phases
         if self.objective.needs_reference:
             with phases.measure("ref_log_probs"):
@@ -150,9 +148,7 @@ class PreferenceLearner:
             sum_over_ranks=ranks.sum,
         )
 
-    def _losses(
-        self, examples: PreferenceExamples, count: float, metrics: TokenMetrics
-    ) -> Iterator[tuple[Tensor, bool]]:
+    def _losses(self, examples: PreferenceExamples, count: float, metrics: TokenMetrics) -> Iterator[MicroBatchLoss]:
         counts = GlobalCounts(count, count, self.passes.strategy.ranks.world_size)
         cutter = self.passes.cutter
         micro_batches = cutter.common_number(examples.lengths)

@@ -1,4 +1,4 @@
-"""Preference optimization: the policy learns from pairs of responses, or from responses that are good or bad.
+"""Preference optimization: the policy learns from pairs of responses, or from good and bad responses.
 
 `PreferenceOptimization` reads preferences from data. `OnlinePreferenceOptimization` samples and scores responses, and
 learns from the best and the worst of each prompt.
@@ -19,17 +19,15 @@ from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.sampler import PromptSource
-from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.inline import Reward, default_scorer
+from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.preference_examples import PreferenceExamples, best_against_worst, preference_examples
 from rl_plugins.stages.preference_learner import PreferenceLearner, PreferenceObjective
-from rl_plugins.stages.sampling import PromptSampler, conversations_with, greedy, sample_rows, with_stop_token
-from rl_plugins.stages.scoring import SampleScorer, Scorer
-from rl_plugins.stages.stage import Stage, StageArguments, comes_with_adapter
-from rl_plugins.stages.validation import GenerationValidation
-from rl_plugins.strategies.contract import REFERENCE, Strategy
+from rl_plugins.stages.sampling import SamplingSetup, greedy, with_stop_token
+from rl_plugins.stages.scoring import Scorer
+from rl_plugins.stages.stage import Stage, StageArguments
+from rl_plugins.strategies.contract import Strategy
 
 
 class PreferenceOptimization(Stage):
@@ -46,7 +44,7 @@ class PreferenceOptimization(Stage):
         eval_sampling: sampling settings of validation.
         loss: name in `PREFERENCE_LOSSES`, or a function like the functions there.
         loss_options: keyword arguments of the loss, such as `beta`.
-        reference: name or folder of the reference model, for losses that need it; the policy's own by default.
+        reference: name or folder of the reference model, for losses with a reference; the policy's own by default.
         environment: bounds on conversations, if the scorer answers the policy; by default the policy answers once.
         seed: seed of sampling.
         **stage: arguments of `Stage`.
@@ -72,39 +70,13 @@ class PreferenceOptimization(Stage):
         **stage: Unpack[StageArguments],
     ) -> None:
         super().__init__(policy, **stage)
-        self.scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
-        self.eval_sampling, self.seed = with_stop_token(eval_sampling, self.tokenizer), seed
-        self.objective = PreferenceObjective(loss, dict(loss_options or {}))
-        self._conversations = conversations_with(self.scorer, self.tokenizer, environment)
-        self.reference: Any = None
-        self._own_path = policy if isinstance(policy, str) else None
-        self._reference_path = reference or self._own_path
-        if self.objective.needs_reference and self._reference_path is None and not comes_with_adapter(policy):
-            raise ConfigError(
-                f"the loss {self.objective.name} needs log-probs under a reference: name the model with reference=..."
-            )
+        self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
+        self.objective = _objective(self, loss, loss_options, reference)
 
     @override
     def make_parts(self, strategy: Strategy) -> None:
         super().make_parts(strategy)
-        self._sampler = PromptSampler(strategy, self.tokenizer, self.seed, self._conversations)
-        self._sample_scorer = SampleScorer(self.scorer, self._conversations, strategy.phases)
-        self.validation = GenerationValidation(self._sampler, self._sample_scorer, self.eval_sampling)
         self.learner = PreferenceLearner(self.objective, self.passes, self.optimize, self.tokenizer.pad_token_id)
-
-    @override
-    def configure_model(self) -> None:
-        super().configure_model()
-        if self.objective.needs_reference and self.reference is None:
-            path = self._reference_path
-            if path not in (None, self._own_path):
-                check_same_tokens(self.tokenizer, str(path), "reference")
-            self.reference = self.load_reference(path)
-
-    @override
-    def named_models(self) -> dict[str, nn.Module]:
-        others = {} if self.reference is None else {REFERENCE: self.reference}
-        return {**super().named_models(), **others}
 
     @override
     def training_step(self, batch: PairBatch | UnpairedBatch, batch_idx: int) -> None:
@@ -121,36 +93,57 @@ class PreferenceOptimization(Stage):
         self.end_step({**metrics, "time/step": seconds, "tokens_per_s": tokens / seconds})
 
 
-class OnlinePreferenceOptimization(PreferenceOptimization):
+class OnlinePreferenceOptimization(Stage):
     """Samples responses to prompts, scores them, and learns from the best and the worst response of each prompt.
 
     A prompt whose responses all score alike is left out (`train/uniform_groups` is the share of such groups), and so
     is a response whose reward failed. A step without any pair leaves the policy as it is.
 
+    Attributes:
+        learner: updates the policy, since `setup`.
+        prompts: data loader of training, since `setup`.
+
     Args:
         policy: see `Stage`.
+        scorer: gives each sample its reward. A reward function, or its configuration, gets `default_scorer`.
         sampling: sampling settings of training, with `num_samples` of 2 or more. Log-probs are taken at temperature 1.
         eval_sampling: sampling settings of validation; by default greedy with the same length.
-        updates_per_step: optimizer steps of a step; its prompts are divided among them. With one, the policy that is
-            updated is the policy that sampled.
-        **preference_optimization: arguments of `PreferenceOptimization`.
+        loss: see `PreferenceOptimization`.
+        loss_options: see `PreferenceOptimization`.
+        reference: see `PreferenceOptimization`.
+        environment: bounds on conversations, if the scorer answers the policy; by default the policy answers once.
+        updates_per_step: optimizer steps of a step, among which the prompts are divided. With one optimizer step,
+            the updated policy itself has sampled.
+        seed: seed of sampling.
+        **stage: arguments of `Stage`.
 
     Raises:
-        ConfigError: `num_samples` is 1.
+        ConfigError: `num_samples` is 1, or see `PreferenceOptimization`.
     """
 
+    policy: Any
+    learner: PreferenceLearner
     prompts: PromptSource
 
     def __init__(
         self,
         policy: str | nn.Module,
         *,
+        scorer: Scorer | Reward,
         sampling: SamplingConfig,
         eval_sampling: SamplingConfig | None = None,
+        loss: str | PreferenceLoss = "dpo",
+        loss_options: Mapping[str, Any] | None = None,
+        reference: str | None = None,
+        environment: EnvironmentConfig | None = None,
         updates_per_step: int = 1,
-        **preference_optimization: Any,
+        seed: int = 0,
+        **stage: Unpack[StageArguments],
     ) -> None:
-        super().__init__(policy, eval_sampling=eval_sampling or greedy(sampling), **preference_optimization)
+        super().__init__(policy, **stage)
+        eval_sampling = eval_sampling or greedy(sampling)
+        self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
+        self.objective = _objective(self, loss, loss_options, reference)
         if sampling.num_samples < 2:
             raise ConfigError(
                 f"num_samples={sampling.num_samples}: a pair needs at least two responses to a prompt: raise "
@@ -162,10 +155,13 @@ class OnlinePreferenceOptimization(PreferenceOptimization):
     @override
     def make_parts(self, strategy: Strategy) -> None:
         super().make_parts(strategy)
+        assert self.sampling_setup is not None
+        self._sampler, self._scorer = self.sampling_setup.sampler(strategy), self.sampling_setup.scorer(strategy)
+        self.learner = PreferenceLearner(self.objective, self.passes, self.optimize, self.tokenizer.pad_token_id)
         self.prompts = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
 
     @override
-    def training_step(self, prompts: PromptBatch, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, prompts: PromptBatch, batch_idx: int) -> None:
         start = time.perf_counter()
         sampled = SampleMetrics()
         metrics = self.learner.update(self.collect(prompts, sampled))
@@ -190,10 +186,21 @@ class OnlinePreferenceOptimization(PreferenceOptimization):
                 "change updates_per_step or prompts_per_step"
             )
         samples = self._sampler.sample(prompts, self.sampling, self.step)
-        scores = self._sample_scorer.score(samples)
-        if self.shown_samples.limit:
-            self.shown_samples.training = sample_rows(samples, scores)[: self.shown_samples.limit]
+        scores = self._scorer.score(samples)
+        self.shown_samples.show_training(samples, scores)
         sampled.add(samples, scores)
         # Ranks hold prompts in turn, so an update is the same set of prompts for any number of ranks.
         chunks = torch.arange(len(samples)).chunk(self.updates_per_step)
         return [best_against_worst(samples[indices], self.sampling.num_samples) for indices in chunks]
+
+
+def _objective(
+    stage: Stage, loss: str | PreferenceLoss, options: Mapping[str, Any] | None, reference: str | None
+) -> PreferenceObjective:
+    """Return the objective of a stage, and let the stage load the reference of the loss."""
+    objective = PreferenceObjective(loss, dict(options or {}))
+    if objective.needs_reference and not stage.add_reference(reference, check_tokens=True):
+        raise ConfigError(
+            f"the loss {objective.name} needs log-probs under a reference: name the model with reference=..."
+        )
+    return objective

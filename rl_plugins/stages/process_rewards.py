@@ -1,13 +1,13 @@
-"""PRIME: a process reward model that learns from the outcomes of the policy's samples and rewards every token.
+"""PRIME: a process reward model learns from the outcomes of the policy's samples, and rewards every token.
 
-The model is a causal language model. Its reward of a token is the log-probability that it gives the token, less the
-log-probability that its frozen reference gives: see `rl_plugins.algorithms.implicit_process_reward`. The reference is
+The model is a causal language model. The reward of a token is the token's log-probability under the model, less the
+log-probability under the frozen reference: see `rl_plugins.algorithms.implicit_process_reward`. The reference is
 the model before training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,14 +33,12 @@ from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import mean_over_ranks
+from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 
 PROCESS_REWARD_MODEL = "process_reward_model"
 PROCESS_REFERENCE = "process_reference"
 _MIN_RETURN = 1e-4
 """Larger returns predict success. Smaller returns may be rounding errors of a model that equals its reference."""
-
-Optimize = Callable[[Iterable[tuple[Tensor, bool]], str], None]
-"""`Stage.optimize`."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class ProcessRewards:
 
     Args:
         config: settings of the model.
-        passes: forward passes of the models. They run at temperature 1, whatever the policy's temperature is.
+        passes: forward passes of the models. The temperature is always 1.
         optimize: takes an optimizer step of a model; `Stage.optimize`.
         updates_per_step: optimizer steps of the process reward model in a step.
     """
@@ -215,7 +213,7 @@ class ProcessRewards:
 
     def _losses(
         self, mini_batch: Experience, targets: TensorDict, seen: list[tuple[Tensor, ...]]
-    ) -> Iterator[tuple[Tensor, bool]]:
+    ) -> Iterator[MicroBatchLoss]:
         counts = self._passes.counts(mini_batch.response_mask)
         micro_batches = self._passes.micro_batches(mini_batch)
         device = self._passes.device

@@ -21,6 +21,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.stages.labelled_examples import Pairs, Steps, labelled_examples, placeholder
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
+from rl_plugins.stages.optimizer import MicroBatchLoss
 from rl_plugins.stages.stage import Stage, StageArguments
 from rl_plugins.strategies.contract import REWARD_MODEL
 
@@ -83,7 +84,7 @@ class RewardModeling(Stage):
             )
         return examples
 
-    def _losses(self, examples: Pairs | Steps) -> Iterator[tuple[Tensor, bool]]:
+    def _losses(self, examples: Pairs | Steps) -> Iterator[MicroBatchLoss]:
         all_indices = torch.arange(len(examples))
         total = self.strategy.ranks.sum(examples.label_mask(all_indices).sum().double())
         counts = GlobalCounts(float(total), float(total), self.trainer.world_size)
@@ -111,7 +112,7 @@ class RewardModeling(Stage):
     @override
     def validation_step(self, batch: PairBatch | ProcessRewardBatch, batch_idx: int) -> None:
         examples = self._examples(batch)
-        # Parameters that are gathered in inference mode cannot be trained afterwards.
+        # Parameters gathered in inference mode cannot be trained afterwards.
         with self.strategy.phases.measure("validate"), torch.inference_mode(False), torch.no_grad():
             # The number of micro-batches is equal on all ranks. Some may be empty.
             for indices in self.passes.cutter.indices(examples.lengths):

@@ -16,13 +16,13 @@ from rl_plugins.rewards.records import Score
 from rl_plugins.stages.balancing import GroupBuffer, resample_over_ranks
 from rl_plugins.stages.experience_maker import shape_rewards
 from rl_plugins.stages.metrics import SampleMetrics
-from rl_plugins.stages.sampling import PromptSampler, ShownSamples, greedy, sample_rows
+from rl_plugins.stages.sampling import PromptSampler, ShownSamples, greedy
 from rl_plugins.stages.scheduled_sampler import ScheduledSampler
 from rl_plugins.stages.scoring import RewardModelScorer, SampleScorer, keep_reward_details
 
 
 class Rollouts:
-    """Collects the samples that a step trains on.
+    """Collects the samples of a step.
 
     Args:
         sampler: sampler of responses.
@@ -31,17 +31,16 @@ class Rollouts:
         sampling: sampling settings; `num_samples` is the size of a group.
         schedule: bounds on staleness and on groups in flight.
         reward_model: reward model whose scores are added; None for the reward function alone.
-        updates_per_step: number of mini-batches that the groups of a step are cut into.
+        updates_per_step: number of mini-batches of a step.
         max_steps: number of steps of the run; 0 for no bound.
-        first_slot: number of batches of prompts before this run.
         draw: returns this rank's next batch of prompts.
-        shown: samples that callbacks show.
+        shown: samples for callbacks.
 
     Attributes:
-        sampled: metrics of all samples of a step, also of samples that the algorithm leaves out.
-        on_collected: function that gets the samples of a batch of prompts, their scores, and how many batches the step
+        sampled: metrics of all samples of a step, also of samples left out by the algorithm.
+        on_collected: function of the samples of a batch of prompts, the scores, and the number of batches that the step
             drew before. The samples change later.
-        replay: function that returns the same by that number, instead of sampling.
+        replay: function from the same number to samples and scores, which replaces sampling.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class Rollouts:
         reward_model: RewardModelScorer | None,
         updates_per_step: int,
         max_steps: int,
-        first_slot: int,
         draw: Callable[[], PromptBatch],
         shown: ShownSamples,
     ) -> None:
@@ -63,16 +61,14 @@ class Rollouts:
         self._algorithm, self._sampling, self._schedule = algorithm, sampling, schedule
         self._updates_per_step, self._shown = updates_per_step, shown
         self._ranks = sampler.strategy.ranks
-        self.ahead = ScheduledSampler(
-            sampler, sampling, schedule, max_steps=max_steps, first_slot=first_slot, draw=draw
-        )
+        self.ahead = ScheduledSampler(sampler, sampling, schedule, max_steps=max_steps, draw=draw)
         self.sampled = SampleMetrics()
         self.on_collected: Callable[[Experience, list[Score], int], None] | None = None
         self.replay: Callable[[int], tuple[Experience, list[Score]]] | None = None
         self._draws = 0
 
     def collect(self, prompts: PromptBatch, step: int) -> Experience:
-        """Return the scored samples that a step trains on. Collective.
+        """Return the scored samples of a step. Collective.
 
         Args:
             prompts: this rank's prompts of the step's batch. The samples may belong to earlier prompts (schedule).
@@ -109,7 +105,7 @@ class Rollouts:
         return samples
 
     def _informative_groups(self, step: int, num_groups: int) -> Experience:
-        """Draw groups until enough of them are informative (dynamic sampling). Collective.
+        """Draw groups until enough groups are informative (dynamic sampling). Collective.
 
         A synchronous schedule draws a whole batch of prompts again. A schedule with groups in flight takes as many
         groups as are missing, while the engine samples others.
@@ -167,8 +163,7 @@ class Rollouts:
 
     def _score(self, samples: Experience) -> list[Score]:
         scores = self._scorer.score(samples)
-        if self._shown.limit:
-            self._shown.training = sample_rows(samples, scores)[: self._shown.limit]
+        self._shown.show_training(samples, scores)
         keep_reward_details(samples, scores, self._algorithm)
         return scores if self._reward_model is None else self._reward_model.add(samples, scores)
 

@@ -10,9 +10,10 @@ from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rewards.records import Score
 from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, seed_of
-from rl_plugins.stages.scoring import Scorer, scoring_request
+from rl_plugins.stages.scoring import SampleScorer, Scorer, scoring_request
 from rl_plugins.strategies.contract import Strategy
 
 if TYPE_CHECKING:
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class ShownSamples:
-    """Samples that callbacks show to the user, as rows of a table.
+    """Samples for callbacks to show, as rows of a table.
 
     Attributes:
-        limit: number of samples of a training step that are kept on each rank.
+        limit: number of kept samples of a training step on each rank.
         training: samples of the last training step.
         validation: samples of the last validation.
     """
@@ -32,6 +33,11 @@ class ShownSamples:
     limit: int = 0
     training: list[dict[str, Any]] = field(default_factory=list)
     validation: list[dict[str, Any]] = field(default_factory=list)
+
+    def show_training(self, samples: Experience, scores: Sequence[Score]) -> None:
+        """Keep the first `limit` samples of a training step."""
+        if self.limit:
+            self.training = sample_rows(samples, scores)[: self.limit]
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class PromptSampler:
         strategy: owner of the rollout engine.
         tokenizer: tokenizer of the policy.
         seed: seed of the run. The seed of a sample depends on this seed, the step, and the prompt; it does not depend
-            on the rank or the batch that the prompt is in.
+            on the rank or the batch of the prompt.
         conversations: conversations with the environment; None if the policy answers once.
     """
 
@@ -70,7 +76,7 @@ class PromptSampler:
             return self.strategy.rollout.run_sampling(
                 step, lambda engine: engine.generate(prompts.prompt_ids, sampling, seeds)
             )
-        # The tickets of groups that are sampled ahead are not negative.
+        # The tickets of groups ahead are not negative.
         requests = [self.request(-1 - place, prompts, place, seed) for place, seed in enumerate(seeds)]
         tickets, unsent = [request.ticket for request in requests], [requests]
 
@@ -87,7 +93,7 @@ class PromptSampler:
         return self.strategy.rollout.run_sampling(step, converse)
 
     def groups(self, engine: RolloutEngine) -> GroupSampler:
-        """Return the sampler of groups: the engine, or conversations that use the engine."""
+        """Return the sampler of groups: the engine, or conversations over the engine."""
         return engine if self.conversations is None else self.conversations.by(engine)
 
     def request(self, ticket: int, prompts: PromptBatch, position: int, seed: int) -> GroupRequest:
@@ -132,21 +138,46 @@ class PromptSampler:
         )
 
 
-def conversations_with(
-    scorer: Scorer, tokenizer: PreTrainedTokenizerBase, environment: EnvironmentConfig | None
-) -> Conversations | None:
-    """Return conversations with an environment; None if the policy answers a prompt only once.
+class SamplingSetup:
+    """Scorer, environment and seed of a stage: builds the parts with which the stage samples and scores.
+
+    Args:
+        scorer: scorer of responses. A reward function, or its configuration, gets `default_scorer`.
+        tokenizer: tokenizer of the policy.
+        eval_sampling: sampling settings of validation.
+        environment: bounds on conversations; None if the policy answers a prompt only once.
+        seed: seed of sampling.
 
     Raises:
         ConfigError: the scorer cannot answer, or the chat template has no place for its answers.
     """
-    if environment is None or environment.max_turns == 1:
-        return None
-    return Conversations(scorer, tokenizer, environment)
+
+    def __init__(
+        self,
+        scorer: Scorer | Reward,
+        tokenizer: PreTrainedTokenizerBase,
+        eval_sampling: SamplingConfig,
+        environment: EnvironmentConfig | None,
+        seed: int,
+    ) -> None:
+        self._scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
+        self.eval_sampling = with_stop_token(eval_sampling, tokenizer)
+        self._tokenizer, self._seed = tokenizer, seed
+        self._conversations = None
+        if environment is not None and environment.max_turns > 1:
+            self._conversations = Conversations(self._scorer, tokenizer, environment)
+
+    def sampler(self, strategy: Strategy) -> PromptSampler:
+        """Return a sampler of responses."""
+        return PromptSampler(strategy, self._tokenizer, self._seed, self._conversations)
+
+    def scorer(self, strategy: Strategy) -> SampleScorer:
+        """Return a scorer of the sampler's responses."""
+        return SampleScorer(self._scorer, self._conversations, strategy.phases)
 
 
 def with_stop_token(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingConfig:
-    """Return settings that stop at the tokenizer's end of sequence, if they name no stop token."""
+    """Return settings with the tokenizer's end of sequence as stop token, if `sampling` names no stop token."""
     end: Any = tokenizer.eos_token_id
     if sampling.stop_token_ids or end is None:
         return sampling

@@ -1,7 +1,7 @@
-"""Sampling of groups ahead of the step that trains on them, as far as the schedule allows.
+"""Sampling of groups ahead of training, as far as the schedule allows.
 
 While a step trains, the engine samples for later steps. Weights change in flight, and every token carries the version
-of the policy that sampled it. Synchronous sampling is the same code with no groups ahead.
+of its policy. Synchronous sampling is the same code with no groups ahead.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from rl_plugins.strategies.rollout_phase import MAX_LOSSES, lost_too_often
 
 
 class ScheduledSampler:
-    """Samples groups of responses; holds the queue of groups that were asked for.
+    """Samples groups of responses; holds the queue of requested groups.
 
     Args:
         sampler: sampler of responses.
         sampling: sampling settings; `num_samples` is the size of a group.
         schedule: bounds on staleness and on groups in flight.
         max_steps: number of steps of the run; 0 for no bound.
-        first_slot: number of batches of prompts before this run.
         draw: returns this rank's next batch of prompts.
 
     Attributes:
-        slots: number of batches of prompts that came so far.
+        slots: number of batches of prompts so far.
     """
 
     def __init__(
@@ -46,14 +45,13 @@ class ScheduledSampler:
         schedule: Schedule,
         *,
         max_steps: int,
-        first_slot: int,
         draw: Callable[[], PromptBatch],
     ) -> None:
         self._sampler, self._sampling, self._schedule = sampler, sampling, schedule
         self._max_steps, self._draw = max_steps, draw
         self._strategy = sampler.strategy
         self._queue = TrajectoryQueue(schedule)
-        self.slots = first_slot
+        self.slots = 0
         self._busy_before_s, self._lost_before = 0.0, 0
 
     def offer(self, prompts: PromptBatch) -> None:
@@ -70,8 +68,8 @@ class ScheduledSampler:
         Args:
             count: number of groups, equal on all ranks.
             step: step that trains on the groups.
-            groups_per_step: groups that a step takes on this rank.
-            mini_batches: number of mini-batches that the groups are cut into. Inside each mini-batch, groups change
+            groups_per_step: groups of a step on this rank.
+            mini_batches: number of mini-batches of the groups. Inside each mini-batch, groups change
                 ranks until all ranks have about the same number of tokens. With 0 no group changes ranks.
         """
         queue, ranks = self._queue, self._strategy.ranks
@@ -113,7 +111,7 @@ class ScheduledSampler:
         return redistribute_groups(groups, ordered, ranks)
 
     def _fetch(self, groups: list[Group], step: int) -> list[Group]:
-        """Fetch the responses that engines keep; sample the groups of a lost engine again. Collective."""
+        """Fetch the responses from the engines; sample the groups of a lost engine again. Collective."""
         for _ in range(MAX_LOSSES):
             with self._strategy.phases.measure("rollout"):
                 fetched = self._sampler.groups(self._strategy.rollout.engine).fetch(
@@ -164,7 +162,7 @@ class ScheduledSampler:
 
     def _requests(self, tickets: Sequence[int]) -> list[GroupRequest]:
         groups = [self._queue[ticket] for ticket in tickets]
-        # The seed of a sample does not depend on the rank, or on the step that trains on it.
+        # The seed of a sample depends neither on the rank nor on the step of training.
         return [
             self._sampler.request(
                 ticket, group.prompt, 0, seed_of(self._sampler.seed, group.slot, group.prompt.rows[0])
@@ -233,9 +231,9 @@ class ScheduledSampler:
         return self._queue.load(shares, ranks.rank, ranks.world_size, own=own)
 
     def roll_back(self, slots: int) -> None:
-        """Sample all groups again, because the policy that sampled them is gone.
+        """Go on after a checkpoint: sample all groups again, because their policy is gone.
 
-        The data goes on after the undone steps, so the number of batches never falls.
+        The data goes on after undone steps, so the number of batches never falls.
 
         Args:
             slots: number of batches of prompts in the checkpoint.

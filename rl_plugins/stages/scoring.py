@@ -1,4 +1,4 @@
-"""Scores of samples: from the reward function, and from a reward model that runs beside the policy."""
+"""Scores of samples: from the reward function, and from a reward model beside the policy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Scorer(Protocol):
     """Scores samples; see `rl_plugins.rewards`."""
 
     def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
-        """Return one score for each request, in their order."""
+        """Return one score for each request, in order."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SampleScorer:
 
     Attributes:
         scorer: the reward function.
-        conversations: conversations that the samples come from; their environment has scored them.
+        conversations: conversations of the samples, with scores of the environment; None without an environment.
         phases: log of times.
     """
 
@@ -102,10 +102,10 @@ class RewardModelScorer:
 
 
 def keep_reward_details(samples: Experience, scores: Sequence[Score], algorithm: Algorithm) -> None:
-    """Keep the numbers beside the scores that an algorithm uses.
+    """Keep the numbers beside the scores that the algorithm uses.
 
     Raises:
-        ConfigError: the reward function does not return a number of that name.
+        ConfigError: the reward function does not return a number of the name.
     """
     if names := algorithm.reward_components:
         columns = [_detail(scores, name, "algorithm.reward_components") for name in names]
@@ -116,7 +116,7 @@ def keep_reward_details(samples: Experience, scores: Sequence[Score], algorithm:
 
 
 def _detail(scores: Sequence[Score], name: str, option: str) -> list[float]:
-    """Return a number that the reward function returns beside each score; 0 for a sample without a score."""
+    """Return a number of the reward function beside each score; 0 for a sample without a score."""
     for score in scores:
         if score.failure is None and name not in score.details:
             there = ", ".join(score.details) or "nothing"

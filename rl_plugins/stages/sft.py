@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.aggregation import aggregate
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import Experience
-from rl_plugins.rewards.inline import Reward, default_scorer
-from rl_plugins.stages.sampling import PromptSampler, conversations_with, with_stop_token
-from rl_plugins.stages.scoring import SampleScorer, Scorer
+from rl_plugins.rewards.inline import Reward
+from rl_plugins.stages.optimizer import MicroBatchLoss
+from rl_plugins.stages.sampling import SamplingSetup
+from rl_plugins.stages.scoring import Scorer
 from rl_plugins.stages.stage import Stage, StageArguments
-from rl_plugins.stages.validation import GenerationValidation
-from rl_plugins.strategies.contract import POLICY, Strategy
+from rl_plugins.strategies.contract import POLICY
 
 
 class SFT(Stage):
@@ -46,16 +46,7 @@ class SFT(Stage):
         **stage: Unpack[StageArguments],
     ) -> None:
         super().__init__(policy, **stage)
-        self.scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
-        self.eval_sampling, self.seed = with_stop_token(eval_sampling, self.tokenizer), seed
-        self._conversations = conversations_with(self.scorer, self.tokenizer, environment)
-
-    @override
-    def make_parts(self, strategy: Strategy) -> None:
-        super().make_parts(strategy)
-        sampler = PromptSampler(strategy, self.tokenizer, self.seed, self._conversations)
-        scorer = SampleScorer(self.scorer, self._conversations, strategy.phases)
-        self.validation = GenerationValidation(sampler, scorer, self.eval_sampling)
+        self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
 
     @override
     def training_step(self, batch: dict[str, list[list[int]]], batch_idx: int) -> None:
@@ -69,7 +60,7 @@ class SFT(Stage):
         tokens = float(self.strategy.ranks.sum(examples.sequence_lengths.sum().double()))
         self.end_step({"train/loss": loss, "time/step": seconds, "tokens_per_s": tokens / seconds})
 
-    def _losses(self, examples: Experience) -> Iterator[tuple[Tensor, bool]]:
+    def _losses(self, examples: Experience) -> Iterator[MicroBatchLoss]:
         counts = self.passes.counts(examples.response_mask)
         micro_batches = self.passes.micro_batches(examples)
         for position, indices in enumerate(micro_batches):

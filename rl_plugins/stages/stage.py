@@ -1,4 +1,4 @@
-"""The base of all stages: a model, one clock, metrics on that clock, and optimizer steps over micro-batches.
+"""The base of all stages: a model, one clock with metrics, and optimizer steps over micro-batches.
 
 A batch of Lightning is one step of the stage's clock (`step`), however many optimizer steps it takes. Checkpoints,
 evaluation, logging and schedules use this clock. Lightning's `global_step` counts optimizer steps and is not used.
@@ -16,19 +16,19 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
-from rl_plugins.data.tokenization import load_tokenizer
+from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import MergedWeightSource, adapted_layers, has_adapter, with_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.forward_passes import ForwardPasses
-from rl_plugins.stages.optimizer import only_one
-from rl_plugins.stages.sampling import ShownSamples
+from rl_plugins.stages.optimizer import MicroBatchLoss, only_one
+from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
 from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
 
@@ -50,15 +50,17 @@ class StageArguments(TypedDict, total=False):
 
 
 class Stage(LightningModule):
-    """A stage that trains one model (`trained`), and may train or run further models.
+    """Stage that trains one model (`trained`), and may train or run further models.
 
     Attributes:
-        step: number of steps that the stage has taken.
+        step: number of finished steps.
         passes: forward passes of the stage's models, since `setup`.
-        validation: samples and scores responses to validation prompts, in stages that validate by generation.
-        shown_samples: samples that callbacks show.
+        sampling_setup: builder of sampler and scorer, in stages with validation by generation.
+        validation: validation by generation, since `setup`.
+        shown_samples: samples for callbacks.
+        reference: frozen reference, in stages with a reference.
         reference_is_base: True if the reference is the policy without its adapter.
-        further_metrics: functions that every rank calls with the metrics of a step; their results are added.
+        further_metrics: functions of the metrics of a step, called on every rank; the results are added.
 
     Args:
         model: Hugging Face name or folder; a model with the forward of a Hugging Face causal language model; or a
@@ -71,9 +73,9 @@ class Stage(LightningModule):
         lora: train an adapter instead of the model (models loaded by name; other models may be peft models).
         max_steps: steps of the clock after which training stops; 0 for no bound.
         tokens_per_micro_batch: tokens of one forward and backward pass on one rank: real tokens with `packing`, padded
-            tokens without. Samples that belong together, such as a pair, stay together.
-        packing: run the samples of a micro-batch as one row without padding. A model of transformers that attends by
-            `sdpa` is set to `packed_sdpa` (see `rl_plugins.models.packed_attention`), which also runs a prompt only
+            tokens without. A pair of samples stays together.
+        packing: run the samples of a micro-batch as one row without padding. A model of transformers with `sdpa`
+            attention is set to `packed_sdpa` (see `rl_plugins.models.packed_attention`), which also runs a prompt only
             once for all its samples in a micro-batch. A model in which packed samples influence each other is refused.
     """
 
@@ -106,13 +108,18 @@ class Stage(LightningModule):
         self.max_steps = max_steps
         self.tokens_per_micro_batch, self.packing = tokens_per_micro_batch, packing
         self.step = 0
+        self.reference: Any = None
         self.reference_is_base = False
+        self.sampling_setup: SamplingSetup | None = None
         self.validation: GenerationValidation | None = None
         self.shown_samples = ShownSamples()
         setattr(self, self.trained, None)
         # In a list, so that nn.Module does not register the model a second time.
         self._source = [model]
         self._gradient_checkpointing, self._lora = gradient_checkpointing, lora
+        self._own_path = model if isinstance(model, str) else None
+        self._reference_path: str | None = None
+        self._has_reference = self._checks_reference = False
         self._model_of_optimizer: dict[int, str] = {}
         self._stepped: set[str] = set()
         self._trainers_clip: float | None = None
@@ -133,7 +140,7 @@ class Stage(LightningModule):
             self.make_parts(self.strategy)
 
     def make_parts(self, strategy: Strategy) -> None:
-        """Make the parts of the stage, once for each strategy that it runs with."""
+        """Make the parts of the stage, once for each strategy."""
         self.passes = ForwardPasses(
             strategy,
             self.named_models,
@@ -141,13 +148,16 @@ class Stage(LightningModule):
             packing=self.packing,
             dtype=self.model_dtype,
         )
+        if self.sampling_setup is not None:
+            sampler, scorer = self.sampling_setup.sampler(strategy), self.sampling_setup.scorer(strategy)
+            self.validation = GenerationValidation(sampler, scorer, self.sampling_setup.eval_sampling)
 
     @property
     def strategy(self) -> Strategy:
         """The strategy of the trainer.
 
         Raises:
-            ConfigError: the trainer has a strategy that cannot run a stage.
+            ConfigError: the strategy of the trainer cannot run a stage.
         """
         return strategy_of(self.trainer)
 
@@ -162,6 +172,8 @@ class Stage(LightningModule):
     def configure_model(self) -> None:
         if getattr(self, self.trained) is None:
             setattr(self, self.trained, self._own_model())
+        if self._has_reference and self.reference is None:
+            self.reference = self._load_reference()
 
     def _own_model(self) -> nn.Module:
         source: Any = self._source[0]
@@ -197,20 +209,29 @@ class Stage(LightningModule):
         with self.sharded_init(frozen):
             return load_causal_lm(path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing)
 
-    def load_reference(self, path: str | None) -> nn.Module | None:
-        """Load the reference model; return None if the reference is the policy without its adapter.
+    def add_reference(self, path: str | None, *, check_tokens: bool = False) -> bool:
+        """Let `configure_model` load a frozen reference, and return True; return False if there is no model to load.
 
         Args:
-            path: Hugging Face name or folder; None for the model that the policy's adapter was added to.
+            path: Hugging Face name or folder; by default, the reference is the trained model as it is at first.
+            check_tokens: True to refuse a reference with other tokens than the trained model.
         """
-        policy = getattr(self, self.trained)
+        self._reference_path, self._checks_reference = path or self._own_path, check_tokens
+        self._has_reference = self._reference_path is not None or _comes_with_adapter(self._source[0])
+        return self._has_reference
+
+    def _load_reference(self) -> nn.Module | None:
+        """Load the reference; return None if the reference is the policy without its adapter."""
+        path, policy = self._reference_path, getattr(self, self.trained)
+        if self._checks_reference and path not in (None, self._own_path):
+            check_same_tokens(self.tokenizer, str(path), "reference")
         if has_adapter(policy):
             base = getattr(policy.get_base_model(), "name_or_path", None)
             self.reference_is_base = path in (None, base)
         return None if self.reference_is_base else self.load_model(str(path), REFERENCE)
 
     def sharded_init(self, frozen: str | None = None) -> AbstractContextManager[None]:
-        """Shard models that are loaded inside this context; `frozen` is the name of a frozen model."""
+        """Shard models loaded inside this context; `frozen` is the name of a frozen model."""
         return self.strategy.sharded_init(frozen)
 
     @property
@@ -219,11 +240,12 @@ class Stage(LightningModule):
         return _DTYPES.get(str(self.trainer.precision), torch.bfloat16)
 
     def named_models(self) -> dict[str, nn.Module]:
-        """Return the models that the strategy makes model engines of, by name."""
-        return {self.trained: getattr(self, self.trained)}
+        """Return the models for the strategy's model engines, by name."""
+        reference = {} if self.reference is None else {REFERENCE: self.reference}
+        return {self.trained: getattr(self, self.trained), **reference}
 
     def optimizer_configs(self) -> dict[str, OptimizerConfig]:
-        """Return the optimizer settings of each trained model; the model that the stage trains comes first."""
+        """Return the optimizer settings of each trained model; `trained` comes first."""
         return {self.trained: self.optimizer_config}
 
     def gradient_clip(self, name: str) -> float:
@@ -251,7 +273,7 @@ class Stage(LightningModule):
 
     # The step ---------------------------------------------------------------------------------------------------
 
-    def optimize(self, losses: Iterable[tuple[Tensor, bool]], name: str | None = None) -> None:
+    def optimize(self, losses: Iterable[MicroBatchLoss], name: str | None = None) -> None:
         """Accumulate the gradients of micro-batches and take one optimizer step.
 
         Args:
@@ -291,7 +313,7 @@ class Stage(LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        # A run that failed after its training resumes from the checkpoint of its last step.
+        # After a failure at the end of training, a run resumes from the checkpoint of its last step.
         self._stop_after_last_step()
 
     def _stop_after_last_step(self) -> None:
@@ -308,13 +330,13 @@ class Stage(LightningModule):
             scheduler: Any = config.scheduler
             if config.interval != interval or count % config.frequency:
                 continue
-            # The schedule of a model that is not trained in this step (a policy whose critic warms up) waits.
+            # The schedule of an untrained model (a policy whose critic warms up) waits.
             if interval == "epoch" or self._model_of_optimizer[id(scheduler.optimizer)] in self._stepped:
                 scheduler.step()
 
     def track(self, metrics: Mapping[str, float]) -> None:
         """Send metrics to every logger on the stage's clock, and to callbacks and progress bars."""
-        # `trainer.validate` returns the metrics that Lightning logs itself; a metric `step` is its axis.
+        # `trainer.validate` returns the metrics that Lightning logs itself; a metric `step` is the axis.
         alone = self.trainer.state.fn == TrainerFn.VALIDATING
         if alone:
             metrics = {**metrics, "step": float(self.step)}
@@ -387,11 +409,11 @@ class Stage(LightningModule):
         for config, saved in zip(self.trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(saved)
         if self.step < self.max_steps:
-            # The last step may be the step that is undone.
+            # The undone step may be the last step.
             self.trainer.should_stop = False
 
 
-def comes_with_adapter(model: str | nn.Module) -> bool:
+def _comes_with_adapter(model: str | nn.Module) -> bool:
     """Return True if a model has an adapter before `configure_model`."""
     inner = getattr(model, "model", None) if isinstance(model, LightningModule) else model
     return isinstance(inner, nn.Module) and has_adapter(inner)
@@ -417,7 +439,7 @@ def _own_tokenizer(model: str | nn.Module) -> Any:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Refuse flags and callbacks of the trainer that a stage does not support.
+    """Refuse unsupported flags and callbacks of the trainer.
 
     In manual optimization, Lightning itself would refuse some flags, and some callbacks would do nothing.
 

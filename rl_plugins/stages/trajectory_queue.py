@@ -1,4 +1,4 @@
-"""Groups of samples between their prompt and the step that trains on them: waiting, being sampled, or finished."""
+"""Queue of groups of samples until a step trains on a group. A group waits, is being sampled, or is finished."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Group:
 
     Attributes:
         prompt: batch of this prompt alone.
-        slot: index of the batch of prompts that it came with, from 0.
-        place: index of the prompt in that batch of all ranks.
+        slot: index of the batch of prompts, from 0.
+        place: index of the prompt in the batch of all ranks.
         begun: version of the policy when its sampling began; None while the group waits.
-        generations: responses of a finished group, or the engine that keeps them.
+        generations: responses of a finished group, or a reference to the responses in an engine.
     """
 
     prompt: PromptBatch
@@ -49,7 +49,7 @@ def row_of(number: int) -> int:
 
 
 class TrajectoryQueue:
-    """The groups of one rank, by tickets: numbers that rise in the order in which the groups came.
+    """The groups of one rank, by tickets: rising numbers in the order of arrival.
 
     Args:
         schedule: bounds on staleness and on groups in flight.
@@ -80,7 +80,7 @@ class TrajectoryQueue:
         return self._tickets - 1
 
     def start(self, in_flight: int, version: int) -> list[int]:
-        """Mark waiting groups as started until `in_flight` groups are started or finished; return their tickets."""
+        """Mark waiting groups as started until `in_flight` groups are started or finished; return the tickets."""
         waiting = [ticket for ticket, group in self._groups.items() if group.begun is None]
         chosen = waiting[: max(0, in_flight - (len(self) - len(waiting)))]
         self.mark_started(chosen, version)
@@ -101,7 +101,7 @@ class TrajectoryQueue:
             self._groups[ticket] = replace(self._groups[ticket], generations=generations)
 
     def remote(self) -> dict[int, RemoteSamples]:
-        """Return the responses that engines still keep, by tickets."""
+        """Return the references to responses in engines, by tickets."""
         return {
             ticket: group.generations
             for ticket, group in self._groups.items()
@@ -109,12 +109,12 @@ class TrajectoryQueue:
         }
 
     def lose(self, tickets: Iterable[int]) -> None:
-        """Mark groups as waiting again, because their responses are lost."""
+        """Mark groups as waiting again, because the responses are lost."""
         for ticket in tickets:
             self._groups[ticket] = replace(self._groups[ticket], begun=None, generations=None)
 
     def due(self, version: int) -> list[int]:
-        """Return the tickets of groups that would be too stale for the step after this one."""
+        """Return the tickets of groups too stale for the next step."""
         if self._schedule.drops:
             return []
         last = version - self._schedule.max_staleness
@@ -130,7 +130,7 @@ class TrajectoryQueue:
         return sum(group.generations is not None for group in self._groups.values())
 
     def take(self, count: int, version: int) -> list[Group]:
-        """Remove and return finished groups, due groups first, then the oldest, in the order of their tickets."""
+        """Remove and return finished groups, due groups first, then the oldest, in the order of tickets."""
         due = set(self.due(version))
         finished = [ticket for ticket, group in self._groups.items() if group.generations is not None]
         chosen = sorted(sorted(finished, key=lambda ticket: (ticket not in due, ticket))[:count])
@@ -163,7 +163,7 @@ class TrajectoryQueue:
     # State ------------------------------------------------------------------------------------------------------
 
     def state(self) -> list[dict[str, Any]]:
-        """Return all groups for `torch.save`. Responses that an engine keeps are left out."""
+        """Return all groups for `torch.save`. Responses in an engine are left out."""
         return [
             {
                 "prompt": {name: getattr(group.prompt, name) for name in PromptBatch.__slots__},
@@ -179,7 +179,7 @@ class TrajectoryQueue:
         """Restore this rank's share of the groups of a checkpoint; unfinished groups are sampled from the start.
 
         Args:
-            shares: states of all ranks that wrote the checkpoint; only this rank's own state if `own`.
+            shares: states of all ranks of the checkpoint; only this rank's own state if `own`.
             rank: number of this rank.
             world_size: number of ranks now.
             own: True if the checkpoint has as many ranks as now.
@@ -205,7 +205,7 @@ def single(prompts: PromptBatch, position: int) -> PromptBatch:
 
 
 def together(prompts: Sequence[PromptBatch]) -> PromptBatch:
-    """Return one batch of the prompts of several; a column that a batch lacks is None for its prompts."""
+    """Return one batch of the prompts of several batches; a missing column of a batch is None for its prompts."""
     names = {name: None for batch in prompts for name in batch.columns}
     return PromptBatch(
         [ids for batch in prompts for ids in batch.prompt_ids],

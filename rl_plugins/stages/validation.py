@@ -71,7 +71,7 @@ class GenerationValidation:
         valid = torch.tensor([score.failure is None for score in self._scores], dtype=torch.bool)
         metrics = mean_over_ranks({"reward": (values, valid)}, strategy.ranks.sum)
         gathered = strategy.ranks.gather((self._measures, sum_details(self._scores)))
-        # In the order of the rows, so that the intervals do not depend on the number of ranks.
+        # In the order of the rows, because the intervals must not depend on the number of ranks.
         measured = [entry for _, entry in sorted(item for measures, _ in gathered for item in measures.items())]
         metrics |= mean_details(details for _, details in gathered)
         metrics |= interval_metrics(summarize([source for source, _ in measured], [of for _, of in measured]))

@@ -15,8 +15,8 @@ the next update connects a new group of the living engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -137,14 +137,15 @@ class GlooSender:
 
     def _together(self, work: Callable[[], None]) -> None:
         """Run `work`, wait until rank 0 has finished, and raise on all ranks if rank 0 failed."""
-        failure: Exception | None = None
+        lost, failed = False, True
         try:
             work()
-        except Exception as error:
-            failure = error
-        lost, failed = self._share((isinstance(failure, EngineLost), failure is not None))
-        if failure is not None:
-            raise failure
+            failed = False
+        except EngineLost:
+            lost = True
+            raise
+        finally:
+            lost, failed = self._share((lost, failed))
         if lost:
             raise EngineLost("rank 0 has lost an engine in a weight update")
         if failed:
@@ -251,41 +252,43 @@ class GlooReceiver:
         Raises:
             DeadlineExceeded: a bucket did not arrive before the deadline.
             ConnectionError: the sender ended.
-            Exception: first error of the model's weight loader, raised after the last bucket.
+            Exception: error of the model's weight loader, raised after the last bucket.
         """
-        failure: Exception | None = None
-        try:
-            for bucket, buffer in self._received():
-                try:
-                    if failure is None:
-                        self._load_weights((meta.name, tensor) for meta, tensor in bucket.views(buffer))
-                except Exception as error:
-                    failure = error
-        except BaseException:
-            # Rank 0 must not wait for an engine after its last bucket.
-            self.disconnect()
-            raise
-        if failure is not None:
-            raise failure
+        with closing(self._received()) as parts:
+            try:
+                for bucket, buffer in parts:
+                    self._load_weights((meta.name, tensor) for meta, tensor in bucket.views(buffer))
+            except Exception:
+                # A model's loader can raise any error. Buckets for other processes still pass through this process.
+                for _ in parts:
+                    pass
+                raise
 
-    def _received(self) -> Iterator[tuple[Bucket, Tensor]]:
+    def _received(self) -> Generator[tuple[Bucket, Tensor], None, None]:
         """Yield each bucket with its buffer. The buffer is valid until the next iteration."""
         assert self._connect is not None, "expect comes first"
         waits_for = f"the engine waited {self._timeout_s:.0f} s for rank 0 to"
-        if self._group is None:
-            with _deadline(f"{waits_for} connect for new weights"):
-                self._group = self._connect()
-        group, buffers = self._group, self._buffers
-        for slot, (buffer, bucket) in enumerate(zip(buffers, self._buckets, strict=False)):
-            group.broadcast(slot, buffer[: bucket.nbytes])
-        for number, bucket in enumerate(self._buckets):
-            slot = number % _BUFFERS
-            with _deadline(f"{waits_for} send part {number + 1} of {len(self._buckets)} of the weights"):
-                group.finish(slot)
-            yield bucket, buffers[slot]
-            if number + _BUFFERS < len(self._buckets):
-                following = self._buckets[number + _BUFFERS]
-                group.broadcast(slot, buffers[slot][: following.nbytes])
+        complete = False
+        try:
+            if self._group is None:
+                with _deadline(f"{waits_for} connect for new weights"):
+                    self._group = self._connect()
+            group, buffers = self._group, self._buffers
+            for slot, (buffer, bucket) in enumerate(zip(buffers, self._buckets, strict=False)):
+                group.broadcast(slot, buffer[: bucket.nbytes])
+            for number, bucket in enumerate(self._buckets):
+                slot = number % _BUFFERS
+                with _deadline(f"{waits_for} send part {number + 1} of {len(self._buckets)} of the weights"):
+                    group.finish(slot)
+                yield bucket, buffers[slot]
+                if number + _BUFFERS < len(self._buckets):
+                    following = self._buckets[number + _BUFFERS]
+                    group.broadcast(slot, buffers[slot][: following.nbytes])
+            complete = True
+        finally:
+            if not complete:
+                # Rank 0 must not wait for an engine after its last bucket.
+                self.disconnect()
 
     def disconnect(self) -> None:
         """Close the connection to the sender."""

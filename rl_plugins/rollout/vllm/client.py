@@ -43,8 +43,8 @@ class VLLMRollout:
     ) -> None:
         if num_engines > 1 and config.backend == "ipc":
             raise ConfigError(
-                f"{num_engines} rollout engines that share GPUs with the workers: use rollout.engines=1, or "
-                "placement.rollout=split for engines with GPUs of their own"
+                f"num_engines={num_engines}: only one engine can share GPUs with the trainers (transport ipc): set "
+                "num_engines=1, or transport='nccl' in VLLMConfig for engines on separate GPUs"
             )
         self.config = config
         self.name = name or f"vllm-{uuid.uuid4().hex[:8]}"
@@ -176,7 +176,9 @@ class VLLMRollout:
         import ray
 
         if not isinstance(source, AdaptedWeightSource):
-            raise ConfigError("rollout.lora=adapter, and the policy has no adapter: use rollout.lora=merged")
+            raise ConfigError(
+                f"lora_rank={self.config.lora_rank} in VLLMConfig, and the policy has no adapter: set lora_rank=0"
+            )
         files = source.adapter_files()
         lost = False
         if self._fleet.rank == 0:

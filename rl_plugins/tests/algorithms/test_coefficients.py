@@ -25,7 +25,7 @@ def test_adaptive_kl_coefficient_agrees_with_the_formula(measured: float) -> Non
         assert controller.coefficient == pytest.approx(expected, rel=1e-12)
 
 
-def test_adaptive_kl_restores_and_fixed_coefficient_keeps_its_value() -> None:
+def test_adaptive_kl_restores_and_fixed_coefficient_keeps_the_value() -> None:
     adaptive = AdaptiveKL(0.2)
     adaptive.update(1.0, 500)
     resumed = AdaptiveKL(0.2)
@@ -46,7 +46,7 @@ def test_adaptive_entropy_steps_towards_the_target() -> None:
         assert controller.coefficient == pytest.approx(coefficient)
 
 
-def test_adaptive_entropy_restores_and_fixed_coefficient_keeps_its_value() -> None:
+def test_adaptive_entropy_restores_and_fixed_coefficient_keeps_the_value() -> None:
     adaptive = AdaptiveEntropy(0.1, target=0.5)
     adaptive.update(0.2)
     resumed = AdaptiveEntropy(0.1, target=0.5)

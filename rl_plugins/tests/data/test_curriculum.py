@@ -11,7 +11,7 @@ from rl_plugins.config.data import CurriculumConfig
 from rl_plugins.data.curriculum import Curriculum, GroupResult
 from rl_plugins.data.orders import Mixture, RowRange
 from rl_plugins.data.sampler import StepLoader
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.tests.data.test_sampler import Numbers
 from rl_plugins.tests.loops import for_each
 
@@ -134,10 +134,10 @@ def test_step_loader_with_a_curriculum_serves_a_failed_step_again():
 def test_step_loader_refuses_a_state_of_another_curriculum():
     state = StepLoader(Numbers(ROWS), prompts_per_step=PER_STEP, order=curriculum()).state_dict()
     for other in (curriculum(share=0.25), curriculum(keep=0), None):
-        with pytest.raises(ConfigError, match="order was"):
+        with pytest.raises(CheckpointError, match="order was"):
             StepLoader(Numbers(ROWS), prompts_per_step=PER_STEP, order=other).load_state_dict(state)
     plain = StepLoader(Numbers(ROWS), prompts_per_step=PER_STEP).state_dict()
-    with pytest.raises(ConfigError, match="order was None and is now"):
+    with pytest.raises(CheckpointError, match="order was None and is now"):
         StepLoader(Numbers(ROWS), prompts_per_step=PER_STEP, order=curriculum()).load_state_dict(plain)
 
 

@@ -14,7 +14,7 @@ from rl_plugins.data.curriculum import GroupResult
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.sampler import StepLoader
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError
 from rl_plugins.tests.cases import case
 
 ROWS, PER_STEP, EPOCHS = 13, 4, 4
@@ -217,7 +217,7 @@ def test_resume_with_another_seed_is_refused(tmp_path, data):
     path = tmp_path / "stopped.ckpt"
     with pytest.raises(Stopped):
         fit(tmp_path, data(), Recorder(fail_at=2), SaveOnException(path))
-    with pytest.raises(ConfigError, match="seed was 3 and is now 4"):
+    with pytest.raises(CheckpointError, match="seed was 3 and is now 4"):
         fit(tmp_path, data(seed=4), Recorder(), ckpt_path=path)
 
 

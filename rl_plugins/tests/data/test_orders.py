@@ -12,7 +12,7 @@ from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.orders import Mixture, RowRange
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.sampler import StepLoader
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.tests.data.test_sampler import Numbers
 from rl_plugins.tests.loops import for_each
 
@@ -97,9 +97,9 @@ def test_mixture_names_a_part_without_enough_rows():
 
 def test_step_loader_refuses_a_state_of_another_mixture():
     state = StepLoader(Numbers(350), prompts_per_step=8, order=mixture()).state_dict()
-    with pytest.raises(ConfigError, match=r"order was \{'0': \[60, 0.5\]"):
+    with pytest.raises(CheckpointError, match=r"order was \{'0': \[60, 0.5\]"):
         StepLoader(Numbers(350), prompts_per_step=8, order=mixture(shares=(0.4, 0.3, 0.3))).load_state_dict(state)
-    with pytest.raises(ConfigError, match=r"order was .* and is now None"):
+    with pytest.raises(CheckpointError, match=r"order was .* and is now None"):
         StepLoader(Numbers(350), prompts_per_step=8).load_state_dict(state)
 
 

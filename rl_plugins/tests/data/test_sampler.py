@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl_plugins.data.orders import epoch_order
 from rl_plugins.data.sampler import EvalLoader, StepLoader
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.tests.loops import for_each
 
 
@@ -78,7 +78,7 @@ def test_step_loader_serves_batches_in_flight_again():
     ],
 )
 def test_step_loader_refuses_a_state_of_other_data(other, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         StepLoader(Numbers(8), prompts_per_step=4).load_state_dict(other.state_dict())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
 from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
 from rl_plugins.data.experience import Experience
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError
 from rl_plugins.models.pool_actor import PoolConfig
 from rl_plugins.stages.critic import ValueObjective
 from rl_plugins.stages.critic_actor import CriticActor
@@ -171,10 +171,10 @@ def test_critic_learner_load_continues_from_save(tmp_path: Path, lora: LoraConfi
 
 def test_critic_learner_load_refuses_a_checkpoint_without_this_critic(tmp_path: Path) -> None:
     learner = CriticLearner(training())
-    with pytest.raises(ConfigError, match=r"holds no critic .* pool of its own: .*placement\.critic\.actors=0"):
+    with pytest.raises(CheckpointError, match=r"holds no critic .* pool of its own: .*placement\.critic\.actors=0"):
         learner.load(tmp_path)
     learner.save(tmp_path)
-    with pytest.raises(ConfigError, match=r"not of this critic: .*lora_A"):
+    with pytest.raises(CheckpointError, match=r"not of this critic: .*lora_A"):
         CriticLearner(training(config=CriticConfig(lora=LoraConfig(rank=2)))).load(tmp_path)
 
 

@@ -105,7 +105,8 @@ def test_packing_sets_the_attention_of_a_transformers_model(path, packing, atten
 def test_stop_token_ids_default_to_the_end_token_of_the_tokenizer(path):
     stage = PolicyOptimization(path, scorer=length, sampling=SAMPLING)
     end = (stage.tokenizer.eos_token_id,)
-    assert stage.sampling.stop_token_ids == stage.eval_sampling.stop_token_ids == end
+    assert stage.sampling_setup is not None
+    assert stage.sampling.stop_token_ids == stage.sampling_setup.eval_sampling.stop_token_ids == end
     told = SamplingConfig(max_tokens=3, stop_token_ids=(7,))
     assert PolicyOptimization(path, scorer=length, sampling=told).sampling is told
 

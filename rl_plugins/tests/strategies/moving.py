@@ -10,7 +10,7 @@ from typing_extensions import override
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.strategies.fsdp import FSDPStrategy
-from rl_plugins.strategies.memory import HostMemory, OffloadedStates
+from rl_plugins.strategies.memory import HostMemory, TrainingMemory
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.stages import canned
 
@@ -34,16 +34,14 @@ class WatchingRollout(canned.CannedRollout):
         return super().generate(prompts, sampling, seeds)
 
 
-def tensors_of_trained_models(memory: OffloadedStates) -> list[Tensor]:
+def tensors_of_trained_models(memory: TrainingMemory) -> list[Tensor]:
     """All tensors of the trained models and of their optimizers."""
     return [*memory.optimizer_tensors(), *memory.model_tensors()]
 
 
 def moving(strategy: ZeroStrategy | FSDPStrategy) -> Any:
     """The strategy, which has a `WatchingRollout`, made to move memory of the CPU."""
-    memory = strategy.rollout.memory
-    assert isinstance(memory, OffloadedStates)
-    memory.host = HostMemory("cpu")
+    strategy.rollout.memory.host = HostMemory("cpu")
     engine: Any = strategy.rollout.engine
     engine.strategy = strategy
     return strategy

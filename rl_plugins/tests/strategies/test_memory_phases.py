@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from rl_plugins.rollout.transformers_engine import SynchronousGroups
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.phases import PhaseLog
 from rl_plugins.strategies.rollout_phase import RolloutPhases
+from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.weights.check import PROBE, WeightsDiffer
 from rl_plugins.weights.source import WeightSource
 
@@ -145,7 +146,7 @@ class Strategy:
         self.calls = engine.calls
         self.phases: PhaseLog = (device := Memory())
         self.ranks: Ranks = NotingRanks(engine.calls)
-        self.rollout = RolloutPhases(engine, self, Offloaded(device, engine.calls, stuck))
+        self.rollout = RolloutPhases(engine, cast(Any, self), Offloaded(device, engine.calls, stuck))
 
     def weight_source(self, name: str = "policy") -> Any:
         return []
@@ -165,6 +166,23 @@ def roll_out(strategy: Strategy, version: int = 1) -> list[str]:
 # Ranks agree that all are as far: an engine may be on the device of another one.
 FIRST = ["offload optimizer", "agree", "wake_up weights", "update_weights 1", "agree"]
 REST = ["offload parameters", "agree", "wake_up kv_cache", "generate", "sleep", "agree", "reload"]
+
+
+def connect(rank: int, shared: bool) -> float:
+    """The number of the rank whose engine this rank uses."""
+    engine = RecordingEngine()
+    engine.gap = rank
+    strategy = Strategy(engine)
+    for _ in range(2):
+        strategy.rollout.connect(Ranks(rank, 2), shared=shared)
+    connected = strategy.rollout.engine
+    assert isinstance(connected, RecordingEngine) and connected.calls == ["connect"]
+    return connected.gap
+
+
+@pytest.mark.parametrize(("shared", "engines"), [(False, [0, 1]), (True, [0, 0])])
+def test_connect_shares_the_engine_of_rank_0_if_asked(shared: bool, engines: list[int]) -> None:
+    assert [engine for engine, _ in run_ranks(connect, shared)] == engines
 
 
 def test_run_sampling_lets_the_engine_sleep_after_all_ranks_agree() -> None:

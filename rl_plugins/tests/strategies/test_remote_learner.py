@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.config.sampling import SamplingConfig
@@ -26,7 +27,7 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-class Learner(RemoteLearner):
+class Learner(torch.nn.Module, RemoteLearner):
     """A learner whose state is a text; it is never run."""
 
     def __init__(self, learnt: str) -> None:
