@@ -38,10 +38,10 @@ class MixturePart(Settings):
 
 @dataclass
 class CurriculumConfig(Settings):
-    """Curriculum: prompts that the policy solves only sometimes come more often (stages that sample).
+    """Curriculum: prompts with both good and bad responses come more often (stages with sampling).
 
     Attributes:
-        share: share of a step's prompts that is drawn by the variance of the rewards seen so far; 0 is off.
+        share: share of a step's prompts drawn by the variance of the rewards seen so far; 0 is off.
         keep: weight of a prompt's earlier groups when a new group of the prompt is observed. With 0 only the last group
             counts; 0.9 averages over about ten groups.
     """
@@ -99,7 +99,7 @@ class BatchConfig(Settings):
         tokens_per_micro_batch: tokens of one forward and backward pass on one worker, without padding if `packing` is
             true.
         packing: send the samples of a micro-batch through the models as one row without padding, with a prompt once for
-            all its samples; false for a model that lets samples in a row see each other.
+            all its samples; false for a model whose samples see each other in a row.
         updates_per_step: optimizer steps of one pass over the samples of a step.
         passes_per_step: passes over the samples of a step.
     """

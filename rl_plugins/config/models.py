@@ -82,7 +82,7 @@ class ReferenceConfig(Settings):
     Attributes:
         path: Hugging Face name or folder; null is the initial policy.
         update_every: steps between two moves of the reference model towards the policy; 0 keeps the reference model.
-        keep: share of its weights that the reference model keeps in a move: 0 copies the policy, 0.99 is a moving
+        keep: share of the reference model's weights kept in a move: 0 copies the policy, 0.99 is a moving
             average.
     """
 
@@ -147,7 +147,7 @@ class OptimizerConfig(Settings):
 
 @dataclass
 class CriticConfig(Settings):
-    """Critic of algorithms that need values.
+    """Critic, for algorithms with values.
 
     Attributes:
         path: folder or Hugging Face name of a policy or a reward model, the initial critic; null is the initial policy.
@@ -164,10 +164,10 @@ class CriticConfig(Settings):
 
 @dataclass
 class CriticOptions(CriticConfig):
-    """Critic of algorithms that need values.
+    """Critic, for algorithms with values.
 
     Attributes:
-        keep_checkpoints: number of newest checkpoints that contain the critic; null keeps the critic as long as the
+        keep_checkpoints: number of newest checkpoints with the critic; null keeps the critic as long as the
             policy.
     """
 
@@ -203,7 +203,7 @@ class RewardModelConfig(RewardModelOptions):
 
 @dataclass
 class LossConfig(Settings):
-    """Loss of stages that learn from preferences or labels.
+    """Loss of stages with preferences or labels.
 
     Attributes:
         name: name in `PREFERENCE_LOSSES` or `REWARD_MODEL_LOSSES`; null is the stage's default.
@@ -216,7 +216,7 @@ class LossConfig(Settings):
 
 @dataclass
 class RewardConfig(Settings):
-    """Rewards, and the processes that compute them.
+    """Rewards and their processes.
 
     Attributes:
         functions: one reward (`_target_`, or `path` and `name`), or a mapping from data_source to rewards.

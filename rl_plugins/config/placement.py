@@ -11,7 +11,7 @@ _OF_TRAINED = one_of("while_sampling", "stay", "cpu", "nvme")
 _OF_FROZEN = one_of("stay", "cpu", "nvme")
 
 POOLS = ("reward_model", "teacher", "reference", "critic")
-"""Models that may have a pool of processes; all but the critic are frozen."""
+"""Models with an optional pool of processes; all but the critic are frozen."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class StrategyConfig(Settings):
             an optimizer step: less memory, more traffic.
         tensor_parallel: with `fsdp`, number of neighbouring workers that share the blocks of the models; each worker
             still has its own samples.
-        sequence_parallel: number of neighbouring workers that share the tokens of a micro-batch, for samples that are
+        sequence_parallel: number of neighbouring workers that share the tokens of a micro-batch, for samples
             too long for one worker; each worker still has its own samples.
         offload: places of the models' states.
         collective_timeout_s: deadline of every collective, in seconds.

@@ -32,9 +32,9 @@ from rl_plugins.config.settings import Settings, one_of
 from rl_plugins.errors import ConfigError
 
 COLLECTING_STAGES = ("policy_optimization", "prime")
-"""Stages that make experience of their samples."""
+"""Stages with an experience maker."""
 SAMPLING_STAGES = (*COLLECTING_STAGES, "online_preference_optimization")
-"""Stages that train on their own samples."""
+"""Stages with training on their own samples."""
 GIVEN_RESPONSE_STAGES = ("reward_modeling", "preference_optimization")
 """Stages whose training rows contain preferences or labels instead of a reward."""
 STAGES = ("sft", *GIVEN_RESPONSE_STAGES, *SAMPLING_STAGES)
@@ -108,7 +108,7 @@ class RecipeConfig(Settings):
 
     @property
     def rollout_sleep(self) -> str:
-        """Memory that the engines free while the workers train: the option `rollout.sleep`, or its default."""
+        """Memory freed by the engines while the workers train: the option `rollout.sleep`, or its default."""
         return self.rollout.sleep or ("none" if self.schedule.max_staleness else "kv_cache")
 
     @property

@@ -61,10 +61,10 @@ class RolloutConfig(EngineOptions):
         engines: number of vLLM engines, or `per_worker`. Each engine samples for its share of the prompts. On CPU, it
             has its share of the cores of the workers, which wait in the meantime; several engines run on CPU only.
         dtype: dtype of the engine's weights; null follows `model.precision`.
-        sleep: memory that vLLM engines free while the workers train: `kv_cache`; `all`, which also frees the weights,
+        sleep: memory freed by vLLM engines while the workers train: `kv_cache`; `all`, which also frees the weights,
             so every rollout needs all weights again; `none`, which saves the time to allocate the KV cache. Null is
             `kv_cache`, or `none` with `schedule.max_staleness`, because engines then sample at the same time.
-        lora: weights that vLLM gets of a policy with an adapter: `adapter`, which the engine adds to the weights of
+        lora: weights sent to vLLM for a policy with an adapter: `adapter`, which the engine adds to the weights of
             `model.path` at every token, or `merged`, all weights with the adapter merged into them.
     """
 

@@ -50,8 +50,8 @@ class RunConfig(Settings):
         resume: continue the run of this name; false refuses to change an existing run.
         deterministic: bit-for-bit repeatable arithmetic.
         checkpoint_every: steps between checkpoints; the last step always saves one.
-        keep_checkpoints: number of newest checkpoints that are kept.
-        keep_best: number of best checkpoints that are kept as well, as `best_<step>`.
+        keep_checkpoints: number of newest checkpoints to keep.
+        keep_best: number of best checkpoints to keep as well, as `best_<step>`.
         best_metric: metric of the best checkpoints: a metric of validation, such as `val/reward`, or of training steps.
         best_mode: `max` or `min`.
         time_limit: largest duration since the start of the command, such as `3h50m`; null for no limit. At the limit,
@@ -96,10 +96,10 @@ class TrackingConfig(Settings):
         enabled: record the run in MLflow; `metrics.jsonl` in the run's folder is always written.
         uri: URI of the tracking store; null is MLFLOW_TRACKING_URI, or an SQLite file in `run.output_dir`.
         experiment: MLflow experiment.
-        samples: rows of the table of samples that each validation logs.
-        traces: samples of each step that become traces; each takes some 20 ms of a thread of the first worker.
+        samples: rows of the table of samples of each validation.
+        traces: samples of each step to log as traces; each takes some 20 ms of a thread of the first worker.
         system_metrics: record the load of the machines.
-        upload_best: number of best checkpoints (`run.keep_best`) that MLflow has as artifacts.
+        upload_best: number of best checkpoints (`run.keep_best`) to upload as artifacts.
         register_as: name in the model registry under which the exported policy becomes a version; null for none.
         champion_metric: metric of the alias `champion`: a version with a better value on the same data than the model's
             champion gets the alias.
@@ -124,7 +124,7 @@ class Bounds(Settings):
 
     Attributes:
         kl: largest mean KL divergence from the reference model, in nats.
-        ppo_kl: largest mean KL divergence between the policy that sampled and the updated policy, in nats.
+        ppo_kl: largest mean KL divergence between the sampling policy and the updated policy, in nats.
         entropy_min: smallest mean entropy of the policy, in nats per token. A policy below this bound has collapsed.
         entropy_max: largest mean entropy of the policy, in nats per token. A policy above this bound writes noise.
         rollout_gap: largest mean difference between the log-probs of the trainer and the rollout engine.
@@ -163,7 +163,7 @@ class AverageConfig(Settings):
     """Moving average of the trained weights, in float32. Validations and the exported model use the average.
 
     Attributes:
-        keep: share that a step keeps, such as 0.99; 0 for no average.
+        keep: share kept in a step, such as 0.99; 0 for no average.
     """
 
     keep: Annotated[float, FROM_0_TO_BELOW_1] = 0.0

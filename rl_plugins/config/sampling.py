@@ -20,7 +20,7 @@ class SamplingOptions(Settings):
         max_tokens: longest response, in tokens.
         temperature: divisor of the logits of training samples; 0 is greedy. `validation` has its own.
         top_p: probability mass of the kept tokens (nucleus sampling); 1 keeps all tokens. It must be 1 if the policy is
-            compared with the policy that sampled: with `schedule.max_staleness`, `algorithm.correction` or
+            compared with the sampling policy: with `schedule.max_staleness`, `algorithm.correction` or
             `algorithm.modifiers.off_policy_mask`.
         top_k: number of most likely tokens kept; -1 keeps all tokens, with the same condition as `top_p=1`.
         stop: strings that end a response, besides the tokenizer's end-of-sequence token.
@@ -58,7 +58,7 @@ class SamplingConfig(SamplingOptions):
 
 @dataclass
 class EnvironmentOptions(Settings):
-    """Limits of conversations with a reward that may reply before it returns a score.
+    """Limits of conversations with a reward function, which may reply before it returns a score.
 
     Attributes:
         max_turns: largest number of responses of the policy in a conversation; 1 is a response without a conversation.
@@ -104,7 +104,7 @@ class Schedule(Settings):
       before the group becomes older.
     - `ahead`: bound on the number of groups in flight.
 
-    If both bounds are equal, a step trains on the groups that were submitted `max_staleness` steps before, first in,
+    If both bounds are equal, a step trains on the groups submitted `max_staleness` steps before, first in,
     first out. If `ahead` is smaller, slow groups are left for a later step. With `max_staleness=0`, no group outlives
     the step: the step drops the remaining groups as soon as enough groups have finished.
 
@@ -112,7 +112,7 @@ class Schedule(Settings):
         max_staleness: largest number of updates between the policy that began to sample a group and the policy that is
             trained on the group. 0 is synchronous: each step samples, then trains. From 1 on, engines sample for later
             steps while the workers train, and weights change in flight. The ratios of the loss are then ratios to the
-            policies that sampled, unless `algorithm.correction` is another correction.
+            sampling policies, unless `algorithm.correction` is another correction.
         ahead: extra groups in flight, in multiples of the groups of a step; null means `max_staleness`.
         max_token_age: largest age, in updates, of the policy that sampled a trained token. Older tokens stay in the
             response and are masked. Null masks no token.
@@ -151,5 +151,5 @@ class Schedule(Settings):
 
     @property
     def drops(self) -> bool:
-        """True if groups that are unfinished at the end of a step are dropped."""
+        """True if the unfinished groups at the end of a step are dropped."""
         return self.max_staleness == 0 and bool(self.ahead)

@@ -30,7 +30,7 @@ class Range:
 
     Attributes:
         demand: end of the error message, such as `must be at least 1`.
-        holds: function of a value that returns True if the value is allowed. NaN must be in no range.
+        holds: function of a value; returns True if the value is allowed. NaN must be in no range.
     """
 
     demand: str
@@ -47,13 +47,13 @@ FROM_0_TO_1 = Range("must be between 0 and 1", lambda value: 0 <= value <= 1)
 
 
 def one_of(*words: str | int | None) -> Range:
-    """Return the range of a setting that knows only these values."""
+    """Return the range with only these values."""
     listed = ", ".join("null" if word is None else str(word) for word in words)
     return Range(f"use one of {listed}", lambda value: value in words)
 
 
 class Settings:
-    """Record that checks its fields when it is made.
+    """Record with a check of its fields when it is made.
 
     The message of an error begins with the name of the field. `parse_config` puts the name of the group before it.
     """

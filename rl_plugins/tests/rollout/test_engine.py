@@ -46,7 +46,7 @@ def test_generations_from_responses_and_pickle_keep_the_responses(responses: lis
 )
 def test_sampling_config_refuses_values_out_of_range(option: str, value: float) -> None:
     arguments: dict[str, Any] = {"max_tokens": 4, option: value}
-    with pytest.raises(ConfigError, match=rf"^SamplingConfig: {option}={value} must be "):
+    with pytest.raises(ConfigError, match=rf"^{option}={value}: must be"):
         SamplingConfig(**arguments)
 
 
