@@ -172,9 +172,9 @@ class CriticLearner:
         file = folder / _FILE
         if not file.is_file():
             raise CheckpointError(
-                f"{folder} holds no critic that was trained on a pool of its own: one that was trained in the workers "
-                "goes on there (placement.critic.actors=0), and one that is no longer kept (critic.keep_checkpoints) "
-                "is in a newer checkpoint"
+                f"{folder} holds no critic that was trained on a pool of its own: if the critic was trained in the "
+                "workers, set placement.critic.actors=0; if the checkpoint no longer keeps its critic "
+                "(critic.keep_checkpoints), resume from a newer checkpoint"
             )
         state = torch.load(file, map_location=self._device, weights_only=True)
         shapes, saved_shapes = (
