@@ -39,7 +39,7 @@ from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
-from rl_plugins.strategies.fsdp_checkpoint import load_engine, save_engine
+from rl_plugins.strategies.fsdp_checkpoint import load_model, save_model
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import STAY, WHILE_SAMPLING, Offload
 from rl_plugins.strategies.phases import PhaseLog
@@ -288,7 +288,7 @@ class FSDPStrategy(ModelParallelStrategy):
         folder.mkdir(parents=True, exist_ok=True)
         for name, model in self._models.items():
             if name in self._optimizers_of or name in self._blended.names:
-                save_engine(folder / name, model, self._optimizers_of.get(name))
+                save_model(folder / name, model, self._optimizers_of.get(name))
         if self.is_global_zero:
             save_unsharded(folder, self._models, checkpoint)
         self.barrier("checkpoint written")
@@ -319,7 +319,7 @@ class FSDPStrategy(ModelParallelStrategy):
         else:
             if optimizer is None:
                 self._blended.names.add(name)
-            load_engine(folder, model, optimizer)
+            load_model(folder, model, optimizer)
         return restored_states(model, optimizer, self.lr_scheduler_configs)
 
     @override

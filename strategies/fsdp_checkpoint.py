@@ -22,7 +22,7 @@ from rl_plugins.models.lora import has_adapter
 _METADATA_FILE = ".metadata"
 
 
-def save_engine(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+def save_model(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Write the weights of a model, and the optimizer states if an optimizer is given. Collective."""
     state: dict[str, Any] = {"weights": _weights(model)}
     if optimizer is not None:
@@ -33,8 +33,8 @@ def save_engine(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
     dcp.save(state, checkpoint_id=folder)
 
 
-def load_engine(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Read a folder of `save_engine`, written with any number of ranks. Collective.
+def load_model(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Read a folder of `save_model`, written with any number of ranks. Collective.
 
     Raises:
         CheckpointError: a part is missing, or the weights belong to another model.
@@ -87,13 +87,13 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def is_engine_folder(folder: Path) -> bool:
+def is_model_folder(folder: Path) -> bool:
     """Return True if the folder holds a completely written model."""
     return (folder / _METADATA_FILE).is_file()
 
 
 def _read_metadata(folder: Path) -> Metadata:
-    if not is_engine_folder(folder):
+    if not is_model_folder(folder):
         raise CheckpointError(
             f"{folder} holds no shards of model {folder.name!r}, or the shards of another strategy: resume with the "
             "strategy of the checkpoint, or from another checkpoint"

@@ -100,8 +100,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.ranks = Ranks()
         self.phases = PhaseLog()
         self.rollout = RolloutPhases(rollout, self, TrainingMemory(self._optimizer_tensors, self._model_tensors))
-        self._engines: dict[str, Any] = {}
-        self._engine_of_optimizer: dict[int, Any] = {}
+        self._model_engines: dict[str, Any] = {}
+        self._trained: dict[str, Any] = {}
         self._saved_states: dict[str, str] = {}
         self._blended = BlendedModels()
 
@@ -189,16 +189,15 @@ class ZeroStrategy(DeepSpeedStrategy):
         models = module.named_models()
         self._sequences = share_sequences(models, self._sequence_parallel)
         own = optimizers_of(models, optimizers)
-        trained = []
+        self._trained = {}
         for name, model in models.items():
             if name in own:
-                engine = self._engines[name] = self._train_engine(name, model, own[name], module.gradient_clip(name))
+                engine = self._train_engine(name, model, own[name], module.gradient_clip(name))
+                self._model_engines[name] = self._trained[name] = engine
                 self._saved_states[name] = restored_states(model, own[name], self.lr_scheduler_configs)
-                trained.append(engine.optimizer)
-                self._engine_of_optimizer[id(engine.optimizer)] = engine
             else:
-                self._engines[name] = self._frozen_engine(name, model)
-        self.optimizers = trained
+                self._model_engines[name] = self._frozen_engine(name, model)
+        self.optimizers = [engine.optimizer for engine in self._trained.values()]
         # Lightning calls training_step on `self.model`. The models inside the module are wrapped one by one.
         self.model = module
 
@@ -246,32 +245,33 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def model_engine(self, name: str) -> nn.Module:
         """Return the DeepSpeed engine of a trained or sharded model, or the model itself."""
-        engine: nn.Module = self._engines[name]
+        engine: nn.Module = self._model_engines[name]
         return engine
 
     def accumulate_gradients(self, name: str, *, last: bool) -> None:
         """Announce a backward pass; `last` is True for the last pass before the optimizer step."""
-        self._engines[name].set_gradient_accumulation_boundary(last)
+        self._model_engines[name].set_gradient_accumulation_boundary(last)
 
     def optimizer_index(self, name: str) -> int:
         """Return the index of the optimizer of model `name` in `optimizers`."""
-        return list(self._trained_engines()).index(name)
+        return list(self._trained).index(name)
 
     def gradient_norm(self, name: str) -> float | None:
         """Return the global norm of the last step's gradient before clipping."""
-        norm = self._engines[name].get_global_grad_norm()
+        norm = self._model_engines[name].get_global_grad_norm()
         return None if norm is None else float(norm)
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Any, *args: Any, model_name: str | None = None, **kwargs: Any
     ) -> Tensor:
-        with self._as_model(self._engines[model_name] if model_name else self.model):
+        with self._as_model(self._model_engines[model_name] if model_name else self.model):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        with self._as_model(self._engine_of_optimizer.get(id(optimizer), self.model)):
+        stepped = next((engine for engine in self._trained.values() if engine.optimizer is optimizer), self.model)
+        with self._as_model(stepped):
             result = super().optimizer_step(optimizer, closure, model or self.lightning_module, **kwargs)
         self.rollout.weights_changed()
         return result
@@ -309,11 +309,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         self._blended.blend(target, self.shards(target), self.shards(source), keep)
 
     def _module_of(self, name: str) -> nn.Module:
-        module: nn.Module = getattr(self._engines[name], "module", self._engines[name])
+        module: nn.Module = getattr(self._model_engines[name], "module", self._model_engines[name])
         return module
 
     def _optimizer_tensors(self) -> Iterable[Tensor]:
-        for _, engine in self._engines_on_host_while_sampling():
+        for _, engine in self._on_host_while_sampling():
             optimizer = engine.optimizer
             yield from optimizer_states(optimizer.optimizer)
             # Master weights of stage 3, of stages 1 and 2, and of stage 1 in bfloat16.
@@ -323,7 +323,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def _model_tensors(self) -> Iterable[Tensor]:
         # DeepSpeed's own `offload_states` accepts only its FusedAdam.
-        for name, engine in self._engines_on_host_while_sampling():
+        for name, engine in self._on_host_while_sampling():
             for parameter in self._module_of(name).parameters():
                 yield parameter.data
                 if self.zero_stage_3:
@@ -332,20 +332,20 @@ class ZeroStrategy(DeepSpeedStrategy):
             if gradients is not None:
                 yield gradients
 
-    def _engines_on_host_while_sampling(self) -> list[tuple[str, Any]]:
-        return [(name, engine) for name, engine in self._trained_engines().items() if self._offload.moves(name)]
+    def _on_host_while_sampling(self) -> list[tuple[str, Any]]:
+        return [(name, engine) for name, engine in self._trained.items() if self._offload.moves(name)]
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a folder: `lightning.ckpt` (loops, callbacks, stage), and the shards of each trained model."""
-        if not self._engines:
+        if not self._model_engines:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         folder = Path(self.broadcast(os.fspath(filepath)))
         folder.mkdir(parents=True, exist_ok=True)
-        for name, engine in self._trained_engines().items():
+        for name, engine in self._trained.items():
             # For a model with an adapter, the frozen weights remain only in the folder of the model.
             engine.save_checkpoint(str(folder / name), tag=_TAG, exclude_frozen_parameters=has_adapter(engine.module))
         for name in sorted(self._blended.names):
@@ -354,22 +354,21 @@ class ZeroStrategy(DeepSpeedStrategy):
                 (folder / name).mkdir(exist_ok=True)
                 torch.save(weights, folder / name / _WEIGHTS_FILE)
         if self.is_global_zero:
-            save_unsharded(folder, self._engines, checkpoint)
+            save_unsharded(folder, self._model_engines, checkpoint)
         self.barrier("checkpoint written")
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if not self._engines:
+        if not self._model_engines:
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(checkpoint_path)
         check_folder(folder, self._blended)
-        trained = self._trained_engines()
-        for name in trained:
+        for name in self._trained:
             self._check_shards(folder, name)
         self._blended.reset_averages()
         self.restored = {
-            name: self._load_engine(folder, name) if name in trained else self._load_frozen(folder, name)
-            for name in self._engines
+            name: self._load_trained(folder, name) if name in self._trained else self._load_frozen(folder, name)
+            for name in self._model_engines
         }
         self.rollout.weights_changed()
         return read_lightning(folder)
@@ -377,14 +376,16 @@ class ZeroStrategy(DeepSpeedStrategy):
     def _check_shards(self, folder: Path, name: str) -> None:
         if (folder / name / _TAG).is_dir():
             return
-        run, needed = RunFolder(folder.absolute().parent.parent), self._trained_engines()
-        whole = [path for path in run.checkpoints() if all((path / folder.name / n / _TAG).is_dir() for n in needed)]
-        way_out = f"{whole[-1]} is the newest that holds all models" if whole else "no checkpoint beside it holds all"
+        run = RunFolder(folder.absolute().parent.parent)
+        whole = [
+            path for path in run.checkpoints() if all((path / folder.name / n / _TAG).is_dir() for n in self._trained)
+        ]
+        way_out = f"{whole[-1]} is the newest that holds all models" if whole else "no checkpoint of the run holds all"
         raise CheckpointError(f"{folder / name} holds no shards of model {name!r}: {way_out}")
 
-    def _load_engine(self, folder: Path, name: str) -> str:
+    def _load_trained(self, folder: Path, name: str) -> str:
         """Load the shards of a trained model; return the restored states in words."""
-        engine, shards = self._engines[name], ZeroShards(folder / name / _TAG)
+        engine, shards = self._trained[name], ZeroShards(folder / name / _TAG)
         if shards.fit(engine, self.world_size):
             # For a model with an adapter, the frozen weights are not in the checkpoint.
             engine.load_checkpoint(str(folder / name), tag=_TAG, load_module_strict=not has_adapter(engine.module))
@@ -396,9 +397,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         )
 
     def _load_frozen(self, folder: Path, name: str) -> str:
-        if isinstance(self._engines[name], RemoteLearner):
-            load_learner(self._engines[name], folder / name, self.ranks)
-            return restored_states(self._engines[name], None, ())
+        """Load a model without an optimizer in this process; return the restored states in words."""
+        model: nn.Module = self._model_engines[name]
+        if isinstance(model, RemoteLearner):
+            load_learner(model, folder / name, self.ranks)
+            return restored_states(model, None, ())
         file = folder / name / _WEIGHTS_FILE
         if not file.is_file():
             return "from its own file"
@@ -419,27 +422,23 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._engines:
+        if not self._model_engines:
             super().load_model_state_dict(checkpoint, strict)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # `save_checkpoint` saves the shards.
-        return {} if self._engines else super().lightning_module_state_dict()
+        return {} if self._model_engines else super().lightning_module_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return {} if self._engines else super().optimizer_state(optimizer)
+        return {} if self._model_engines else super().optimizer_state(optimizer)
 
     @override
     def teardown(self) -> None:
         stop_sharing(self._sequences)
         self.rollout.close()
         super().teardown()
-
-    def _trained_engines(self) -> dict[str, Any]:
-        trained = {id(engine) for engine in self._engine_of_optimizer.values()}
-        return {name: engine for name, engine in self._engines.items() if id(engine) in trained}
 
 
 def _shard(parameter: nn.Parameter) -> Tensor:

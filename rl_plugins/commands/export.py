@@ -166,10 +166,10 @@ def _read_lora_options(checkpoint: Path) -> tuple[LoraConfig | None, bool]:
 
 
 def _read_sharded_weights(state: Path, engine: str) -> dict[str, Tensor]:
-    from rl_plugins.strategies.fsdp_checkpoint import is_engine_folder, read_weights
+    from rl_plugins.strategies.fsdp_checkpoint import is_model_folder, read_weights
 
     folder = state / engine
-    if is_engine_folder(folder):
+    if is_model_folder(folder):
         return read_weights(folder)
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -23,7 +23,7 @@ class Inspect(PolicyOptimization):
 
     def on_train_end(self) -> None:
         strategy: Any = self.strategy
-        assert set(strategy._engines) == set(strategy._trained_engines()) == {"policy", "critic"}
+        assert set(strategy._model_engines) == set(strategy._trained) == {"policy", "critic"}
         self.trainer.save_checkpoint(self.folder / "state")
         self.export(self.folder / "policy")
         self.export(self.folder / "adapter", adapter=True)

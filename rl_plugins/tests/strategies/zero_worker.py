@@ -31,8 +31,8 @@ class Inspect(PolicyOptimization):
     def on_train_end(self) -> None:
         strategy = self.trainer.strategy
         assert isinstance(strategy, ZeroStrategy)
-        assert set(strategy._engines) == {"policy", "critic", "reference"}
-        assert set(strategy._trained_engines()) == {"policy", "critic"}
+        assert set(strategy._model_engines) == {"policy", "critic", "reference"}
+        assert set(strategy._trained) == {"policy", "critic"}
         assert not any(parameter.requires_grad for parameter in self.reference.parameters())
         self.weights = weights_of(strategy, "policy")
         reference = weights_of(strategy, "reference")
