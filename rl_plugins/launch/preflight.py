@@ -1,7 +1,8 @@
 """Check a configuration before anything heavy starts, cheap checks first. Each failure is one message.
 
 The checks of this module compare options with each other, with this machine, and with files, models and servers.
-Rewards, prompt lengths and the algorithm cannot be checked by reading options: module `trials` tries them on samples.
+Rewards, prompt lengths and the algorithm cannot be checked by reading options: the modules `dry_run` and
+`algorithm_check` try them on samples.
 """
 
 from __future__ import annotations
@@ -42,10 +43,13 @@ def preflight(config: RecipeConfig) -> None:
     # an outage, which a run survives.
     if config.tracking.enabled and config.tracking.parent_run is None:
         check_store(tracking_uri(config))
-    from rl_plugins.launch.trials import check_algorithm, check_pools, check_prompts
+    from rl_plugins.launch.dry_run import check_prompts
 
     check_prompts(config)
     if config.stage in ("policy_optimization", "prime"):
+        # The import loads torch, which takes seconds.
+        from rl_plugins.launch.algorithm_check import check_algorithm, check_pools
+
         check_algorithm(config)
         check_pools(config)
 
@@ -200,7 +204,7 @@ def _context_window(model: dict[str, Any]) -> int | None:
 def _check_data_files(config: RecipeConfig, is_made_later: Callable[[str], bool]) -> None:
     """Open the data files, which fails for a missing file or a missing column."""
     from rl_plugins.data.parquet import ParquetRows
-    from rl_plugins.launch.trials import columns_of
+    from rl_plugins.launch.dry_run import columns_of
 
     data = config.data
     train_files = [path for part in data.mixture.values() for path in part.files] or data.train_files

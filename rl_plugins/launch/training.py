@@ -26,9 +26,9 @@ from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
 from rl_plugins.launch.callbacks import build_callbacks
+from rl_plugins.launch.instantiation import training_data
 from rl_plugins.launch.quiet import quiet_libraries
 from rl_plugins.launch.tracking import register, tracking_logger
-from rl_plugins.launch.trials import training_data
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.run_folder import RunFolder

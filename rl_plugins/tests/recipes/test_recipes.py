@@ -12,9 +12,9 @@ from rl_plugins.config.checks import check_options
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.algorithm_check import check_algorithm
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.pipeline import register_schema, stage_configs
-from rl_plugins.launch.trials import check_algorithm
 from rl_plugins.rewards.routing import Router
 from rl_plugins.tests.launch.configurations import compose_once, configured
 

@@ -1,8 +1,7 @@
-"""Checks on a few samples: call the reward, try the chat template, and run the algorithm."""
+"""Checks of the data on a few samples: call the reward, try the chat template, and measure prompts."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.instantiation import training_data
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor
 
     from rl_plugins.data.parquet import PromptRows, Row
     from rl_plugins.rewards.records import Message
@@ -68,42 +67,6 @@ def columns_of(config: RecipeConfig) -> tuple[Sequence[str], Sequence[str]]:
 
     given = config.stage in GIVEN_RESPONSE_STAGES
     return UNSCORED_COLUMNS if given else COLUMNS, COLUMNS if config.generates else UNSCORED_COLUMNS
-
-
-def training_data(config: RecipeConfig) -> Any:
-    """Return the training data for the data module of the stage.
-
-    Raises:
-        ConfigError: The recipe names no training data, or the custom data set cannot be built.
-    """
-    data = config.data
-    if data.dataset is not None:
-        return instantiate_node("data.dataset", data.dataset)
-    if data.mixture:
-        return data.mixture
-    if not data.train_files:
-        raise ConfigError("data.train_files is empty: name one or more parquet files")
-    return list(data.train_files)
-
-
-def instantiate_node(option: str, node: Any) -> Any:
-    """Build the object of a `_target_` node.
-
-    Raises:
-        ConfigError: The target does not exist, or refuses its arguments. The message begins with the option.
-    """
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
-
-    if not isinstance(node, Mapping) or "_target_" not in node:
-        raise ConfigError(f"{option} must be a mapping with the key _target_, the path of a class or function")
-    try:
-        return instantiate(node, _convert_="all")
-    except InstantiationException as error:
-        # Hydra's message ends with the key of the inner node, if an inner node failed.
-        key = re.search(r"^full_key: (.+)$", str(error), re.MULTILINE)
-        where = f"{option}.{key[1]}" if key else option
-        raise ConfigError(f"{where}: {' '.join(str(error.__cause__ or error).split())}") from None
 
 
 def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
@@ -206,89 +169,3 @@ def _check_lengths(config: RecipeConfig, rows: PromptRows, replies: Iterable[Mes
 
 def _characters(messages: Iterable[Mapping[str, Any]]) -> int:
     return sum(len(message["content"]) for message in messages)
-
-
-def check_pools(config: RecipeConfig) -> None:
-    """Check if the algorithm uses every pool.
-
-    Raises:
-        ConfigError: The algorithm does not use the model of a pool. The message names the pool.
-    """
-    needs = instantiate_node("algorithm", config.algorithm).needs
-    inputs_of_role = {
-        "reference": {"ref_log_probs_BT"},
-        "teacher": {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"},
-        "critic": {"values_BT"},
-    }
-    for role, names in inputs_of_role.items():
-        actors = getattr(config.placement, role).actors
-        if actors and not needs & names:
-            raise ConfigError(
-                f"placement.{role}.actors={actors}: this algorithm uses no {role}. Leave placement.{role}.actors out, "
-                "or choose another algorithm"
-            )
-
-
-def check_algorithm(config: RecipeConfig) -> None:
-    """Build the algorithm, check the types of its options, and run it on two made-up groups of two samples.
-
-    Raises:
-        ConfigError: A name or an option is unknown, a value has the wrong type or is outside its range, or the
-            algorithm cannot be used with the sampling options.
-    """
-    import torch
-
-    from rl_plugins.algorithms.aggregation import GlobalCounts
-    from rl_plugins.algorithms.algorithm import Algorithm
-    from rl_plugins.config.sampling import SamplingConfig
-    from rl_plugins.launch.algorithm_options import check_option_types
-    from rl_plugins.stages.off_policy import check_comparable
-
-    algorithm: Algorithm = instantiate_node("algorithm", config.algorithm)
-    check_option_types(algorithm)
-    options = config.sampling
-    sampling = SamplingConfig(options.max_tokens, top_p=options.top_p, top_k=options.top_k)
-    check_comparable(algorithm, config.schedule, sampling)
-    zeros_BT, ones_BT = torch.zeros(4, 2), torch.ones(4, 2)
-    per_token = (
-        "log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "entropy",
-        "sum_pi_squared", "values", "process_rewards",
-    )  # fmt: skip
-    inputs = {f"{name}_BT": zeros_BT for name in per_token} | {
-        "scores_B": torch.tensor([0.0, 1.0, 0.0, 1.0]),
-        "baseline_rewards_B": torch.zeros(4),
-        "teacher_top_log_probs_BTK": torch.full((4, 2, 2), -1.0),
-        "top_log_probs_BTK": torch.full((4, 2, 2), -1.0),
-        "component_rewards_BK": torch.rand(4, len(algorithm.reward_components)),
-        "response_mask_BT": ones_BT,
-        "response_lengths_B": torch.full((4,), 2),
-        "groups_B": torch.tensor([0, 0, 1, 1]),
-        "valid_B": torch.ones(4, dtype=torch.bool),
-        "ids_B": torch.arange(4),
-    }
-    if "ref_log_probs_BT" not in algorithm.needs:
-        del inputs["ref_log_probs_BT"]
-    coefficient, counts = algorithm.kl.coefficient, GlobalCounts(8, 4)
-    try:
-        algorithm.shaping.shaped(
-            **{name: inputs[name] for name in ("scores_B", "response_lengths_B", "groups_B", "valid_B")}
-        )
-        algorithm.kl.controller()
-        algorithm.entropy.controller()
-        _, advantages_BT, _ = algorithm.advantages(inputs, kl_coefficient=coefficient)
-        inputs["advantages_BT"] = advantages_BT
-        selected_BT = algorithm.select(inputs, seed=0, sum_over_ranks=_alone, gather_over_ranks=_alone)
-        algorithm.loss(
-            inputs if selected_BT is None else {**inputs, "selected_BT": selected_BT},
-            kl_coefficient=coefficient,
-            counts=counts,
-            positive_counts=counts,
-        )
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"algorithm: {error}") from None
-
-
-def _alone(values: Tensor) -> Tensor:
-    return values

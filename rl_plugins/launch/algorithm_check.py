@@ -1,0 +1,154 @@
+"""Check of the algorithm: types of its options, and a run on made-up samples.
+
+The schema of a recipe cannot know the types, because `_target_` may name any class. The signatures of the algorithm's
+functions declare them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from rl_plugins.algorithms.aggregation import GlobalCounts
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.instantiation import instantiate_node
+from rl_plugins.rewards.loading import nearest
+from rl_plugins.stages.off_policy import check_comparable
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", types.NoneType: "null"}
+
+
+def check_pools(config: RecipeConfig) -> None:
+    """Check if the algorithm uses every pool.
+
+    Raises:
+        ConfigError: The algorithm does not use the model of a pool. The message names the pool.
+    """
+    needs = instantiate_node("algorithm", config.algorithm).needs
+    inputs_of_role = {
+        "reference": {"ref_log_probs_BT"},
+        "teacher": {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"},
+        "critic": {"values_BT"},
+    }
+    for role, names in inputs_of_role.items():
+        actors = getattr(config.placement, role).actors
+        if actors and not needs & names:
+            raise ConfigError(
+                f"placement.{role}.actors={actors}: this algorithm uses no {role}. Leave placement.{role}.actors out, "
+                "or choose another algorithm"
+            )
+
+
+def check_algorithm(config: RecipeConfig) -> None:
+    """Build the algorithm, check the types of its options, and run it on two made-up groups of two samples.
+
+    Raises:
+        ConfigError: A name or an option is unknown, a value has the wrong type or is outside its range, or the
+            algorithm cannot be used with the sampling options.
+    """
+
+    algorithm: Algorithm = instantiate_node("algorithm", config.algorithm)
+    check_option_types(algorithm)
+    options = config.sampling
+    sampling = SamplingConfig(options.max_tokens, top_p=options.top_p, top_k=options.top_k)
+    check_comparable(algorithm, config.schedule, sampling)
+    zeros_BT, ones_BT = torch.zeros(4, 2), torch.ones(4, 2)
+    per_token = (
+        "log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "entropy",
+        "sum_pi_squared", "values", "process_rewards",
+    )  # fmt: skip
+    inputs = {f"{name}_BT": zeros_BT for name in per_token} | {
+        "scores_B": torch.tensor([0.0, 1.0, 0.0, 1.0]),
+        "baseline_rewards_B": torch.zeros(4),
+        "teacher_top_log_probs_BTK": torch.full((4, 2, 2), -1.0),
+        "top_log_probs_BTK": torch.full((4, 2, 2), -1.0),
+        "component_rewards_BK": torch.rand(4, len(algorithm.reward_components)),
+        "response_mask_BT": ones_BT,
+        "response_lengths_B": torch.full((4,), 2),
+        "groups_B": torch.tensor([0, 0, 1, 1]),
+        "valid_B": torch.ones(4, dtype=torch.bool),
+        "ids_B": torch.arange(4),
+    }
+    if "ref_log_probs_BT" not in algorithm.needs:
+        del inputs["ref_log_probs_BT"]
+    coefficient, counts = algorithm.kl.coefficient, GlobalCounts(8, 4)
+    try:
+        algorithm.shaping.shaped(
+            **{name: inputs[name] for name in ("scores_B", "response_lengths_B", "groups_B", "valid_B")}
+        )
+        algorithm.kl.controller()
+        algorithm.entropy.controller()
+        _, advantages_BT, _ = algorithm.advantages(inputs, kl_coefficient=coefficient)
+        inputs["advantages_BT"] = advantages_BT
+        selected_BT = algorithm.select(inputs, seed=0, sum_over_ranks=_alone, gather_over_ranks=_alone)
+        algorithm.loss(
+            inputs if selected_BT is None else {**inputs, "selected_BT": selected_BT},
+            kl_coefficient=coefficient,
+            counts=counts,
+            positive_counts=counts,
+        )
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"algorithm: {error}") from None
+
+
+def _alone(values: Tensor) -> Tensor:
+    return values
+
+
+def check_option_types(algorithm: Algorithm) -> None:
+    """Check the fields of the algorithm, and the options of its advantage and its policy loss.
+
+    Raises:
+        ConfigError: an option that the function does not take, or a value of the wrong type.
+    """
+    _check_fields("algorithm", algorithm)
+    _check("algorithm.advantage_options", algorithm.advantage_function, algorithm.advantage_options)
+    _check("algorithm.policy_loss_options", algorithm.policy_loss_function, algorithm.policy_loss_options)
+
+
+def _check_fields(where: str, record: Any) -> None:
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    _check(where, type(record), values)
+    for name, value in values.items():
+        if is_dataclass(value):
+            _check_fields(f"{where}.{name}", value)
+
+
+def _check(where: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    hints, parameters = get_type_hints(function), inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    with_default = [name for name, parameter in parameters.items() if parameter.default is not parameter.empty]
+    for name, value in options.items():
+        if name not in parameters and not takes_any:
+            raise ConfigError(f"{where}: {function.__name__} has no option {name!r}{nearest(name, with_default)}")
+        if not _fits(value, hints.get(name, Any)):
+            raise ConfigError(f"{where}.{name}={value}: must be {_words(hints[name])}")
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if get_origin(wanted) in (Union, types.UnionType):
+        return any(_fits(value, choice) for choice in get_args(wanted))
+    if get_origin(wanted) is Literal:
+        return value in get_args(wanted)
+    if wanted is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is wanted if wanted in _WORDS else True
+
+
+def _words(wanted: Any) -> str:
+    if get_origin(wanted) in (Union, types.UnionType):
+        return " or ".join(_words(choice) for choice in get_args(wanted))
+    if get_origin(wanted) is Literal:
+        return f"one of {', '.join(map(str, get_args(wanted)))}"
+    return _WORDS.get(wanted, getattr(wanted, "__name__", str(wanted)))

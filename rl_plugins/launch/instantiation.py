@@ -1,0 +1,46 @@
+"""Objects of options: nodes with `_target_`, and the training data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.errors import ConfigError
+
+
+def instantiate_node(option: str, node: Any) -> Any:
+    """Build the object of a `_target_` node.
+
+    Raises:
+        ConfigError: The target does not exist, or refuses its arguments. The message begins with the option.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    if not isinstance(node, Mapping) or "_target_" not in node:
+        raise ConfigError(f"{option} must be a mapping with the key _target_, the path of a class or function")
+    try:
+        return instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        # Hydra's message ends with the key of the inner node, if an inner node failed.
+        key = re.search(r"^full_key: (.+)$", str(error), re.MULTILINE)
+        where = f"{option}.{key[1]}" if key else option
+        raise ConfigError(f"{where}: {' '.join(str(error.__cause__ or error).split())}") from None
+
+
+def training_data(config: RecipeConfig) -> Any:
+    """Return the training data for the data module of the stage.
+
+    Raises:
+        ConfigError: The recipe names no training data, or the custom data set cannot be built.
+    """
+    data = config.data
+    if data.dataset is not None:
+        return instantiate_node("data.dataset", data.dataset)
+    if data.mixture:
+        return data.mixture
+    if not data.train_files:
+        raise ConfigError("data.train_files is empty: name one or more parquet files")
+    return list(data.train_files)
