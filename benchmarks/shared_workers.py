@@ -102,6 +102,6 @@ def _train_all(arguments: dict[str, Any]) -> None:
                 redraw_s=60,
                 started=time.time(),
                 trainer_options={"accelerator": "cpu", "devices": "auto", "plugins": [RayLightningEnvironment()]},
-            ).train()
+            ).call_recipe()
         if rank == 0:
             (folder.path / "done").touch()

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def train(run: TrainingRun) -> None:
-    """Train a policy with rewards for its own responses. Each training worker calls this function."""
+    """Train a policy with rewards for its own responses.
+
+    Each training worker calls the function if the option `stage` is `policy_optimization` (`TrainingRun.call_recipe`).
+    """
     run.fit(run.trainer(), build_policy(run), build_prompts(run))
 
 

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def train(run: TrainingRun) -> None:
-    """Train a policy on preferences between its own responses. Each training worker calls this function."""
+    """Train a policy on preferences between its own responses.
+
+    Each training worker calls the function if the option `stage` is `online_preference_optimization`
+    (`TrainingRun.call_recipe`).
+    """
     config = run.config
     policy = rl.OnlinePreferenceOptimization(
         config.model.path,

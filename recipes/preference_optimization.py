@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def train(run: TrainingRun) -> None:
-    """Train a policy on preferences. Each training worker calls this function."""
+    """Train a policy on preferences.
+
+    Each training worker calls the function if the option `stage` is `preference_optimization`
+    (`TrainingRun.call_recipe`).
+    """
     config = run.config
     policy = rl.PreferenceOptimization(
         config.model.path,

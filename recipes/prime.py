@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def train(run: TrainingRun) -> None:
-    """Train a policy and a process reward model. Each training worker calls this function."""
+    """Train a policy and a process reward model.
+
+    Each training worker calls the function if the option `stage` is `prime` (`TrainingRun.call_recipe`).
+    """
     process_reward_model = instantiate(run.config.process_reward_model, _convert_="all") or rl.ProcessRewardConfig()
     run.fit(run.trainer(), build_policy(run, process_reward_model), build_prompts(run))
 

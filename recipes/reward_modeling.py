@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def train(run: TrainingRun) -> None:
-    """Train a reward model on pairs or on labelled steps. Each training worker calls this function."""
+    """Train a reward model on pairs or on labelled steps.
+
+    Each training worker calls the function if the option `stage` is `reward_modeling` (`TrainingRun.call_recipe`).
+    """
     config = run.config
     reward_model = rl.RewardModeling(
         config.model.path,

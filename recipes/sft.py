@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def train(run: TrainingRun) -> None:
-    """Train a policy on given responses. Each training worker calls this function."""
+    """Train a policy on given responses.
+
+    Each training worker calls the function if the option `stage` is `sft` (`TrainingRun.call_recipe`).
+    """
     config = run.config
     policy = rl.SFT(config.model.path, **run.generation_options(), **run.stage_options())
     responses = rl.SFTDataModule(

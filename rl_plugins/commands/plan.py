@@ -154,8 +154,7 @@ def refusal(config: RecipeConfig, options: Mapping[str, Any], cluster: Cluster) 
         options: Options to change, with their new values.
         cluster: Devices of the run.
     """
-    from rl_plugins.config.batch import check_batch
-    from rl_plugins.config.checks import check_options
+    from rl_plugins.config.checks import check_batch, check_options
     from rl_plugins.launch.placement import check_fit, roles_of
 
     planned = deepcopy(config)

@@ -34,6 +34,28 @@ def check_options(config: RecipeConfig) -> None:
         check(config)
 
 
+def check_batch(config: RecipeConfig) -> None:
+    """Check for equal shares of a step for all workers and all optimizer steps.
+
+    Raises:
+        ConfigError: A share is not a whole number. The message names the option, and the next number without this
+            fault.
+    """
+    workers, batch = config.num_workers, config.batch
+    if batch.prompts_per_step % workers:
+        raise ConfigError(
+            f"batch.prompts_per_step={batch.prompts_per_step} cannot be shared by {workers} workers: make it "
+            f"{_next_multiple(batch.prompts_per_step, workers)}, or change placement.num_workers"
+        )
+    per_worker = batch.prompts_per_step // workers
+    if config.stage in SAMPLING_STAGES and per_worker % batch.updates_per_step:
+        fitting = _next_multiple(batch.prompts_per_step, workers * batch.updates_per_step)
+        raise ConfigError(
+            f"batch.updates_per_step={batch.updates_per_step} does not divide the {per_worker} prompts of each of "
+            f"{workers} workers: make batch.prompts_per_step {fitting}, or change batch.updates_per_step"
+        )
+
+
 def _check_validation(config: RecipeConfig) -> None:
     if config.validation.samples_per_prompt > 1 and config.validation.temperature == 0:
         raise ConfigError(
@@ -226,3 +248,7 @@ def _check_offload(config: RecipeConfig) -> None:
             raise ConfigError(f"{option} needs strategy.offload.folder, a folder on the drive")
     if offload.reference == "nvme" and config.reference.update_every:
         raise ConfigError("strategy.offload.reference=nvme: a reference that follows the policy cannot be in files")
+
+
+def _next_multiple(value: int, of: int) -> int:
+    return -(-value // of) * of

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
-from rl_plugins.config.recipe import RecipeConfig, parse_config, register_schema
+from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig, parse_config, register_schema
 from rl_plugins.errors import ConfigError, RunStopped, UserError
 from rl_plugins.launch.config_difference import difference
 from rl_plugins.run_folder import RunFolder
@@ -150,7 +150,6 @@ def run_recipe(
     """
     from omegaconf import OmegaConf
 
-    from rl_plugins.config.batch import describe_batch
     from rl_plugins.launch.build_lock import clear_stale_build_locks
     from rl_plugins.launch.preflight import fetch_models, preflight, slow_here, tracking_uri
     from rl_plugins.launch.run_report import reported, write_changes
@@ -174,7 +173,7 @@ def run_recipe(
         write_changes(folder, recipe, compose_config(recipe, []), config)
     if slow := slow_here(config):
         print(f"{config.run.name}: {slow}", flush=True)
-    print(f"{config.run.name}: {describe_batch(config)}", flush=True)
+    print(f"{config.run.name}: {_describe_batch(config)}", flush=True)
     for left in (folder.stop, folder.stopped):
         left.unlink(missing_ok=True)
     latest = folder.latest_checkpoint()
@@ -192,6 +191,24 @@ def run_recipe(
     if folder.stopped.is_file():
         raise RunStopped(f"{config.run.name}: stopped {folder.stopped.read_text(encoding='utf-8')}")
     return folder
+
+
+def _describe_batch(config: RecipeConfig) -> str:
+    """Return the sizes of a step in one sentence."""
+    batch, workers = config.batch, config.num_workers
+    if config.stage not in SAMPLING_STAGES:
+        return (
+            f"{config.run.steps} steps of {batch.prompts_per_step} examples, {batch.prompts_per_step // workers} "
+            f"on each of {workers} workers, in micro-batches of up to {batch.tokens_per_micro_batch} tokens"
+        )
+    samples = batch.prompts_per_step * batch.samples_per_prompt
+    passes = f"{batch.passes_per_step} passes of " if batch.passes_per_step > 1 else ""
+    return (
+        f"{config.run.steps} RL steps of {batch.prompts_per_step} prompts x {batch.samples_per_prompt} samples = "
+        f"{samples} samples, {samples // workers} on each of {workers} workers, "
+        f"{passes}{batch.updates_per_step} optimizer step(s) of {samples // batch.updates_per_step} samples, "
+        f"in micro-batches of up to {batch.tokens_per_micro_batch} tokens"
+    )
 
 
 def extensions_folder() -> Path:

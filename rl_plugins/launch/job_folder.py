@@ -19,7 +19,7 @@ JOB_FOLDERS = "working_dir_files"
 _UNPACK_TIMEOUT_S = 60.0
 
 
-def settle(folder: Path, nodes: Sequence[Mapping[str, Any]]) -> None:
+def wait_until_project_is_unpacked(folder: Path, nodes: Sequence[Mapping[str, Any]]) -> None:
     """Wait until all nodes that share a host have unpacked the job's project. Call it before other processes start.
 
     Args:

@@ -41,7 +41,7 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
             redraw_s=redraw_interval_s(),
             started=psutil.Process().create_time(),
             trainer_options={"accelerator": device},
-        ).train()
+        ).call_recipe()
     except SystemExit as ended:
         # Lightning silently turns Ctrl-C into SystemExit.
         if isinstance(ended.__context__, KeyboardInterrupt):

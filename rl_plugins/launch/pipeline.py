@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_plugins.config.batch import check_batch
-from rl_plugins.config.checks import check_options
+from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.hydra_errors import explain
 from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped

@@ -19,6 +19,11 @@ from rl_plugins.errors import ConfigError
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
+    from rl_plugins.models.pool_actor import PoolConfig
+
+    PlacedPool = tuple[PoolConfig, list[dict[str, Any]]]
+    """Configuration of a pool, and Ray's options for each actor of the pool."""
+
 WORKERS = "training workers"
 ENGINES = "rollout engines"
 Resources = Mapping[str, float]
@@ -325,3 +330,41 @@ def engine_threads(config: RecipeConfig, machines: int) -> int:
     cores = math.ceil(placement.num_workers / machines) * placement.cpus_per_worker
     processes = math.ceil(config.num_engines / machines) * config.rollout.tensor_parallel_size
     return max(1, int(cores / processes))
+
+
+def placed_pools(config: RecipeConfig, roles: list[Role], places: Reservation) -> dict[str, PlacedPool]:
+    """Return each pool by role, with Ray's options for the reserved resources."""
+    by_name = {role.name: role for role in roles}
+    pools = pool_configs(config, {role.name: bool(role.gpus) for role in roles})
+    return {pool.role: (pool, places.options(by_name[pool.role])) for pool in pools}
+
+
+def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConfig]:
+    """Return the configuration of each pool.
+
+    Args:
+        config: Configuration of the run.
+        on_gpu: For each role, true if the actors of the role have GPUs.
+    """
+    # The import loads torch.
+    from rl_plugins.models.pool_actor import PoolConfig
+
+    models = {
+        "reward_model": config.reward_model.path,
+        "teacher": config.teacher.path,
+        "reference": config.reference.path or config.model.path,
+        "critic": config.critic.path or config.model.path,
+    }
+    return [
+        PoolConfig(
+            role=role,
+            model=str(models[role]),
+            head="scalar" if role in ("reward_model", "critic") else "causal_lm",
+            dtype="float32" if config.model.precision == "32-true" else "bfloat16",
+            actors=options.actors,
+            device="cuda" if on_gpu[role] else "cpu",
+            threads=max(1, int(options.cpus)),
+            call_timeout_s=options.deadline_s,
+        )
+        for role, options in config.placement.pools.items()
+    ]

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.config.batch import check_batch
-from rl_plugins.config.checks import check_options
+from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.job_folder import JOB_FOLDERS

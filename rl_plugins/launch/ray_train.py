@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from rl_plugins.config.recipe import RecipeConfig
-from rl_plugins.launch.job_folder import settle
+from rl_plugins.launch.job_folder import wait_until_project_is_unpacked
 from rl_plugins.launch.placement import (
     ENGINES,
     WORKERS,
@@ -27,6 +27,7 @@ from rl_plugins.launch.placement import (
     alive_nodes,
     check_fit,
     engine_threads,
+    placed_pools,
     reserved,
     roles_of,
     table,
@@ -36,7 +37,7 @@ from rl_plugins.launch.preflight import local_gpus
 from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from rl_plugins.launch.pools import Placed
+    from rl_plugins.launch.placement import PlacedPool
     from rl_plugins.models.pool_actor import PoolConfig
     from rl_plugins.rollout.engine import RolloutEngine
     from rl_plugins.rollout.vllm.client import VLLMRollout
@@ -71,11 +72,11 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     if not placement.wait_for_nodes_s:
         check_fit(roles, nodes, "the cluster")
     with reserved(roles, config.run.name, placement.wait_for_nodes_s) as places:
-        settle(started_in, [node for node in ray.nodes() if node["Alive"]])
-        _train(config, folder, checkpoint, device, roles, places)
+        wait_until_project_is_unpacked(started_in, [node for node in ray.nodes() if node["Alive"]])
+        _start_roles_and_fit(config, folder, checkpoint, device, roles, places)
 
 
-def _train(
+def _start_roles_and_fit(
     config: RecipeConfig,
     folder: RunFolder,
     checkpoint: str | None,
@@ -91,9 +92,8 @@ def _train(
             rollout = vllm_rollout(config, device)
             rollout.start(places.options(role) if role.strategy else ())
     pools: Mapping[PoolConfig, list[Any]] = {}
-    critic: Placed | None = None
+    critic: PlacedPool | None = None
     if config.placement.pools:
-        from rl_plugins.launch.pools import placed_pools
         from rl_plugins.models.pool_actor import start_pool
 
         placed = placed_pools(config, roles, places)
@@ -114,7 +114,7 @@ def _train(
     resources = {"CPU": placement.cpus_per_worker}
     if device == "cuda":
         resources["GPU"] = placement.gpus_per_worker
-    trainer = TorchTrainer(
+    ray_trainer = TorchTrainer(
         without_traceback(train_worker),
         train_loop_config={
             "config": asdict(config),
@@ -157,7 +157,7 @@ def _train(
     places.release(WORKERS)
     try:
         with stop_on_sigterm(folder), user_errors_unwrapped():
-            trainer.fit()
+            ray_trainer.fit()
     finally:
         # Another run may follow in this process, and needs the resources.
         if rollout is not None:
@@ -222,7 +222,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
         started=arguments["started"],
         pools=pools,
         trainer_options={"accelerator": device, "devices": "auto", "plugins": [RayLightningEnvironment()]},
-    ).train()
+    ).call_recipe()
 
 
 def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:

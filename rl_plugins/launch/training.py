@@ -1,7 +1,7 @@
 """Training in one process of a run: the parts that a recipe puts together, and the end of training.
 
-A recipe is a function `train(run)` in `rl_plugins/recipes`. Each training worker calls the function with a
-`TrainingRun`, which makes the arguments of stages, data modules and trainers from the options of the run.
+Each training worker makes a `TrainingRun` and calls `call_recipe`, which calls the function `train(run)` of a module in
+`rl_plugins/recipes`. The recipe gets the arguments of its stage and its data module from the run.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class TrainingRun:
     pools: Sequence[ModelPool] = ()
     trainer_options: Mapping[str, Any] = field(default_factory=dict)
 
-    def train(self) -> None:
-        """Call the recipe of the option `stage`."""
+    def call_recipe(self) -> None:
+        """Call `train` of the recipe for the option `stage`."""
         quiet_libraries()
         seed_everything(self.config.run.seed, verbose=False)
         import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)

@@ -210,7 +210,7 @@ def test_recipe_main_ends_with_the_status_of_a_shell_after_ctrl_c(grpo, monkeypa
         except KeyboardInterrupt:
             sys.exit(1)  # as Lightning does
 
-    monkeypatch.setattr("rl_plugins.launch.training.TrainingRun.train", interrupted)
+    monkeypatch.setattr("rl_plugins.launch.training.TrainingRun.call_recipe", interrupted)
     assert grpo(*IN_ONE_PROCESS, f"run.output_dir={tmp_path}") == 130
     said = "interrupted. To continue from the newest checkpoint, repeat the command with run.resume=true"
     assert said in capsys.readouterr().err

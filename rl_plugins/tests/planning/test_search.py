@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rl_plugins.commands.plan import words_of
-from rl_plugins.config.batch import check_batch
-from rl_plugins.config.checks import check_options
+from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.planning.devices import DEVICES, GIB, device_named

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.config.batch import check_batch
-from rl_plugins.config.checks import check_options
+from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import ConfigError
