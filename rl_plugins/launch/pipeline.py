@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.hydra_errors import explain
-from rl_plugins.config.recipe import RecipeConfig, parse_config
+from rl_plugins.config.recipe import RecipeConfig, parse_config, store_schema
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped
 from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
 from rl_plugins.launch.preflight import check_stage_ahead
@@ -88,13 +88,7 @@ class PipelineConfig:
 @cache
 def register_schema() -> None:
     """Register `PipelineConfig` with Hydra as `pipeline_schema`, the first entry of a pipeline's defaults."""
-    from hydra.core.config_store import ConfigStore
-
-    store = ConfigStore.instance()
-    store.store(name="pipeline_schema", node=PipelineConfig)
-    # For --help, Hydra copies all sources, each with the whole store, 67 times. That takes seconds.
-    # The store copies every node that it loads, so all sources can share one store.
-    setattr(store, "__deepcopy__", lambda memo: store)  # noqa: B010
+    store_schema("pipeline_schema", PipelineConfig)
 
 
 def pipeline_main(config_name: str) -> None:
