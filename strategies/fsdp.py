@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -145,7 +146,7 @@ class FSDPStrategy(ModelParallelStrategy):
         yield
 
     @override
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         if isinstance(module, HasNamedModels):
             self._models = dict(module.named_models())
@@ -221,12 +222,23 @@ class FSDPStrategy(ModelParallelStrategy):
 
     @override
     def backward(
-        self, closure_loss: Tensor, optimizer: Any, *args: Any, model_name: str | None = None, **kwargs: Any
+        self,
+        closure_loss: Tensor,
+        optimizer: Optimizer | None,
+        *args: Any,
+        model_name: str | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
         module = self.lightning_module
         in_steps = isinstance(module, HasNamedModels) and not module.automatic_optimization
         if in_steps:
@@ -276,7 +288,7 @@ class FSDPStrategy(ModelParallelStrategy):
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Write a folder: `lightning.ckpt` (loops, callbacks, stage), and a folder of shards for each trained model.
 
         Any number of ranks can load the folder.
@@ -294,7 +306,7 @@ class FSDPStrategy(ModelParallelStrategy):
         self.barrier("checkpoint written")
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder of `save_checkpoint`, written with any number of ranks.
 
         Raises:
@@ -328,7 +340,7 @@ class FSDPStrategy(ModelParallelStrategy):
         return {} if self._models else super().lightning_module_state_dict()
 
     @override
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return {} if self._models else super().optimizer_state(optimizer)
 
     @override

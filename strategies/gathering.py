@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
-def sizes_of(own: Tensor, group: Any) -> list[int]:
+def sizes_of(own: Tensor, group: ProcessGroup | None) -> list[int]:
     """Return the size of each rank's tensor along the first axis. Collective."""
     count = torch.distributed.get_world_size(group)
     sizes = [torch.empty(1, dtype=torch.long, device=own.device) for _ in range(count)]
@@ -19,7 +20,7 @@ def sizes_of(own: Tensor, group: Any) -> list[int]:
     return [int(size) for size in sizes]
 
 
-def gather_rows(ids_M: Tensor, positions_M: Tensor, group: Any) -> tuple[list[int], Tensor, Tensor]:
+def gather_rows(ids_M: Tensor, positions_M: Tensor, group: ProcessGroup | None) -> tuple[list[int], Tensor, Tensor]:
     """Join the rows of all ranks; return each row's tokens, all token ids [G], all positions [G]. Collective."""
     own_M2 = torch.stack([ids_M, positions_M], dim=1)
     sizes = sizes_of(own_M2, group)
@@ -39,7 +40,7 @@ def inputs_of_pass(args: tuple[Any, ...], kwargs: dict[str, Any], option: str) -
     return inputs
 
 
-def gather_parts(own: Tensor, axis: int, sizes: list[int], group: Any) -> list[Tensor]:
+def gather_parts(own: Tensor, axis: int, sizes: list[int], group: ProcessGroup | None) -> list[Tensor]:
     """Return the tensors of all ranks. The tensor of rank `i` has `sizes[i]` elements along `axis`. Collective."""
     # Gloo gathers only tensors of equal shape.
     own = own.movedim(axis, 0)

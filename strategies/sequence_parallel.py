@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from rl_plugins.errors import ConfigError
@@ -43,7 +44,7 @@ class SequenceShards:
             attention heads evenly.
     """
 
-    def __init__(self, model: nn.Module, name: str, group: Any) -> None:
+    def __init__(self, model: nn.Module, name: str, group: ProcessGroup | None) -> None:
         self._group = group
         self._rank, self._size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         self._pass: _Pass | None = None
@@ -93,7 +94,7 @@ class _Pass:
     is_token_BS: Tensor
     tokens: list[list[int]]
     rank: int
-    group: Any
+    group: ProcessGroup | None
 
     def own(self, part_1PH: Tensor) -> Tensor:
         """Return the hidden states of this rank's samples [B, S, H], 0 at padding."""
@@ -118,7 +119,7 @@ class HeadExchange:
 
     parts: list[int]
     rank: int
-    group: Any
+    group: ProcessGroup | None
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange all heads of a rank's part [1, heads, P, D] for some heads of the whole row [1, some, G, D]."""
@@ -182,7 +183,7 @@ def part_of(tokens: int, rank: int, size: int) -> slice:
     return slice(tokens * rank // size, tokens * (rank + 1) // size)
 
 
-def exchange(values: Tensor, to_each: list[int], from_each: list[int], group: Any) -> Tensor:
+def exchange(values: Tensor, to_each: list[int], from_each: list[int], group: ProcessGroup | None) -> Tensor:
     """Exchange values all-to-all along the first axis. The gradient is exchanged in the other direction. Collective."""
     received: Tensor = _Exchange.apply(values, to_each, from_each, group)
     return received
@@ -190,7 +191,9 @@ def exchange(values: Tensor, to_each: list[int], from_each: list[int], group: An
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, to_each: list[int], from_each: list[int], group: Any) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, to_each: list[int], from_each: list[int], group: ProcessGroup | None
+    ) -> Tensor:
         ctx.to_each, ctx.from_each, ctx.group = to_each, from_each, group
         return _all_to_all(values, to_each, from_each, group)
 
@@ -199,7 +202,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(gradient, ctx.from_each, ctx.to_each, ctx.group), None, None, None
 
 
-def _all_to_all(values: Tensor, to_each: list[int], from_each: list[int], group: Any) -> Tensor:
+def _all_to_all(values: Tensor, to_each: list[int], from_each: list[int], group: ProcessGroup | None) -> Tensor:
     received = values.new_empty(sum(from_each), *values.shape[1:])
     torch.distributed.all_to_all_single(received, values.contiguous(), from_each, to_each, group=group)
     return received

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
         strategy_registry.register("rl_single_device", cls, description="One device, with a rollout engine")
 
     @override
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigError("precision=16-mixed: the strategy clips gradients without unscaling; use bf16-mixed")
         if self.precision_plugin.precision == "16-true":
@@ -98,12 +99,23 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
 
     @override
     def backward(
-        self, closure_loss: Tensor, optimizer: Any, *args: Any, model_name: str | None = None, **kwargs: Any
+        self,
+        closure_loss: Tensor,
+        optimizer: Optimizer | None,
+        *args: Any,
+        model_name: str | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
         module = self.lightning_module
         assert module is not None
         if isinstance(module, HasNamedModels) and not module.automatic_optimization:
@@ -132,14 +144,14 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
         return plain_weights(ModuleWeightSource(self.model_engine(name)), self.model_engine(name))
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
         # Lightning's checkpoint file does not hold learners.
         for name, learner in learners_of(self._models()).items():
             learner.save(_learner_folder(filepath, name))
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self.rollout.weights_changed()
         self._blended.reset_averages()
         for name, learner in learners_of(self._models()).items():

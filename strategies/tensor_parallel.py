@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -182,7 +183,7 @@ class _Join(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, axis: int, sizes: list[int], group: Any, rank: int) -> Tensor:
+    def forward(ctx: Any, own: Tensor, axis: int, sizes: list[int], group: ProcessGroup | None, rank: int) -> Tensor:
         ctx.axis, ctx.sizes, ctx.rank = axis, sizes, rank
         return torch.cat(gather_parts(own, axis, sizes, group), dim=axis)
 
@@ -196,7 +197,7 @@ class _KeepOwn(torch.autograd.Function):
     """Keeps a rank's own part. Backward gives every rank the gradient of the mean of the group's losses."""
 
     @staticmethod
-    def forward(ctx: Any, joined: Tensor, axis: int, sizes: list[int], group: Any, rank: int) -> Tensor:
+    def forward(ctx: Any, joined: Tensor, axis: int, sizes: list[int], group: ProcessGroup | None, rank: int) -> Tensor:
         ctx.axis, ctx.sizes, ctx.group = axis, sizes, group
         return joined.split(sizes, dim=axis)[rank].clone()
 

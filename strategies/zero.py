@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -142,7 +142,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             )
 
     @override
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         self.rollout.connect(self.ranks, shared=self._one_rollout_engine)
 
@@ -263,13 +263,24 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @override
     def backward(
-        self, closure_loss: Tensor, optimizer: Any, *args: Any, model_name: str | None = None, **kwargs: Any
+        self,
+        closure_loss: Tensor,
+        optimizer: Optimizer | None,
+        *args: Any,
+        model_name: str | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         with self._as_model(self._model_engines[model_name] if model_name else self.model):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
         stepped = next((engine for engine in self._trained.values() if engine.optimizer is optimizer), self.model)
         with self._as_model(stepped):
             result = super().optimizer_step(optimizer, closure, model or self.lightning_module, **kwargs)
@@ -338,7 +349,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Write a folder: `lightning.ckpt` (loops, callbacks, stage), and the shards of each trained model."""
         if not self._model_engines:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -358,7 +369,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.barrier("checkpoint written")
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if not self._model_engines:
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(checkpoint_path)
@@ -431,7 +442,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         return {} if self._model_engines else super().lightning_module_state_dict()
 
     @override
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return {} if self._model_engines else super().optimizer_state(optimizer)
 
     @override

@@ -216,7 +216,7 @@ def _stretches_of(engine: Any, own: _Partitions, rank: int, workers: int) -> lis
     return stretches_of_slices(mappings)[rank]
 
 
-def _is_partition(value: Any) -> bool:
+def _is_partition(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
