@@ -81,7 +81,7 @@ class SequenceShards:
             **boundaries(positions_G),
         }
 
-    def _keep_own(self, body: nn.Module, inputs: Any, output: Any) -> None:
+    def _keep_own(self, body: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         current, self._pass = self._pass, None
         assert current is not None
         output.last_hidden_state = current.own(output.last_hidden_state)

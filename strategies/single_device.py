@@ -167,5 +167,5 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
         }
 
 
-def _learner_folder(file: Any, name: str) -> Path:
+def _learner_folder(file: str | Path, name: str) -> Path:
     return Path(f"{file}.{name}")

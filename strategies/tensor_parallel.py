@@ -162,12 +162,12 @@ class GroupBatch:
         assert self._batch is not None, "the input embedding runs inside its model"
         return (self._batch.own_ids,)
 
-    def _join_embedded(self, embedding: nn.Module, inputs: Any, own: Tensor) -> Tensor:
+    def _join_embedded(self, embedding: nn.Module, inputs: tuple[Any, ...], own: Tensor) -> Tensor:
         assert self._batch is not None
         joined: Tensor = _Join.apply(own, self._batch.axis, self._batch.sizes, self._group, self._rank)
         return joined
 
-    def _keep_own(self, base: nn.Module, inputs: Any, output: Any) -> None:
+    def _keep_own(self, base: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         batch, self._batch = self._batch, None
         assert batch is not None
         hidden = output.last_hidden_state

@@ -59,14 +59,14 @@ def explain(error: BaseException, known_keys: Callable[[], list[str]] = list) ->
     return f"{where}: {str(cause).splitlines()[0]}"
 
 
-def keys_of(config: Any) -> list[str]:
+def keys_of(config: object) -> list[str]:
     """Return the dotted keys of all groups and options."""
     from omegaconf import OmegaConf
 
     return _dotted(OmegaConf.to_container(config, throw_on_missing=False))
 
 
-def _dotted(node: Any, prefix: str = "") -> list[str]:
+def _dotted(node: object, prefix: str = "") -> list[str]:
     if not isinstance(node, dict):
         return []
     keys = {f"{prefix}{name}": child for name, child in node.items()}

@@ -139,7 +139,7 @@ def _absolute(path: str) -> str:
     return str(Path(path).absolute())
 
 
-def parse_config(values: Any) -> RecipeConfig:
+def parse_config(values: object) -> RecipeConfig:
     """Check a mapping against the options of a recipe, and return the record. Paths of files become absolute.
 
     Args:
@@ -162,7 +162,7 @@ def parse_config(values: Any) -> RecipeConfig:
     return config
 
 
-def _mixture_parts(parts: Any) -> dict[str, MixturePart]:
+def _mixture_parts(parts: object) -> dict[str, MixturePart]:
     """Return the parts of a mixture by name. The option itself has no type, because Hydra refuses unknown names."""
     if not isinstance(parts, Mapping):
         raise ConfigError(f"data.mixture={parts}: must be a mapping of names to `files` and `weight`")
@@ -172,7 +172,7 @@ def _mixture_parts(parts: Any) -> dict[str, MixturePart]:
     return named
 
 
-def _build(node: Any, names: Sequence[str]) -> Any:
+def _build(node: object, names: Sequence[str]) -> Any:
     """Return the record of a node, or its plain value. The error of a record gets the name of its group.
 
     Args:

@@ -24,7 +24,13 @@ from rl_plugins.launch.instantiation import instantiate_node
 from rl_plugins.rewards.loading import nearest
 from rl_plugins.stages.off_policy import check_comparable
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", types.NoneType: "null"}
+_WORDS: dict[object, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    types.NoneType: "null",
+}
 
 
 def check_pools(config: RecipeConfig) -> None:
@@ -136,7 +142,7 @@ def _check(where: str, function: Callable[..., Any], options: Mapping[str, Any])
             raise ConfigError(f"{where}.{name}={value}: must be {_words(hints[name])}")
 
 
-def _fits(value: Any, wanted: Any) -> bool:
+def _fits(value: object, wanted: object) -> bool:
     if get_origin(wanted) in (Union, types.UnionType):
         return any(_fits(value, choice) for choice in get_args(wanted))
     if get_origin(wanted) is Literal:
@@ -146,7 +152,7 @@ def _fits(value: Any, wanted: Any) -> bool:
     return type(value) is wanted if wanted in _WORDS else True
 
 
-def _words(wanted: Any) -> str:
+def _words(wanted: object) -> str:
     if get_origin(wanted) in (Union, types.UnionType):
         return " or ".join(_words(choice) for choice in get_args(wanted))
     if get_origin(wanted) is Literal:

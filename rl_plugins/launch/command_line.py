@@ -10,13 +10,16 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
 from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig, parse_config, register_schema
 from rl_plugins.errors import ConfigError, RunStopped, UserError
 from rl_plugins.launch.config_difference import difference
 from rl_plugins.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 _INTERRUPTED = 130
 
@@ -107,7 +110,7 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: "=" in argument and not argument.startswith("-"))
     composed: list[tuple[Any, str]] = []
 
-    def keep(config: Any) -> None:
+    def keep(config: DictConfig) -> None:
         composed.append((config, str(HydraConfig.get().job.config_name)))
 
     # --help shows this name.

@@ -8,7 +8,7 @@ from typing import Any
 _ABSENT = object()
 
 
-def difference(recipe: Any, config: Any) -> str:
+def difference(recipe: object, config: object) -> str:
     """Return a line of YAML for each different option, with the recipe's value in a comment.
 
     Args:
@@ -27,7 +27,7 @@ def difference(recipe: Any, config: Any) -> str:
     return "\n".join(lines) or "nothing differs from the recipe"
 
 
-def _options(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _options(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each option."""
     if isinstance(node, dict):
         for name, child in node.items():
@@ -36,7 +36,7 @@ def _options(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, node
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
     import yaml
 
     if value is _ABSENT:

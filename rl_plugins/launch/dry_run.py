@@ -108,7 +108,7 @@ def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
     return replies
 
 
-def _details_used(algorithm: Any) -> list[tuple[str, str]]:
+def _details_used(algorithm: object) -> list[tuple[str, str]]:
     """Return the used details of scores: pairs of an option of the algorithm and the name of a detail."""
     node = algorithm if isinstance(algorithm, Mapping) else {}
     names = [("algorithm.reward_components", name) for name in node.get("reward_components") or ()]

@@ -10,7 +10,7 @@ from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
 
 
-def instantiate_node(option: str, node: Any) -> Any:
+def instantiate_node(option: str, node: object) -> Any:
     """Build the object of a `_target_` node.
 
     Raises:

@@ -166,7 +166,7 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
     for name, stage in pipeline.stages.items():
         own_options = {"run": {**run, "name": name}, "tracking": tracking}
 
-        def compose(stage: Any = stage, own_options: Mapping[str, Any] = own_options) -> RecipeConfig:
+        def compose(stage: PipelineStage = stage, own_options: Mapping[str, Any] = own_options) -> RecipeConfig:
             # Merged as plain values: `parse_config` compares the result with the schema, and names the wrong option.
             recipe = OmegaConf.create(OmegaConf.to_container(compose_config(stage.recipe, list(stage.choices))))
             return parse_config(OmegaConf.merge(recipe, pipeline.common, stage.options, own_options))

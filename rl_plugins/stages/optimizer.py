@@ -16,7 +16,7 @@ Optimize = Callable[[Iterable[MicroBatchLoss], str], None]
 """Function that takes one optimizer step of the named model: `Stage.optimize`."""
 
 
-def only_one(configured: Any, owner: object) -> dict[str, Any]:
+def only_one(configured: object, owner: object) -> dict[str, Any]:
     """Convert the result of `configure_optimizers`, in any of Lightning's forms, to a dict of one optimizer.
 
     Raises:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -438,7 +438,7 @@ def _own_tokenizer(model: str | nn.Module) -> Any:
     return load_tokenizer(name)
 
 
-def _check_trainer(trainer: Any) -> None:
+def _check_trainer(trainer: Trainer) -> None:
     """Refuse unsupported flags and callbacks of the trainer.
 
     In manual optimization, Lightning itself would refuse some flags, and some callbacks would do nothing.
@@ -446,7 +446,7 @@ def _check_trainer(trainer: Any) -> None:
     Raises:
         ConfigError: a flag or a callback is not supported; the message gives the replacement.
     """
-    for callback in trainer.callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(
                 f"{type(callback).__name__} copies the whole module before its models are loaded and sharded, and the "
@@ -463,7 +463,7 @@ def _check_trainer(trainer: Any) -> None:
         )
 
 
-def _take_gradient_clip(trainer: Any) -> float | None:
+def _take_gradient_clip(trainer: Trainer) -> float | None:
     """Return the trainer's bound on gradient norms, and clear the flag, which Lightning would refuse."""
     bound, trainer.gradient_clip_val = trainer.gradient_clip_val, None
     return None if bound is None else float(bound)

@@ -15,7 +15,7 @@ STRUCTURE = {
     "modules with one importer in their room": 40,
     "inheritance depth": 3,
     "methods of PolicyOptimization": 45,
-    "parameters annotated as Any %": 3.0,
+    "parameters annotated as Any %": 1.5,
     "class names that exist twice": 0,
 }
 """Largest figures of the structure."""
