@@ -223,10 +223,19 @@ class FSDPStrategy(ModelParallelStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Any, *args: Any, model_name: str | None = None, **kwargs: Any
     ) -> Tensor:
+        """Compute gradients; Lightning calls `backward` from `manual_backward`, or from its own loop.
+
+        Autograd finds the parameters from the loss. Therefore `model_name`, which ZeRO needs, is unused.
+        """
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step the model of `optimizer`. The next rollout phase then sends the weights to the rollout engine.
+
+        Lightning calls `optimizer_step` from `LightningOptimizer.step`; `super()` calls `optimizer.step`, which updates
+        the shards of this rank.
+        """
         module = self.lightning_module
         in_steps = isinstance(module, HasNamedModels) and not module.automatic_optimization
         if in_steps:

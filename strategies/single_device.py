@@ -100,6 +100,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Any, *args: Any, model_name: str | None = None, **kwargs: Any
     ) -> Tensor:
+        """Compute gradients; see `FSDPStrategy.backward`."""
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
