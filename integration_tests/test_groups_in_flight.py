@@ -132,7 +132,7 @@ def test_drop_ends_groups_and_leaves_nothing_in_the_engine(float32_engine: VLLMR
         float32_engine,
         lambda actor: (
             actor._llm.llm_engine.has_unfinished_requests(),
-            [*actor._loop._finished, *actor._held, *(name for names in actor._groups.values() for name in names)],
+            [*actor._loop._finished, *actor._collected, *(name for names in actor._groups.values() for name in names)],
         ),
     )
     assert not unfinished(float32_engine) and not of_vllm and left == []

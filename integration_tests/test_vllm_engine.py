@@ -84,7 +84,7 @@ def test_sleep_frees_memory_that_update_weights_brings_back(
         actor._llm.collective_rpc(lambda worker: [cache.fill_(1) for cache in worker.model_runner.kv_caches] and None)
 
     def bytes_of_weights(actor: Any) -> int:
-        return int(actor._llm.collective_rpc(lambda worker: worker.weight_transfer_engine.receiver.held)[0])
+        return int(actor._llm.collective_rpc(lambda worker: worker.weight_transfer_engine.receiver.resident_bytes)[0])
 
     bfloat16_engine.update_weights(source, version=1)
     before = responses(bfloat16_engine)

@@ -229,6 +229,10 @@ class FSDPStrategy(ModelParallelStrategy):
         model_name: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """Compute gradients; Lightning calls `backward` from `manual_backward`, or from its own loop.
+
+        Autograd finds the parameters from the loss. Therefore `model_name`, which ZeRO needs, is unused.
+        """
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -239,6 +243,11 @@ class FSDPStrategy(ModelParallelStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        """Step the model of `optimizer`. The next rollout phase then sends the weights to the rollout engine.
+
+        Lightning calls `optimizer_step` from `LightningOptimizer.step`; `super()` calls `optimizer.step`, which updates
+        the shards of this rank.
+        """
         module = self.lightning_module
         in_steps = isinstance(module, HasNamedModels) and not module.automatic_optimization
         if in_steps:

@@ -106,6 +106,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
         model_name: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """Compute gradients; see `FSDPStrategy.backward`."""
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override

@@ -270,6 +270,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         model_name: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """Compute the gradients of a model: `model_name`, or Lightning's model.
+
+        Lightning calls `backward` from `manual_backward`, or from its own loop. Lightning's precision plugin then calls
+        `backward` of the DeepSpeed engine.
+        """
         with self._as_model(self._model_engines[model_name] if model_name else self.model):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -281,6 +286,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        """Step the model of `optimizer`. The next rollout phase then sends the weights to the rollout engine.
+
+        Lightning calls `optimizer_step` from `LightningOptimizer.step`. Lightning's precision plugin then calls `step`
+        of the DeepSpeed engine, which clips the gradients, updates the shards of this rank, and clears the gradients.
+        """
         stepped = next((engine for engine in self._trained.values() if engine.optimizer is optimizer), self.model)
         with self._as_model(stepped):
             result = super().optimizer_step(optimizer, closure, model or self.lightning_module, **kwargs)

@@ -38,11 +38,11 @@ def test_discard_keeps_less_than_a_page() -> None:
 def test_shared_memory_give_back_frees_the_memory_of_every_mapping(size: int) -> None:
     memory = SharedMemory(size)
     other = map_shared(memory.fd, size)
-    assert memory.held == 0
+    assert memory.resident_bytes == 0
     memory.bytes.fill_(9)
-    assert memory.held >= size and other.eq(9).all()
+    assert memory.resident_bytes >= size and other.eq(9).all()
     memory.give_back()
-    assert memory.held == 0
+    assert memory.resident_bytes == 0
     assert not other.any()
     other[-1] = 4
     assert memory.bytes[-1] == 4

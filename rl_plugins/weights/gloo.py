@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rl_plugins.errors import DeadlineExceeded, EngineLost
 from rl_plugins.weights.layout import LoadWeights, dtype_name, dtype_named
-from rl_plugins.weights.shared_memory import Engine
+from rl_plugins.weights.shared_memory import EngineClient
 from rl_plugins.weights.source import WeightMeta, WeightSource
 
 _ALIGNMENT = 16
@@ -91,7 +91,7 @@ class GlooSender:
         *,
         rank: int,
         share: Callable[[Any], Any],
-        engines: Sequence[Engine],
+        engines: Sequence[EngineClient],
         find_lost: Callable[[], None],
         num_receivers: int = 1,
         bucket_bytes: int = 64 * 2**20,

@@ -28,7 +28,7 @@ _BLOCK_BYTES = 512
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements of a checkpoint tensor, and the place of the run in memory.
+    """A range of elements of a checkpoint tensor, and the place of the range in memory.
 
     Attributes:
         name: name of the tensor.
@@ -56,7 +56,7 @@ class SharedMemory:
         self.bytes = map_shared(self.fd, self.size)
 
     @property
-    def held(self) -> int:
+    def resident_bytes(self) -> int:
         """Resident bytes over all processes. A page takes memory from the first write on."""
         return os.fstat(self.fd).st_blocks * _BLOCK_BYTES
 
@@ -89,7 +89,7 @@ def share_parameters(module: nn.Module) -> SharedMemory:
 
 
 @dataclass(frozen=True)
-class Placement:
+class WeightPlaces:
     """Places of the tensors of a checkpoint.
 
     Attributes:
@@ -106,7 +106,7 @@ class Placement:
         return sum(_aligned(piece.count * dtype_named(piece.dtype).itemsize) for piece in self.staged)
 
 
-def place_weights(memory: SharedMemory, metadata: list[WeightMeta], load_weights: LoadWeights) -> Placement:
+def place_weights(memory: SharedMemory, metadata: list[WeightMeta], load_weights: LoadWeights) -> WeightPlaces:
     """Find the place of each tensor by watching `load_weights`, without copying data.
 
     Args:
@@ -123,33 +123,33 @@ def place_weights(memory: SharedMemory, metadata: list[WeightMeta], load_weights
         with _CopyWatch(tensor, memory.bytes) as watch:
             load_weights([(meta.name, tensor)])
         if watch.saw_only_copies:
-            direct += [Piece(meta.name, *run) for run in watch.runs]
+            direct += [Piece(meta.name, *copy) for copy in watch.copies]
         else:
             staged.append(Piece(meta.name, 0, meta.numel, staged_offset, dtype_name(meta.dtype)))
             staged_offset += _aligned(meta.nbytes)
-    return Placement(direct, staged)
+    return WeightPlaces(direct, staged)
 
 
 class _CopyWatch(TorchDispatchMode):
     """Record copies from `source` to `target` instead of copying.
 
     Attributes:
-        runs: first element, number of elements, byte offset in `target`, and dtype in `target`, for each copy.
+        copies: first element, number of elements, byte offset in `target`, and dtype in `target`, for each copy.
     """
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
         super().__init__()
         self._source, self._target = source, target
-        self.runs: list[tuple[int, int, int, str]] = []
+        self.copies: list[tuple[int, int, int, str]] = []
         self._constant: list[tuple[int, int]] = []
         self._unknown = False
 
     @property
     def saw_only_copies(self) -> bool:
         """True if each element was copied once, and all other writes were constants outside the copies (padding)."""
-        copied = [(begin, begin + count * dtype_named(dtype).itemsize) for _, count, begin, dtype in self.runs]
+        copied = [(begin, begin + count * dtype_named(dtype).itemsize) for _, count, begin, dtype in self.copies]
         apart = all(stop <= begin or end <= start for start, stop in self._constant for begin, end in copied)
-        return apart and not self._unknown and sum(count for _, count, _, _ in self.runs) == self._source.numel()
+        return apart and not self._unknown and sum(count for _, count, _, _ in self.copies) == self._source.numel()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         written = [
@@ -165,7 +165,7 @@ class _CopyWatch(TorchDispatchMode):
         if target.numel() == 0:
             pass
         elif inside and func is torch.ops.aten.copy_.default and self._is_unchanged(args[1], target.numel()):
-            self.runs.append((int(args[1].storage_offset()), target.numel(), begin, dtype_name(target.dtype)))
+            self.copies.append((int(args[1].storage_offset()), target.numel(), begin, dtype_name(target.dtype)))
         elif inside and func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
             self._constant.append((begin, begin + target.nbytes))
         else:

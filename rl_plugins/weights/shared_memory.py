@@ -38,7 +38,7 @@ from rl_plugins.weights.layout import (
 )
 from rl_plugins.weights.source import WeightMeta, WeightSource
 
-Run = tuple[str, int, int]
+ElementRange = tuple[str, int, int]
 """Elements of a checkpoint tensor: name of the tensor, index of the first element, number of elements."""
 _WORD = b"."
 _LENGTH_BYTES = 8
@@ -57,8 +57,8 @@ class ReceiverLost(ConnectionError):
         self.position, self.silent = position, silent
 
 
-class Engine(Protocol):
-    """Methods of an engine, called by rank 0."""
+class EngineClient(Protocol):
+    """Calls of rank 0 to one engine."""
 
     def init(self, init_info: dict[str, Any]) -> None:
         """Call `SharedMemoryReceiver.expect(**init_info)` in every process of the engine, and wait for the end."""
@@ -92,7 +92,7 @@ class SharedMemorySender:
         rank: int,
         world_size: int,
         broadcast: Callable[[Any], Any],
-        engines: Sequence[Engine],
+        engines: Sequence[EngineClient],
         num_engines: int = 1,
         num_receivers: int = 1,
         keeps_weights: bool = True,
@@ -148,27 +148,27 @@ class SharedMemorySender:
         for wait in loaded:
             wait()
 
-    def check(self, source: WeightSource, ask: Callable[[int, list[Run]], list[list[int]]]) -> None:
+    def check(self, source: WeightSource, ask: Callable[[int, list[ElementRange]], list[list[int]]]) -> None:
         """Compare the shards of this rank with the same elements in all engines. Not collective.
 
         Args:
             source: weights of the last update.
             ask: function that returns `SharedMemoryReceiver.checksums` for each process of an engine, given the index
-                of the engine and the runs of elements.
+                of the engine and the ranges of elements.
 
         Raises:
             WeightsDiffer: a tensor differs. The message names the engine and the first such tensor.
         """
-        runs: list[Run] = []
+        ranges: list[ElementRange] = []
         expected_checksums: list[list[int]] = []
         for name, start, part in source.shards():
-            runs.append((name, start, part.numel()))
+            ranges.append((name, start, part.numel()))
             expected_checksums.append(
                 [connection.checksum_of(name, start, part) for _, connection in self._connections]
             )
-        found_checksums = [checksums for position in range(self._num_engines) for checksums in ask(position, runs)]
-        by_run = zip(*found_checksums, strict=True)
-        for (name, start, count), expected, found in zip(runs, expected_checksums, by_run, strict=True):
+        found_checksums = [checksums for position in range(self._num_engines) for checksums in ask(position, ranges)]
+        by_range = zip(*found_checksums, strict=True)
+        for (name, start, count), expected, found in zip(ranges, expected_checksums, by_range, strict=True):
             for (position, _), expected_checksum, checksum_found in zip(
                 self._connections, expected, found, strict=True
             ):
@@ -249,7 +249,7 @@ class SharedMemoryReceiver:
 
     Args:
         module: model of the engine. The constructor moves the parameters into shared memory.
-        load_weights: weight loader of the model, for staged tensors (see `layout.Placement`).
+        load_weights: weight loader of the model, for staged tensors (see `layout.WeightPlaces`).
         number: index of this process in the engine.
     """
 
@@ -265,23 +265,23 @@ class SharedMemoryReceiver:
         self._ranks: dict[int, socket.socket] = {}
 
     @property
-    def held(self) -> int:
+    def resident_bytes(self) -> int:
         """Resident bytes of the weights."""
-        return self._memory.held + self._staging.held
+        return self._memory.resident_bytes + self._staging.resident_bytes
 
     def give_back(self) -> int:
         """Free the memory of the weights until the next update; return the number of bytes to be freed.
 
         Elements outside the checkpoint stay: padding, and parameters without a checkpoint tensor.
         """
-        held = self.held
+        before = self.resident_bytes
         kept = [(start, self._memory.bytes[start:stop].clone()) for start, stop in gaps(self._direct, self._memory)]
         self._memory.give_back()
         self._staging.give_back()
         rest = [(start, part) for start, part in kept if part.any()]
         for start, part in rest:
             self._memory.bytes[start : start + len(part)] = part
-        return held - sum(len(part) for _, part in rest)
+        return before - sum(len(part) for _, part in rest)
 
     def expect(self, *, name: str, num_ranks: int, tensors: list[tuple[str, str, list[int]]], timeout_s: float) -> None:
         """Disconnect from earlier ranks and listen for new ranks.
@@ -294,12 +294,12 @@ class SharedMemoryReceiver:
         """
         self.disconnect()
         metadata = [WeightMeta(tensor, dtype_named(dtype), tuple(shape)) for tensor, dtype, shape in tensors]
-        placement = place_weights(self._memory, metadata, self._load_weights)
-        self._direct, self._staging_pieces = placement.direct, placement.staged
+        weight_places = place_weights(self._memory, metadata, self._load_weights)
+        self._direct, self._staging_pieces = weight_places.direct, weight_places.staged
         self._staging.close()
-        self._staging = SharedMemory(placement.staged_bytes)
+        self._staging = SharedMemory(weight_places.staged_bytes)
         shapes = {meta.name: meta.shape for meta in metadata}
-        staged = views(self._staging.bytes, placement.staged)
+        staged = views(self._staging.bytes, weight_places.staged)
         self._staged = [(piece.name, flat.view(shapes[piece.name])) for piece, flat in staged]
         self._num_ranks, self._timeout_s = num_ranks, timeout_s
         self._listener = socket.socket(socket.AF_UNIX)
@@ -333,11 +333,11 @@ class SharedMemoryReceiver:
             self.disconnect()
             raise
 
-    def checksums(self, runs: Sequence[Run]) -> list[int]:
-        """Return a checksum of each run of elements, as stored in this process.
+    def checksums(self, ranges: Sequence[ElementRange]) -> list[int]:
+        """Return a checksum of each range of elements, as stored in this process.
 
         Args:
-            runs: runs of elements of checkpoint tensors.
+            ranges: ranges of elements of checkpoint tensors.
 
         Raises:
             WeightsDiffer: a parameter of the model is no longer in the shared memory.
@@ -356,7 +356,7 @@ class SharedMemoryReceiver:
                 # An empty tensor has no place.
                 for begin, flat in (places[name] if count else ())
             )
-            for name, start, count in runs
+            for name, start, count in ranges
         ]
 
     def _accept(self) -> None:

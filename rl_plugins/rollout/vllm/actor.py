@@ -1,8 +1,9 @@
 """Ray actor with a vLLM engine. The engine needs a process, because it sets threads, memory and seed of the process.
 
-Training ranks call the actor directly; no batch passes through a driver. The `generate` calls of all ranks form one
+Training ranks call the actor directly; no batch passes through a driver. Training uses `submit`, `collect` and
+`fetch`; `generate` serves validation and greedy baselines (see `client.py`). The `generate` calls of all ranks form one
 batch: the actor waits for the prompts of every rank and samples all prompts together. Therefore the result does not
-depend on the order of the calls.
+depend on the order of the calls. Calls of `submit` that name ranks do the same.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rl_plugins.errors import DeadlineExceeded, EngineLost
 from rl_plugins.memory import MemoryChange
 from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.config import VLLMConfig
-from rl_plugins.weights.shared_memory import Run
+from rl_plugins.weights.shared_memory import ElementRange
 
 _MEMORY = Path("/dev/shm")
 Requests = Mapping[str, tuple[list[int], Any]]
@@ -97,7 +98,7 @@ class VLLMActor:
         # Submitted groups of each rank before collection, in the order of submission.
         self._groups: dict[int, list[str]] = {}
         # Outputs of collected groups before `fetch`.
-        self._held: dict[str, Any] = {}
+        self._collected: dict[str, Any] = {}
         self._calls = 0
         self._updating = False
         self._in_session = False
@@ -120,7 +121,7 @@ class VLLMActor:
         self._in_session = True
         self._barrier.cancel()
         self._groups.clear()
-        self._held.clear()
+        self._collected.clear()
         self._loop.forget()
         if self._updating:
             await self.finish_weight_update()
@@ -184,7 +185,7 @@ class VLLMActor:
         outputs = await self._loop.wait(there, [_name(rank, ticket) for ticket in required], count)
         for name in outputs:
             there.remove(name)
-        self._held |= outputs
+        self._collected |= outputs
         lengths = {
             int(name.split("-")[1]): [len(completion.token_ids) for completion in output.outputs]
             for name, output in outputs.items()
@@ -201,7 +202,7 @@ class VLLMActor:
             For each group True if the engine has the group; and the concatenated responses of the found groups.
         """
         self._check_session()
-        outputs = [self._held.pop(_name(*group), None) for group in groups]
+        outputs = [self._collected.pop(_name(*group), None) for group in groups]
         there = [output is not None for output in outputs]
         return there, _generations([output for output in outputs if output is not None])
 
@@ -210,7 +211,7 @@ class VLLMActor:
         names = {_name(rank, ticket) for ticket in tickets}
         self._loop.abort(names)
         for name in names:
-            self._held.pop(name, None)
+            self._collected.pop(name, None)
         # Changed in place, because a pending `collect` waits for the groups in this list.
         groups = self._groups.setdefault(rank, [])
         groups[:] = [name for name in groups if name not in names]
@@ -299,9 +300,9 @@ class VLLMActor:
         self._llm.reset_prefix_cache(reset_running_requests=True)
         await self.set_policy_version(version)
 
-    async def checksums(self, runs: list[Run]) -> list[list[int]]:
+    async def checksums(self, ranges: list[ElementRange]) -> list[list[int]]:
         """Return `SharedMemoryReceiver.checksums` of each process of the engine."""
-        checksums: list[list[int]] = self._llm.collective_rpc("checksums", args=(runs,))
+        checksums: list[list[int]] = self._llm.collective_rpc("checksums", args=(ranges,))
         return checksums
 
     async def prompt_log_probs(self, prompt: list[int]) -> list[float]:
@@ -346,11 +347,11 @@ class VLLMActor:
         if self._config.device == "cpu":
             changes = self._llm.collective_rpc("give_back", args=(with_weights,))
         else:
-            held = self._llm.collective_rpc("device_memory")
+            awake = self._llm.collective_rpc("device_memory")
             self._llm.sleep(level=2 if with_weights else 1)
-            left = self._llm.collective_rpc("device_memory")
+            asleep = self._llm.collective_rpc("device_memory")
             changes = [
-                MemoryChange(before, after, cache) for (before, cache), (after, _) in zip(held, left, strict=True)
+                MemoryChange(before, after, cache) for (before, cache), (after, _) in zip(awake, asleep, strict=True)
             ]
         if with_weights:
             self._unusable = "its weights were given back"

@@ -1,4 +1,14 @@
-"""The RolloutEngine of vLLM on a training rank: samples, weights and memory of all engines."""
+"""The RolloutEngine of vLLM on a training rank: samples, weights and memory of all engines.
+
+Sampling has two paths:
+
+- Groups of training: `submit` starts groups, `collect` waits for finished groups, and `fetch` returns the responses to
+  the rank that trains on a group (`stages/scheduled_sampler.py`). Conversations always use this path.
+- Whole batches: `generate` samples all prompts and returns. Callers are validation, greedy baselines, and online
+  preference optimization, through `PromptSampler` (`stages/sampling.py`).
+
+The docstring of `rl_plugins.weights` lists the calls of one weight update.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +27,7 @@ from rl_plugins.rollout.vllm.fleet_sampling import FleetSampling
 from rl_plugins.weights.check import tolerance_of
 from rl_plugins.weights.gloo import GlooSender
 from rl_plugins.weights.layout import dtype_named
-from rl_plugins.weights.shared_memory import ReceiverLost, Run, SharedMemorySender
+from rl_plugins.weights.shared_memory import ElementRange, ReceiverLost, SharedMemorySender
 from rl_plugins.weights.source import AdaptedWeightSource, WeightSource
 
 
@@ -166,9 +176,9 @@ class VLLMRollout:
         if isinstance(self._sender, SharedMemorySender):
             self._sender.check(source, self._checksums)
 
-    def _checksums(self, position: int, runs: list[Run]) -> list[list[int]]:
+    def _checksums(self, position: int, ranges: list[ElementRange]) -> list[list[int]]:
         engine, timeout_s = self._fleet.living[position], self.config.update_timeout_s
-        wait = self._fleet.begin(engine, "checksums", runs, timeout_s=timeout_s, phase="check of a weight update")
+        wait = self._fleet.begin(engine, "checksums", ranges, timeout_s=timeout_s, phase="check of a weight update")
         checksums: list[list[int]] = wait()
         return checksums
 
@@ -201,7 +211,7 @@ class VLLMRollout:
     def _make_sender(self, source: WeightSource) -> Callable[[int], None]:
         # Transports wait for the engines only, so the shorter deadline applies.
         timeout_s = min(self.config.update_timeout_s, self.config.stall_timeout_s)
-        engines = [EngineWeightClient(self._fleet, engine) for engine in self._fleet.living if self._fleet.rank == 0]
+        engines = [CpuWeightClient(self._fleet, engine) for engine in self._fleet.living if self._fleet.rank == 0]
         if self.config.backend == "shared_memory":
             self._sender = SharedMemorySender(
                 source,
@@ -229,7 +239,7 @@ class VLLMRollout:
             return self._sender.send
         from rl_plugins.rollout.vllm.cuda_transport import SeveralEngines, make_cuda_sender
 
-        clients = [WeightSyncClient(self._fleet, engine) for engine in self._fleet.living]
+        clients = [CudaWeightClient(self._fleet, engine) for engine in self._fleet.living]
         return make_cuda_sender(
             self.config,
             source,
@@ -281,8 +291,8 @@ class VLLMRollout:
         self.close()
 
 
-class WeightSyncClient:
-    """vLLM's `VLLMWeightSyncClient` protocol for one actor, with deadlines."""
+class CudaWeightClient:
+    """Calls to one actor in updates by CUDA IPC or NCCL: vLLM's `VLLMWeightSyncClient` protocol, with deadlines."""
 
     def __init__(self, fleet: Fleet, engine: int) -> None:
         self._fleet, self._engine = fleet, engine
@@ -312,18 +322,18 @@ class WeightSyncClient:
         self._call("set_policy_version", version)
 
 
-class EngineWeightClient:
+class CpuWeightClient:
     """Calls of rank 0 to one actor in updates by shared memory or gloo."""
 
     def __init__(self, fleet: Fleet, engine: int) -> None:
         self._fleet, self._engine = fleet, engine
 
     def init(self, init_info: dict[str, Any]) -> None:
-        """Implement `shared_memory.Engine`."""
+        """Implement `shared_memory.EngineClient`."""
         self._begin("init_weight_transfer_engine", {"expect": init_info})()
 
     def load(self, version: int) -> Callable[[], None]:
-        """Implement `shared_memory.Engine`."""
+        """Implement `shared_memory.EngineClient`."""
         return self._begin("load_weights", version)
 
     def _begin(self, method: str, *arguments: Any) -> Callable[[], None]:

@@ -32,7 +32,8 @@ class EngineLoop:
         self._failures: dict[str, BaseException] = {}
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
-        self._held, self._paused = False, False
+        # Steps stop on hold. vLLM is paused only if the hold began with unfinished requests.
+        self._on_hold, self._vllm_paused = False, False
         self._forgotten = 0
 
     @property
@@ -102,27 +103,27 @@ class EngineLoop:
 
     def hold(self) -> None:
         """Pause the steps until `go_on`."""
-        self._held = True
-        if self._running and not self._paused:
+        self._on_hold = True
+        if self._running and not self._vllm_paused:
             # An engine in a separate process steps without a call.
             self._llm.sleep(level=0, mode="keep")
-            self._paused = True
+            self._vllm_paused = True
 
     async def go_on(self) -> None:
         """Continue the steps."""
-        self._held = False
-        if self._paused:
+        self._on_hold = False
+        if self._vllm_paused:
             self._llm.wake_up(["scheduling"])
-            self._paused = False
+            self._vllm_paused = False
         async with self._changed:
             self._changed.notify_all()
 
     async def _run(self) -> None:
         try:
             while self._running:
-                if self._held:
+                if self._on_hold:
                     async with self._changed:
-                        await self._changed.wait_for(lambda: not self._held)
+                        await self._changed.wait_for(lambda: not self._on_hold)
                     # All requests may have ended in the pause, and an engine without requests may never answer.
                     continue
                 start = time.perf_counter()

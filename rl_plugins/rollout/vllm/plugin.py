@@ -31,7 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from rl_plugins.memory import MemoryChange, discard, resident_bytes, return_free_memory
 from rl_plugins.processor import multiplies_bfloat16
 from rl_plugins.weights.gloo import GlooReceiver
-from rl_plugins.weights.shared_memory import Run, SharedMemoryReceiver
+from rl_plugins.weights.shared_memory import ElementRange, SharedMemoryReceiver
 
 PLAIN_WEIGHTS = "plain_weights"
 SHARED_MEMORY = "shared_memory"
@@ -129,8 +129,8 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     """Empty, because the init info has all information."""
 
 
-class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """The worker's side of the shared-memory transport."""
+class VLLMSharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
+    """A `SharedMemoryReceiver` behind the interface of vLLM, which calls the receiver a weight-transfer engine."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -161,7 +161,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
             self.receiver.disconnect()
 
 
-WeightTransferEngineFactory.register_engine(SHARED_MEMORY, SharedMemoryEngine)
+WeightTransferEngineFactory.register_engine(SHARED_MEMORY, VLLMSharedMemoryReceiver)
 
 
 @dataclass
@@ -171,8 +171,8 @@ class GlooInitInfo(WeightTransferInitInfo):
     expect: dict[str, Any]
 
 
-class GlooEngine(WeightTransferEngine[GlooInitInfo, SharedMemoryUpdateInfo]):
-    """The worker's side of the gloo transport."""
+class VLLMGlooReceiver(WeightTransferEngine[GlooInitInfo, SharedMemoryUpdateInfo]):
+    """A `GlooReceiver` behind the same interface of vLLM."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -203,7 +203,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, SharedMemoryUpdateInfo]):
             self.gloo.disconnect()
 
 
-WeightTransferEngineFactory.register_engine(GLOO, GlooEngine)
+WeightTransferEngineFactory.register_engine(GLOO, VLLMGlooReceiver)
 
 
 class WorkerExtension:
@@ -224,7 +224,7 @@ class WorkerExtension:
         caches = {cache.untyped_storage().data_ptr(): cache for cache in self.model_runner.kv_caches}
         storages = [torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()) for cache in caches.values()]
         receiver: SharedMemoryReceiver | None = getattr(self.weight_transfer_engine, "receiver", None)
-        before = _private_bytes() + (receiver.held if receiver else 0)
+        before = _private_bytes() + (receiver.resident_bytes if receiver else 0)
         expected = sum(resident_bytes(storage) for storage in storages)
         for storage in storages:
             discard(storage)
@@ -232,13 +232,13 @@ class WorkerExtension:
             expected += receiver.give_back()
         expected += drop_packed(self.model_runner.model)
         return_free_memory()
-        after = _private_bytes() + (receiver.held if receiver else 0)
+        after = _private_bytes() + (receiver.resident_bytes if receiver else 0)
         return MemoryChange(before, after, expected)
 
-    def checksums(self, runs: list[Run]) -> list[int]:
+    def checksums(self, ranges: list[ElementRange]) -> list[int]:
         """Return `SharedMemoryReceiver.checksums`."""
         receiver: SharedMemoryReceiver = self.weight_transfer_engine.receiver
-        return receiver.checksums(runs)
+        return receiver.checksums(ranges)
 
     def device_memory(self) -> tuple[int, int]:
         """Return the bytes in use on the GPU by all processes, and the bytes of this engine's KV cache."""

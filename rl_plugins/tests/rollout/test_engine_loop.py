@@ -58,7 +58,7 @@ def _output(name: str) -> Any:
 def actor_with(llm: Any) -> Any:
     actor: Any = VLLMActor.__new__(VLLMActor)
     actor._llm, actor._loop, actor._config = llm, EngineLoop(llm), SimpleNamespace(sleep="kv_cache", device="cpu")
-    actor._groups, actor._held, actor._barrier = {}, {}, SimpleNamespace(cancel=lambda: None)
+    actor._groups, actor._collected, actor._barrier = {}, {}, SimpleNamespace(cancel=lambda: None)
     actor._updating, actor._in_session, actor._unusable = False, True, None
     return actor
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.memory import MemoryChange, return_free_memory
-from rl_plugins.rollout.vllm.plugin import PackedProducts, SharedMemoryEngine, drop_packed
+from rl_plugins.rollout.vllm.plugin import PackedProducts, VLLMSharedMemoryReceiver, drop_packed
 
 
 class Layer(nn.Module):
@@ -61,7 +61,7 @@ def test_finish_weight_update_drops_the_packed_copies_of_old_weights() -> None:
     before = model(x)
     for layer in (model[0], model[2]):
         layer.weight.copy_(torch.randn_like(layer.weight))
-    engine: Any = SharedMemoryEngine.__new__(SharedMemoryEngine)
+    engine: Any = VLLMSharedMemoryReceiver.__new__(VLLMSharedMemoryReceiver)
     engine.model = model
     engine.finish_weight_update()
     between = torch.relu(model[0](x))

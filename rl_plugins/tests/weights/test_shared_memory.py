@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.tests.patience import patient
 from rl_plugins.weights.check import WeightsDiffer
-from rl_plugins.weights.shared_memory import ReceiverLost, Run, SharedMemoryReceiver, SharedMemorySender
+from rl_plugins.weights.shared_memory import ElementRange, ReceiverLost, SharedMemoryReceiver, SharedMemorySender
 from rl_plugins.weights.source import ModuleWeightSource, WeightMeta
 
 # Of every wait for the other side that ends by itself.
@@ -315,8 +315,8 @@ def test_check_names_the_engine_and_the_tensor_that_differ() -> None:
     senders = make_senders(sources, *engines)
     send(senders, 1)
 
-    def ask(position: int, runs: list[Run]) -> list[list[int]]:
-        return [engines[position].receiver.checksums(runs)]
+    def ask(position: int, ranges: list[ElementRange]) -> list[list[int]]:
+        return [engines[position].receiver.checksums(ranges)]
 
     shards = [ModuleWeightSource(source, rank, 2) for rank, source in enumerate(sources)]
     for sender, source in zip(senders, shards, strict=True):
@@ -344,9 +344,9 @@ def test_give_back_frees_the_weights_until_the_next_send() -> None:
     senders = make_senders([make_module(0)], engine)
     send(senders, 1)
     model.padded.data[5:] = 3.0
-    held = engine.receiver.held
-    assert 0 < engine.receiver.give_back() < held
-    assert engine.receiver.held < held
+    before = engine.receiver.resident_bytes
+    assert 0 < engine.receiver.give_back() < before
+    assert engine.receiver.resident_bytes < before
     assert not model.fused.any() and not model.padded[:5].any()
     # What no rank writes is still there.
     assert model.own.eq(0.5).all() and model.padded[5:].eq(3).all()
