@@ -37,7 +37,7 @@ INPUTS: dict[str, str] = {
     "truncated_B": "True for responses cut off at the length limit.",
     "ids_B": "int64 id of each sample, unique in the mini-batch of all ranks.",
     # Rewards
-    "scores_B": "score of each sample by the reward function; NaN if the reward failed.",
+    "scores_B": "score of each sample by the reward function; 0 if the reward failed (then `valid_B` is False).",
     "token_level_rewards_BT": (
         "reward of each token: the score on the last sampled token (on the first position without one), minus the "
         "penalty of a KL term placed in the reward."

@@ -97,7 +97,7 @@ class Experience(TensorClass, shadow=True):
         response_mask: float32 [B, T], 1 on tokens sampled by the policy and to be learnt, 0 on padding and observation
             tokens.
         rollout_log_probs: float32 [B, T], log-probs in nats reported by the rollout engine.
-        policy_versions: int64 [B, T], number of training steps before the policy that sampled each token.
+        policy_versions: int64 [B, T], version of the policy that sampled each token: the number of steps before it.
         groups: int64 [B], equal for the samples of one prompt.
         valid: bool [B], False if the reward failed or the row is padding: excluded from every statistic.
         rows: Python objects of the samples, possibly shared with other batches. Pass a mapping of sequences of length

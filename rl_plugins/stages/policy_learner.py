@@ -129,7 +129,7 @@ class PolicyLearner:
     def _policy_losses(self, mini_batch: Experience, metrics: TokenMetrics, *, first: bool) -> Iterator[MicroBatchLoss]:
         world_size = self._strategy.ranks.world_size
         # In the first update the policy is the old policy, and the ratio is 1.
-        is_old = first and not self._ratio_to_rollout
+        current_is_old = first and not self._ratio_to_rollout
         counts, positive_counts = self._passes.counts(mini_batch.response_mask), None
         if self._algorithm.modifiers.positive_nll:
             positive_B = self._algorithm.is_positive(filled(mini_batch.scores))
@@ -138,7 +138,7 @@ class PolicyLearner:
         for position, indices in enumerate(micro_batches):
             micro = mini_batch[indices].trimmed().to(self._passes.device)
             current = self._passes.log_probs(POLICY, micro, entropy_gradient=self._algorithm.entropy.active)
-            old_BT = current.log_probs_BT.detach() if is_old else filled(micro.old_log_probs)
+            old_BT = current.log_probs_BT.detach() if current_is_old else filled(micro.old_log_probs)
             tensors = {
                 **named_tensors(micro),
                 "log_probs_BT": current.log_probs_BT,

@@ -183,7 +183,7 @@ class PolicyOptimization(Stage):
             draw=self.prompts.draw,
             shown=self.shown_samples,
         )
-        self.rollouts.ahead.roll_back(self._loaded_slots)
+        self.rollouts.scheduled_sampler.roll_back(self._loaded_slots)
         process_rewards = None
         if self.process_reward_config is not None:
             process_rewards = ProcessRewards(
@@ -285,6 +285,7 @@ class PolicyOptimization(Stage):
 
     @override
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> None:
+        """Take one RL step. The next step sends the updated weights to the rollout engine before it samples."""
         start = time.perf_counter()
         samples = self.rollouts.collect(prompts, self.step)
         batch = self.experience.make(samples, self.step)
@@ -302,16 +303,16 @@ class PolicyOptimization(Stage):
 
     def rank_share(self) -> list[dict[str, Any]] | None:
         """Return this rank's groups of later steps, for a checkpoint."""
-        return self.rollouts.ahead.state()
+        return self.rollouts.scheduled_sampler.state()
 
     def load_rank_shares(self, shares: Sequence[Any], *, own: bool) -> str:
         """Restore the groups of a checkpoint; return the number in words; see `TrajectoryQueue.load`."""
-        return self.rollouts.ahead.load_state(shares, own=own)
+        return self.rollouts.scheduled_sampler.load_state(shares, own=own)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["stage"]["slots"] = self.rollouts.ahead.slots
+        checkpoint["stage"]["slots"] = self.rollouts.scheduled_sampler.slots
         checkpoint["stage"]["kl_controller"] = self.kl_controller.state_dict()
         checkpoint["stage"]["entropy_controller"] = self.entropy_controller.state_dict()
 
@@ -320,6 +321,6 @@ class PolicyOptimization(Stage):
         super().on_load_checkpoint(checkpoint)
         self._loaded_slots = checkpoint["stage"]["slots"]
         if self._parts_of is not None:
-            self.rollouts.ahead.roll_back(self._loaded_slots)
+            self.rollouts.scheduled_sampler.roll_back(self._loaded_slots)
         self.kl_controller.load_state_dict(checkpoint["stage"]["kl_controller"])
         self.entropy_controller.load_state_dict(checkpoint["stage"]["entropy_controller"])

@@ -26,7 +26,7 @@ class Rollouts:
 
     Args:
         sampler: sampler of responses.
-        scorer: reward function.
+        scorer: scorer of samples, with the environment if there is one.
         algorithm: says which scores and groups it needs.
         sampling: sampling settings; `num_samples` is the size of a group.
         schedule: bounds on staleness and on groups in flight.
@@ -61,7 +61,7 @@ class Rollouts:
         self._algorithm, self._sampling, self._schedule = algorithm, sampling, schedule
         self._updates_per_step, self._shown = updates_per_step, shown
         self._ranks = sampler.strategy.ranks
-        self.ahead = ScheduledSampler(sampler, sampling, schedule, max_steps=max_steps, draw=draw)
+        self.scheduled_sampler = ScheduledSampler(sampler, sampling, schedule, max_steps=max_steps, draw=draw)
         self.sampled = SampleMetrics()
         self.on_collected: Callable[[Experience, list[Score], int], None] | None = None
         self.replay: Callable[[int], tuple[Experience, list[Score]]] | None = None
@@ -77,8 +77,8 @@ class Rollouts:
         self._draws, self.sampled = 0, SampleMetrics()
         num_groups = len(prompts)
         if self.replay is None:
-            self.ahead.start_metrics()
-            self.ahead.offer(prompts)
+            self.scheduled_sampler.start_metrics()
+            self.scheduled_sampler.offer(prompts)
         if self._algorithm.group_filter is None:
             samples = self._draw_groups(num_groups, step, num_groups)
         else:
@@ -150,7 +150,7 @@ class Rollouts:
     def _sample_and_score(self, count: int, step: int, groups_per_step: int) -> tuple[Experience, list[Score]]:
         # If scores decide which groups are trained on, groups change ranks after scoring.
         chosen_by_scores = self._algorithm.group_filter is not None or self._algorithm.resampling is not None
-        prompts, samples = self.ahead.take_groups(
+        prompts, samples = self.scheduled_sampler.take_groups(
             count,
             step=step,
             groups_per_step=groups_per_step,
@@ -186,7 +186,7 @@ class Rollouts:
             seconds: duration of the step.
         """
         metrics = self.sampled.averages("train", self._ranks.sum, self._ranks.gather, seconds)
-        return metrics if self.replay is not None else metrics | self.ahead.metrics(samples, step, seconds)
+        return metrics if self.replay is not None else metrics | self.scheduled_sampler.metrics(samples, step, seconds)
 
 
 def step_seed(seed: int, step: int) -> int:

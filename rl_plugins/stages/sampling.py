@@ -47,8 +47,8 @@ class PromptSampler:
     Attributes:
         strategy: owner of the rollout engine.
         tokenizer: tokenizer of the policy.
-        seed: seed of the run. The seed of a sample depends on this seed, the step, and the prompt; it does not depend
-            on the rank or the batch of the prompt.
+        seed: seed of the run. The seed of a sample depends on this seed, the prompt, and the step (`sample`) or the
+            number of the prompt's batch (`ScheduledSampler`); it does not depend on the rank.
         conversations: conversations with the environment; None if the policy answers once.
     """
 

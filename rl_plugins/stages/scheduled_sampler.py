@@ -162,7 +162,7 @@ class ScheduledSampler:
 
     def _requests(self, tickets: Sequence[int]) -> list[GroupRequest]:
         groups = [self._queue[ticket] for ticket in tickets]
-        # The seed of a sample depends neither on the rank nor on the step of training.
+        # The seed of a sample depends on the number of the prompt's batch, neither on the rank nor on the step.
         return [
             self._sampler.request(
                 ticket, group.prompt, 0, seed_of(self._sampler.seed, group.slot, group.prompt.rows[0])

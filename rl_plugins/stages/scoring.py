@@ -23,7 +23,10 @@ from rl_plugins.strategies.phases import PhaseLog
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Scores samples; see `rl_plugins.rewards`."""
+    """Scores samples: `RewardPool` (in processes) or `InlineScorer`.
+
+    Both find the reward function of a sample's data source with a `Router`, and call the function within a deadline.
+    """
 
     def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
         """Return one score for each request, in order."""
@@ -34,7 +37,7 @@ class SampleScorer:
     """Scores the samples of a rank with a reward function.
 
     Attributes:
-        scorer: the reward function.
+        scorer: scorer of single responses.
         conversations: conversations of the samples, with scores of the environment; None without an environment.
         phases: log of times.
     """

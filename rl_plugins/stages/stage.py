@@ -52,6 +52,15 @@ class StageArguments(TypedDict, total=False):
 class Stage(LightningModule):
     """Stage that trains one model (`trained`), and may train or run further models.
 
+    `Trainer.fit` calls, in this order:
+
+    1. `configure_callbacks` checks the flags of the trainer.
+    2. `setup` makes the parts (`make_parts`). Models do not exist yet, so parts get functions such as
+       `lambda: self.critic`.
+    3. `configure_model` loads the models, in shards.
+    4. `configure_optimizers` makes an optimizer for each trained model.
+    5. The strategy makes a model engine of each model, and `training_step` runs once for each batch of prompts.
+
     Attributes:
         step: number of finished steps.
         passes: forward passes of the stage's models, since `setup`.
@@ -275,6 +284,9 @@ class Stage(LightningModule):
 
     def optimize(self, losses: Iterable[MicroBatchLoss], name: str | None = None) -> None:
         """Accumulate the gradients of micro-batches and take one optimizer step.
+
+        Lightning passes `manual_backward` and the `step` of the optimizer to `backward` and `optimizer_step` of the
+        strategy, which call the model engine.
 
         Args:
             losses: scalar loss of each micro-batch, and True for the last one. The next loss is computed after the

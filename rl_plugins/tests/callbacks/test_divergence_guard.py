@@ -104,13 +104,13 @@ def test_guard_roll_back_restores_weights_and_optimizer_and_skips_the_data(tmp_p
 
     def make_watched_parts(strategy: Any) -> None:
         make_parts(strategy)
-        offer = stage.rollouts.ahead.offer
+        offer = stage.rollouts.scheduled_sampler.offer
 
         def watched(prompts: Any) -> None:
             seen.append(list(prompts.rows))
             offer(prompts)
 
-        stage.rollouts.ahead.offer = watched
+        stage.rollouts.scheduled_sampler.offer = watched
 
     stage.make_parts = make_watched_parts
     kept: dict[str, Any] = {}

@@ -309,7 +309,7 @@ class NotesBegins(Keeping):
     @override
     def make_parts(self, strategy: Strategy) -> None:
         super().make_parts(strategy)
-        ahead, ranks = self.rollouts.ahead, strategy.ranks
+        ahead, ranks = self.rollouts.scheduled_sampler, strategy.ranks
         assert isinstance(ranks, RanksBesideAnother)
         take_groups = ahead.take_groups
 
@@ -359,7 +359,7 @@ class SamplesDirectly(Keeping):
     @override
     def make_parts(self, strategy: Strategy) -> None:
         super().make_parts(strategy)
-        ahead = self.rollouts.ahead
+        ahead = self.rollouts.scheduled_sampler
 
         def take(count: int, *, step: int, **_: Any) -> tuple[PromptBatch, Experience]:
             queue = ahead._queue
