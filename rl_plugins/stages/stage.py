@@ -58,8 +58,7 @@ class Stage(LightningModule):
     2. `setup` makes the parts (`make_parts`). Models do not exist yet, so parts get functions such as
        `lambda: self.critic`.
     3. `configure_model` loads the models, in shards.
-    4. `configure_optimizers` makes an optimizer for each trained model.
-    5. The strategy makes a model engine of each model, and `training_step` runs once for each batch of prompts.
+    4. `configure_optimizers` makes an optimizer for each trained model; the strategy makes the model engines.
 
     Attributes:
         step: number of finished steps.
@@ -285,8 +284,7 @@ class Stage(LightningModule):
     def optimize(self, losses: Iterable[MicroBatchLoss], name: str | None = None) -> None:
         """Accumulate the gradients of micro-batches and take one optimizer step.
 
-        Lightning passes `manual_backward` and the `step` of the optimizer to `backward` and `optimizer_step` of the
-        strategy, which call the model engine.
+        Lightning calls `backward` and `optimizer_step` of the strategy, and they call the model engine.
 
         Args:
             losses: scalar loss of each micro-batch, and True for the last one. The next loss is computed after the
