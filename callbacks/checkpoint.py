@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.data.sampler import StepLoader
+from rl_plugins.data.loaders import StepLoader
 from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.stage import clock

@@ -96,7 +96,7 @@ def overlong_penalty(*, response_lengths_B: Tensor, max_tokens: int, buffer_toke
 def clip_rewards(*, rewards_B: Tensor, low: float, high: float) -> Tensor:
     """Bound rewards to [low, high], so that an outlier does not dominate the statistics of its group.
 
-    The NaN of a failed reward stays NaN.
+    NaN stays NaN.
 
     Raises:
         ValueError: `low` is above `high`.

@@ -18,10 +18,10 @@ from typing_extensions import override
 
 from rl_plugins.config.data import CurriculumConfig
 from rl_plugins.data.curriculum import Curriculum
+from rl_plugins.data.loaders import BatchSource, EvalLoader, StepLoader
 from rl_plugins.data.orders import Mixture, Order, Source, build_mixture, load_parts
 from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import PromptBatch, TokenizedPrompts, build_prompts
-from rl_plugins.data.sampler import BatchSource, EvalLoader, StepLoader
 from rl_plugins.data.tokenization import Overlong, check_chat_template, load_tokenizer, within_limit
 from rl_plugins.errors import ConfigError
 

@@ -401,7 +401,7 @@ class Experience(TensorClass, shadow=True):
         return cls(**torch.load(path, map_location="cpu", weights_only=False))
 
 
-def filled(field: Tensor | None) -> Tensor:
+def computed(field: Tensor | None) -> Tensor:
     """Return a field that an earlier part of the step has computed, and assert that the field is set."""
     assert field is not None, "the parts of the step ran out of order"
     return field

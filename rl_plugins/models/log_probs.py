@@ -199,6 +199,11 @@ def _columns_of_hidden(
 
 
 def _by_name(columns_BTK: Tensor, columns: ColumnSpec) -> ResponseLogProbs:
+    """Name the columns of `distribution_columns`.
+
+    Their order is log-prob, entropy, sum of squared probabilities (optional), `top_k` log-probs, `top_k` ids, and the
+    log-probs of extra tokens.
+    """
     entropy_BT = columns_BTK[..., 1]
     fixed, extra_BTK = columns_BTK[..., : columns.num_fixed].detach(), columns_BTK[..., columns.num_fixed :]
     tops, ids = fixed[..., fixed.shape[-1] - 2 * columns.top_k :].tensor_split(2, dim=-1)

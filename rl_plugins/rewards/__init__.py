@@ -1,4 +1,4 @@
-"""Rewards: plain callables named in the configuration. A failure is recorded, never turned into 0."""
+"""Rewards: plain callables named in the configuration. A failure is recorded, and its sample is left out."""
 
 from rl_plugins.errors import RewardError
 from rl_plugins.rewards.inline import InlineScorer, check_reward

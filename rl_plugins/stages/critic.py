@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.value_loss import value_loss
-from rl_plugins.data.experience import Experience, filled
+from rl_plugins.data.experience import Experience, computed
 from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.optimizer import MicroBatchLoss
 
@@ -55,8 +55,8 @@ class ValueObjective:
             micro = mini_batch[indices].trimmed().to(device)
             loss_BT, measured = value_loss(
                 values_BT=values_of(micro),
-                old_values_BT=filled(micro.values),
-                returns_BT=filled(micro.returns),
+                old_values_BT=computed(micro.values),
+                returns_BT=computed(micro.returns),
                 response_mask_BT=micro.response_mask,
                 clip=self.clip,
             )

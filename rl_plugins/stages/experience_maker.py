@@ -11,7 +11,7 @@ from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.coefficients import KLController
 from rl_plugins.algorithms.rollout_correction import diagnostics
 from rl_plugins.config.sampling import Schedule
-from rl_plugins.data.experience import Experience, filled
+from rl_plugins.data.experience import Experience, computed
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.off_policy import ratio_to_rollout
 from rl_plugins.stages.process_rewards import ProcessRewards
@@ -129,7 +129,7 @@ class ExperienceMaker:
         if not correction.decoupled:
             return
         policies: dict[str, Tensor] = {
-            "log_probs_BT": filled(samples.old_log_probs),
+            "log_probs_BT": computed(samples.old_log_probs),
             "rollout_log_probs_BT": samples.rollout_log_probs,
         }
         mask_BT = samples.response_mask
@@ -158,7 +158,7 @@ class ExperienceMaker:
 def shape_rewards(samples: Experience, algorithm: Algorithm) -> None:
     """Change `scores` as the algorithm's reward shaping says."""
     samples.scores = algorithm.shaping.shaped(
-        scores_B=filled(samples.scores),
+        scores_B=computed(samples.scores),
         response_lengths_B=samples.response_lengths,
         groups_B=samples.groups,
         valid_B=samples.valid,

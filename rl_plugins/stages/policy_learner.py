@@ -13,7 +13,7 @@ from rl_plugins.algorithms.masked import sequence_means
 from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
 from rl_plugins.config.models import CriticConfig
 from rl_plugins.config.sampling import Schedule
-from rl_plugins.data.experience import Experience, filled
+from rl_plugins.data.experience import Experience, computed
 from rl_plugins.errors import ConfigError
 from rl_plugins.stages.critic import explained_variance, value_objective
 from rl_plugins.stages.critic_pool import CriticPool
@@ -110,7 +110,7 @@ class PolicyLearner:
         modifiers, num_samples = self._algorithm.modifiers, self._num_samples
         if modifiers.top_entropy is not None:
             mini_batch.loss_mask = top_entropy_mask(
-                entropy_BT=filled(mini_batch.entropy),
+                entropy_BT=computed(mini_batch.entropy),
                 response_mask_BT=mini_batch.response_mask,
                 share=modifiers.top_entropy,
                 gather_over_ranks=self._gather,
@@ -132,13 +132,13 @@ class PolicyLearner:
         current_is_old = first and not self._ratio_to_rollout
         counts, positive_counts = self._passes.counts(mini_batch.response_mask), None
         if self._algorithm.modifiers.positive_nll:
-            positive_B = self._algorithm.is_positive(filled(mini_batch.scores))
+            positive_B = self._algorithm.is_positive(computed(mini_batch.scores))
             positive_counts = self._passes.counts(mini_batch.response_mask * positive_B[:, None])
         micro_batches = self._passes.micro_batches(mini_batch)
         for position, indices in enumerate(micro_batches):
             micro = mini_batch[indices].trimmed().to(self._passes.device)
             current = self._passes.log_probs(POLICY, micro, entropy_gradient=self._algorithm.entropy.active)
-            old_BT = current.log_probs_BT.detach() if current_is_old else filled(micro.old_log_probs)
+            old_BT = current.log_probs_BT.detach() if current_is_old else computed(micro.old_log_probs)
             tensors = {
                 **named_tensors(micro),
                 "log_probs_BT": current.log_probs_BT,
@@ -183,7 +183,7 @@ class PolicyLearner:
         adapted: dict[str, float] = {}
         if self._algorithm.kl_is_in_reward:
             kl_B = sequence_means(
-                self._algorithm.kl_to_reference(filled(batch.old_log_probs), filled(batch.ref_log_probs), mask_BT),
+                self._algorithm.kl_to_reference(computed(batch.old_log_probs), computed(batch.ref_log_probs), mask_BT),
                 mask_BT,
             )
             adapted |= mean_over_ranks({"train/kl": (kl_B, mask_BT.bool().any(dim=-1))}, ranks.sum)
@@ -196,6 +196,6 @@ class PolicyLearner:
             adapted["train/entropy_coefficient"] = self._entropy_controller.coefficient
         if self._critic_config is not None:
             adapted["train/critic/explained_variance"] = explained_variance(
-                filled(batch.values), filled(batch.returns), mask_BT, ranks.sum
+                computed(batch.values), computed(batch.returns), mask_BT, ranks.sum
             )
         return adapted

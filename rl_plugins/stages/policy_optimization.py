@@ -17,8 +17,8 @@ from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience
+from rl_plugins.data.loaders import PromptSource
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.data.sampler import PromptSource
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import with_adapter
@@ -285,7 +285,7 @@ class PolicyOptimization(Stage):
 
     @override
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> None:
-        """Take one RL step. The next step sends the updated weights to the rollout engine before it samples."""
+        """Take one RL step. The next rollout phase sends the new weights to the rollout engine."""
         start = time.perf_counter()
         samples = self.rollouts.collect(prompts, self.step)
         batch = self.experience.make(samples, self.step)

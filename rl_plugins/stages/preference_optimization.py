@@ -16,9 +16,9 @@ from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.preference_losses import PreferenceLoss
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
+from rl_plugins.data.loaders import PromptSource
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.data.sampler import PromptSource
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.metrics import SampleMetrics

@@ -28,7 +28,7 @@ from rl_plugins.algorithms.implicit_process_reward import (
     process_rewards,
 )
 from rl_plugins.config.models import OptimizerConfig
-from rl_plugins.data.experience import Experience, filled
+from rl_plugins.data.experience import Experience, computed
 from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.stages.forward_passes import ForwardPasses
@@ -125,7 +125,7 @@ class ProcessRewards:
         Raises:
             DataError: scores are outside 0 to 1, and `success_above` is not set.
         """
-        samples.set_column("outcome", self._outcomes(filled(samples.scores), step).tolist())
+        samples.set_column("outcome", self._outcomes(computed(samples.scores), step).tolist())
 
     def _outcomes(self, scores_B: Tensor, step: int) -> Tensor:
         above = self._config.success_above

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.sampling import SamplingConfig, Schedule
-from rl_plugins.data.experience import Experience, filled
+from rl_plugins.data.experience import Experience, computed
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import DataError
 from rl_plugins.rewards.records import Score
@@ -144,7 +144,7 @@ class Rollouts:
     def _filtered_scores(self, samples: Experience) -> Tensor:
         assert self._algorithm.group_filter is not None
         if self._algorithm.group_filter.metric is None:
-            return filled(samples.scores)
+            return computed(samples.scores)
         return torch.tensor(list(samples.columns["filtered_by"]))
 
     def _sample_and_score(self, count: int, step: int, groups_per_step: int) -> tuple[Experience, list[Score]]:
@@ -175,7 +175,7 @@ class Rollouts:
         # Without a score of the greedy response there is no baseline for the group.
         samples.valid = samples.valid & baseline.valid.repeat_interleave(self._sampling.num_samples)
         samples.response_mask = samples.response_mask * samples.valid[:, None]
-        samples.baseline_scores = filled(baseline.scores).repeat_interleave(self._sampling.num_samples)
+        samples.baseline_scores = computed(baseline.scores).repeat_interleave(self._sampling.num_samples)
 
     def metrics(self, samples: Experience, step: int, seconds: float) -> dict[str, float]:
         """Return the metrics of a step's samples, and of the schedule. Collective.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import RewardModelConfig
-from rl_plugins.data.experience import Experience, filled
+from rl_plugins.data.experience import Experience, computed
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import last_token_scores
 from rl_plugins.rewards.conversations import Conversations
@@ -87,7 +87,7 @@ class RewardModelScorer:
         """
         with self.passes.strategy.phases.measure("reward_model"):
             model_scores_B = self._model_scores(samples)
-        scores_B = self.config.weight * model_scores_B + self.config.rule_weight * filled(samples.scores)
+        scores_B = self.config.weight * model_scores_B + self.config.rule_weight * computed(samples.scores)
         bad_B = samples.valid & ~scores_B.isfinite()
         samples.valid = samples.valid & ~bad_B
         samples.response_mask = samples.response_mask * samples.valid[:, None]

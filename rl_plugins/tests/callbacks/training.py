@@ -13,7 +13,7 @@ from typing_extensions import override
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.data.sampler import StepLoader
+from rl_plugins.data.loaders import StepLoader
 from rl_plugins.models.tiny import build_model
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.fsdp import FSDPStrategy

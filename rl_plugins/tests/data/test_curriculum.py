@@ -9,10 +9,10 @@ import torch
 
 from rl_plugins.config.data import CurriculumConfig
 from rl_plugins.data.curriculum import Curriculum, GroupResult
+from rl_plugins.data.loaders import StepLoader
 from rl_plugins.data.orders import Mixture, RowRange
-from rl_plugins.data.sampler import StepLoader
 from rl_plugins.errors import CheckpointError, ConfigError
-from rl_plugins.tests.data.test_sampler import Numbers
+from rl_plugins.tests.data.test_loaders import Numbers
 from rl_plugins.tests.loops import for_each
 
 ROWS, PER_STEP = 120, 8

@@ -12,8 +12,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from rl_plugins.config.data import CurriculumConfig
 from rl_plugins.data.curriculum import GroupResult
 from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.loaders import StepLoader
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.data.sampler import StepLoader
 from rl_plugins.errors import CheckpointError
 from rl_plugins.tests.cases import case
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from rl_plugins.config.data import MixturePart
 from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.loaders import StepLoader
 from rl_plugins.data.orders import Mixture, RowRange
 from rl_plugins.data.parquet import load_rows
-from rl_plugins.data.sampler import StepLoader
 from rl_plugins.errors import CheckpointError, ConfigError
-from rl_plugins.tests.data.test_sampler import Numbers
+from rl_plugins.tests.data.test_loaders import Numbers
 from rl_plugins.tests.loops import for_each
 
 

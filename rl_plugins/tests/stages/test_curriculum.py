@@ -13,8 +13,8 @@ from rl_plugins.algorithms.filtering import GroupFilter
 from rl_plugins.config.data import CurriculumConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.curriculum import Curriculum
+from rl_plugins.data.loaders import StepLoader
 from rl_plugins.data.orders import Mixture, RowRange
-from rl_plugins.data.sampler import StepLoader
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.ranks import run_ranks

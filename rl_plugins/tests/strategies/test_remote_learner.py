@@ -10,7 +10,7 @@ import torch
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.data.sampler import StepLoader
+from rl_plugins.data.loaders import StepLoader
 from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.policy_optimization import PolicyOptimization

@@ -19,7 +19,7 @@ from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.config.models import CriticConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.data.sampler import StepLoader
+from rl_plugins.data.loaders import StepLoader
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_plugins.data.loaders import EvalLoader, StepLoader
 from rl_plugins.data.orders import epoch_order
-from rl_plugins.data.sampler import EvalLoader, StepLoader
 from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.tests.loops import for_each
 
