@@ -87,13 +87,13 @@ class PolicyAverage(Callback):
         for name, shard in _trained_shards(trainer):
             self._trained_weights[name] = shard.clone()
             shard.copy_(self._average[name])
-        strategy_of(trainer).rollout.weights_changed()
+        strategy_of(trainer).rollout_phases.weights_changed()
 
     @torch.no_grad()
     def _swap_out(self, trainer: Trainer) -> None:
         for name, shard in _trained_shards(trainer):
             shard.copy_(self._trained_weights.pop(name))
-        strategy_of(trainer).rollout.weights_changed()
+        strategy_of(trainer).rollout_phases.weights_changed()
 
     def rank_state(self) -> dict[str, Tensor]:
         """Return this rank's shards of the average, on the CPU."""

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rl_plugins.stages.stage import clock
-from rl_plugins.strategies.phases import PhaseLog
+from rl_plugins.strategies.phase_log import PhaseLog
 
 LINE_INTERVAL_S = 10.0
 """Seconds between two lines while steps end."""
@@ -104,7 +104,7 @@ class StepProgress(Callback):
 
     def _progress(self, trainer: Trainer) -> Progress:
         (first_end, first), (last_end, step) = self._ends[0], self._ends[-1]
-        phases: PhaseLog | None = getattr(trainer.strategy, "phases", None)
+        phases: PhaseLog | None = getattr(trainer.strategy, "phase_log", None)
         return Progress(
             step=step,
             metrics=self._metrics,

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.ranks import Ranks
-from rl_plugins.strategies.phases import PhaseLog
+from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.weights.source import WeightSource
 
 if TYPE_CHECKING:
-    from rl_plugins.strategies.rollout_phase import RolloutPhases
+    from rl_plugins.strategies.rollout_phases import RolloutPhases
 
 POLICY = "policy"
 CRITIC = "critic"
@@ -48,15 +48,15 @@ class Strategy(Protocol):
 
     Attributes:
         ranks: this process among the training ranks, since `setup_environment`.
-        phases: log of time and memory.
-        rollout: the rollout engine and its phases.
+        phase_log: log of time and memory.
+        rollout_phases: the rollout engine and its phases.
         restored: for each model, which states the last loaded checkpoint has restored, in words.
         lightning_restore_optimizer: Lightning's flag: True if Lightning hands optimizer states to the strategy.
     """
 
     ranks: Ranks
-    phases: PhaseLog
-    rollout: RolloutPhases
+    phase_log: PhaseLog
+    rollout_phases: RolloutPhases
     restored: Mapping[str, str]
 
     @property
@@ -88,7 +88,7 @@ class Strategy(Protocol):
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of each parameter of model `name`, and this rank's shard. Collective.
 
-        After a write to shards of the policy, call `rollout.weights_changed()`.
+        After a write to shards of the policy, call `rollout_phases.weights_changed()`.
         """
 
     def blend_weights(self, source: str, target: str, keep: float) -> None:

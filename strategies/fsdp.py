@@ -43,8 +43,8 @@ from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.fsdp_checkpoint import load_model, save_model
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import STAY, WHILE_SAMPLING, Offload
-from rl_plugins.strategies.phases import PhaseLog
-from rl_plugins.strategies.rollout_phase import RolloutPhases
+from rl_plugins.strategies.phase_log import PhaseLog
+from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards
 from rl_plugins.strategies.sharded import (
     check_divides,
@@ -109,8 +109,8 @@ class FSDPStrategy(ModelParallelStrategy):
             if place not in (STAY, WHILE_SAMPLING):
                 raise ConfigError(f"offload={{{name!r}: {place!r}}}: with FSDPStrategy, use stay or while_sampling")
         self.ranks = Ranks()
-        self.phases = PhaseLog()
-        self.rollout = RolloutPhases(rollout, self, TrainingMemory(self._optimizer_tensors, self._model_tensors))
+        self.phase_log = PhaseLog()
+        self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory(self._optimizer_tensors, self._model_tensors))
         self._offload = Offload(offload or {})
         self._accumulate_shards = accumulate_shards
         self._group_size = tensor_parallel
@@ -136,7 +136,7 @@ class FSDPStrategy(ModelParallelStrategy):
         self._data_parallel_size = self.world_size // self._group_size
         super().setup_environment()
         self.ranks = Ranks(self.global_rank, self.world_size, self.root_device)
-        self.phases.device = self.root_device
+        self.phase_log.device = self.root_device
         if isinstance(self.lightning_module, HasNamedModels):
             self.precision_plugin = _NamedPrecision(str(self.precision_plugin.precision))
 
@@ -170,7 +170,7 @@ class FSDPStrategy(ModelParallelStrategy):
             elif self._is_mixed:
                 # The optimizers show which models are trained, and keep the same parameters after this change of dtype.
                 model._apply(lambda tensor: tensor.float() if tensor.requires_grad else tensor)
-        self.rollout.connect(self.ranks, shared=self._one_rollout_engine)
+        self.rollout_phases.connect(self.ranks, shared=self._one_rollout_engine)
 
     def _agree_on_adapter(self, model: nn.Module) -> None:
         """Copy the adapter of rank 0 to all ranks, because each rank made an adapter from different random numbers."""
@@ -256,7 +256,7 @@ class FSDPStrategy(ModelParallelStrategy):
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if in_steps:
             optimizer.zero_grad()
-        self.rollout.weights_changed()
+        self.rollout_phases.weights_changed()
         return result
 
     def _clip(self, name: str) -> None:
@@ -327,7 +327,7 @@ class FSDPStrategy(ModelParallelStrategy):
         check_folder(folder, self._blended)
         self._blended.reset_averages()
         self.restored = {name: self._load_model(name, folder / name) for name in self._models}
-        self.rollout.weights_changed()
+        self.rollout_phases.weights_changed()
         return read_lightning(folder)
 
     def _load_model(self, name: str, folder: Path) -> str:
@@ -355,7 +355,7 @@ class FSDPStrategy(ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         stop_sharing(self._sequences)
-        self.rollout.close()
+        self.rollout_phases.close()
         super().teardown()
 
 

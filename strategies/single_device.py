@@ -23,8 +23,8 @@ from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.memory import TrainingMemory
-from rl_plugins.strategies.phases import PhaseLog
-from rl_plugins.strategies.rollout_phase import RolloutPhases
+from rl_plugins.strategies.phase_log import PhaseLog
+from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sharded import learners_of, optimizers_of, restored_states
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
 
@@ -45,8 +45,8 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
     ) -> None:
         super().__init__(device=device, **kwargs)
         self.ranks = Ranks()
-        self.phases = PhaseLog(device=torch.device(device))
-        self.rollout = RolloutPhases(rollout, self, TrainingMemory())
+        self.phase_log = PhaseLog(device=torch.device(device))
+        self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory())
         self._optimizers_of: dict[str, Optimizer] = {}
         self._gradient_norms: dict[str, float] = {}
         self._blended = BlendedModels()
@@ -71,7 +71,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
                 elif self.precision_plugin.precision == "bf16-mixed":
                     # In bfloat16, rounding would remove small steps.
                     model.float()
-        self.rollout.connect(self.ranks)
+        self.rollout_phases.connect(self.ranks)
 
     @contextmanager
     def sharded_init(self, frozen: str | None = None) -> Iterator[None]:
@@ -128,7 +128,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if not module.automatic_optimization:
             optimizer.zero_grad()
-        self.rollout.weights_changed()
+        self.rollout_phases.weights_changed()
         return result
 
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -153,7 +153,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        self.rollout.weights_changed()
+        self.rollout_phases.weights_changed()
         self._blended.reset_averages()
         for name, learner in learners_of(self._models()).items():
             learner.load(_learner_folder(checkpoint_path, name))

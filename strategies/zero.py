@@ -36,8 +36,8 @@ from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import Offload
-from rl_plugins.strategies.phases import PhaseLog
-from rl_plugins.strategies.rollout_phase import RolloutPhases
+from rl_plugins.strategies.phase_log import PhaseLog
+from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards
 from rl_plugins.strategies.sharded import (
     check_divides,
@@ -98,8 +98,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         self._sequences: list[SequenceShards] = []
         super().__init__(stage=stage, timeout=timedelta(seconds=timeout_s), **kwargs)
         self.ranks = Ranks()
-        self.phases = PhaseLog()
-        self.rollout = RolloutPhases(rollout, self, TrainingMemory(self._optimizer_tensors, self._model_tensors))
+        self.phase_log = PhaseLog()
+        self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory(self._optimizer_tensors, self._model_tensors))
         self._model_engines: dict[str, Any] = {}
         self._trained: dict[str, Any] = {}
         self._saved_states: dict[str, str] = {}
@@ -122,7 +122,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.setup_distributed()
         check_divides("sequence_parallel", self._sequence_parallel, self.world_size)
         self.ranks = Ranks(self.global_rank, self.world_size, self.root_device)
-        self.phases.device = self.root_device
+        self.phase_log.device = self.root_device
 
     @override
     def setup_distributed(self) -> None:
@@ -144,7 +144,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        self.rollout.connect(self.ranks, shared=self._one_rollout_engine)
+        self.rollout_phases.connect(self.ranks, shared=self._one_rollout_engine)
 
     @contextmanager
     @override
@@ -294,7 +294,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         stepped = next((engine for engine in self._trained.values() if engine.optimizer is optimizer), self.model)
         with self._as_model(stepped):
             result = super().optimizer_step(optimizer, closure, model or self.lightning_module, **kwargs)
-        self.rollout.weights_changed()
+        self.rollout_phases.weights_changed()
         return result
 
     @contextmanager
@@ -391,7 +391,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             name: self._load_trained(folder, name) if name in self._trained else self._load_frozen(folder, name)
             for name in self._model_engines
         }
-        self.rollout.weights_changed()
+        self.rollout_phases.weights_changed()
         return read_lightning(folder)
 
     def _check_shards(self, folder: Path, name: str) -> None:
@@ -458,7 +458,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         stop_sharing(self._sequences)
-        self.rollout.close()
+        self.rollout_phases.close()
         super().teardown()
 
 

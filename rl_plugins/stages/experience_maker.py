@@ -76,18 +76,18 @@ class ExperienceMaker:
         if self._ratio_to_rollout:
             samples.old_log_probs = samples.rollout_log_probs
         if "old_log_probs_BT" in needs or (self._updates > 1 and not self._ratio_to_rollout):
-            with self._strategy.phases.measure("old_log_probs"):
+            with self._strategy.phase_log.measure("old_log_probs"):
                 squares = "sum_pi_squared_BT" in needs
                 old = self._passes.per_token(samples, partial(self._log_probs, POLICY, sum_pi_squared=squares))
             samples.entropy, samples.sum_pi_squared = old["entropy"], old.get("sum_pi_squared")
             if not self._ratio_to_rollout:
                 samples.old_log_probs = old["log_probs"]
         if "ref_log_probs_BT" in needs:
-            with self._strategy.phases.measure("ref_log_probs"):
+            with self._strategy.phase_log.measure("ref_log_probs"):
                 reference = self._passes.per_token(samples, partial(self._log_probs, REFERENCE))
             samples.ref_log_probs = reference["log_probs"]
         if needs & {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"}:
-            with self._strategy.phases.measure("teacher_log_probs"):
+            with self._strategy.phase_log.measure("teacher_log_probs"):
                 teacher = self._passes.per_token(samples, partial(self._log_probs, TEACHER))
             samples.teacher_log_probs = teacher["log_probs"]
             if "top_ids" in teacher:
@@ -107,7 +107,7 @@ class ExperienceMaker:
 
     def _add_values(self, samples: Experience) -> None:
         if self._has_critic:
-            with self._strategy.phases.measure("values"):
+            with self._strategy.phase_log.measure("values"):
                 columns = self._passes.per_token(samples, lambda micro: {"values": self._passes.values(micro)})
             samples.values = columns["values"]
         if self._process_rewards is not None:
@@ -147,7 +147,7 @@ class ExperienceMaker:
         samples.response_mask, samples.rollout_weights = kept_BT, weights_BT
 
     def _add_advantages(self, samples: Experience) -> None:
-        with self._strategy.phases.measure("advantages"):
+        with self._strategy.phase_log.measure("advantages"):
             samples.token_level_rewards, samples.advantages, samples.returns = self._algorithm.advantages(
                 named_tensors(samples),
                 kl_coefficient=self._kl_controller.coefficient,

@@ -57,7 +57,7 @@ class ForwardPasses:
     @property
     def device(self) -> torch.device:
         """Device of the models."""
-        return self.strategy.phases.device
+        return self.strategy.phase_log.device
 
     @property
     def cutter(self) -> Cutter:

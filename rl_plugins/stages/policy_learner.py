@@ -75,19 +75,19 @@ class PolicyLearner:
         policy_learns = self._critic_config is None or step >= self._critic_config.warmup_steps
         for number, mini_batch in enumerate(self._mini_batches(batch), 1):
             if self._critic_config is not None:
-                with self._strategy.phases.measure("update_critic"):
+                with self._strategy.phase_log.measure("update_critic"):
                     self._update_critic(mini_batch, tokens, last=number == self._updates)
             if policy_learns:
-                with self._strategy.phases.measure("update_policy"):
+                with self._strategy.phase_log.measure("update_policy"):
                     self._choose_tokens(mini_batch, step)
                     self._optimize(self._policy_losses(mini_batch, tokens, first=number == 1), POLICY)
         if not policy_learns:
             # The next samples carry the version of this step, though the weights have not changed.
-            self._strategy.rollout.weights_changed()
+            self._strategy.rollout_phases.weights_changed()
         metrics = tokens.averages(self._strategy.ranks.sum, self._strategy.ranks.max)
         if isinstance(critic, CriticPool):
             # The critic has learnt while the policy learnt.
-            with self._strategy.phases.measure("update_critic"):
+            with self._strategy.phase_log.measure("update_critic"):
                 metrics |= critic.learnt()
         return metrics | self._adapt(batch, metrics)
 

@@ -113,7 +113,7 @@ class PreferenceLearner:
             total += count
             if count:
                 examples = self._with_reference(examples)
-                with self.passes.strategy.phases.measure("update_policy"):
+                with self.passes.strategy.phase_log.measure("update_policy"):
                     self.optimize(self._losses(examples, count, metrics), POLICY)
         return {"train/examples": total, **(self._averages(metrics) if total else {})}
 
@@ -126,7 +126,7 @@ class PreferenceLearner:
 
     def _with_reference(self, examples: PreferenceExamples) -> PreferenceExamples:
         """Fill the inputs of the loss from the reference."""
-        phases = self.passes.strategy.phases
+        phases = self.passes.strategy.phase_log
         if self.objective.needs_reference:
             with phases.measure("ref_log_probs"):
                 log_probs_R = self._log_probs_without_gradient(REFERENCE, examples.samples)

@@ -143,7 +143,7 @@ class ProcessRewards:
         """Fill `process_rewards`, and train the model on the outcomes; return its metrics. Collective."""
         config, mask_BT = self._config, samples.response_mask
         outcomes_B = torch.tensor(list(samples.columns["outcome"]))
-        with self._strategy.phases.measure("process_rewards"):
+        with self._strategy.phase_log.measure("process_rewards"):
             reference_BT = self._per_token_log_probs(PROCESS_REFERENCE, samples)
             if config.update == "after" or config.loss == "preference":
                 log_probs_BT = self._per_token_log_probs(PROCESS_REWARD_MODEL, samples)
@@ -151,7 +151,7 @@ class ProcessRewards:
         if config.loss == "preference":
             self._add_opponents(targets, log_probs_BT, samples)
         metrics = self._train(samples, targets)
-        with self._strategy.phases.measure("process_rewards"):
+        with self._strategy.phase_log.measure("process_rewards"):
             if config.update == "before":
                 log_probs_BT = self._per_token_log_probs(PROCESS_REWARD_MODEL, samples)
             rewards_BT = process_rewards(
@@ -198,7 +198,7 @@ class ProcessRewards:
         """Train on each sample of the step once; return the metrics."""
         seen: list[tuple[Tensor, ...]] = []
         for rows in torch.arange(len(samples)).chunk(self._updates_per_step):
-            with self._strategy.phases.measure("update_process_reward_model"):
+            with self._strategy.phase_log.measure("update_process_reward_model"):
                 self._optimize(self._losses(samples[rows], targets[rows], seen), PROCESS_REWARD_MODEL)
         losses_B, returns_B, outcomes_B, counted_B = (torch.cat(parts) for parts in zip(*seen, strict=True))
         columns = {

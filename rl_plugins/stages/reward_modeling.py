@@ -67,7 +67,7 @@ class RewardModeling(Stage):
         start = time.perf_counter()
         examples = self._examples(batch)
         self._metrics = TokenMetrics()
-        with self.strategy.phases.measure("update_reward_model"):
+        with self.strategy.phase_log.measure("update_reward_model"):
             self.optimize(self._losses(examples))
         metrics = self._metrics.averages(self.strategy.ranks.sum, self.strategy.ranks.max)
         seconds = time.perf_counter() - start
@@ -113,7 +113,7 @@ class RewardModeling(Stage):
     def validation_step(self, batch: PairBatch | ProcessRewardBatch, batch_idx: int) -> None:
         examples = self._examples(batch)
         # Parameters gathered in inference mode cannot be trained afterwards.
-        with self.strategy.phases.measure("validate"), torch.inference_mode(False), torch.no_grad():
+        with self.strategy.phase_log.measure("validate"), torch.inference_mode(False), torch.no_grad():
             # The number of micro-batches is equal on all ranks. Some may be empty.
             for indices in self.passes.cutter.indices(examples.lengths):
                 if not len(indices):

@@ -73,7 +73,7 @@ class PromptSampler:
         """Sample responses to this rank's prompts, which may be none, with one seed for each prompt. Collective."""
         conversations = self.conversations
         if conversations is None:
-            return self.strategy.rollout.run_sampling(
+            return self.strategy.rollout_phases.run_sampling(
                 step, lambda engine: engine.generate(prompts.prompt_ids, sampling, seeds)
             )
         # The tickets of groups ahead are not negative.
@@ -90,7 +90,7 @@ class PromptSampler:
             ended = groups.collect(tickets, 0)
             return Generations.concat([ended[ticket] for ticket in tickets])
 
-        return self.strategy.rollout.run_sampling(step, converse)
+        return self.strategy.rollout_phases.run_sampling(step, converse)
 
     def groups(self, engine: RolloutEngine) -> GroupSampler:
         """Return the sampler of groups: the engine, or conversations over the engine."""
@@ -173,7 +173,7 @@ class SamplingSetup:
 
     def scorer(self, strategy: Strategy) -> SampleScorer:
         """Return a scorer of the sampler's responses."""
-        return SampleScorer(self._scorer, self._conversations, strategy.phases)
+        return SampleScorer(self._scorer, self._conversations, strategy.phase_log)
 
 
 def with_stop_token(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingConfig:

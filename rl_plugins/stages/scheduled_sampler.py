@@ -21,7 +21,7 @@ from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, R
 from rl_plugins.stages.balancing import even_order, gather_sets, redistribute_groups
 from rl_plugins.stages.sampling import PromptSampler
 from rl_plugins.stages.trajectory_queue import Group, TrajectoryQueue, together
-from rl_plugins.strategies.rollout_phase import MAX_LOSSES, lost_too_often
+from rl_plugins.strategies.rollout_phases import MAX_LOSSES, lost_too_often
 
 
 class ScheduledSampler:
@@ -95,10 +95,10 @@ class ScheduledSampler:
             if self._schedule.drops:
                 groups.drop(queue.drop_started(keep=count))
 
-        self._strategy.rollout.run_sampling(step, sample)
+        self._strategy.rollout_phases.run_sampling(step, sample)
         groups = queue.take(count, step)
         if mini_batches and ranks.world_size > 1:
-            with self._strategy.phases.measure("balance"):
+            with self._strategy.phase_log.measure("balance"):
                 groups = self._balance(groups, mini_batches)
         return self._experience(self._fetch(groups, step))
 
@@ -113,8 +113,8 @@ class ScheduledSampler:
     def _fetch(self, groups: list[Group], step: int) -> list[Group]:
         """Fetch the responses from the engines; sample the groups of a lost engine again. Collective."""
         for _ in range(MAX_LOSSES):
-            with self._strategy.phases.measure("rollout"):
-                fetched = self._sampler.groups(self._strategy.rollout.engine).fetch(
+            with self._strategy.phase_log.measure("rollout"):
+                fetched = self._sampler.groups(self._strategy.rollout_phases.engine).fetch(
                     [group.responses for group in groups]
                 )
             groups = [replace(group, generations=responses) for group, responses in zip(groups, fetched, strict=True)]
@@ -136,7 +136,7 @@ class ScheduledSampler:
             new.clear()
             self._queue.finish(sampler.collect(self._queue.unfinished(tickets), 0) if tickets else {})
 
-        self._strategy.rollout.run_sampling(step, sample)
+        self._strategy.rollout_phases.run_sampling(step, sample)
         return self._queue.take_out(tickets)
 
     def _submit_again(self, sampler: GroupSampler, tickets: Sequence[int], step: int) -> None:
@@ -181,8 +181,8 @@ class ScheduledSampler:
 
     def start_metrics(self) -> None:
         """Start the measurements of a step."""
-        self._busy_before_s = self._strategy.rollout.engine.busy_s
-        self._lost_before = self._strategy.rollout.engines_lost
+        self._busy_before_s = self._strategy.rollout_phases.engine.busy_s
+        self._lost_before = self._strategy.rollout_phases.engines_lost
 
     def metrics(self, samples: Experience, step: int, seconds: float) -> dict[str, float]:
         """Return idle shares of a step on this rank, the age of its samples, and lost engines. Collective.
@@ -193,13 +193,13 @@ class ScheduledSampler:
             seconds: duration of the step.
         """
         strategy = self._strategy
-        engine = strategy.rollout.engine
+        engine = strategy.rollout_phases.engine
         busy_s = engine.busy_s - self._busy_before_s
         metrics = {
-            "idle/trainer": min(1.0, strategy.phases.seconds("rollout") / seconds),
+            "idle/trainer": min(1.0, strategy.phase_log.seconds("rollout") / seconds),
             "idle/engine": min(1.0, max(0.0, 1 - busy_s / seconds)),
             "rollout/engines": float(engine.num_living),
-            "rollout/engines_lost": float(strategy.rollout.engines_lost - self._lost_before),
+            "rollout/engines_lost": float(strategy.rollout_phases.engines_lost - self._lost_before),
         }
         if self._schedule.max_staleness:
             mask_BT = samples.response_mask.double()
@@ -215,7 +215,7 @@ class ScheduledSampler:
         """Return this rank's part of the queue with all samples so far; None if no group outlives a step."""
         if not self._schedule.active:
             return None
-        queue, sampler = self._queue, self._sampler.groups(self._strategy.rollout.engine)
+        queue, sampler = self._queue, self._sampler.groups(self._strategy.rollout_phases.engine)
         # The next step finds a lost engine, and samples its groups again.
         with suppress(EngineLost):
             queue.finish(sampler.collect((), 0))
@@ -240,4 +240,4 @@ class ScheduledSampler:
         """
         self.slots = max(self.slots, slots)
         if started := self._queue.reset():
-            self._sampler.groups(self._strategy.rollout.engine).drop(started)
+            self._sampler.groups(self._strategy.rollout_phases.engine).drop(started)

@@ -18,7 +18,7 @@ from rl_plugins.rewards.conversations import Conversations
 from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate, failed
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.strategies.contract import REWARD_MODEL
-from rl_plugins.strategies.phases import PhaseLog
+from rl_plugins.strategies.phase_log import PhaseLog
 
 
 @runtime_checkable
@@ -39,16 +39,16 @@ class SampleScorer:
     Attributes:
         scorer: scorer of single responses.
         conversations: conversations of the samples, with scores of the environment; None without an environment.
-        phases: log of times.
+        phase_log: log of times.
     """
 
     scorer: Scorer
     conversations: Conversations | None
-    phases: PhaseLog
+    phase_log: PhaseLog
 
     def score(self, samples: Experience) -> list[Score]:
         """Fill `scores` and `valid`. A sample without a score is not valid, and its response mask becomes 0."""
-        with self.phases.measure("reward"):
+        with self.phase_log.measure("reward"):
             scores = self._scores(samples.columns)
         samples.scores = torch.tensor([score.value or 0.0 for score in scores])
         samples.valid = torch.tensor([score.failure is None for score in scores])
@@ -85,7 +85,7 @@ class RewardModelScorer:
         Raises:
             RewardError: too many scores are not finite.
         """
-        with self.passes.strategy.phases.measure("reward_model"):
+        with self.passes.strategy.phase_log.measure("reward_model"):
             model_scores_B = self._model_scores(samples)
         scores_B = self.config.weight * model_scores_B + self.config.rule_weight * computed(samples.scores)
         bad_B = samples.valid & ~scores_B.isfinite()

@@ -52,7 +52,7 @@ class SFT(Stage):
     def training_step(self, batch: dict[str, list[list[int]]], batch_idx: int) -> None:
         start = time.perf_counter()
         examples = Experience.from_responses(batch["prompt_ids"], batch["response_ids"], self.tokenizer.pad_token_id)
-        with self.strategy.phases.measure("update_policy"):
+        with self.strategy.phase_log.measure("update_policy"):
             self._loss = torch.zeros(())
             self.optimize(self._losses(examples))
         loss = float(self.strategy.ranks.sum(self._loss.double().cpu()))

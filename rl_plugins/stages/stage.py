@@ -315,7 +315,7 @@ class Stage(LightningModule):
         self.step += 1
         self._step_schedulers("step", self.step)
         self._stepped.clear()
-        metrics = {**metrics, **rates, **self.strategy.phases.drain()}
+        metrics = {**metrics, **rates, **self.strategy.phase_log.drain()}
         for further in self.further_metrics:
             metrics = {**metrics, **further(metrics)}
         self.track(metrics)
@@ -390,7 +390,7 @@ class Stage(LightningModule):
 
     def track_validation(self, metrics: Mapping[str, float]) -> None:
         """Log metrics and times of a validation as `val/<name>`."""
-        self.track({f"val/{name}": value for name, value in {**metrics, **self.strategy.phases.drain()}.items()})
+        self.track({f"val/{name}": value for name, value in {**metrics, **self.strategy.phase_log.drain()}.items()})
 
     # State ------------------------------------------------------------------------------------------------------
 

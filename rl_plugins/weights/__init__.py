@@ -8,7 +8,7 @@ One update through shared memory, in the order of the calls:
 
 1. Training rank: `optimizer_step` of the strategy (`strategies/zero.py`, for example) calls
    `RolloutPhases.weights_changed`, which sets a flag. No weights move.
-2. Training rank, before the next sampling: `RolloutPhases.phase` (`strategies/rollout_phase.py`) reads the flag and
+2. Training rank, before the next sampling: `RolloutPhases.phase` (`strategies/rollout_phases.py`) reads the flag and
    calls `VLLMRollout.update_weights` (`rollout/vllm/client.py`), which calls `SharedMemorySender.send`.
 3. Rank 0: `SharedMemorySender.send` calls `CpuWeightClient.load`. `load` calls the Ray actor of each engine by the
    string `"load_weights"` (`Fleet.begin`), and does not wait.

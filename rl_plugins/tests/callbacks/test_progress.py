@@ -27,7 +27,7 @@ class Clock(Stage):
 def trainer_of(**metrics: float) -> Any:
     return SimpleNamespace(
         is_global_zero=True,
-        strategy=SimpleNamespace(phases=SimpleNamespace(current="rollout")),
+        strategy=SimpleNamespace(phase_log=SimpleNamespace(current="rollout")),
         callback_metrics={name.replace("_", "/", 1): torch.tensor(value) for name, value in metrics.items()},
     )
 
@@ -119,7 +119,7 @@ def test_step_progress_shows_the_phase_that_runs(capsys: pytest.CaptureFixture[s
         return "grpo rollout" in "".join(shown)
 
     wait_until(rollout_is_shown, "the phase rollout", state=lambda: "".join(shown))
-    trainer.strategy.phases.current = "update_policy"
+    trainer.strategy.phase_log.current = "update_policy"
     callback.on_train_end(trainer, stage)
     assert "grpo update_policy" in capsys.readouterr().err
 

@@ -232,7 +232,7 @@ class Inspected(Recorded):
 def course(rank: int, layout: Layout, folder: Path, options: dict[str, Any]) -> Course:
     """The course of a rank, see `trained`."""
     module = trained(layout, rank, folder, **options)
-    rollout: Any = module.trainer.strategy.rollout.engine  # type: ignore[attr-defined]
+    rollout: Any = module.trainer.strategy.rollout_phases.engine  # type: ignore[attr-defined]
     # Each step samples with the weights of the last one.
     assert [call for call in rollout.calls if call.startswith("update_weights")] == [
         f"update_weights {module.step - len(module.course) + step}" for step in range(len(module.course))

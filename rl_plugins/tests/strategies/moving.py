@@ -22,7 +22,7 @@ class WatchingRollout(canned.CannedRollout):
 
     @override
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
-        memory = self.strategy.rollout.memory
+        memory = self.strategy.rollout_phases.memory
         host, tensors = memory.host, tensors_of_trained_models(memory)
         assert tensors and host.nbytes(tensors) == 0
         host.give_back()
@@ -41,7 +41,7 @@ def tensors_of_trained_models(memory: TrainingMemory) -> list[Tensor]:
 
 def moving(strategy: ZeroStrategy | FSDPStrategy) -> Any:
     """The strategy, which has a `WatchingRollout`, made to move memory of the CPU."""
-    strategy.rollout.memory.host = HostMemory("cpu")
-    engine: Any = strategy.rollout.engine
+    strategy.rollout_phases.memory.host = HostMemory("cpu")
+    engine: Any = strategy.rollout_phases.engine
     engine.strategy = strategy
     return strategy

@@ -16,8 +16,8 @@ from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.transformers_engine import SynchronousGroups
 from rl_plugins.strategies.memory import TrainingMemory
-from rl_plugins.strategies.phases import PhaseLog
-from rl_plugins.strategies.rollout_phase import RolloutPhases
+from rl_plugins.strategies.phase_log import PhaseLog
+from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.weights.check import PROBE, WeightsDiffer
 from rl_plugins.weights.source import WeightSource
@@ -144,9 +144,9 @@ class Strategy:
 
     def __init__(self, engine: RecordingEngine, *, stuck: str = "") -> None:
         self.calls = engine.calls
-        self.phases: PhaseLog = (device := Memory())
+        self.phase_log: PhaseLog = (device := Memory())
         self.ranks: Ranks = NotingRanks(engine.calls)
-        self.rollout = RolloutPhases(engine, cast(Any, self), Offloaded(device, engine.calls, stuck))
+        self.rollout_phases = RolloutPhases(engine, cast(Any, self), Offloaded(device, engine.calls, stuck))
 
     def weight_source(self, name: str = "policy") -> Any:
         return []
@@ -158,7 +158,7 @@ class Strategy:
 def roll_out(strategy: Strategy, version: int = 1) -> list[str]:
     """One rollout; the calls that it made."""
     strategy.calls.clear()
-    with strategy.rollout.phase(version) as engine:
+    with strategy.rollout_phases.phase(version) as engine:
         engine.generate([], SAMPLING, None)
     return list(strategy.calls)
 
@@ -174,8 +174,8 @@ def connect(rank: int, shared: bool) -> float:
     engine.gap = rank
     strategy = Strategy(engine)
     for _ in range(2):
-        strategy.rollout.connect(Ranks(rank, 2), shared=shared)
-    connected = strategy.rollout.engine
+        strategy.rollout_phases.connect(Ranks(rank, 2), shared=shared)
+    connected = strategy.rollout_phases.engine
     assert isinstance(connected, RecordingEngine) and connected.calls == ["connect"]
     return connected.gap
 
@@ -187,7 +187,7 @@ def test_connect_shares_the_engine_of_rank_0_if_asked(shared: bool, engines: lis
 
 def test_run_sampling_lets_the_engine_sleep_after_all_ranks_agree() -> None:
     strategy = Strategy(RecordingEngine())
-    strategy.rollout.run_sampling(1, lambda engine: engine.generate([], SAMPLING, None))
+    strategy.rollout_phases.run_sampling(1, lambda engine: engine.generate([], SAMPLING, None))
     assert strategy.calls[-5:] == ["generate", "agree", "sleep", "agree", "reload"]
 
 
@@ -196,9 +196,9 @@ def test_rollout_phase_offloads_updates_and_reloads_in_order() -> None:
     assert roll_out(strategy) == FIRST + REST
     # The weights are still there.
     assert roll_out(strategy) == FIRST[:3] + REST
-    strategy.rollout.weights_changed()
+    strategy.rollout_phases.weights_changed()
     assert roll_out(strategy) == FIRST + REST
-    assert set(strategy.phases.drain()) == {
+    assert set(strategy.phase_log.drain()) == {
         f"{kind}/{phase}" for kind in ("time", "memory") for phase in ("offload", "update_weights", "reload")
     }
 
@@ -211,9 +211,9 @@ def test_rollout_phase_updates_weights_each_time_for_an_engine_without_keeps_wei
 def test_rollout_phase_logs_the_memory_change_of_sleep() -> None:
     strategy = Strategy(RecordingEngine(slept=MemoryChange(3 * GIB, GIB, 2 * GIB)))
     roll_out(strategy)
-    metrics = strategy.phases.drain()
+    metrics = strategy.phase_log.drain()
     assert (metrics["memory/engine_awake"], metrics["memory/engine_asleep"]) == (3, 1)
-    assert strategy.phases.drain() == {}
+    assert strategy.phase_log.drain() == {}
 
 
 @pytest.mark.parametrize("what", ["optimizer", "parameters"])
@@ -235,11 +235,11 @@ def test_rollout_phase_raises_after_reload_when_sleep_frees_nothing() -> None:
 def test_check_updates_of_2_checks_each_second_update() -> None:
     strategy = Strategy(RecordingEngine(check_updates=2))
     assert roll_out(strategy) == FIRST + REST
-    strategy.rollout.weights_changed()
+    strategy.rollout_phases.weights_changed()
     checked = [*FIRST, "check_weights", "policy forward", *REST[:3], "prompt_log_probs", *REST[3:]]
     assert roll_out(strategy) == checked
     assert roll_out(strategy) == FIRST[:3] + REST
-    strategy.rollout.weights_changed()
+    strategy.rollout_phases.weights_changed()
     assert roll_out(strategy) == FIRST + REST
 
 

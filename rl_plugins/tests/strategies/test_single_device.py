@@ -91,7 +91,7 @@ def test_rollout_error_passes_after_the_engine_sleeps() -> None:
     with pytest.raises(TimeoutError, match="no answer"):
         canned.quiet_trainer(strategy).fit(stage(), loader())
     assert rollout.calls[-1] == "sleep"
-    assert strategy.phases.current is None
+    assert strategy.phase_log.current is None
 
 
 def test_rollout_without_an_engine_is_refused() -> None:

@@ -34,7 +34,9 @@ class RolloutPhases:
         engines_lost: number of lost and replaced rollout engines.
 
     Example:
-        >>> responses = strategy.rollout.run_sampling(step, lambda engine: engine.generate(prompts, sampling, seeds))
+        >>> responses = strategy.rollout_phases.run_sampling(
+        ...     step, lambda engine: engine.generate(prompts, sampling, seeds)
+        ... )
     """
 
     def __init__(self, engine: RolloutEngine | None, training: Strategy, memory: TrainingMemory) -> None:
@@ -100,7 +102,7 @@ class RolloutPhases:
             EngineLost: engines were lost `MAX_LOSSES` times.
         """
         for _ in range(MAX_LOSSES):
-            with self.phase(version) as engine, self._training.phases.measure("rollout"):
+            with self.phase(version) as engine, self._training.phase_log.measure("rollout"):
                 try:
                     result, lost = sample(engine), False
                 except EngineLost:
@@ -133,7 +135,7 @@ class RolloutPhases:
             MemoryNotFreed: a release freed less memory than expected.
             WeightsDiffer: a check of the update found other weights in the rollout engine than in the policy.
         """
-        engine, phases, memory = self.engine, self._training.phases, self.memory
+        engine, phases, memory = self.engine, self._training.phase_log, self.memory
         slept: MemoryChange | None = None
         with phases.measure("offload"):
             if engine.sleeps:
@@ -176,13 +178,13 @@ class RolloutPhases:
         """
         if self._version is not None:
             return None
-        with self._training.phases.measure("update_weights"):
+        with self._training.phase_log.measure("update_weights"):
             self._update_weights(engine, version)
         self._version = version
         self._updates += 1
         if not engine.check_updates or self._updates % engine.check_updates:
             return None
-        with self._training.phases.measure("check_weights"):
+        with self._training.phase_log.measure("check_weights"):
             # A rollout engine lost here is replaced before sampling.
             with suppress(EngineLost):
                 engine.check_weights(self._training.weight_source())
@@ -205,14 +207,14 @@ class RolloutPhases:
         self.weights_changed()
 
     def _free(self, phase: str, offload: Callable[[], None], expected: int) -> None:
-        before = self._training.phases.bytes_in_use()
+        before = self._training.phase_log.bytes_in_use()
         offload()
-        MemoryChange(before, self._training.phases.bytes_in_use(), expected).check(phase)
+        MemoryChange(before, self._training.phase_log.bytes_in_use(), expected).check(phase)
 
     @torch.no_grad()
     def _probe(self) -> tuple[list[float], float]:
         """Return the policy's log-probs of the probe's tokens, and the tolerance of the comparison. Collective."""
-        ids_1T = torch.tensor([PROBE], device=self._training.phases.device)
+        ids_1T = torch.tensor([PROBE], device=self._training.phase_log.device)
         logits_TV = self._training.model_engine(POLICY)(input_ids=ids_1T).logits[0, :-1]
         log_probs_T = logits_TV.float().log_softmax(-1).gather(-1, ids_1T[0, 1:, None]).squeeze(-1)
         return log_probs_T.tolist(), tolerance_of(logits_TV.dtype)

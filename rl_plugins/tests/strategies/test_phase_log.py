@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_plugins.strategies import phases
-from rl_plugins.strategies.phases import PhaseLog
+from rl_plugins.strategies.phase_log import PhaseLog
 
 
 def test_measure_adds_up_seconds_of_a_phase_until_drain(monkeypatch: pytest.MonkeyPatch) -> None:
