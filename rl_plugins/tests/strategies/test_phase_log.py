@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_plugins.strategies import phases
+from rl_plugins.strategies import phase_log
 from rl_plugins.strategies.phase_log import PhaseLog
 
 
 def test_measure_adds_up_seconds_of_a_phase_until_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(phase_log, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     log = PhaseLog()
     for seconds in (2.0, 3.0):
         with log.measure("rollout"):
