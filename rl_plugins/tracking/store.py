@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
@@ -86,7 +85,8 @@ def open_client(uri: str) -> MlflowClient:
     """Return a client of a store. MLflow makes or updates the tables of an SQLite file when the client is made.
 
     MLflow has no lock for this work, and two processes that do it at once damage the file. So a process waits until no
-    other process opens the file.
+    other process opens the file. A new file gets its name when its tables are complete, because a process that is
+    killed in the work leaves a file that MLflow cannot open.
 
     Raises:
         TimeoutError: another process has the lock for too long.
@@ -94,7 +94,13 @@ def open_client(uri: str) -> MlflowClient:
     from mlflow import MlflowClient
 
     file = _sqlite_file(uri)
-    with nullcontext() if file is None else FileLock(f"{file}.lock", timeout=_OPEN_TIMEOUT_S):
+    if file is None:
+        return MlflowClient(uri)
+    with FileLock(f"{file}.lock", timeout=_OPEN_TIMEOUT_S):
+        if not file.exists():
+            partial = file.with_name(f"{file.name}.partial-{os.getpid()}")
+            MlflowClient(f"{_SQLITE}{partial}")
+            partial.replace(file)
         return MlflowClient(uri)
 
 
