@@ -3,7 +3,7 @@
 Backward computes the logits of each chunk again, and adds the gradients of the hidden states and of the head's weight
 in place. Forward keeps the normaliser and the entropy of every position.
 
-Axes: `N` positions, `H` hidden, `V` vocabulary, `J` and `K`: see `token_distributions`.
+Axes: `N` positions, `H` hidden, `V` vocabulary, `J` and `C`: see `token_distributions`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def chunked_head_columns(
     *,
     rows: int,
 ) -> Tensor:
-    """Compute `distribution_columns` [N, K] of the logits `hidden_NH @ weight_VH.T + bias_V`, chunk by chunk.
+    """Compute `distribution_columns` [N, C] of the logits `hidden_NH @ weight_VH.T + bias_V`, chunk by chunk.
 
     The logits have the dtype of the hidden states (under autocast, the dtype of autocast), as the output of the head
     has. Sums over the vocabulary, and sums of gradients over chunks, have at least float32.
@@ -54,8 +54,8 @@ def chunked_head_columns(
         hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
         bias_V = None if bias_V is None else bias_V.to(dtype)
     with torch.autocast(device, enabled=False):
-        result_NK: Tensor = _ChunkedHead.apply(hidden_NH, weight_VH, bias_V, tokens_N, extra_NJ, columns, rows)
-    return result_NK
+        result_NC: Tensor = _ChunkedHead.apply(hidden_NH, weight_VH, bias_V, tokens_N, extra_NJ, columns, rows)
+    return result_NC
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -75,14 +75,14 @@ class _ChunkedHead(torch.autograd.Function):
             columns_and_normaliser(_logits(hidden_NH[chunk], weight_VH, bias_V), tokens_NJ[chunk], columns)
             for chunk in _chunks(len(hidden_NH), rows)
         ]
-        result_NK, normaliser_N = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_NJ, normaliser_N, result_NK[:, 1].clone())
+        result_NC, normaliser_N = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_NJ, normaliser_N, result_NC[:, 1].clone())
         ctx.columns, ctx.rows = columns, rows
-        return result_NK
+        return result_NC
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NK: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient_NC: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, tokens_NJ, normaliser_N, entropy_N = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype = normaliser_N.dtype
@@ -95,7 +95,7 @@ class _ChunkedHead(torch.autograd.Function):
                 tokens_NJ[chunk],
                 normaliser_N[chunk],
                 entropy_N[chunk],
-                gradient_NK[chunk],
+                gradient_NC[chunk],
                 ctx.columns,
             )
             if bias_gradient_V is not None:

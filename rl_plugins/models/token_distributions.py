@@ -1,8 +1,8 @@
 """Numbers of the distributions of sampled tokens: `softmax(logits / temperature)` over the vocabulary.
 
-Axes: `N` positions, `V` vocabulary, `J` extra tokens at each position, `K` columns: the log-prob of the sampled token,
-the entropy and, on request, the sum of squares, the log-probs and ids of the most likely tokens, and the log-probs of
-the extra tokens.
+Axes: `N` positions, `V` vocabulary, `J` extra tokens at each position, `K` most likely tokens, `C` columns: the
+log-prob of the sampled token, the entropy and, on request, the sum of squares, the log-probs and ids of the most likely
+tokens, and the log-probs of the extra tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def distribution_columns(
     logits_NV: Tensor, tokens_N: Tensor, columns: ColumnSpec, extra_NJ: Tensor | None = None
 ) -> Tensor:
-    """Compute the columns [N, K] in float32 (in float64 for float64 logits), one block of positions at a time.
+    """Compute the columns [N, C] in float32 (in float64 for float64 logits), one block of positions at a time.
 
     The log-probs of sampled and extra tokens have a gradient. The entropy has a gradient on request. The other columns
     have none. Backward keeps the logits in their own dtype.
@@ -65,24 +65,24 @@ def distribution_columns(
     """
     # Autocast would compute the dot products in 16 bits.
     with torch.autocast(logits_NV.device.type, enabled=False):
-        result_NK: Tensor = _Distribution.apply(logits_NV, tokens_N, extra_NJ, columns)
-    return result_NK
+        result_NC: Tensor = _Distribution.apply(logits_NV, tokens_N, extra_NJ, columns)
+    return result_NC
 
 
 class _Distribution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, tokens_N: Tensor, extra_NJ: Tensor | None, columns: ColumnSpec) -> Tensor:
         tokens_NJ = with_extra(tokens_N, extra_NJ)
-        result_NK, normaliser_N = columns_and_normaliser(logits_NV, tokens_NJ, columns)
-        ctx.save_for_backward(logits_NV, tokens_NJ, normaliser_N, result_NK[:, 1].clone())
+        result_NC, normaliser_N = columns_and_normaliser(logits_NV, tokens_NJ, columns)
+        ctx.save_for_backward(logits_NV, tokens_NJ, normaliser_N, result_NC[:, 1].clone())
         ctx.columns = columns
-        return result_NK
+        return result_NC
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NK: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient_NC: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, tokens_NJ, normaliser_N, entropy_N = ctx.saved_tensors
-        logits_gradient_NV = logits_gradient(logits_NV, tokens_NJ, normaliser_N, entropy_N, gradient_NK, ctx.columns)
+        logits_gradient_NV = logits_gradient(logits_NV, tokens_NJ, normaliser_N, entropy_N, gradient_NC, ctx.columns)
         return logits_gradient_NV, None, None, None
 
 
@@ -92,9 +92,9 @@ def with_extra(tokens_N: Tensor, extra_NJ: Tensor | None) -> Tensor:
 
 
 def columns_and_normaliser(logits_NV: Tensor, tokens_NJ: Tensor, columns: ColumnSpec) -> tuple[Tensor, Tensor]:
-    """Compute the columns [N, K] and the normaliser of each distribution [N], the input of `logits_gradient`."""
+    """Compute the columns [N, C] and the normaliser of each distribution [N], the input of `logits_gradient`."""
     dtype, num_fixed = accumulation_dtype(logits_NV.dtype), columns.num_fixed
-    result_NK = logits_NV.new_empty((len(logits_NV), num_fixed + tokens_NJ.shape[1] - 1), dtype=dtype)
+    result_NC = logits_NV.new_empty((len(logits_NV), num_fixed + tokens_NJ.shape[1] - 1), dtype=dtype)
     normaliser_N = logits_NV.new_empty(len(logits_NV), dtype=dtype)
     for rows in _blocks(logits_NV):
         logs_NV = _binary_logs(logits_NV[rows], columns)
@@ -103,16 +103,16 @@ def columns_and_normaliser(logits_NV: Tensor, tokens_NJ: Tensor, columns: Column
         total_N = weights_NV.sum(dim=-1)
         log_total_N = total_N.log2()
         log_probs_NJ = logs_NV.gather(-1, tokens_NJ[rows]).sub_(log_total_N[:, None]).mul_(_LN_2)
-        result_NK[rows, 0], result_NK[rows, num_fixed:] = log_probs_NJ[:, 0], log_probs_NJ[:, 1:]
-        result_NK[rows, 1] = (log_total_N - torch.linalg.vecdot(weights_NV, logs_NV) / total_N).mul_(_LN_2)
+        result_NC[rows, 0], result_NC[rows, num_fixed:] = log_probs_NJ[:, 0], log_probs_NJ[:, 1:]
+        result_NC[rows, 1] = (log_total_N - torch.linalg.vecdot(weights_NV, logs_NV) / total_N).mul_(_LN_2)
         if columns.sum_pi_squared:
-            result_NK[rows, 2] = torch.linalg.vecdot(weights_NV, weights_NV) / total_N.square()
+            result_NC[rows, 2] = torch.linalg.vecdot(weights_NV, weights_NV) / total_N.square()
         if columns.top_k:
             tops_NK, ids_NK = logs_NV.topk(columns.top_k, dim=-1)
             tops_NK.sub_(log_total_N[:, None]).mul_(_LN_2)
-            result_NK[rows, num_fixed - 2 * columns.top_k : num_fixed] = torch.cat([tops_NK, ids_NK], dim=-1)
+            result_NC[rows, num_fixed - 2 * columns.top_k : num_fixed] = torch.cat([tops_NK, ids_NK], dim=-1)
         normaliser_N[rows] = log_total_N + largest_N1.squeeze(-1)
-    return result_NK, normaliser_N
+    return result_NC, normaliser_N
 
 
 def logits_gradient(
@@ -120,7 +120,7 @@ def logits_gradient(
     tokens_NJ: Tensor,
     normaliser_N: Tensor,
     entropy_N: Tensor,
-    gradient_NK: Tensor,
+    gradient_NC: Tensor,
     columns: ColumnSpec,
 ) -> Tensor:
     """Compute the gradient of the logits [N, V], in the dtype of the logits, from the gradient of the columns.
@@ -133,18 +133,18 @@ def logits_gradient(
         tokens_NJ: Ids of the sampled token and the extra tokens of each position.
         normaliser_N: Normaliser of each distribution (see `columns_and_normaliser`).
         entropy_N: Entropy of each distribution in nats.
-        gradient_NK: Gradient of the columns.
+        gradient_NC: Gradient of the columns.
         columns: Numbers that were computed.
     """
     gradient_NV = torch.empty_like(logits_NV)
-    gradient_NK = gradient_NK / columns.temperature
-    gradient_NJ = torch.cat([gradient_NK[:, :1], gradient_NK[:, columns.num_fixed :]], dim=-1)
+    gradient_NC = gradient_NC / columns.temperature
+    gradient_NJ = torch.cat([gradient_NC[:, :1], gradient_NC[:, columns.num_fixed :]], dim=-1)
     sum_N1 = gradient_NJ.sum(dim=-1, keepdim=True)
     for rows in _blocks(logits_NV):
         logs_NV = _binary_logs(logits_NV[rows], columns).sub_(normaliser_N[rows, None])
         if columns.entropy_gradient:
             pi_NV = logs_NV.exp2()
-            entropy_term_NV = logs_NV.mul_(_LN_2).add_(entropy_N[rows, None]).mul_(gradient_NK[rows, 1, None])
+            entropy_term_NV = logs_NV.mul_(_LN_2).add_(entropy_N[rows, None]).mul_(gradient_NC[rows, 1, None])
             block_NV = entropy_term_NV.add_(sum_N1[rows]).mul_(pi_NV).neg_()
         else:
             block_NV = logs_NV.exp2_().mul_(-sum_N1[rows])
