@@ -228,11 +228,7 @@ class Stage(LightningModule):
         return self._has_reference
 
     def _load_reference(self) -> nn.Module | None:
-        """Load the reference; return None if the reference is the policy without its adapter.
-
-        Raises:
-            ConfigError: the reference has other tokens than the policy.
-        """
+        """Load the reference; return None if the reference is the policy without its adapter."""
         path, policy = self._reference_path, getattr(self, self.trained)
         if path not in (None, self._own_path):
             check_same_tokens(self.tokenizer, str(path), "reference")
