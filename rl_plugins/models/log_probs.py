@@ -1,9 +1,9 @@
 """Log-probs and entropy of response tokens, without the logits of a whole batch.
 
 A causal language model runs up to its output head. The hidden states of the predicting positions go through the head
-chunk by chunk (`chunked_head`). For this, the forward of the head is replaced during the call of the model. The head is
-still called as a module, because ZeRO-3 gathers the weights of a module in the hooks of `__call__`, in forward and in
-backward.
+chunk by chunk (`chunked_head_columns`). For this, the forward of the head is replaced during the call of the model. The
+head is still called as a module, because ZeRO-3 gathers the weights of a module in the hooks of `__call__`, in forward
+and in backward.
 
 Some models change the logits after the head, or have no head. Such a model returns the logits of the response, and the
 logits are converted to float32 block by block.
@@ -25,10 +25,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from rl_plugins.models.chunked_head import chunked_head_columns
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
-from rl_plugins.models.token_distributions import ColumnSpec, accumulation_dtype, distribution_columns
+from rl_plugins.models.token_distributions import (
+    ColumnSpec,
+    accumulation_dtype,
+    chunked_head_columns,
+    distribution_columns,
+)
 
 CHUNK_ELEMENTS = 2**24
 """Largest number of logits in a chunk: 32 MB in bfloat16."""
