@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,14 @@ def check_this_machine(config: RecipeConfig) -> None:
                 "placement.device=cpu"
             )
         raise ConfigError("placement.device=cuda, but this machine has no NVIDIA GPU: use placement.device=cpu or auto")
-    if not _on_cpu(config):
+    if config.on_gpus or (config.launcher == "ray" and not _on_cpu(config)):
         check_gpus(config, {"this machine": read_machine()})
     if config.launcher == "ray":
-        device = "cpu" if _on_cpu(config) else "cuda"
+        config = deepcopy(config)
+        config.placement.device = "cpu" if _on_cpu(config) else "cuda"
         available = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
-        check_fit(roles_of(config, device), [available], f"this machine with {hidden}" if hidden else "this machine")
-        if device == "cpu":
+        check_fit(roles_of(config), [available], f"this machine with {hidden}" if hidden else "this machine")
+        if not config.on_gpus:
             _check_memory(config)
 
 
