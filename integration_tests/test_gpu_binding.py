@@ -101,5 +101,5 @@ def test_prepare_starts_each_engine_on_the_gpus_of_its_ranks_and_again_after_a_l
         assert ray.get([rank.lose_engine.remote(1) for rank in ranks], timeout=IN_RAY_S) == [(1, 1)] * RANKS
         assert gpus() == first
     finally:
-        for rank in ranks:
-            ray.kill(rank)
+        for actor in ranks:
+            ray.kill(actor)
