@@ -4,8 +4,8 @@ Axes: `N` positions, `V` vocabulary, `J` extra tokens at each position, `K` most
 log-prob of the sampled token, the entropy and, on request, the sum of squares, the log-probs and ids of the most likely
 tokens, and the log-probs of the extra tokens. `H` is the hidden width.
 
-`distribution_columns` takes logits. `chunked_head_columns` takes hidden states and the output head: the logits exist for
-one chunk of positions at a time. Backward computes the logits of each chunk again, and adds the gradients of the
+`distribution_columns` takes logits. `chunked_head_columns` takes hidden states and the output head: the logits exist
+for one chunk of positions at a time. Backward computes the logits of each chunk again, and adds the gradients of the
 hidden states and of the head's weight in place. Forward keeps the normaliser and the entropy of every position.
 """
 
