@@ -171,8 +171,9 @@ class PolicyCheckpoint(Callback):
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
-        if torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda"])
+        device = trainer.strategy.root_device
+        if device.type == "cuda" and state["cuda"] is not None:
+            torch.cuda.set_rng_state(state["cuda"], device)
         return "random states"
 
     def _load_rank_states(self, trainer: Trainer, checkpoint: Path) -> list[str]:
@@ -209,7 +210,7 @@ def write_checkpoint(trainer: Trainer, final: Path) -> None:
         partial.mkdir(parents=True)
     trainer.strategy.barrier("checkpoint folder")
     trainer.save_checkpoint(partial / "state", weights_only=False)
-    torch.save(_random_state(), partial / f"random_state_{trainer.global_rank}.pt")
+    torch.save(_random_state(trainer.strategy.root_device), partial / f"random_state_{trainer.global_rank}.pt")
     states = {name: callback.rank_state() for name, callback in _with_rank_state(trainer).items()}
     if states:
         torch.save(states, partial / f"callbacks_{trainer.global_rank}.pt")
@@ -269,10 +270,11 @@ def _seed_generators(step: int, rank: int) -> None:
     torch.manual_seed(seeds[2])
 
 
-def _random_state() -> dict[str, Any]:
+def _random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of the CPU's generators, and of this worker's own device among the visible ones."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }

@@ -33,7 +33,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
     """Lightning's single-device strategy with named models and a rollout engine.
 
     Args:
-        device: device to train on.
+        device: device to train on; `cuda` is the first visible GPU.
         rollout: rollout engine; None for stages without sampling.
         **kwargs: further arguments of Lightning's `SingleDeviceStrategy`.
     """
@@ -43,9 +43,13 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
     def __init__(
         self, device: str | torch.device = "cpu", *, rollout: RolloutEngine | None = None, **kwargs: Any
     ) -> None:
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            # `torch.cuda.set_device`, which Lightning calls, refuses a device without an index.
+            device = torch.device("cuda", 0)
         super().__init__(device=device, **kwargs)
         self.ranks = Ranks()
-        self.phase_log = PhaseLog(device=torch.device(device))
+        self.phase_log = PhaseLog(device=device)
         self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory())
         self._optimizers_of: dict[str, Optimizer] = {}
         self._gradient_norms: dict[str, float] = {}
@@ -55,6 +59,11 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register("rl_single_device", cls, description="One device, with a rollout engine")
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.rollout_phases.prepare()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -71,7 +80,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
                 elif self.precision_plugin.precision == "bf16-mixed":
                     # In bfloat16, rounding would remove small steps.
                     model.float()
-        self.rollout_phases.connect(self.ranks)
+        self.rollout_phases.connect()
 
     @contextmanager
     def sharded_init(self, frozen: str | None = None) -> Iterator[None]:

@@ -90,6 +90,9 @@ class ZeroStrategy(DeepSpeedStrategy):
         # The default buckets reserve 0.8 GB on each rank, also for a small model.
         for name in ("allgather_bucket_size", "reduce_bucket_size"):
             kwargs.setdefault(name, 50_000_000)
+        # A step of stage 3 has float32 gradients of one group of parameters at a time: at most 4 GB. The default is one
+        # group of the whole shard.
+        kwargs.setdefault("sub_group_size", 1_000_000_000)
         kwargs.setdefault("overlap_comm", torch.cuda.is_available())
         kwargs.setdefault("logging_batch_size_per_gpu", 1)
         self._offload = Offload(offload or {}, Path(offload_folder) if offload_folder else None)
@@ -123,6 +126,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         check_divides("sequence_parallel", self._sequence_parallel, self.world_size)
         self.ranks = Ranks(self.global_rank, self.world_size, self.root_device)
         self.phase_log.device = self.root_device
+        self.rollout_phases.prepare(shared=self._one_rollout_engine)
 
     @override
     def setup_distributed(self) -> None:
@@ -144,7 +148,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        self.rollout_phases.connect(self.ranks, shared=self._one_rollout_engine)
+        self.rollout_phases.connect()
 
     @contextmanager
     @override
@@ -459,7 +463,13 @@ class ZeroStrategy(DeepSpeedStrategy):
     def teardown(self) -> None:
         stop_sharing(self._sequences)
         self.rollout_phases.close()
-        super().teardown()
+        # Lightning's method copies the module and the optimizer states to the host. An export after training needs all
+        # parameters on one device, and the optimizer states are not needed at all.
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
 
 def _shard(parameter: nn.Parameter) -> Tensor:

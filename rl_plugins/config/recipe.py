@@ -101,10 +101,19 @@ class RecipeConfig(Settings):
         return 1 if self.launcher == "local" else self.placement.num_workers
 
     @property
+    def on_gpus(self) -> bool:
+        """True if the run uses GPUs. The launcher has replaced `placement.device=auto` by the device of the run."""
+        return self.placement.device == "cuda"
+
+    @property
     def num_engines(self) -> int:
-        """Number of rollout engines."""
+        """Number of rollout engines: the option `rollout.engines`, or its default."""
         engines = self.rollout.engines
-        return self.placement.num_workers if engines == "per_worker" else int(engines)
+        if engines is None:
+            engines = "per_worker" if self.on_gpus and self.placement.rollout == "colocated" else 1
+        if engines == "per_worker":
+            return self.placement.num_workers // self.rollout.tensor_parallel_size
+        return int(engines)
 
     @property
     def rollout_sleep(self) -> str:
@@ -166,9 +175,9 @@ def _mixture_parts(parts: object) -> dict[str, MixturePart]:
     """Return the parts of a mixture by name. The option itself has no type, because Hydra refuses unknown names."""
     if not isinstance(parts, Mapping):
         raise ConfigError(f"data.mixture={parts}: must be a mapping of names to `files` and `weight`")
-    node = OmegaConf.create({"data": {"mixture": DictConfig({}, element_type=MixturePart)}})
-    merged: Any = OmegaConf.merge(node, {"data": {"mixture": parts}})
-    named: dict[str, MixturePart] = _build(merged.data.mixture, ["data", "mixture"])
+    # Errors name the option by its groups.
+    schema = OmegaConf.create({"data": {"mixture": DictConfig({}, element_type=MixturePart)}})
+    named: dict[str, MixturePart] = _build(OmegaConf.merge(schema, {"data": {"mixture": parts}}), [])["data"]["mixture"]
     return named
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
@@ -103,3 +104,14 @@ def test_rollout_without_an_engine_is_refused() -> None:
 def test_sum_without_a_process_group_is_the_identity() -> None:
     values = torch.tensor([1.0, 2.0])
     assert Ranks(device=torch.device("cpu")).sum(values) is values
+
+
+def test_device_cuda_without_an_index_is_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.set_device` checks the index before it needs a GPU."""
+    selected: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", selected.append, raising=False)
+    strategy = SingleDeviceRolloutStrategy("cuda")
+    strategy.accelerator = CUDAAccelerator()
+    strategy.setup_environment()
+    assert selected == [0]
+    assert strategy.root_device == strategy.phase_log.device == torch.device("cuda", 0)

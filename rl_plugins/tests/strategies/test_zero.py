@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
 
+from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies import zero_worker
 
@@ -13,3 +19,25 @@ from rl_plugins.tests.strategies import zero_worker
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_strategy_engines_weight_sources_and_checkpoints(tmp_path: Path, stage: int) -> None:
     run_ranks(zero_worker.train, stage, tmp_path, world_size=1)
+
+
+def test_teardown_leaves_module_and_optimizer_states_on_their_device() -> None:
+    """An export follows, which may not add tensors of two devices. Tensors on `meta` cannot be copied to the host."""
+    module = LightningModule()
+    module.policy = nn.Linear(2, 2, device="meta")
+    parameters = list(module.policy.parameters())
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        optimizer.state[parameter] = {"exp_avg": torch.empty_like(parameter)}
+    strategy = ZeroStrategy(accelerator=CPUAccelerator(), cluster_environment=LightningEnvironment())
+    strategy._lightning_module, strategy.optimizers = module, [optimizer]
+    strategy.teardown()
+    states: list[Tensor] = [state["exp_avg"] for state in optimizer.state.values()]
+    assert {tensor.device.type for tensor in [*module.parameters(), *states]} == {"meta"}
+
+
+def test_optimizer_steps_of_stage_3_are_in_groups_of_a_billion_parameters() -> None:
+    """One group of the whole shard would need its float32 gradients at once."""
+    for strategy, expected in ((ZeroStrategy(), 10**9), (ZeroStrategy(sub_group_size=5), 5)):
+        config = strategy.config
+        assert isinstance(config, dict) and config["zero_optimization"]["sub_group_size"] == expected

@@ -91,6 +91,11 @@ def test_two_workers_resume_a_checkpoint_of_one(results: Callable[[str], Results
     assert_equal(results(f"one-{stage}-two-{stage}"), results("single"), first=SAVED + 1)
 
 
+def test_groups_of_parameters_train_and_resume_like_a_single_device(results: Callable[[str], Results]) -> None:
+    assert_equal(results("groups-3"), results("single"))
+    assert_equal(results("groups-3-one-3"), results("single"), first=SAVED + 1)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("run", ["host", "moved"])
 def test_offload_to_the_host_does_not_change_training(results: Callable[[str], Results], run: str, stage: int) -> None:

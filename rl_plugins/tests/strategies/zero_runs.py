@@ -151,6 +151,9 @@ RUNS: dict[str, Run] = {
     **{f"two-{stage}-one-{stage % 3 + 1}": Run(zero(stage % 3 + 1), resume=f"two-{stage}") for stage in STAGES},
     **{f"host-{stage}": Run(on_host(stage)) for stage in STAGES},
     **{f"moved-{stage}": Run(moved(stage)) for stage in STAGES},
+    # Optimizer steps in several groups of parameters, as the default gives a large model.
+    "groups-3": Run(zero(3, sub_group_size=2000), world_size=2),
+    "groups-3-one-3": Run(zero(3, sub_group_size=3000), resume="groups-3"),
     "bf16-2": Run(zero(2), **SMALL),
     "bf16-2-3": Run(zero(3), resume="bf16-2", **SMALL),
     "files-3": Run(in_files("files")),

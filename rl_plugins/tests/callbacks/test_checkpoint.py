@@ -1,0 +1,52 @@
+"""Checkpoints: the random state of the worker's own device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint, write_checkpoint
+from rl_plugins.stages.stage import Stage
+from rl_plugins.tests.callbacks.training import build_policy
+from rl_plugins.tests.stages import canned
+
+
+def trainer_on(device: torch.device, checkpoint: Path) -> Any:
+    """What a checkpoint reads of a trainer, whose worker has a device."""
+    strategy = SimpleNamespace(root_device=device, barrier=lambda name: None)
+    return SimpleNamespace(
+        strategy=strategy,
+        save_checkpoint=lambda folder, weights_only: None,
+        ckpt_path=checkpoint / "state",
+        lightning_module=Stage(build_policy(), tokenizer=canned.tokenizer),
+        train_dataloader=None,
+        callbacks=[],
+        is_global_zero=True,
+        global_rank=0,
+        world_size=1,
+    )
+
+
+def test_checkpoint_has_the_random_state_of_the_workers_own_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker saw four devices, and sees two after the resume."""
+    saved, restored = torch.arange(4), {}
+
+    def set_state(state: Tensor, device: torch.device) -> None:
+        restored[device] = state
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: saved[device.index])
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(saved))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", set_state)
+    checkpoint = tmp_path / "checkpoint_00000001"
+    write_checkpoint(trainer_on(torch.device("cuda", 3), checkpoint), checkpoint)
+    trainer = trainer_on(torch.device("cuda", 1), checkpoint)
+    PolicyCheckpoint(tmp_path, every=1).on_train_start(trainer, trainer.lightning_module)
+    assert restored == {torch.device("cuda", 1): torch.tensor(3)}
