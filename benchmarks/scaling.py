@@ -154,7 +154,7 @@ def of_run(folder: RunFolder, device: Device) -> PhaseSource:
     metrics = read_metrics(folder.metrics)
     lengths = list(metrics["train/response_length"].values())
     work = workload_of(config, response_tokens=sum(lengths) / len(lengths))
-    engines = config.placement.num_workers if config.rollout.engines == "per_worker" else int(config.rollout.engines)
+    engines = config.num_engines
     plan = Plan(config.placement.num_workers, engines, zero_stage=config.strategy.zero_stage, offload="stay")
     return PhaseSource(work, plan.trainers, device, (plan, metrics))
 

@@ -37,6 +37,7 @@ def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
     from rl_plugins.launch.ray_train import start_ray, vllm_rollout, worker_environment
 
     for config in configs:
+        config.placement.device = "cpu"
         preflight(config)
     for config in configs:
         folder = RunFolder(Path(config.run.output_dir) / config.run.name)
@@ -47,7 +48,7 @@ def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
     start_ray(environment)
     rollout = None
     if sampling := [config for config in configs if with_vllm(config)]:
-        rollout = vllm_rollout(sampling[0], "cpu")
+        rollout = vllm_rollout(sampling[0])
         rollout.start()
     for num_workers in dict.fromkeys(config.placement.num_workers for config in configs):
         mine = [asdict(config) for config in configs if config.placement.num_workers == num_workers]

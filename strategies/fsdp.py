@@ -137,6 +137,7 @@ class FSDPStrategy(ModelParallelStrategy):
         super().setup_environment()
         self.ranks = Ranks(self.global_rank, self.world_size, self.root_device)
         self.phase_log.device = self.root_device
+        self.rollout_phases.prepare(shared=self._one_rollout_engine)
         if isinstance(self.lightning_module, HasNamedModels):
             self.precision_plugin = _NamedPrecision(str(self.precision_plugin.precision))
 
@@ -170,7 +171,7 @@ class FSDPStrategy(ModelParallelStrategy):
             elif self._is_mixed:
                 # The optimizers show which models are trained, and keep the same parameters after this change of dtype.
                 model._apply(lambda tensor: tensor.float() if tensor.requires_grad else tensor)
-        self.rollout_phases.connect(self.ranks, shared=self._one_rollout_engine)
+        self.rollout_phases.connect()
 
     def _agree_on_adapter(self, model: nn.Module) -> None:
         """Copy the adapter of rank 0 to all ranks, because each rank made an adapter from different random numbers."""

@@ -10,7 +10,7 @@ import torch
 
 from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.memory import MemoryChange
-from rl_plugins.ranks import Ranks, broadcast
+from rl_plugins.ranks import broadcast
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.contract import POLICY, Strategy
 from rl_plugins.strategies.memory import TrainingMemory
@@ -45,6 +45,8 @@ class RolloutPhases:
         # Version of the rollout engine's weights; None if the policy has changed since the last update.
         self._version: int | None = None
         self._updates = 0
+        # True after a loss of engines that share the GPUs of the ranks.
+        self._engines_missing = False
         self.engines_lost = 0
 
     @property
@@ -61,18 +63,25 @@ class RolloutPhases:
             )
         return self._engine
 
-    def connect(self, ranks: Ranks, *, shared: bool = False) -> None:
-        """Connect this rank to the rollout engine, once. The next phase updates the weights: the model may be new.
+    def prepare(self, *, shared: bool = False) -> None:
+        """Start the rollout engine, once, before the ranks use their devices. Collective.
 
         Args:
-            ranks: this process among the training ranks.
-            shared: use the rollout engine of rank 0 on all ranks. The call is then collective.
+            shared: use the rollout engine of rank 0 on all ranks.
         """
-        self.weights_changed()
         if self._connected:
             return
         if shared:
             self._engine = broadcast(self._engine)
+        if self._engine is not None:
+            self._engine.prepare(self._training.ranks)
+
+    def connect(self) -> None:
+        """Connect this rank to the rollout engine, once. The next phase updates the weights: the model may be new."""
+        self.weights_changed()
+        if self._connected:
+            return
+        ranks = self._training.ranks
         if self._engine is not None:
             self._engine.connect(ranks.rank, ranks.world_size)
             self._connected = True
@@ -137,6 +146,8 @@ class RolloutPhases:
         """
         engine, phases, memory = self.engine, self._training.phase_log, self.memory
         slept: MemoryChange | None = None
+        if self._engines_missing:
+            self._start_lost_engines(engine)
         with phases.measure("offload"):
             if engine.sleeps:
                 self._free("offload optimizer", memory.offload_optimizer, memory.optimizer_bytes())
@@ -204,7 +215,18 @@ class RolloutPhases:
 
     def _drop_lost_engines(self) -> None:
         self.engines_lost += self.engine.drop_lost_engines()
+        self._engines_missing = True
         self.weights_changed()
+
+    def _start_lost_engines(self, engine: RolloutEngine) -> None:
+        """Start lost engines again, on devices without memory of training."""
+        if engine.sleeps:
+            self.memory.offload_optimizer()
+            self.memory.offload_parameters()
+            self._training.ranks.wait()
+        engine.prepare(self._training.ranks)
+        self.memory.reload()
+        self._engines_missing = False
 
     def _free(self, phase: str, offload: Callable[[], None], expected: int) -> None:
         before = self._training.phase_log.bytes_in_use()

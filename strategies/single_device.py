@@ -61,6 +61,11 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
         strategy_registry.register("rl_single_device", cls, description="One device, with a rollout engine")
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.rollout_phases.prepare()
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigError("precision=16-mixed: the strategy clips gradients without unscaling; use bf16-mixed")
@@ -75,7 +80,7 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
                 elif self.precision_plugin.precision == "bf16-mixed":
                     # In bfloat16, rounding would remove small steps.
                     model.float()
-        self.rollout_phases.connect(self.ranks)
+        self.rollout_phases.connect()
 
     @contextmanager
     def sharded_init(self, frozen: str | None = None) -> Iterator[None]:

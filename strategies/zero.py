@@ -126,6 +126,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         check_divides("sequence_parallel", self._sequence_parallel, self.world_size)
         self.ranks = Ranks(self.global_rank, self.world_size, self.root_device)
         self.phase_log.device = self.root_device
+        self.rollout_phases.prepare(shared=self._one_rollout_engine)
 
     @override
     def setup_distributed(self) -> None:
@@ -147,7 +148,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        self.rollout_phases.connect(self.ranks, shared=self._one_rollout_engine)
+        self.rollout_phases.connect()
 
     @contextmanager
     @override

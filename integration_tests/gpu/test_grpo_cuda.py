@@ -25,7 +25,7 @@ COLOCATED = {
 SEVERAL = {
     "two-colocated": ["placement.num_workers=2"],
     "tensor-parallel": ["placement.num_workers=2", "strategy.name=fsdp", "strategy.tensor_parallel=2"],
-    "split": ["placement.num_workers=1", "placement.gpus_per_worker=1", "placement.rollout=split"],
+    "split": ["placement.num_workers=1", "placement.rollout=split"],
 }
 
 

@@ -164,12 +164,13 @@ def refusal(config: RecipeConfig, options: Mapping[str, Any], cluster: Cluster) 
     if planned.schedule.max_staleness and (planned.sampling.top_p < 1 or planned.sampling.top_k > 0):
         return "schedule.max_staleness=1 needs sampling.top_p=1 and sampling.top_k=-1, to correct for stale samples"
     on_cpu = cluster.device.is_cpu
+    planned.placement.device = "cpu" if on_cpu else "cuda"
     # The number of CPU cores beside accelerators is unknown.
     machine = {"CPU": cluster.per_node} if on_cpu else {"CPU": math.inf, "GPU": cluster.per_node}
     try:
         check_options(planned)
         check_batch(planned)
-        check_fit(roles_of(planned, "cpu" if on_cpu else "cuda"), [machine] * cluster.nodes, "the planned cluster")
+        check_fit(roles_of(planned), [machine] * cluster.nodes, "the planned cluster")
     except ConfigError as error:
         return str(error)
     return ""

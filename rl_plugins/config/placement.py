@@ -100,9 +100,8 @@ class PlacementConfig(Settings):
         strategy: how Ray places the training workers: `PACK`, on few machines; `SPREAD`, on many; `STRICT_PACK`, on
             one; `STRICT_SPREAD`, each on another machine.
         cpus_per_worker: Ray CPUs of a training worker.
-        gpus_per_worker: Ray GPUs of a training worker; a share below 1 leaves room for a colocated engine.
-        rollout: place of the vLLM engines: `colocated`, on the training workers' devices; `split`, on their own.
-        engine_gpus: Ray GPUs of a colocated engine; a split engine has `rollout.tensor_parallel_size` GPUs.
+        rollout: place of the vLLM engines: `colocated`, on the training workers' devices; `split`, on their own. Each
+            worker has a GPU, and a split engine has `rollout.tensor_parallel_size` GPUs.
         engine_cpus: Ray CPUs of a split engine; on CPU, of each of its processes.
         reward_model: pool of the reward model.
         teacher: pool of the teacher.
@@ -119,9 +118,7 @@ class PlacementConfig(Settings):
     device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"
     strategy: Annotated[str, one_of("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")] = "PACK"
     cpus_per_worker: Annotated[float, ABOVE_0] = 1.0
-    gpus_per_worker: Annotated[float, NOT_NEGATIVE] = 0.7
     rollout: Annotated[str, one_of("colocated", "split")] = "colocated"
-    engine_gpus: Annotated[float, NOT_NEGATIVE] = 0.3
     engine_cpus: Annotated[float, ABOVE_0] = 1.0
     reward_model: PoolOptions = field(default_factory=PoolOptions)
     teacher: PoolOptions = field(default_factory=PoolOptions)

@@ -101,10 +101,19 @@ class RecipeConfig(Settings):
         return 1 if self.launcher == "local" else self.placement.num_workers
 
     @property
+    def on_gpus(self) -> bool:
+        """True if the run uses GPUs. The launcher has replaced `placement.device=auto` by the device of the run."""
+        return self.placement.device == "cuda"
+
+    @property
     def num_engines(self) -> int:
-        """Number of rollout engines."""
+        """Number of rollout engines: the option `rollout.engines`, or its default."""
         engines = self.rollout.engines
-        return self.placement.num_workers if engines == "per_worker" else int(engines)
+        if engines is None:
+            engines = "per_worker" if self.on_gpus and self.placement.rollout == "colocated" else 1
+        if engines == "per_worker":
+            return self.placement.num_workers // self.rollout.tensor_parallel_size
+        return int(engines)
 
     @property
     def rollout_sleep(self) -> str:

@@ -12,7 +12,7 @@ ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 _ENGINES = Range(
     "use per_worker, or a number of at least 1",
-    lambda value: value == "per_worker" or (isinstance(value, int) and value >= 1),
+    lambda value: value in (None, "per_worker") or (isinstance(value, int) and value >= 1),
 )
 
 
@@ -58,8 +58,9 @@ class RolloutConfig(EngineOptions):
 
     Attributes:
         engine: `vllm` or `transformers`.
-        engines: number of vLLM engines, or `per_worker`. Each engine samples for its share of the prompts. On CPU, it
-            has its share of the cores of the workers, which wait in the meantime; several engines run on CPU only.
+        engines: number of vLLM engines, or `per_worker`: one for every `rollout.tensor_parallel_size` workers. Each
+            engine samples for its share of the prompts. On CPU, a colocated engine has its share of the cores of the
+            workers, which wait in the meantime. Null is `per_worker` for colocated engines on GPUs, otherwise 1.
         dtype: dtype of the engine's weights; null follows `model.precision`.
         sleep: memory freed by vLLM engines while the workers train: `kv_cache`; `all`, which also frees the weights,
             so every rollout needs all weights again; `none`, which saves the time to allocate the KV cache. Null is
@@ -69,7 +70,7 @@ class RolloutConfig(EngineOptions):
     """
 
     engine: Annotated[str, one_of("vllm", "transformers")] = "vllm"
-    engines: Annotated[int | str, _ENGINES] = 1
+    engines: Annotated[int | str | None, _ENGINES] = None
     dtype: Annotated[str | None, one_of(None, "float32", "bfloat16", "float16")] = None
     sleep: Annotated[str | None, one_of(None, "kv_cache", "all", "none")] = None
     lora: Annotated[str, one_of("merged", "adapter")] = "adapter"

@@ -13,13 +13,13 @@ from rl_plugins.run_folder import RunFolder
 def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> None:
     """Train in this process."""
     # transformers imports DeepSpeed to save a model, and DeepSpeed would print the selected device.
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if config.placement.device == "cuda" else "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if config.on_gpus else "cpu")
     from rl_plugins.callbacks.progress import redraw_interval_s
     from rl_plugins.launch.training import TrainingRun, transformers_rollout
     from rl_plugins.rewards.inline import InlineScorer
     from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
-    device = "cuda" if config.placement.device == "cuda" else "cpu"
+    device = config.placement.device = "cuda" if config.on_gpus else "cpu"
     rollout, scorer = None, None
     if config.needs_engine:
         rollout = transformers_rollout(config, device)

@@ -44,7 +44,7 @@ class Role:
         count: Number of processes.
         cpus: Ray CPUs of one process.
         gpus: Ray GPUs of one process.
-        strategy: Placement strategy of Ray for the bundles; None for processes on the GPUs of the training workers.
+        strategy: Placement strategy of Ray for the bundles; None for processes on the devices of the training workers.
         options: Options of the recipe for count and resources, for messages.
     """
 
@@ -62,23 +62,21 @@ class Role:
         return {kind: amount for kind, amount in amounts.items() if amount}
 
 
-def roles_of(config: RecipeConfig, device: str) -> list[Role]:
+def roles_of(config: RecipeConfig) -> list[Role]:
     """Return all roles of a run on Ray.
 
     Args:
-        config: Configuration of the run.
-        device: `cpu` or `cuda`.
+        config: Configuration of the run, with the device of the run.
 
     Raises:
         ConfigError: The GPUs of the placement cannot hold the rollout engines or the critic.
     """
-    placement, on_gpus = config.placement, device == "cuda"
+    placement, on_gpus = config.placement, config.on_gpus
     options = f"placement.num_workers={placement.num_workers}, placement.cpus_per_worker"
-    options += ", placement.gpus_per_worker" if on_gpus else ""
-    gpus = placement.gpus_per_worker if on_gpus else 0.0
+    gpus = 1.0 if on_gpus else 0.0
     roles = [Role(WORKERS, placement.num_workers, placement.cpus_per_worker, gpus, placement.strategy, options)]
     if config.rollout.engine == "vllm" and config.needs_engine:
-        roles.append(_engines(config, on_gpus))
+        roles.append(_engines(config))
     for name, pool in config.placement.pools.items():
         options = f"placement.{name}.actors={pool.actors}, placement.{name}.cpus"
         options += f", placement.{name}.gpus" if on_gpus else ""
@@ -92,19 +90,20 @@ def roles_of(config: RecipeConfig, device: str) -> list[Role]:
     return roles
 
 
-def _engines(config: RecipeConfig, on_gpus: bool) -> Role:
-    engines, size = config.num_engines, config.rollout.tensor_parallel_size
+def _engines(config: RecipeConfig) -> Role:
+    workers, engines, size = config.placement.num_workers, config.num_engines, config.rollout.tensor_parallel_size
     options = f"rollout.engines={config.rollout.engines}, rollout.tensor_parallel_size={size}"
     if config.placement.rollout == "split":
-        cpus = config.placement.engine_cpus * (1 if on_gpus else size)
-        return Role(ENGINES, engines, cpus, size if on_gpus else 0, "PACK", f"{options}, placement.engine_cpus")
-    if on_gpus and (engines > 1 or size > 1):
+        cpus = config.placement.engine_cpus * (1 if config.on_gpus else size)
+        return Role(ENGINES, engines, cpus, size if config.on_gpus else 0, "PACK", f"{options}, placement.engine_cpus")
+    if config.on_gpus and engines * size != workers:
         raise ConfigError(
-            f"{options}: with placement.rollout=colocated, the training workers share a GPU with one rollout engine, "
-            "and the engine has one GPU. Set placement.rollout=split to give rollout engines their own GPUs"
+            f"{options}: with placement.rollout=colocated, every rollout engine shares the GPUs of "
+            f"{size} of the {workers} training workers. Set rollout.engines=per_worker with a "
+            "rollout.tensor_parallel_size that divides placement.num_workers, or set placement.rollout=split to give "
+            "rollout engines their own GPUs"
         )
-    gpus = config.placement.engine_gpus if on_gpus else 0.0
-    return Role(ENGINES, engines, 0.0, gpus, None, f"{options}, placement.engine_gpus")
+    return Role(ENGINES, engines, 0.0, 0.0, None, options)
 
 
 def table(roles: Sequence[Role], nodes: Sequence[Resources]) -> list[str]:

@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,11 @@ def check_this_machine(config: RecipeConfig) -> None:
     if config.placement.device == "cuda" and not gpus:
         raise ConfigError("placement.device=cuda, but this machine has no NVIDIA GPU: use placement.device=cpu or auto")
     if config.launcher == "ray":
-        device = "cpu" if _on_cpu(config) else "cuda"
+        config = deepcopy(config)
+        config.placement.device = "cpu" if _on_cpu(config) else "cuda"
         available = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
-        check_fit(roles_of(config, device), [available], "this machine")
-        if device == "cpu":
+        check_fit(roles_of(config), [available], "this machine")
+        if not config.on_gpus:
             _check_memory(config)
 
 

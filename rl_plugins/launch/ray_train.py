@@ -57,8 +57,8 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     import ray
 
     started_in = Path.cwd()
-    device = resolve_device(config)
-    environment = worker_environment(device)
+    config.placement.device = resolve_device(config)
+    environment = worker_environment(config.placement.device)
     os.environ.update(environment)
     # Ray would draw the finished progress bar again around every later line.
     os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
@@ -66,31 +66,28 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if not ray.is_initialized():
         start_ray(environment)
-    placement, roles, nodes = config.placement, roles_of(config, device), [node["Resources"] for node in alive_nodes()]
+    placement, roles, nodes = config.placement, roles_of(config), [node["Resources"] for node in alive_nodes()]
     for line in table(roles, nodes):
         print(f"{config.run.name}: {line}", flush=True)
     if not placement.wait_for_nodes_s:
         check_fit(roles, nodes, "the cluster")
     with reserved(roles, config.run.name, placement.wait_for_nodes_s) as places:
         wait_until_project_is_unpacked(started_in, [node for node in ray.nodes() if node["Alive"]])
-        _start_roles_and_fit(config, folder, checkpoint, device, roles, places)
+        _start_roles_and_fit(config, folder, checkpoint, roles, places)
 
 
 def _start_roles_and_fit(
-    config: RecipeConfig,
-    folder: RunFolder,
-    checkpoint: str | None,
-    device: str,
-    roles: list[Role],
-    places: Reservation,
+    config: RecipeConfig, folder: RunFolder, checkpoint: str | None, roles: list[Role], places: Reservation
 ) -> None:
     """Start all roles on the reserved resources and train."""
     # Ray ends an actor when its last handle is gone, so this function keeps all handles.
     rollout = None
     for role in roles:
         if role.name == ENGINES:
-            rollout = vllm_rollout(config, device)
-            rollout.start(places.options(role) if role.strategy else ())
+            rollout = vllm_rollout(config)
+            # The training workers start the engines on their GPUs, before they use the GPUs.
+            if not rollout.config.shares_gpus:
+                rollout.start(places.options(role) if role.strategy else ())
     pools: Mapping[PoolConfig, list[Any]] = {}
     critic: PlacedPool | None = None
     if config.placement.pools:
@@ -112,14 +109,13 @@ def _start_roles_and_fit(
 
     placement = config.placement
     resources = {"CPU": placement.cpus_per_worker}
-    if device == "cuda":
-        resources["GPU"] = placement.gpus_per_worker
+    if config.on_gpus:
+        resources["GPU"] = 1.0
     ray_trainer = TorchTrainer(
         without_traceback(train_worker),
         train_loop_config={
             "config": asdict(config),
             "checkpoint": checkpoint,
-            "device": device,
             "rollout": rollout,
             "pools": list(pools),
             "critic": critic,
@@ -128,12 +124,12 @@ def _start_roles_and_fit(
             "started": psutil.Process().create_time(),
         },
         torch_config=TorchConfig(
-            backend="nccl" if device == "cuda" else "gloo",
+            backend="nccl" if config.on_gpus else "gloo",
             timeout_s=int(config.strategy.collective_timeout_s),
         ),
         scaling_config=ScalingConfig(
             num_workers=placement.num_workers,
-            use_gpu=device == "cuda",
+            use_gpu=config.on_gpus,
             resources_per_worker=resources,
             placement_strategy=placement.strategy,
         ),
@@ -174,7 +170,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
         arguments: Values of `train_loop_config` from the driver.
     """
     # DeepSpeed reads the variable at its import. The value of the driver's process may be wrong for a worker.
-    os.environ["DS_ACCELERATOR"] = arguments["device"]
+    os.environ["DS_ACCELERATOR"] = arguments["config"]["placement"]["device"]
     import ray.train
     import torch
     from ray.train.lightning import RayLightningEnvironment
@@ -186,7 +182,8 @@ def train_worker(arguments: dict[str, Any]) -> None:
     from rl_plugins.rewards.pool import RewardPool
     from rl_plugins.stages.critic_pool import CriticPool
 
-    config, device = parse_config(arguments["config"]), arguments["device"]
+    config = parse_config(arguments["config"])
+    device = config.placement.device
     if device == "cpu":
         torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
     scorer: RewardPool | None = None
@@ -310,12 +307,12 @@ def start_ray(environment: dict[str, str]) -> None:
     ray.init(**options)
 
 
-def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
+def vllm_rollout(config: RecipeConfig) -> VLLMRollout:
     """Return the configured rollout engines. Ray must be initialized."""
     from rl_plugins.rollout.vllm.client import VLLMRollout
     from rl_plugins.rollout.vllm.config import VLLMConfig
 
-    rollout, split = config.rollout, config.placement.rollout == "split"
+    rollout, device, split = config.rollout, config.placement.device, config.placement.rollout == "split"
     hosts = len({node["NodeManagerAddress"] for node in alive_nodes()})
     return VLLMRollout(
         VLLMConfig(
@@ -340,5 +337,5 @@ def vllm_rollout(config: RecipeConfig, device: str) -> VLLMRollout:
             update_timeout_s=rollout.update_timeout_s,
         ),
         num_engines=config.num_engines,
-        num_gpus=0 if device == "cpu" else rollout.tensor_parallel_size if split else config.placement.engine_gpus,
+        num_gpus=rollout.tensor_parallel_size if config.on_gpus else 0,
     )

@@ -106,9 +106,7 @@ def plans(work: Workload, cluster: Cluster, *, fsdp: bool = False, engine_share:
             if cluster.device.is_cpu:
                 yield from _on_cpu(trainers, stage)
             elif trainers == cluster.devices:
-                for offload in ("while_sampling",) if fsdp else ("while_sampling", "cpu"):
-                    # One engine on one device: more engines would need devices of their own.
-                    plan = Plan(trainers, 1, zero_stage=stage, offload=offload)
+                for plan in _colocated(work, cluster, stage):
                     yield replace(plan, engine_share=engine_share or _engine_share(work, plan, cluster.device))
             else:
                 for plan in _split(work, cluster, trainers, stage):
@@ -121,13 +119,31 @@ def _on_cpu(trainers: int, stage: int) -> Iterator[Plan]:
             yield Plan(trainers, engines, zero_stage=stage, sleep=sleep, offload="stay")
 
 
-def _split(work: Workload, cluster: Cluster, trainers: int, stage: int) -> Iterator[Plan]:
-    """Yield plans with engines on all other devices; an engine is within a machine and divides the KV heads evenly."""
-    engine_devices = cluster.devices - trainers
+def _colocated(work: Workload, cluster: Cluster, stage: int) -> Iterator[Plan]:
+    """Yield plans with trainers and engines on all accelerators."""
+    for size in _sizes(work, cluster, cluster.devices):
+        for offload in ("while_sampling", "cpu") if stage else ("while_sampling",):
+            yield Plan(cluster.devices, cluster.devices // size, size, zero_stage=stage, offload=offload)
+
+
+def _sizes(work: Workload, cluster: Cluster, devices: int) -> Iterator[int]:
+    """Yield the possible sizes of an engine. An engine is within a machine and divides the KV heads evenly.
+
+    Args:
+        work: Work of the step.
+        cluster: Machines for the step.
+        devices: Devices of all engines together.
+    """
     for size in (1, 2, 4, 8):
         within = cluster.nodes * (cluster.per_node // size)
-        if work.policy.kv_heads % size or engine_devices % size or engine_devices // size > within:
-            continue
+        if not (work.policy.kv_heads % size or devices % size or devices // size > within):
+            yield size
+
+
+def _split(work: Workload, cluster: Cluster, trainers: int, stage: int) -> Iterator[Plan]:
+    """Yield plans with engines on all other devices."""
+    engine_devices = cluster.devices - trainers
+    for size in _sizes(work, cluster, engine_devices):
         for ahead in (0, 1):
             for offload in ("stay", "cpu") if stage else ("stay",):
                 yield Plan(
@@ -254,7 +270,7 @@ def _engine_share(work: Workload, plan: Plan, device: Device) -> float:
 def _agrees(options: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
     wanted = dict(given)
     if wanted.get("rollout.engines") == "per_worker":
-        wanted["rollout.engines"] = options["placement.num_workers"]
+        wanted["rollout.engines"] = options["placement.num_workers"] // options["rollout.tensor_parallel_size"]
     return all(wanted.get(key, value) == value for key, value in options.items())
 
 

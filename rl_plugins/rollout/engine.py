@@ -15,6 +15,7 @@ import numpy as np
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.memory import MemoryChange
+from rl_plugins.ranks import Ranks
 from rl_plugins.weights.source import WeightSource
 
 
@@ -205,6 +206,12 @@ class RolloutEngine(GroupSampler, Protocol):
     @property
     def log_prob_tolerance(self) -> float:
         """Allowed mean error of the log-probs of a few tokens in the engine's dtype, in nats."""
+
+    def prepare(self, ranks: Ranks) -> None:
+        """Start the engine, or start lost engines again, if the engine shares the GPUs of the ranks. Collective.
+
+        The ranks must not use their GPUs during the call. Other engines start without waiting.
+        """
 
     def connect(self, rank: int, world_size: int) -> None:
         """Connect training rank `rank`, and wait until the engine can sample."""

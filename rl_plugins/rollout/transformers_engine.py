@@ -16,6 +16,7 @@ from typing_extensions import override
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.memory import MemoryChange
+from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.weights.check import WeightsDiffer, tolerance_of
 from rl_plugins.weights.source import WeightSource
@@ -38,6 +39,9 @@ class SynchronousGroups:
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         """Sample responses, see `RolloutEngine`."""
         raise NotImplementedError
+
+    def prepare(self, ranks: Ranks) -> None:
+        """Do nothing, because the engine shares the caller's process."""
 
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
         """Sample the groups."""

@@ -335,11 +335,9 @@ class VLLMActor:
         their tokens and continue.
 
         Raises:
-            RuntimeError: the KV cache is in use, or requests are unfinished on CUDA, where vLLM would end the requests.
+            RuntimeError: the KV cache is in use.
         """
         with_weights = self._config.sleep == "all"
-        if self._loop.busy and self._config.device == "cuda":
-            raise RuntimeError("the engine cannot sleep: its KV cache is in use by unfinished requests")
         if self._loop.busy:
             self._loop.hold()
         if not self._llm.reset_prefix_cache(reset_running_requests=self._loop.busy):
@@ -348,7 +346,8 @@ class VLLMActor:
             changes = self._llm.collective_rpc("give_back", args=(with_weights,))
         else:
             awake = self._llm.collective_rpc("device_memory")
-            self._llm.sleep(level=2 if with_weights else 1)
+            # `keep`, because vLLM would end unfinished requests.
+            self._llm.sleep(level=2 if with_weights else 1, mode="keep")
             asleep = self._llm.collective_rpc("device_memory")
             changes = [
                 MemoryChange(before, after, cache) for (before, cache), (after, _) in zip(awake, asleep, strict=True)

@@ -19,7 +19,7 @@ from typing import Any
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.memory import MemoryChange
-from rl_plugins.ranks import barrier, broadcast
+from rl_plugins.ranks import Ranks, barrier, broadcast
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.fleet import Fleet
@@ -34,28 +34,23 @@ from rl_plugins.weights.source import AdaptedWeightSource, WeightSource
 class VLLMRollout:
     """vLLM engines in separate Ray actors, shared by all training ranks.
 
-    The object is small and can be sent to the ranks. The first call of `start` or `connect` starts the actors. An early
-    call on the driver lets actors and trainers start at the same time. Every engine gets the weights of all ranks; a
-    rank's prompts go to the engines of the rank.
+    The object is small and can be sent to the ranks. The first call of `start`, `prepare` or `connect` starts the
+    actors. An early call of `start` on the driver lets actors and trainers start at the same time. Every engine gets
+    the weights of all ranks; a rank's prompts go to the engines of the rank.
+
+    Engines with the transport `ipc` share the GPUs of the ranks: `prepare` starts one engine on the GPUs of every
+    `tensor_parallel_size` ranks.
 
     Args:
         config: settings of each engine.
         name: prefix of the actors' names. Ranks with the same name share the engines.
-        num_engines: number of engines. Several engines on GPUs need separate GPUs (NCCL).
-        num_gpus: number of GPUs that each actor reserves in Ray (colocated: the fraction left by the trainers).
-
-    Raises:
-        ConfigError: `num_engines` > 1 with the transport `ipc`.
+        num_engines: number of engines; unused with the transport `ipc`.
+        num_gpus: number of GPUs that each actor reserves in Ray; unused with the transport `ipc`.
     """
 
     def __init__(
         self, config: VLLMConfig, *, name: str | None = None, num_engines: int = 1, num_gpus: float = 0.0
     ) -> None:
-        if num_engines > 1 and config.backend == "ipc":
-            raise ConfigError(
-                f"num_engines={num_engines}: only one engine can share GPUs with the trainers (transport ipc): set "
-                "num_engines=1, or transport='nccl' in VLLMConfig for engines on separate GPUs"
-            )
         self.config = config
         self.name = name or f"vllm-{uuid.uuid4().hex[:8]}"
         self._fleet = Fleet(config, self.name, num_engines, num_gpus)
@@ -104,6 +99,21 @@ class VLLMRollout:
             places: Ray's options (place and resources) of each actor. By default each actor reserves `num_gpus`.
         """
         self._fleet.start(places)
+
+    def prepare(self, ranks: Ranks) -> None:
+        """Start the engines, or the lost engines again, on the GPUs of the ranks, and wait for them. Collective.
+
+        Other engines start without waiting.
+
+        Raises:
+            ConfigError: the engines cannot have the GPUs of the ranks.
+            DeadlineExceeded: an engine did not start before the deadline.
+        """
+        if self.config.shares_gpus:
+            self._fleet.start_on_gpus_of(ranks)
+            self._disconnect()
+        else:
+            self._fleet.start()
 
     def connect(self, rank: int, world_size: int) -> None:
         """Wait for the engines of this rank.
@@ -161,6 +171,8 @@ class VLLMRollout:
         """
         if self._fleet.returning and self._fleet.add_restarted():
             self._disconnect()
+        if not self._fleet.living:
+            raise EngineLost("all vLLM engines are lost")
         if self.config.lora_rank:
             self._send_adapter(source, version)
             return
@@ -283,7 +295,7 @@ class VLLMRollout:
     def close(self) -> None:
         """Close the connections. The actors end with their Ray job."""
         self._disconnect()
-        self._fleet.actors = []
+        self._fleet.actors = {}
 
     def stop(self) -> None:
         """End the actors."""

@@ -81,6 +81,11 @@ class VLLMConfig(EngineOptions):
         return "shared_memory" if self.device == "cpu" else "ipc"
 
     @property
+    def shares_gpus(self) -> bool:
+        """True if the engines share the GPUs of the training ranks."""
+        return self.backend == "ipc"
+
+    @property
     def sleeps(self) -> bool:
         """True if the engine frees memory during sleep. An engine on separate GPUs never sleeps."""
         return self.sleep != "none" and self.backend != "nccl"

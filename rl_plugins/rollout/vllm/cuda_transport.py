@@ -1,4 +1,8 @@
-"""Weight transport to vLLM engines on CUDA by vLLM's trainer engines: IPC if colocated, NCCL if split."""
+"""Weight transport to vLLM engines on CUDA by vLLM's trainer engines: IPC if colocated, NCCL if split.
+
+With IPC, every rank gathers each tensor once, into a bucket on its own GPU. Rank 0 sends the handles of all buckets to
+all engines, and each process of an engine opens the bucket on its own GPU.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +46,12 @@ class SeveralEngines:
         self._clients, self._processes = list(clients), processes
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Open the transport. Every engine gets separate ranks in the group."""
-        first = [init_info["rank_offset"] + number * self._processes for number in range(len(self._clients))]
-        self._each("init_weight_transfer_engine", [({**init_info, "rank_offset": offset},) for offset in first])
+        """Open the transport. In a group of NCCL, every engine gets separate ranks."""
+        own = [dict(init_info) for _ in self._clients]
+        if "rank_offset" in init_info:
+            for number, info in enumerate(own):
+                info["rank_offset"] += number * self._processes
+        self._each("init_weight_transfer_engine", [(info,) for info in own])
 
     def start_weight_update(self) -> None:
         """Start an update."""
@@ -80,7 +87,7 @@ def make_cuda_sender(
     Args:
         config: settings of the engines.
         source: weights of the policy.
-        client: client of the engine, or `SeveralEngines` over NCCL.
+        client: client of the engine, or `SeveralEngines`.
         rank: index of this rank.
         num_engines: number of engines.
     """

@@ -7,13 +7,15 @@ the engine, the next weight update adds the engine to the list again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from rl_plugins.errors import DeadlineExceeded, EngineLost
-from rl_plugins.ranks import broadcast, gather
+from rl_plugins.ranks import Ranks, barrier, broadcast, gather
 from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.rollout.vllm.gpu_binding import engine_places, gpu_of_this_rank
 
 
 def assigned_range(index: int, size: int, other_size: int) -> range:
@@ -61,11 +63,11 @@ class Fleet:
     Args:
         config: settings of each engine.
         name: prefix of the actors' names.
-        size: number of engines.
+        size: number of engines; unused if the engines share the GPUs of the ranks.
         num_gpus: number of GPUs that each actor reserves in Ray.
 
     Attributes:
-        actors: Ray's handles of the started actors.
+        actors: Ray's handle of each started actor by the index of the engine.
         living: indices of the engines with current weights, equal on all ranks.
         returning: restarting engines, equal on all ranks; on rank 0 with Ray's reference of the pending call.
         on_lost: function called with the index of an engine after the loss of the engine.
@@ -73,9 +75,10 @@ class Fleet:
 
     def __init__(self, config: VLLMConfig, name: str, size: int, num_gpus: float) -> None:
         self.config, self._name, self._num_gpus = config, name, num_gpus
-        self.actors: list[Any] = []
+        self.actors: dict[int, Any] = {}
         self.rank, self.world_size = 0, 1
-        self.living = list(range(size))
+        self.living = [] if config.shares_gpus else list(range(size))
+        self._labels = {engine: f"{name}-{engine}" for engine in self.living}
         self.returning: dict[int, Any] = {}
         self.on_lost: Callable[[int], None] | None = None
         # Engines lost by this rank since the last collective call; True for an engine without an answer.
@@ -83,7 +86,7 @@ class Fleet:
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the handles: a copy in another process finds the actors by name."""
-        return {**self.__dict__, "actors": [], "on_lost": None}
+        return {**self.__dict__, "actors": {}, "on_lost": None}
 
     def start(self, places: Sequence[Mapping[str, Any]] = ()) -> None:
         """Start the actors, or find running actors of the same name, without waiting.
@@ -91,25 +94,57 @@ class Fleet:
         Args:
             places: Ray's options (place and resources) of each actor. By default each actor reserves `num_gpus`.
         """
+        if not self.actors:
+            anywhere = {"num_cpus": 0, "num_gpus": self._num_gpus}
+            self._start_actors(self.living, places or [anywhere] * len(self.living))
+
+    def start_on_gpus_of(self, ranks: Ranks) -> None:
+        """Start an engine on the GPUs of every `tensor_parallel_size` ranks, or only the lost engines. Collective.
+
+        vLLM measures the free memory of a GPU during its start. Therefore the ranks must not use their GPUs meanwhile.
+        Rank 0 owns the actors: the engines end with the training workers.
+
+        Raises:
+            ConfigError: see `engine_places`.
+            DeadlineExceeded: an engine did not start before the deadline.
+        """
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        places = engine_places(ranks.gather(gpu_of_this_rank()), self.config.tensor_parallel_size)
+        lost = [engine for engine in range(len(places)) if engine not in self.living]
+        # Ray keeps the name of an ended actor for some time.
+        start = broadcast(uuid.uuid4().hex[:8])
+        self._labels |= {engine: f"{self._name}-{engine}-{start}" for engine in lost}
+        self.living = list(range(len(places)))
+        if self.rank == 0:
+            self._start_actors(lost, places)
+        barrier()
+        if self.rank != 0:
+            self._start_actors(lost, places)
+        self.wait_until_ready()
+        barrier()
+
+    def _start_actors(self, engines: Iterable[int], places: Sequence[Mapping[str, Any]]) -> None:
         import ray
 
         from rl_plugins.rollout.vllm.actor import VLLMActor
 
-        if not self.actors:
-            anywhere = {"num_cpus": 0, "num_gpus": self._num_gpus}
-            self.actors = [
+        for engine in engines:
+            place = dict(places[engine])
+            environment = {**self.config.environment, **place.pop("environment", {})}
+            # A restart of an engine on a GPU in use would fail. `start_on_gpus_of` starts such an engine again.
+            restarts = 0 if self.config.shares_gpus else -1
+            self.actors[engine] = (
                 ray.remote(VLLMActor)
                 .options(
-                    name=self.label(number),
+                    name=self.label(engine),
                     get_if_exists=True,
-                    max_restarts=-1,
+                    max_restarts=restarts,
                     max_concurrency=1000,
-                    runtime_env={"env_vars": self.config.environment},
-                    **(places[number] if places else anywhere),
+                    runtime_env={"env_vars": environment},
+                    **place,
                 )
                 .remote(self.config)
-                for number in self.living
-            ]
+            )
 
     def wait_until_ready(self) -> None:
         """Wait for the engines of this rank.
@@ -134,12 +169,12 @@ class Fleet:
         """End the actors."""
         import ray
 
-        for actor in self.actors:
+        for actor in self.actors.values():
             ray.kill(actor, no_restart=True)
 
     def label(self, engine: int) -> str:
         """Return the name of an engine's actor."""
-        return f"{self._name}-{engine}"
+        return self._labels[engine]
 
     # Assignment of engines to ranks -----------------------------------------------------------------------------
 
@@ -300,7 +335,9 @@ class Fleet:
             self.mark_lost(engine, silent=silent)
             self.living.remove(engine)
             if self.rank == 0 and silent:
-                ray.kill(self.actors[engine], no_restart=False)
+                ray.kill(self.actors[engine], no_restart=self.config.shares_gpus)
+            if self.config.shares_gpus:
+                continue
             self.returning[engine] = self.actors[engine].begin_session.remote() if self.rank == 0 else None
         self._lost.clear()
         return len(lost)

@@ -43,8 +43,8 @@ def test_plan_prints_the_placements_and_the_options_of_the_best(model, capsys):
     assert seconds == sorted(seconds)
     options = lines[-1].split()
     assert {"strategy.zero_stage=3", "placement.rollout=split"} <= set(options)
-    config = configured("grpo", f"model.path={model}", *options)
-    check_fit(roles_of(config, "cuda"), [{"CPU": 64.0, "GPU": 8.0}], "the machine")
+    config = configured("grpo", f"model.path={model}", "placement.device=cuda", *options)
+    check_fit(roles_of(config), [{"CPU": 64.0, "GPU": 8.0}], "the machine")
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,7 @@ def test_plan_prints_the_placements_and_the_options_of_the_best(model, capsys):
         ("model.gradient_checkpointing=True", "model.gradient_checkpointing=true"),
         ("++placement.rollout=colocated", "placement.rollout=colocated"),
         ("batch.updates_per_step=16", "placement.num_workers=2"),
-        # Workers with whole GPUs leave none to an engine beside them.
-        ("placement.gpus_per_worker=1", "placement.rollout=split"),
+        ("rollout.tensor_parallel_size=4", "rollout.tensor_parallel_size=4"),
         # A policy that samples ahead of training needs log-probs of the whole distribution: top_p=1.
         ("sampling.top_p=0.9", "schedule.max_staleness=0"),
     ],

@@ -18,14 +18,22 @@ def grpo(*overrides: str) -> RecipeConfig:
 
 def grpo_roles(device: str, *overrides: str) -> dict[str, tuple[Any, ...]]:
     """Count, CPUs, GPUs and strategy of the roles of a run, by their names."""
-    roles = roles_of(grpo(*overrides), device)
+    roles = roles_of(grpo(f"placement.device={device}", *overrides))
     return {role.name: (role.count, role.cpus, role.gpus, role.strategy) for role in roles}
 
 
 def test_roles_of_colocated_engines_share_the_devices_of_the_workers():
     assert grpo_roles("cpu") == {"training workers": (2, 1, 0, "PACK"), "rollout engines": (1, 0, 0, None)}
-    assert grpo_roles("cuda") == {"training workers": (2, 1, 0.7, "PACK"), "rollout engines": (1, 0, 0.3, None)}
-    assert grpo_roles("cuda", "rollout.engine=transformers") == {"training workers": (2, 1, 0.7, "PACK")}
+    assert grpo_roles("cuda", "rollout.engine=transformers") == {"training workers": (2, 1, 1, "PACK")}
+
+
+def test_roles_of_colocated_engines_on_gpus_are_on_the_gpus_of_all_workers():
+    workers, eight = {"training workers": (8, 1, 1, "PACK")}, "placement.num_workers=8"
+    assert grpo_roles("cuda", eight) == {**workers, "rollout engines": (8, 0, 0, None)}
+    assert grpo_roles("cuda", eight, "rollout.engines=8") == {**workers, "rollout engines": (8, 0, 0, None)}
+    size = "rollout.tensor_parallel_size=2"
+    assert grpo_roles("cuda", eight, size) == {**workers, "rollout engines": (4, 0, 0, None)}
+    assert grpo_roles("cuda", eight, size, "rollout.engines=per_worker")["rollout engines"] == (4, 0, 0, None)
 
 
 def test_roles_of_split_engines_have_their_own_devices():
@@ -49,9 +57,9 @@ def test_roles_of_a_critic_with_several_actors_need_a_gpu_each():
     assert grpo_roles("cpu", "placement.critic.actors=2", "placement.critic.gpus=0.5")["critic"] == (2, 1, 0, "PACK")
 
 
-@pytest.mark.parametrize("overrides", [["rollout.engines=2"], ["rollout.tensor_parallel_size=2"]])
-def test_roles_of_colocated_engines_on_gpus_are_one_engine_on_one_gpu(overrides: list[str]):
-    with pytest.raises(ConfigError, match=r"has one GPU\. Set placement\.rollout=split"):
+@pytest.mark.parametrize("overrides", [["rollout.engines=1"], ["rollout.tensor_parallel_size=3"]])
+def test_roles_of_refuses_colocated_engines_on_some_of_the_gpus(overrides: list[str]):
+    with pytest.raises(ConfigError, match=r"of the 2 training workers\. Set rollout\.engines=per_worker .*split"):
         grpo_roles("cuda", *overrides)
 
 
@@ -87,16 +95,15 @@ def test_check_fit_accepts_roles_that_fit():
 @pytest.mark.parametrize(
     ("overrides", "gpus"),
     [
-        # A worker and the engine share one of two.
+        # Every worker shares its GPU with an engine.
         ([], 2),
         (["placement.rollout=split", "rollout.tensor_parallel_size=2"], 4),
-        (["placement.num_workers=8", "placement.gpus_per_worker=0.6", "placement.engine_gpus=0.4"], 8),
         (["placement.num_workers=1", "placement.teacher.actors=3", "placement.teacher.gpus=0.25"], 2),
         (["placement.num_workers=1", "placement.teacher.actors=2", "placement.teacher.gpus=0.6"], 3),
     ],
 )
 def test_needed_counts_a_whole_gpu_for_a_share_above_half(overrides: list[str], gpus: int):
-    assert needed(roles_of(grpo("teacher.path=none", *overrides), "cuda"))["GPU"] == gpus
+    assert needed(roles_of(grpo("teacher.path=none", "placement.device=cuda", *overrides)))["GPU"] == gpus
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,10 @@ def test_plans_use_all_devices_and_divide_prompts_and_heads():
         assert plan.devices == 8
         assert WORK.prompts % plan.trainers == 0
         assert 4 % plan.tensor_parallel == 0
-        assert (plan.trainers, plan.engines) == (8, 1) if plan.colocated else plan.trainers < 8
+        if plan.colocated:
+            assert plan.trainers == plan.engines * plan.tensor_parallel == 8
+        else:
+            assert plan.trainers < 8
 
 
 def test_plans_keep_an_engine_within_a_machine():
@@ -67,14 +70,15 @@ def test_plans_give_workers_equal_prompts_in_every_update():
 def test_overrides_of_every_placement_pass_the_checks_of_a_run(cluster: Cluster, fsdp: bool):
     on_cpu = cluster.device.is_cpu
     machine = {"CPU": float(cluster.per_node)} if on_cpu else {"CPU": 64.0, "GPU": float(cluster.per_node)}
-    run = ("model.path=none", "batch.prompts_per_step=8", "batch.updates_per_step=2")
+    device = "placement.device=cpu" if on_cpu else "placement.device=cuda"
+    run = ("model.path=none", "batch.prompts_per_step=8", "batch.updates_per_step=2", device)
     found = list(plans(replace(WORK, prompts=8, updates=2), cluster, fsdp=fsdp))
     assert found
     for plan in found:
         config = configured("grpo", *run, *words_of(overrides(WORK, plan, cluster)))
         check_options(config)
         check_batch(config)
-        check_fit(roles_of(config, "cpu" if on_cpu else "cuda"), [machine] * cluster.nodes, "the cluster")
+        check_fit(roles_of(config), [machine] * cluster.nodes, "the cluster")
 
 
 def test_search_keeps_given_options():
@@ -83,7 +87,8 @@ def test_search_keeps_given_options():
     assert found
     for candidate in found:
         options = overrides(candidate.work, candidate.plan, NODE)
-        assert options["strategy.zero_stage"] == 2 and options["rollout.engines"] == 4
+        assert options["strategy.zero_stage"] == 2
+        assert options["rollout.engines"] * options["rollout.tensor_parallel_size"] == 4
     assert search(WORK, NODE, given={"placement.num_workers": 7}) == []
 
 

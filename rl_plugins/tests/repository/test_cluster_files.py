@@ -50,7 +50,7 @@ def test_rayjob_groups_have_the_fields_of_kuberay(job):
 def placed(command: list[str]) -> list[Role]:
     """The roles of a recipe's command on GPUs."""
     overrides = [word for word in command if "=" in word and not word.startswith("RAY_")]
-    return roles_of(parse_config(compose_config("grpo", overrides)), "cuda")
+    return roles_of(parse_config(compose_config("grpo", [*overrides, "placement.device=cuda"])))
 
 
 def check_is_tight(roles: list[Role], machine: dict[str, float], machines: int) -> None:

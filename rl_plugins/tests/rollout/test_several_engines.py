@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,15 @@ def test_several_engines_calls_all_engines_at_once_with_separate_ranks() -> None
     for client, offset in zip(clients, (1, 5), strict=True):
         opened = ("init_weight_transfer_engine", {"rank_offset": offset, "world_size": 9})
         assert client.calls == [opened, *rest, ("set_policy_version", 3)]
+
+
+def test_several_engines_opens_ipc_without_ranks_in_a_group() -> None:
+    from rl_plugins.rollout.vllm.cuda_transport import SeveralEngines
+
+    opened: list[Any] = []
+    client = SimpleNamespace(init_weight_transfer_engine=opened.append)
+    SeveralEngines([client, client], processes=2).init_weight_transfer_engine({"packed": True})
+    assert opened == [{"packed": True}, {"packed": True}]
 
 
 @pytest.mark.parametrize(("backend", "bucket_bytes"), [("ipc", 4 * 600 * 1024), ("nccl", 2**20)])

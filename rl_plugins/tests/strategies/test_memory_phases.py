@@ -11,9 +11,10 @@ import torch
 from typing_extensions import override
 
 from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.errors import EngineLost
 from rl_plugins.memory import MemoryChange, MemoryNotFreed
 from rl_plugins.ranks import Ranks
-from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.engine import Generations, RolloutEngine
 from rl_plugins.rollout.transformers_engine import SynchronousGroups
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.phase_log import PhaseLog
@@ -38,6 +39,9 @@ class RecordingEngine(SynchronousGroups):
         self.calls: list[str] = []
         self.keeps_weights, self.check_updates, self.slept = keeps_weights, check_updates, slept
         self.gap = 0.0
+
+    def prepare(self, ranks: Ranks) -> None:
+        self.calls.append("prepare")
 
     def connect(self, rank: int, world_size: int) -> None:
         self.calls.append("connect")
@@ -174,9 +178,10 @@ def connect(rank: int, shared: bool) -> float:
     engine.gap = rank
     strategy = Strategy(engine)
     for _ in range(2):
-        strategy.rollout_phases.connect(Ranks(rank, 2), shared=shared)
+        strategy.rollout_phases.prepare(shared=shared)
+        strategy.rollout_phases.connect()
     connected = strategy.rollout_phases.engine
-    assert isinstance(connected, RecordingEngine) and connected.calls == ["connect"]
+    assert isinstance(connected, RecordingEngine) and connected.calls == ["prepare", "connect"]
     return connected.gap
 
 
@@ -189,6 +194,22 @@ def test_run_sampling_lets_the_engine_sleep_after_all_ranks_agree() -> None:
     strategy = Strategy(RecordingEngine())
     strategy.rollout_phases.run_sampling(1, lambda engine: engine.generate([], SAMPLING, None))
     assert strategy.calls[-5:] == ["generate", "agree", "sleep", "agree", "reload"]
+
+
+def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training() -> None:
+    strategy = Strategy(RecordingEngine())
+    losses = iter([True, False])
+
+    def sample(engine: RolloutEngine) -> None:
+        if next(losses):
+            raise EngineLost("killed")
+
+    strategy.rollout_phases.run_sampling(1, sample)
+    restart = ["offload optimizer", "offload parameters", "agree", "prepare", "reload"]
+    start = strategy.calls.index("prepare") - 3
+    assert strategy.calls[start : start + len(restart)] == restart
+    assert strategy.calls[start + len(restart) :][: len(FIRST)] == FIRST
+    assert strategy.calls.count("prepare") == 1
 
 
 def test_rollout_phase_offloads_updates_and_reloads_in_order() -> None:
