@@ -54,11 +54,11 @@ class RunningRay:
 
 @pytest.fixture(scope="session")
 def running_ray(request: pytest.FixtureRequest) -> Iterator[RunningRay]:
-    """Ray on this machine, for all tests of a run, with two CPUs and, in name, one GPU to give.
+    """Ray on this machine, for all tests of a run, with two CPUs and, in name, four GPUs to give.
 
     A test may start actors and kill them. At its end nothing of it may hold a CPU or a GPU of Ray's.
     """
-    ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False)
     running = RunningRay({})
     asked_for = [name for name in engine_configs("") if any(_uses(item, name) for item in request.session.items)]
     if asked_for:

@@ -1,0 +1,105 @@
+"""VLLMRollout.prepare on pretended GPUs: each engine sees the GPUs of its ranks, also after a loss.
+
+Ray counts GPUs that do not exist. Ranks and engines are real actors of Ray, but no actor computes: an engine reports
+the GPUs that Ray shows. This module imports no heavy library, because every actor imports the module.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import ray
+
+from rl_plugins.errors import EngineLost
+from rl_plugins.tests.patience import patient
+
+if TYPE_CHECKING:
+    from integration_tests.resident import RunningRay
+
+RANKS, SIZE = 4, 2
+IN_RAY_S = patient(120)
+
+
+class StandInEngine:
+    """An actor in place of `VLLMActor`."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    async def ready(self) -> str:
+        return "stand-in"
+
+    async def progress(self) -> int:
+        return 0
+
+    async def prompt_log_probs(self, prompt: list[int]) -> list[float]:
+        """Reports the visible GPUs in place of log-probs."""
+        return [float(gpu) for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+
+    async def end(self) -> None:
+        os._exit(1)
+
+
+class Rank:
+    """A training rank with a whole GPU."""
+
+    def __init__(self, rank: int, meeting: str) -> None:
+        import torch
+
+        from rl_plugins.ranks import Ranks
+        from rl_plugins.rollout.vllm import actor
+        from rl_plugins.rollout.vllm.client import VLLMRollout
+        from rl_plugins.rollout.vllm.config import VLLMConfig
+
+        actor.VLLMActor = StandInEngine  # type: ignore[assignment, misc]
+        torch.cuda.current_device = lambda: 0
+        torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+        self.ranks = Ranks(rank, RANKS, torch.device("cpu"))
+        config = VLLMConfig("model", device="cuda", tensor_parallel_size=SIZE, generate_timeout_s=IN_RAY_S)
+        self.rollout = VLLMRollout(config, name="engines")
+
+    def prepare(self) -> tuple[str, list[float]]:
+        """The GPU of this rank and the GPUs of its engine, after the start."""
+        self.rollout.prepare(self.ranks)
+        return os.environ["CUDA_VISIBLE_DEVICES"], self.rollout.prompt_log_probs([1, 2])
+
+    def lose_engine(self, engine: int) -> tuple[int, int]:
+        """The number of lost and of living engines, after the end of an engine's process."""
+        fleet = self.rollout._fleet
+        if self.ranks.rank == 0:
+            fleet.actors[engine].end.remote()
+        self.ranks.wait()
+        if engine in fleet.engines_of_rank:
+            with pytest.raises(EngineLost):
+                while True:
+                    self.rollout.prompt_log_probs([1, 2])
+        return self.rollout.drop_lost_engines(), self.rollout.num_living
+
+
+@pytest.mark.integration
+def test_prepare_starts_each_engine_on_the_gpus_of_its_ranks_and_again_after_a_loss(
+    running_ray: RunningRay, tmp_path: Path
+) -> None:
+    ranks = [
+        ray.remote(Rank).options(num_cpus=0, num_gpus=1).remote(rank, str(tmp_path / "meeting"))
+        for rank in range(RANKS)
+    ]
+
+    def gpus() -> list[tuple[str, list[float]]]:
+        found: list[tuple[str, list[float]]] = ray.get([rank.prepare.remote() for rank in ranks], timeout=IN_RAY_S)
+        return found
+
+    try:
+        first = gpus()
+        assert sorted(gpu for gpu, _ in first) == ["0", "1", "2", "3"]
+        for rank, (_, of_engine) in enumerate(first):
+            pair = first[rank - rank % SIZE : rank - rank % SIZE + SIZE]
+            assert of_engine == [float(gpu) for gpu, _ in pair]
+        assert ray.get([rank.lose_engine.remote(1) for rank in ranks], timeout=IN_RAY_S) == [(1, 1)] * RANKS
+        assert gpus() == first
+    finally:
+        for actor in ranks:
+            ray.kill(actor)
