@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 _DISTRIBUTION = "rl-plugins"
 _IMPORT_TIMEOUT_S = 120.0
-_QUERY_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 3.0
 _IMPORTS = {
     "torch": "import torch",
@@ -55,12 +54,13 @@ _REPORTS = {"torch": "torch.utils.collect_env", "deepspeed": "deepspeed.env_repo
 _OP = "deepspeed_shm_comm"
 _FULL_DISK = 0.95
 """Share of a disk above which Ray stops writing objects."""
+_GPU_PARTS = ("GPU", "GPU driver", "CUDA of torch", "CUDA_VISIBLE_DEVICES", "/dev/shm")
 _WAYS_TO_RUN = (
     ("one process", "launcher=local rollout.engine=transformers", ()),
     ("Ray with vLLM", "the default: ZeRO workers and a vLLM engine", ("Ray", "vllm", "DeepSpeed's op")),
     ("FSDP2", "strategy.name=fsdp, nothing is compiled", ("Ray", "vllm")),
     ("offload to files", "strategy.offload.policy=nvme", ("Ray", "vllm", "libaio", "c++", "ninja", "DeepSpeed's op")),
-    ("GPU", "vLLM beside the trainers, weights by CUDA IPC", ("Ray", "GPU", "vllm", "c++", "ninja")),
+    ("GPU", "vLLM beside the trainers, weights by CUDA IPC", ("Ray", *_GPU_PARTS, "vllm", "c++", "ninja")),
 )
 """Name and options of each way to run, and the findings that it needs besides the packages."""
 _SERVICES = ("Ray", "MLflow")
@@ -304,39 +304,68 @@ def _compiler() -> str | None:
 
 
 def _check_devices() -> Iterator[Finding]:
-    from rl_plugins.launch.preflight import local_gpus
-
     usable, cores = len(os.sched_getaffinity(0)), os.cpu_count()
     yield Finding("CPU", "good", f"{usable} cores" if usable == cores else f"{usable} of {cores} cores")
-    if not local_gpus():
+    yield from check_gpus()
+
+
+def check_gpus() -> Iterator[Finding]:
+    """Check GPUs, driver, the build of torch, NCCL, peer access and CUDA_VISIBLE_DEVICES."""
+    from rl_plugins.launch import gpu_checks
+    from rl_plugins.launch.gpus import VISIBLE, hidden_gpus, local_gpus, nccl_version, read_machine
+
+    machine = read_machine()
+    if not machine.gpus and not local_gpus() and not hidden_gpus():
         yield Finding("GPU", "absent", "none", "everything runs on CPU, in float32 or bfloat16")
         return
-    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    faults: dict[str, gpu_checks.Fault] = {}
+    for fault in (*gpu_checks.faults_of_software(machine), *gpu_checks.faults_of_devices(machine)):
+        faults.setdefault(fault.part, fault)
+    free = ", ".join(f"{gpu.free_mib / 1024:.1f}" for gpu in machine.gpus)
+    parts = {
+        "GPU": f"{gpu_checks.kinds_words(machine.gpus)}; GiB free: {free}",
+        "GPU driver": gpu_checks.driver_words(machine),
+        "CUDA of torch": f"{gpu_checks.version_words(machine.torch_cuda or (0, 0))} (torch {machine.torch})",
+        VISIBLE: f"{machine.variables.get(VISIBLE, 'not set')}: CUDA shows {len(machine.visible)} of "
+        f"{len(machine.gpus)} GPUs, and Ray counts {machine.counted_by_ray}",
+    }
+    for part, found in parts.items():
+        if part in faults:
+            yield Finding(part, "absent", faults[part].found, faults[part].fix)
+        else:
+            yield Finding(part, "good", found)
+    if machine.torch_cuda and (nccl := nccl_version(machine.torch_cuda)):
+        yield Finding("NCCL", "good", nccl)
+    if len(machine.gpus) > 1:
+        yield _check_peer_access()
+
+
+def _check_peer_access() -> Finding:
+    from rl_plugins.launch.gpus import pairs_without_peer_access
+
     try:
-        query = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
+        pairs = pairs_without_peer_access()
     except (OSError, subprocess.SubprocessError) as error:
-        yield Finding("GPU", "absent", f"{local_gpus()}, but nvidia-smi fails: {error}", "repair the driver")
-        return
-    gpus = "; ".join(query.stdout.splitlines())
-    torch = _installed_version("torch") or ""
-    if torch.endswith("+cpu"):
-        fix = "install the CUDA build of torch and the extra gpu"
-        yield Finding("GPU", "absent", f"{gpus}, but torch {torch} is built for CPUs", fix)
-        return
-    yield Finding("GPU", "good", gpus)
+        return Finding("peer access", "good", f"unknown ({error})")
+    if pairs:
+        fix = "NCCL copies through the memory of the host, which is slower; see nvidia-smi topo -m"
+        return Finding("peer access", "good", f"none between the GPUs {', '.join(pairs)}", fix)
+    return Finding("peer access", "good", "between all GPUs")
 
 
 def _check_memory() -> Iterator[Finding]:
     import psutil
+
+    from rl_plugins.launch.gpu_checks import LEAST_SHM_BYTES
 
     memory = psutil.virtual_memory()
     yield Finding("memory", "good", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} free")
     shared = shutil.disk_usage("/dev/shm")
     yield Finding(
         "/dev/shm",
-        "good",
-        f"{shared.total / 2**30:.1f} GiB, {shared.free / 2**30:.1f} free (Ray's object store)",
-        "" if shared.free > 2**30 else "below 1 GiB Ray takes a slower folder: docker run --shm-size=8g",
+        "good" if shared.total >= LEAST_SHM_BYTES else "absent",
+        f"{shared.total / 2**30:.1f} GiB, {shared.free / 2**30:.1f} free (Ray's object store, NCCL)",
+        "" if shared.free > 2**30 else "below 1 GiB Ray takes a slower folder: docker run --shm-size=16g",
     )
 
 

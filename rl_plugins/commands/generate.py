@@ -93,7 +93,7 @@ def run(arguments: Namespace) -> int:
 
 def _build_job(arguments: Namespace) -> Job:
     from rl_plugins.evaluation.generation import Job
-    from rl_plugins.launch.preflight import local_gpus
+    from rl_plugins.launch.gpus import local_gpus
 
     temperature = arguments.temperature
     if temperature is None:

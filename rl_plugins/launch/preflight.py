@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable
 from copy import deepcopy
@@ -19,6 +18,8 @@ from typing import Any
 from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.gpu_checks import check_gpus
+from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
 from rl_plugins.launch.job_folder import JOB_FOLDERS
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.run_folder import RunFolder
@@ -74,16 +75,12 @@ def check_stage_ahead(config: RecipeConfig, folder: Path) -> None:
     _check_reward_files(config)
 
 
-def local_gpus() -> int:
-    """Return the number of NVIDIA GPUs of this machine, counted without importing a library."""
-    return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir("/dev"))
-
-
 def check_this_machine(config: RecipeConfig) -> None:
     """Compare the placement with this machine. With `RAY_ADDRESS` the run is elsewhere, and nothing is checked.
 
     Raises:
-        ConfigError: `placement.device=cuda` without a GPU, too few devices, or too little memory for the KV caches.
+        ConfigError: `placement.device=cuda` without a GPU, GPUs that a run cannot use, too few devices, or too little
+            memory for the KV caches.
     """
     if os.environ.get("RAY_ADDRESS"):
         return
@@ -91,14 +88,21 @@ def check_this_machine(config: RecipeConfig) -> None:
         from rl_plugins.strategies.offload import check_file_op
 
         check_file_op()
-    gpus = local_gpus()
+    gpus, hidden = local_gpus(), hidden_gpus()
     if config.placement.device == "cuda" and not gpus:
+        if hidden:
+            raise ConfigError(
+                f"placement.device=cuda, but {hidden} hides all GPUs of this machine: unset the variable, or use "
+                "placement.device=cpu"
+            )
         raise ConfigError("placement.device=cuda, but this machine has no NVIDIA GPU: use placement.device=cpu or auto")
+    if config.on_gpus or (config.launcher == "ray" and not _on_cpu(config)):
+        check_gpus(config, {"this machine": read_machine()})
     if config.launcher == "ray":
         config = deepcopy(config)
         config.placement.device = "cpu" if _on_cpu(config) else "cuda"
         available = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
-        check_fit(roles_of(config), [available], "this machine")
+        check_fit(roles_of(config), [available], f"this machine with {hidden}" if hidden else "this machine")
         if not config.on_gpus:
             _check_memory(config)
 
@@ -139,7 +143,7 @@ def _check_memory(config: RecipeConfig) -> None:
 
 
 def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lambda path: False) -> None:
-    """Check that all models exist, and that prompt and response fit into the context window of each model.
+    """Check that all models exist, that processes can share the policy's heads, and the context window of each model.
 
     Only JSON files are read.
 
@@ -148,7 +152,8 @@ def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lamb
         is_left_out: Function of a model's path. It returns True if the model cannot be checked yet.
 
     Raises:
-        ConfigError: A folder holds no model, the hub does not have a name, or the context window is too short.
+        ConfigError: A folder holds no model, the hub does not have a name, a tensor-parallel size does not divide the
+            heads, or prompt and response do not fit into a context window.
     """
     from rl_plugins.models.loading import check_model_folder
 
@@ -158,12 +163,38 @@ def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lamb
             continue
         option = f"{group}.path"
         check_model_folder(option, path)
-        limit = _context_window(_model_config(option, path))
+        model = _model_config(option, path)
+        if group == "model":
+            _check_heads(config, model)
+        limit = _context_window(model)
         prompt, response = config.data.max_prompt_tokens, config.sampling.max_tokens
         if limit is not None and prompt + response > limit:
             raise ConfigError(
                 f"data.max_prompt_tokens={prompt} and sampling.max_tokens={response} make {prompt + response} tokens, "
                 f"and {option}={path} takes {limit}: lower one of the two"
+            )
+
+
+def _check_heads(config: RecipeConfig, model: dict[str, Any]) -> None:
+    text = model.get("text_config") or model
+    heads = int(text.get("num_attention_heads") or 0)
+    key_heads = int(text.get("num_key_value_heads") or heads)
+    sizes = {
+        "strategy.tensor_parallel": config.strategy.tensor_parallel,
+        "strategy.sequence_parallel": config.strategy.sequence_parallel,
+    }
+    if config.rollout.engine == "vllm" and config.needs_engine:
+        sizes["rollout.tensor_parallel_size"] = config.rollout.tensor_parallel_size
+
+    def is_shared_by(size: int) -> bool:
+        return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+
+    for option, size in sizes.items():
+        if heads and not is_shared_by(size):
+            fitting = max(smaller for smaller in range(1, size) if is_shared_by(smaller))
+            raise ConfigError(
+                f"{option}={size}: {size} processes cannot share the heads of model.path={config.model.path} "
+                f"(num_attention_heads={heads}, num_key_value_heads={key_heads}): use {fitting}"
             )
 
 

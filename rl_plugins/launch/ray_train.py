@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.launch.gpu_checks import check_nodes
+from rl_plugins.launch.gpus import local_gpus
 from rl_plugins.launch.job_folder import wait_until_project_is_unpacked
 from rl_plugins.launch.placement import (
     ENGINES,
@@ -33,7 +35,6 @@ from rl_plugins.launch.placement import (
     table,
     weight_transport,
 )
-from rl_plugins.launch.preflight import local_gpus
 from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     """Train on Ray.
 
     Raises:
-        ConfigError: The cluster has fewer CPUs or GPUs than the placement needs, or a worker raised a `ConfigError`.
+        ConfigError: The cluster has fewer CPUs or GPUs than the placement needs, has GPUs that the run cannot use, or a
+            worker raised a `ConfigError`.
         RuntimeError: Training failed more often than `placement.max_restarts` allows.
     """
     import ray
@@ -73,6 +75,8 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
         check_fit(roles, nodes, "the cluster")
     with reserved(roles, config.run.name, placement.wait_for_nodes_s) as places:
         wait_until_project_is_unpacked(started_in, [node for node in ray.nodes() if node["Alive"]])
+        if config.on_gpus:
+            check_nodes(config, alive_nodes())
         _start_roles_and_fit(config, folder, checkpoint, roles, places)
 
 
@@ -176,26 +180,18 @@ def train_worker(arguments: dict[str, Any]) -> None:
     from ray.train.lightning import RayLightningEnvironment
 
     from rl_plugins.config.recipe import parse_config
-    from rl_plugins.launch.training import TrainingRun, transformers_rollout
+    from rl_plugins.launch.training import TrainingRun, scorer_of, transformers_rollout
     from rl_plugins.models.pool import ModelPool
     from rl_plugins.ranks import broadcast
-    from rl_plugins.rewards.pool import RewardPool
     from rl_plugins.stages.critic_pool import CriticPool
 
     config = parse_config(arguments["config"])
     device = config.placement.device
     if device == "cpu":
         torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
-    scorer: RewardPool | None = None
+    scorer = scorer_of(config)
     rollout: RolloutEngine | None = arguments["rollout"]
-    if config.generates:
-        scorer = RewardPool(
-            config.reward.functions,
-            num_workers=config.reward.num_workers,
-            deadline_s=config.reward.deadline_s,
-            max_failure_rate=config.reward.max_failure_rate,
-        )
-    if rollout is None and config.needs_engine:
+    if rollout is None:
         rollout = transformers_rollout(config, device)
     rank = ray.train.get_context().get_world_rank()
     pools = [ModelPool(pool, rank) for pool in arguments["pools"]]

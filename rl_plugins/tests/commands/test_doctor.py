@@ -11,6 +11,9 @@ import pytest
 from rl_plugins.commands import doctor
 from rl_plugins.commands.doctor import Finding, check_machine, check_ways_to_run
 from rl_plugins.commands.main import main
+from rl_plugins.launch import gpus
+from rl_plugins.tests.launch import nvidia_smi as recorded
+from rl_plugins.tests.launch.nvidia_smi import A100, H100
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +90,72 @@ def test_check_machine_names_a_full_disk(monkeypatch):
     usage = type("Usage", (), {"total": 100 * 2**30, "used": 97 * 2**30, "free": 3 * 2**30})
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     assert machine_finding("disk").state == "absent" and "Ray stops at 95 %" in machine_finding("disk").fix
+
+
+def gpu_findings() -> dict[str, Finding]:
+    return {finding.name: finding for finding in doctor.check_gpus()}
+
+
+@pytest.fixture
+def cuda_build(monkeypatch):
+    """Torch for CUDA 13 under a driver for CUDA 13, and a package of NCCL."""
+    for name in (gpus.VISIBLE, *gpus.ALLOCATOR):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gpus, "_torch_build", lambda: ("2.13.0", (13, 0)))
+    monkeypatch.setattr(gpus, "driver_cuda", lambda: (13, 0))
+    monkeypatch.setattr(gpus, "nccl_version", lambda cuda: "2.28.9")
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_check_gpus_shows_the_parts_of_a_good_machine(monkeypatch):
+    recorded.answer(monkeypatch, recorded.query(H100, H100))
+    found = gpu_findings()
+    assert {finding.state for finding in found.values()} == {"good"}
+    assert {name: finding.found for name, finding in found.items()} == {
+        "GPU": "2 x NVIDIA H100 80GB HBM3; GiB free: 79.1, 79.1",
+        "GPU driver": "driver 580.95.05 runs CUDA 13.0",
+        "CUDA of torch": "13.0 (torch 2.13.0)",
+        "CUDA_VISIBLE_DEVICES": "not set: CUDA shows 2 of 2 GPUs, and Ray counts 2",
+        "NCCL": "2.28.9",
+        "peer access": "between all GPUs",
+    }
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_check_gpus_shows_the_faults_that_stop_a_run(monkeypatch):
+    recorded.answer(monkeypatch, recorded.query(H100, A100, mig="Enabled"), recorded.NO_PEERS)
+    monkeypatch.setattr(gpus, "driver_cuda", lambda: (12, 4))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,5")
+    found = gpu_findings()
+    states = {name: finding.state for name, finding in found.items()}
+    assert states == {
+        "GPU": "absent", "GPU driver": "absent", "CUDA of torch": "good", "CUDA_VISIBLE_DEVICES": "good",
+        "NCCL": "good", "peer access": "good",
+    }  # fmt: skip
+    assert "divided by MIG" in found["GPU"].found and found["GPU driver"].fix == "install driver 580 or newer"
+    assert found["peer access"].found == "none between the GPUs 0-1" and "slower" in found["peer access"].fix
+    monkeypatch.setattr(gpus, "_torch_build", lambda: ("2.13.0+cpu", None))
+    assert "fresh environment" in gpu_findings()["CUDA of torch"].fix
+    recorded.answer(monkeypatch, recorded.query(H100))
+    assert "shows 1 of 1 GPUs, and Ray counts 1" in gpu_findings()["CUDA_VISIBLE_DEVICES"].found
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_check_gpus_shows_a_failing_nvidia_smi_hidden_gpus_and_no_gpu(monkeypatch):
+    recorded.fail(monkeypatch, recorded.NO_DRIVER, files=1)
+    assert "nvidia-smi fails (NVIDIA-SMI has failed" in gpu_findings()["GPU"].found
+    recorded.fail(monkeypatch, "No devices were found", files=0)
+    assert gpu_findings() == {"GPU": Finding("GPU", "absent", "none", "everything runs on CPU, in float32 or bfloat16")}
+    recorded.answer(monkeypatch, recorded.query(H100))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_findings()["CUDA_VISIBLE_DEVICES"].state == "absent"
+
+
+def test_check_machine_names_a_small_shared_memory(monkeypatch):
+    usage = type("Usage", (), {"total": 64 * 2**20, "used": 0, "free": 64 * 2**20})
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    finding = machine_finding("/dev/shm")
+    assert finding.state == "absent" and "--shm-size=16g" in finding.fix
 
 
 def test_check_import_imports_a_package_in_another_process(monkeypatch, tmp_path):

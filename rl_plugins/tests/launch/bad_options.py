@@ -172,6 +172,18 @@ CHECKS: dict[str, list[Case]] = {
         (["model.path=few_embeddings"], ["ids up to 256", "100 embeddings"]),
         (["model.path=no_template"], ["no_template", "no chat template", "instruction-tuned"]),
         (["sampling.max_tokens=250"], ["data.max_prompt_tokens=26", "takes 256", "lower one of the two"]),
+        (
+            ["rollout.tensor_parallel_size=5"],
+            ["rollout.tensor_parallel_size=5", "num_attention_heads=12, num_key_value_heads=2", "use 4"],
+        ),
+        (
+            ["rollout.tensor_parallel_size=3"],
+            ["rollout.tensor_parallel_size=3: 3 processes cannot share the heads of model.path=", "use 2"],
+        ),
+        (
+            ["strategy.sequence_parallel=8", "placement.num_workers=8", "placement.cpus_per_worker=0.1"],
+            ["strategy.sequence_parallel=8", "use 6"],
+        ),
         (["reference.path=./gone"], ["reference.path=./gone", "no such folder"]),
         (
             ["sampling.top_p=0.9", "algorithm.correction=token_tis"],

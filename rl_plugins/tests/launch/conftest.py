@@ -64,6 +64,7 @@ def save_model(folder: Path, vocab_size: int = 257, chat_template: str | None = 
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": chat_template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     model = {"model_type": "qwen2", "vocab_size": vocab_size, "max_position_embeddings": 256}
+    model |= {"num_attention_heads": 12, "num_key_value_heads": 2}
     (folder / "config.json").write_text(json.dumps(model))
 
 
