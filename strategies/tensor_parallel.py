@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedModel
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.packed_attention import boundaries
+from rl_plugins.models.stretches import boundaries
 from rl_plugins.strategies.gathering import gather_parts, gather_rows, inputs_of_pass, sizes_of
 
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -129,7 +129,7 @@ class GroupBatch:
         kwargs = inputs_of_pass(args, kwargs, "tensor parallelism")
         ids, mask, positions = kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids")
         if mask is None and positions is not None and len(ids) == 1:
-            joined = self._join_rows(ids, positions, cut="cu_seq_lens_q" in kwargs)
+            joined = self._join_rows(ids, positions, cut="stretches" in kwargs)
         else:
             joined = self._join_padded(ids, mask, positions)
         return (), {**kwargs, **joined}
