@@ -180,26 +180,18 @@ def train_worker(arguments: dict[str, Any]) -> None:
     from ray.train.lightning import RayLightningEnvironment
 
     from rl_plugins.config.recipe import parse_config
-    from rl_plugins.launch.training import TrainingRun, transformers_rollout
+    from rl_plugins.launch.training import TrainingRun, scorer_of, transformers_rollout
     from rl_plugins.models.pool import ModelPool
     from rl_plugins.ranks import broadcast
-    from rl_plugins.rewards.pool import RewardPool
     from rl_plugins.stages.critic_pool import CriticPool
 
     config = parse_config(arguments["config"])
     device = config.placement.device
     if device == "cpu":
         torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
-    scorer: RewardPool | None = None
+    scorer = scorer_of(config)
     rollout: RolloutEngine | None = arguments["rollout"]
-    if config.generates:
-        scorer = RewardPool(
-            config.reward.functions,
-            num_workers=config.reward.num_workers,
-            deadline_s=config.reward.deadline_s,
-            max_failure_rate=config.reward.max_failure_rate,
-        )
-    if rollout is None and config.needs_engine:
+    if rollout is None:
         rollout = transformers_rollout(config, device)
     rank = ray.train.get_context().get_world_rank()
     pools = [ModelPool(pool, rank) for pool in arguments["pools"]]

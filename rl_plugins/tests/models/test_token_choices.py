@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from rl_plugins.models import log_probs as module
-from rl_plugins.models.chunked_head import chunked_head_columns
 from rl_plugins.models.log_probs import last_linear_head, response_log_probs
-from rl_plugins.models.token_distributions import ColumnSpec, distribution_columns
+from rl_plugins.models.token_distributions import ColumnSpec, chunked_head_columns, distribution_columns
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.memory import LargestNewTensor
 from rl_plugins.tests.models.samples import VOCABULARY, batch_of, forward_arguments, random_samples, tiny
