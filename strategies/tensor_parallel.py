@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -41,18 +40,14 @@ _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 def cut_over_group(model: nn.Module, name: str, mesh: DeviceMesh) -> None:
     """Cut the blocks of a model over the ranks of `mesh`, and join the batches of the ranks.
 
-    An already cut model is left unchanged.
-
     Args:
-        model: model with whole weights, equal on every rank.
+        model: whole model on the device `meta`.
         name: name of the model, for errors.
         mesh: one-dimensional mesh of the group.
 
     Raises:
         ConfigError: see `plan_of`.
     """
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return
     plan = plan_of(model, name, mesh.size())
     assert isinstance(model, PreTrainedModel)
     parallelize_module(model.base_model, mesh, plan)
