@@ -40,6 +40,7 @@ from rl_plugins.run_folder import RunFolder
 if TYPE_CHECKING:
     from rl_plugins.launch.placement import PlacedPool
     from rl_plugins.models.pool_actor import PoolConfig
+    from rl_plugins.rewards.pool import RewardPool
     from rl_plugins.rollout.engine import RolloutEngine
     from rl_plugins.rollout.vllm.client import VLLMRollout
 
@@ -183,7 +184,6 @@ def train_worker(arguments: dict[str, Any]) -> None:
     from rl_plugins.launch.training import TrainingRun, transformers_rollout
     from rl_plugins.models.pool import ModelPool
     from rl_plugins.ranks import broadcast
-    from rl_plugins.rewards.pool import RewardPool
     from rl_plugins.stages.critic_pool import CriticPool
 
     config = parse_config(arguments["config"])
@@ -193,12 +193,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
     scorer: RewardPool | None = None
     rollout: RolloutEngine | None = arguments["rollout"]
     if config.generates:
-        scorer = RewardPool(
-            config.reward.functions,
-            num_workers=config.reward.num_workers,
-            deadline_s=config.reward.deadline_s,
-            max_failure_rate=config.reward.max_failure_rate,
-        )
+        scorer = reward_pool(config)
     if rollout is None and config.needs_engine:
         rollout = transformers_rollout(config, device)
     rank = ray.train.get_context().get_world_rank()
@@ -224,6 +219,20 @@ def train_worker(arguments: dict[str, Any]) -> None:
         pools=pools,
         trainer_options={"accelerator": device, "devices": "auto", "plugins": [RayLightningEnvironment()]},
     ).call_recipe()
+
+
+def reward_pool(config: RecipeConfig) -> RewardPool:
+    """Return the configured reward workers of one training worker. Ray must be initialized."""
+    from rl_plugins.rewards.pool import RewardPool
+
+    reward = config.reward
+    return RewardPool(
+        reward.functions,
+        num_workers=reward.num_workers,
+        deadline_s=reward.deadline_s,
+        max_failure_rate=reward.max_failure_rate,
+        gpus_per_worker=reward.gpus,
+    )
 
 
 def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
