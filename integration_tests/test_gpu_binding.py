@@ -83,7 +83,7 @@ class Rank:
 def test_prepare_starts_each_engine_on_the_gpus_of_its_ranks_and_again_after_a_loss(
     running_ray: RunningRay, tmp_path: Path
 ) -> None:
-    ranks = [
+    ranks: list[Any] = [
         ray.remote(Rank).options(num_cpus=0, num_gpus=1).remote(rank, str(tmp_path / "meeting"))
         for rank in range(RANKS)
     ]

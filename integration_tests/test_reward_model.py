@@ -13,7 +13,7 @@ import torch
 from rl_plugins.config.models import RewardConfig
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.ray_train import reward_pool
+from rl_plugins.launch.training import scorer_of
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
 from rl_plugins.rewards import RewardPool, ScoringRequest
@@ -94,7 +94,9 @@ def test_workers_see_the_gpu_that_they_share_or_none(share: float) -> None:
     wait_until(lambda: free() == gpus, "the GPUs to be free", state=lambda: f"free: {free()}")
     config = {"_target_": "integration_tests.rewards.visible_gpus"}
     reward = RewardConfig({"default": config}, num_workers=2, gpus=share, deadline_s=DEADLINE_S)
-    with reward_pool(RecipeConfig(stage="policy_optimization", reward=reward)) as workers:
+    workers = scorer_of(RecipeConfig(stage="policy_optimization", reward=reward))
+    assert isinstance(workers, RewardPool)
+    with workers:
         first, second = (score.value for score in workers.score(requests("a", "b")))
         assert first is not None and first == second and (first >= 0) == (share > 0)
         wait_until(lambda: free() == gpus - 2 * share, "the workers' GPU to be taken", state=lambda: f"free: {free()}")

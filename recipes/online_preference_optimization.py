@@ -26,10 +26,7 @@ def train(run: TrainingRun) -> None:
         config.model.path,
         sampling=run.sampling(),
         updates_per_step=config.batch.updates_per_step,
-        loss=config.loss.name or "dpo",
-        loss_options=config.loss.options,
-        reference=config.reference.path,
-        **run.generation_options(),
+        **run.preference_options(),
         **run.stage_options(),
     )
     run.fit(run.trainer(), policy, build_prompts(run))

@@ -20,15 +20,7 @@ def train(run: TrainingRun) -> None:
     Each training worker calls the function if the option `stage` is `preference_optimization`
     (`TrainingRun.call_recipe`).
     """
-    config = run.config
-    policy = rl.PreferenceOptimization(
-        config.model.path,
-        loss=config.loss.name or "dpo",
-        loss_options=config.loss.options,
-        reference=config.reference.path,
-        **run.generation_options(),
-        **run.stage_options(),
-    )
+    policy = rl.PreferenceOptimization(run.config.model.path, **run.preference_options(), **run.stage_options())
     run.fit(run.trainer(), policy, build_pairs(run, validate_on="prompts"))
 
 

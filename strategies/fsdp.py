@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -34,13 +34,15 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.lora import has_adapter, plain_weights
+from rl_plugins.models.loading import without_weights
+from rl_plugins.models.lora import plain_weights
 from rl_plugins.models.remote import RemoteLearner, RemoteModel
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.fsdp_checkpoint import load_model, save_model
+from rl_plugins.strategies.fsdp_loading import deal_tensors, take_tensors
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import STAY, WHILE_SAMPLING, Offload
 from rl_plugins.strategies.phase_log import PhaseLog
@@ -143,8 +145,9 @@ class FSDPStrategy(ModelParallelStrategy):
 
     @contextmanager
     def sharded_init(self, frozen: str | None = None) -> Iterator[None]:
-        """Load whole models into host memory on every rank. `setup` shards the models."""
-        yield
+        """Load models whole on rank 0, and without weights on the other ranks. `setup` gives all ranks their shards."""
+        with without_weights() if self.global_rank else nullcontext():
+            yield
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -153,11 +156,9 @@ class FSDPStrategy(ModelParallelStrategy):
             self._models = dict(module.named_models())
             self._sequences = share_sequences(self._models, self._sequence_parallel)
             for name, model in local_models(self._models).items():
-                if has_adapter(model):
-                    self._agree_on_adapter(model)
-                if self._group_size > 1:
-                    cut_over_group(model, name, self.device_mesh["tensor_parallel"])
-                shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)])
+                # An earlier validation or fit may have sharded the model.
+                if not isinstance(model, FSDPModule):
+                    self._shard(name, model)
         super().setup(trainer)
         self._optimizers_of = optimizers_of(self._models, self.optimizers)
         if self._group_size > 1:
@@ -173,13 +174,13 @@ class FSDPStrategy(ModelParallelStrategy):
                 model._apply(lambda tensor: tensor.float() if tensor.requires_grad else tensor)
         self.rollout_phases.connect()
 
-    def _agree_on_adapter(self, model: nn.Module) -> None:
-        """Copy the adapter of rank 0 to all ranks, because each rank made an adapter from different random numbers."""
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                agreed = parameter.detach().to(self.root_device)
-                torch.distributed.broadcast(agreed, src=0)
-                parameter.data.copy_(agreed)
+    def _shard(self, name: str, model: nn.Module) -> None:
+        """Shard a model with the weights of rank 0: an adapter is random, and other ranks may have no weights."""
+        whole = take_tensors(model)
+        if self._group_size > 1:
+            cut_over_group(model, name, self.device_mesh["tensor_parallel"])
+        shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)])
+        deal_tensors(model, whole if self.is_global_zero else {}, self.root_device)
 
     @property
     def _meshes(self) -> Meshes:
@@ -382,9 +383,7 @@ class Meshes(NamedTuple):
 
 
 def shard(model: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy) -> None:
-    """Shard every block of a model, and then the other parameters. A sharded model is left unchanged."""
-    if isinstance(model, FSDPModule):
-        return
+    """Shard every block of a model, and then the other parameters."""
     # The root also frees whole tensors after a pass: between passes there are only shards.
     for module in [*blocks(model), *(_between_ends(model) if meshes.blocks != meshes.ends else ())]:
         fully_shard(module, mesh=meshes.blocks, reshard_after_forward=True, mp_policy=policy)

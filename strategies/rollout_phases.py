@@ -151,15 +151,12 @@ class RolloutPhases:
         with phases.measure("offload"):
             if engine.sleeps:
                 self._free("offload optimizer", memory.offload_optimizer, memory.optimizer_bytes())
-                self._training.ranks.wait()
-            engine.wake_up(["weights"])
+            self._wake_up(engine, "weights")
         checked_log_probs = self._bring_up_to_date(engine, version)
         with phases.measure("offload"):
             if engine.sleeps:
                 self._free("offload parameters", memory.offload_parameters, memory.parameter_bytes())
-                # A rank may wake a rollout engine on the device of another rank.
-                self._training.ranks.wait()
-            engine.wake_up(["kv_cache"])
+            self._wake_up(engine, "kv_cache")
         if checked_log_probs is not None:
             with phases.measure("check_weights"), suppress(EngineLost):
                 log_probs, tolerance = checked_log_probs
@@ -227,6 +224,17 @@ class RolloutPhases:
         engine.prepare(self._training.ranks)
         self.memory.reload()
         self._engines_missing = False
+
+    def _wake_up(self, engine: RolloutEngine, memory: str) -> None:
+        """Let the rollout engine allocate memory between two waits for all ranks.
+
+        A rank may wake an engine on the device of another rank, and may use an engine that another rank wakes.
+        """
+        if engine.sleeps:
+            self._training.ranks.wait()
+        engine.wake_up([memory])
+        if engine.sleeps:
+            self._training.ranks.wait()
 
     def _free(self, phase: str, offload: Callable[[], None], expected: int) -> None:
         before = self._training.phase_log.bytes_in_use()

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -32,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedModel
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.packed_attention import boundaries
+from rl_plugins.models.stretches import boundaries
 from rl_plugins.strategies.gathering import gather_parts, gather_rows, inputs_of_pass, sizes_of
 
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -41,18 +40,14 @@ _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 def cut_over_group(model: nn.Module, name: str, mesh: DeviceMesh) -> None:
     """Cut the blocks of a model over the ranks of `mesh`, and join the batches of the ranks.
 
-    An already cut model is left unchanged.
-
     Args:
-        model: model with whole weights, equal on every rank.
+        model: whole model on the device `meta`.
         name: name of the model, for errors.
         mesh: one-dimensional mesh of the group.
 
     Raises:
         ConfigError: see `plan_of`.
     """
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return
     plan = plan_of(model, name, mesh.size())
     assert isinstance(model, PreTrainedModel)
     parallelize_module(model.base_model, mesh, plan)
@@ -134,7 +129,7 @@ class GroupBatch:
         kwargs = inputs_of_pass(args, kwargs, "tensor parallelism")
         ids, mask, positions = kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids")
         if mask is None and positions is not None and len(ids) == 1:
-            joined = self._join_rows(ids, positions, cut="cu_seq_lens_q" in kwargs)
+            joined = self._join_rows(ids, positions, cut="stretches" in kwargs)
         else:
             joined = self._join_padded(ids, mask, positions)
         return (), {**kwargs, **joined}

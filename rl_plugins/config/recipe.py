@@ -175,9 +175,9 @@ def _mixture_parts(parts: object) -> dict[str, MixturePart]:
     """Return the parts of a mixture by name. The option itself has no type, because Hydra refuses unknown names."""
     if not isinstance(parts, Mapping):
         raise ConfigError(f"data.mixture={parts}: must be a mapping of names to `files` and `weight`")
-    node = OmegaConf.create({"data": {"mixture": DictConfig({}, element_type=MixturePart)}})
-    merged: Any = OmegaConf.merge(node, {"data": {"mixture": parts}})
-    named: dict[str, MixturePart] = _build(merged.data.mixture, ["data", "mixture"])
+    # Errors name the option by its groups.
+    schema = OmegaConf.create({"data": {"mixture": DictConfig({}, element_type=MixturePart)}})
+    named: dict[str, MixturePart] = _build(OmegaConf.merge(schema, {"data": {"mixture": parts}}), [])["data"]["mixture"]
     return named
 
 

@@ -288,6 +288,32 @@ class Experience(TensorClass, shadow=True):
         start = self.prompts.shape[1] - self.prompt_lengths
         return torch.arange(width, device=start.device) - start[:, None]
 
+    def named_tensors(self) -> dict[str, Tensor | None]:
+        """Return the inputs of algorithms by name, such as `scores_B`; see `rl_plugins.algorithms.inputs`."""
+        return {
+            "scores_B": self.scores,
+            "baseline_rewards_B": self.baseline_scores,
+            "component_rewards_BK": self.component_scores,
+            "groups_B": self.groups,
+            "valid_B": self.valid,
+            "response_lengths_B": self.response_lengths,
+            "response_mask_BT": self.response_mask,
+            "rollout_log_probs_BT": self.rollout_log_probs,
+            "old_log_probs_BT": self.old_log_probs,
+            "ref_log_probs_BT": self.ref_log_probs,
+            "teacher_log_probs_BT": self.teacher_log_probs,
+            "teacher_top_log_probs_BTK": self.teacher_top_log_probs,
+            "entropy_BT": self.entropy,
+            "sum_pi_squared_BT": self.sum_pi_squared,
+            "values_BT": self.values,
+            "process_rewards_BT": self.process_rewards,
+            "rollout_weights_BT": self.rollout_weights,
+            "advantages_BT": self.advantages,
+            "returns_BT": self.returns,
+            "loss_mask_BT": self.loss_mask,
+            "selected_BT": self.selected,
+        }
+
     def set_column(self, name: str, values: Sequence[Any]) -> None:
         """Add or replace a column of B Python objects, in place."""
         self._set_columns({**self.columns, name: values})

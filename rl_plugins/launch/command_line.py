@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.config.difference import difference
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
 from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig, parse_config, register_schema
 from rl_plugins.errors import ConfigError, RunStopped, UserError
-from rl_plugins.launch.config_difference import difference
 from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def run_recipe(
 
     from rl_plugins.launch.build_lock import clear_stale_build_locks
     from rl_plugins.launch.preflight import fetch_models, preflight, slow_here, tracking_uri
-    from rl_plugins.launch.run_report import reported, write_changes
+    from rl_plugins.report.page import reported
     from rl_plugins.tracking.provenance import write_provenance
 
     if config.launcher == "local":
@@ -173,7 +173,8 @@ def run_recipe(
     folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
     write_provenance(folder)
     if recipe is not None:
-        write_changes(folder, recipe, compose_config(recipe, []), config)
+        changes = difference(compose_config(recipe, []), OmegaConf.structured(config))
+        folder.changes.write_text(f"# recipe: {recipe}\n{changes}\n", encoding="utf-8")
     if slow := slow_here(config):
         print(f"{config.run.name}: {slow}", flush=True)
     print(f"{config.run.name}: {_describe_batch(config)}", flush=True)

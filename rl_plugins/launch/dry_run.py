@@ -166,7 +166,7 @@ def _check_lengths(config: RecipeConfig, rows: PromptRows, replies: Iterable[Mes
         lengths,
         option="data.max_prompt_tokens",
         limit=limit,
-        overlong=config.data.overlong_prompts,  # type: ignore[arg-type]
+        overlong="error" if refuse else "filter",
     )
 
 

@@ -15,27 +15,17 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     # transformers imports DeepSpeed to save a model, and DeepSpeed would print the selected device.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if config.on_gpus else "cpu")
     from rl_plugins.callbacks.progress import redraw_interval_s
-    from rl_plugins.launch.training import TrainingRun, transformers_rollout
-    from rl_plugins.rewards.inline import InlineScorer
+    from rl_plugins.launch.training import TrainingRun, scorer_of, transformers_rollout
     from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
     device = config.placement.device = "cuda" if config.on_gpus else "cpu"
-    rollout, scorer = None, None
-    if config.needs_engine:
-        rollout = transformers_rollout(config, device)
-    if config.generates:
-        scorer = InlineScorer(
-            config.reward.functions,
-            deadline_s=config.reward.deadline_s,
-            max_failure_rate=config.reward.max_failure_rate,
-        )
-    strategy = SingleDeviceRolloutStrategy(device, rollout=rollout)
+    strategy = SingleDeviceRolloutStrategy(device, rollout=transformers_rollout(config, device))
     try:
         TrainingRun(
             config=config,
             folder=folder,
             strategy=strategy,
-            scorer=scorer,
+            scorer=scorer_of(config),
             checkpoint=checkpoint,
             in_ray=False,
             redraw_s=redraw_interval_s(),

@@ -40,7 +40,6 @@ from rl_plugins.run_folder import RunFolder
 if TYPE_CHECKING:
     from rl_plugins.launch.placement import PlacedPool
     from rl_plugins.models.pool_actor import PoolConfig
-    from rl_plugins.rewards.pool import RewardPool
     from rl_plugins.rollout.engine import RolloutEngine
     from rl_plugins.rollout.vllm.client import VLLMRollout
 
@@ -181,7 +180,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
     from ray.train.lightning import RayLightningEnvironment
 
     from rl_plugins.config.recipe import parse_config
-    from rl_plugins.launch.training import TrainingRun, transformers_rollout
+    from rl_plugins.launch.training import TrainingRun, scorer_of, transformers_rollout
     from rl_plugins.models.pool import ModelPool
     from rl_plugins.ranks import broadcast
     from rl_plugins.stages.critic_pool import CriticPool
@@ -190,11 +189,9 @@ def train_worker(arguments: dict[str, Any]) -> None:
     device = config.placement.device
     if device == "cpu":
         torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
-    scorer: RewardPool | None = None
+    scorer = scorer_of(config)
     rollout: RolloutEngine | None = arguments["rollout"]
-    if config.generates:
-        scorer = reward_pool(config)
-    if rollout is None and config.needs_engine:
+    if rollout is None:
         rollout = transformers_rollout(config, device)
     rank = ray.train.get_context().get_world_rank()
     pools = [ModelPool(pool, rank) for pool in arguments["pools"]]
@@ -219,20 +216,6 @@ def train_worker(arguments: dict[str, Any]) -> None:
         pools=pools,
         trainer_options={"accelerator": device, "devices": "auto", "plugins": [RayLightningEnvironment()]},
     ).call_recipe()
-
-
-def reward_pool(config: RecipeConfig) -> RewardPool:
-    """Return the configured reward workers of one training worker. Ray must be initialized."""
-    from rl_plugins.rewards.pool import RewardPool
-
-    reward = config.reward
-    return RewardPool(
-        reward.functions,
-        num_workers=reward.num_workers,
-        deadline_s=reward.deadline_s,
-        max_failure_rate=reward.max_failure_rate,
-        gpus_per_worker=reward.gpus,
-    )
 
 
 def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:

@@ -30,6 +30,8 @@ from rl_plugins.launch.instantiation import training_data
 from rl_plugins.launch.quiet import quiet_libraries
 from rl_plugins.launch.tracking import register, tracking_logger
 from rl_plugins.models.pool import ModelPool
+from rl_plugins.rewards.inline import InlineScorer
+from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.critic_pool import CriticPool
@@ -117,6 +119,15 @@ class TrainingRun:
             "eval_sampling": eval_sampling,
             "environment": EnvironmentConfig(**vars(self.config.environment)),
             "seed": self.config.run.seed,
+        }
+
+    def preference_options(self) -> dict[str, Any]:
+        """Return the arguments of stages with a preference loss."""
+        return {
+            "loss": self.config.loss.name or "dpo",
+            "loss_options": self.config.loss.options,
+            "reference": self.config.reference.path,
+            **self.generation_options(),
         }
 
     def sampling(self) -> SamplingConfig:
@@ -223,13 +234,32 @@ class TrainingRun:
                 stage.further_metrics.append(pool.metrics)
 
 
-def transformers_rollout(config: RecipeConfig, device: str) -> TransformersRollout:
-    """Return the rollout engine of `rollout.engine=transformers`.
+def scorer_of(config: RecipeConfig) -> Scorer | None:
+    """Return the scorer of a run: this process with the launcher `local`, else reward workers; None without samples."""
+    if not config.generates:
+        return None
+    reward = config.reward
+    functions, deadline_s, max_failure_rate = reward.functions, reward.deadline_s, reward.max_failure_rate
+    if config.launcher == "local":
+        return InlineScorer(functions, deadline_s=deadline_s, max_failure_rate=max_failure_rate)
+    return RewardPool(
+        functions,
+        num_workers=reward.num_workers,
+        deadline_s=deadline_s,
+        max_failure_rate=max_failure_rate,
+        gpus_per_worker=reward.gpus,
+    )
+
+
+def transformers_rollout(config: RecipeConfig, device: str) -> TransformersRollout | None:
+    """Return the rollout engine of `rollout.engine=transformers`; None if the run needs no engine.
 
     Args:
         config: options of the run.
         device: `cpu` or `cuda`.
     """
+    if not config.needs_engine:
+        return None
     dtype: torch.dtype = getattr(torch, config.rollout_dtype)
     return TransformersRollout(
         config.model.path, dtype=dtype, device=device, check_updates=config.rollout.check_updates

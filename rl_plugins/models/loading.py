@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +14,24 @@ from rl_plugins.errors import ConfigError
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+
+_DEVICE_MAP: ContextVar[str | None] = ContextVar("device map", default=None)
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Load models inside this context without weights, on the device `meta`."""
+    previous = _DEVICE_MAP.set("meta")
+    try:
+        yield
+    finally:
+        _DEVICE_MAP.reset(previous)
+
+
+def device_map() -> str | None:
+    """Return the argument `device_map` of `from_pretrained`: `meta` inside `without_weights`."""
+    return _DEVICE_MAP.get()
 
 
 def load_causal_lm(path: str, *, dtype: torch.dtype, gradient_checkpointing: bool = False) -> PreTrainedModel:
@@ -25,7 +46,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, gradient_checkpointing: boo
 
     from rl_plugins.models.packed_attention import use_packed_attention
 
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map())
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     use_packed_attention(model)

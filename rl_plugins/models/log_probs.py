@@ -1,16 +1,16 @@
 """Log-probs and entropy of response tokens, without the logits of a whole batch.
 
 A causal language model runs up to its output head. The hidden states of the predicting positions go through the head
-chunk by chunk (`chunked_head`). For this, the forward of the head is replaced during the call of the model. The head is
-still called as a module, because ZeRO-3 gathers the weights of a module in the hooks of `__call__`, in forward and in
-backward.
+chunk by chunk (`chunked_head_columns`). For this, the forward of the head is replaced during the call of the model. The
+head is still called as a module, because ZeRO-3 gathers the weights of a module in the hooks of `__call__`, in forward
+and in backward.
 
 Some models change the logits after the head, or have no head. Such a model returns the logits of the response, and the
 logits are converted to float32 block by block.
 
 Axes: `B` samples, `S` prompt and response (prompts padded on the left, responses on the right), `T` response tokens,
-`N` real response tokens of all samples, `H` hidden, `V` vocabulary, `J` and `K`: see `token_distributions`. In results
-and arguments of `response_log_probs`, `K` is the number of tokens at one position.
+`N` real response tokens of all samples, `H` hidden, `V` vocabulary, `K` tokens at one position, `J` and `C`: see
+`token_distributions`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from rl_plugins.models.chunked_head import chunked_head_columns
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
-from rl_plugins.models.token_distributions import ColumnSpec, accumulation_dtype, distribution_columns
-
-CHUNK_ELEMENTS = 2**24
-"""Largest number of logits in a chunk: 32 MB in bfloat16."""
+from rl_plugins.models.token_distributions import (
+    ColumnSpec,
+    accumulation_dtype,
+    chunked_head_columns,
+    distribution_columns,
+    logits_at_once,
+)
 
 # Cache: for each output head, whether the model returns the head's output unchanged as logits (no soft-cap, scaling or
 # truncation).
@@ -80,8 +82,8 @@ def token_log_probs(
         entropy_gradient: Give `entropy_BT` a gradient.
     """
     columns = ColumnSpec(temperature, sum_pi_squared, entropy_gradient)
-    columns_NK = distribution_columns(logits_BTV.reshape(-1, logits_BTV.shape[-1]), tokens_BT.reshape(-1), columns)
-    return _by_name(columns_NK.view(*tokens_BT.shape, -1), columns)
+    columns_NC = distribution_columns(logits_BTV.reshape(-1, logits_BTV.shape[-1]), tokens_BT.reshape(-1), columns)
+    return _by_name(columns_NC.view(*tokens_BT.shape, -1), columns)
 
 
 def response_log_probs(
@@ -167,9 +169,9 @@ def response_log_probs(
 
         # The columns are returned as the output of the head, so that hooks on the output gather the weight in backward.
         with replaced_forward(head, columns_of_hidden):
-            columns_NK = run().logits[0]
+            columns_NC = run().logits[0]
     elif packed:
-        columns_NK = distribution_columns(run().logits[0], tokens_N, columns, extra_NJ)
+        columns_NC = distribution_columns(run().logits[0], tokens_N, columns, extra_NJ)
     else:
         # A selection of positions would copy the logits. The last position and padding get an arbitrary token instead.
         next_tokens_BT = input_ids_BS.roll(-1, dims=1)[:, -(response_width + 1) :]
@@ -177,11 +179,11 @@ def response_log_probs(
         logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
         if tokens_BTK is not None:
             extra_NJ = nn.functional.pad(tokens_BTK, (0, 0, 0, 1)).flatten(0, 1)
-        all_NK = distribution_columns(logits_NV, next_tokens_BT.reshape(-1), columns, extra_NJ)
-        return _by_name(all_NK.view(*next_tokens_BT.shape, -1)[:, :-1], columns)
-    columns_BTK = columns_NK.new_zeros(len(input_ids_BS), response_width, columns_NK.shape[-1])
-    columns_BTK[real_tokens] = columns_NK
-    return _by_name(columns_BTK, columns)
+        all_NC = distribution_columns(logits_NV, next_tokens_BT.reshape(-1), columns, extra_NJ)
+        return _by_name(all_NC.view(*next_tokens_BT.shape, -1)[:, :-1], columns)
+    columns_BTC = columns_NC.new_zeros(len(input_ids_BS), response_width, columns_NC.shape[-1])
+    columns_BTC[real_tokens] = columns_NC
+    return _by_name(columns_BTC, columns)
 
 
 def _columns_of_hidden(
@@ -192,23 +194,24 @@ def _columns_of_hidden(
     columns: ColumnSpec,
     extra_NJ: Tensor | None,
 ) -> Tensor:
-    if hidden_NH.shape[0] * head.out_features <= CHUNK_ELEMENTS:
+    largest = logits_at_once(hidden_NH.device).chunk
+    if hidden_NH.shape[0] * head.out_features <= largest:
         return distribution_columns(forward(hidden_NH), tokens_N, columns, extra_NJ)
-    rows = max(1, CHUNK_ELEMENTS // head.out_features)
+    rows = max(1, largest // head.out_features)
     return chunked_head_columns(hidden_NH, head.weight, head.bias, tokens_N, columns, extra_NJ, rows=rows)
 
 
-def _by_name(columns_BTK: Tensor, columns: ColumnSpec) -> ResponseLogProbs:
+def _by_name(columns_BTC: Tensor, columns: ColumnSpec) -> ResponseLogProbs:
     """Name the columns of `distribution_columns`.
 
     Their order is log-prob, entropy, sum of squared probabilities (optional), `top_k` log-probs, `top_k` ids, and the
     log-probs of extra tokens.
     """
-    entropy_BT = columns_BTK[..., 1]
-    fixed, extra_BTK = columns_BTK[..., : columns.num_fixed].detach(), columns_BTK[..., columns.num_fixed :]
+    entropy_BT = columns_BTC[..., 1]
+    fixed, extra_BTK = columns_BTC[..., : columns.num_fixed].detach(), columns_BTC[..., columns.num_fixed :]
     tops, ids = fixed[..., fixed.shape[-1] - 2 * columns.top_k :].tensor_split(2, dim=-1)
     return ResponseLogProbs(
-        columns_BTK[..., 0],
+        columns_BTC[..., 0],
         entropy_BT if columns.entropy_gradient else entropy_BT.detach(),
         fixed[..., 2] if columns.sum_pi_squared else None,
         ids.long() if columns.top_k else None,

@@ -1,14 +1,9 @@
 """Attention over a row of separate samples, without a mask and without padding.
 
 The attention is registered with transformers under the name `packed_sdpa`. Beside the row, a model with this attention
-gets the starts of the samples (`cu_seq_lens_q`, as for flash attention). Each sample runs through
-`scaled_dot_product_attention` by itself, or through `product_attention` where this is faster. Neighbouring samples of
-the same length run together. Without the starts, the attention is `sdpa` of transformers.
-
-Samples of a row may share a prompt. The prompt is in the row once, before the response of its first sample. The
-responses of the other samples follow, and their positions continue from the end of the prompt. The model then computes
-the prompt once. A stretch of the row is a run of consecutive positions: a whole sample, or a response after a shared
-prompt. The tokens of a stretch are queries, and the tokens of the stretch's whole sample are keys (`cu_seq_lens_k`).
+gets the lengths of the samples (`stretches`). On a GPU, one kernel of torch runs all samples. Without such a kernel,
+each sample runs through `scaled_dot_product_attention` by itself, or through `product_attention` where this is faster,
+and neighbouring samples of the same length run together. Without the lengths, the attention is `sdpa` of transformers.
 
 Axes: `M` tokens of the row, `F` tokens of all whole samples, `N` stretches of the row, `Q` tokens of a stretch, `K`
 tokens of its whole sample, `H` heads of queries, `G` heads of keys, `D` width of a head.
@@ -18,20 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.product_attention import product_attention, suits
+from rl_plugins.models.stretches import Stretches, starts_of
 
 PACKED_SDPA = "packed_sdpa"
+
+# Bounds of `varlen_attn`: Ampere, and the widest head.
+_CAPABILITY, _WIDTH = (8, 0), 256
 
 
 class SequenceParallelExchange(Protocol):
@@ -72,59 +71,6 @@ def has_packed_attention(model: Callable[..., Any]) -> bool:
     return getattr(config, "_attn_implementation", None) == PACKED_SDPA
 
 
-def boundaries(positions_M: Tensor) -> dict[str, Any]:
-    """Return the arguments of `packed_sdpa` for a row.
-
-    A stretch whose positions start at p > 0 continues after the first p tokens of the last stretch that starts at 0.
-
-    Args:
-        positions_M: Position of each token in its sample.
-    """
-    starts = starts_of(positions_M)
-    begin_N, own_N = starts[:-1], starts.diff()
-    shared_N = positions_M[begin_N]
-    if not bool(shared_N.any()):
-        return _cut_at(own_N, own_N)
-    first_N = torch.where(shared_N == 0, torch.arange(len(own_N), device=starts.device), 0).cummax(dim=0).values
-    whole_N = shared_N + own_N
-    # Stretches of the same lengths are sorted next to each other, to run together.
-    order_N = (whole_N * len(positions_M) + own_N).argsort(stable=True)
-    begin_N, own_N, whole_N, shared_N, prompt_N = (
-        values[order_N] for values in (begin_N, own_N, whole_N, shared_N, begin_N[first_N])
-    )
-    query_places_M = _counts(own_N) + begin_N.repeat_interleave(own_N)
-    nth_F = _counts(whole_N)
-    in_prompt_F = nth_F < shared_N.repeat_interleave(whole_N)
-    from_own_F, from_prompt_F = torch.stack([begin_N - shared_N, prompt_N]).repeat_interleave(whole_N, dim=1)
-    return {
-        **_cut_at(own_N, whole_N),
-        "query_places": query_places_M,
-        "key_places": nth_F + torch.where(in_prompt_F, from_prompt_F, from_own_F),
-        "row_places": query_places_M.argsort(),
-    }
-
-
-def _counts(lengths_N: Tensor) -> Tensor:
-    """Count 0, 1, ... up to each length, and join the counts in one tensor."""
-    counts = torch.arange(int(lengths_N.sum()), device=lengths_N.device)
-    return counts - (lengths_N.cumsum(dim=0) - lengths_N).repeat_interleave(lengths_N)
-
-
-def _cut_at(own_N: Tensor, whole_N: Tensor) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    for name, lengths_N in (("q", own_N), ("k", whole_N)):
-        # On the host, because attention splits tensors by these lengths in every layer.
-        starts = nn.functional.pad(lengths_N.cpu().cumsum(dim=0, dtype=torch.int32), (1, 0))
-        arguments |= {f"cu_seq_lens_{name}": starts, f"max_length_{name}": int(lengths_N.max())}
-    return arguments
-
-
-def starts_of(positions_M: Tensor) -> Tensor:
-    """Return the start of each stretch of consecutive positions, and the end of the last stretch [N + 1]."""
-    begins_M = positions_M.diff(prepend=positions_M[:1]) != 1
-    return nn.functional.pad(begins_M.nonzero().flatten(), (0, 1), value=len(positions_M))
-
-
 def packed_sdpa(
     module: nn.Module,
     query: Tensor,
@@ -132,11 +78,7 @@ def packed_sdpa(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    query_places: Tensor | None = None,
-    key_places: Tensor | None = None,
-    row_places: Tensor | None = None,
+    stretches: Stretches | None = None,
     head_exchange: SequenceParallelExchange | None = None,
     position_ids: Tensor | None = None,
     position_bias: Tensor | None = None,
@@ -153,11 +95,7 @@ def packed_sdpa(
         key: Heads of keys.
         value: Heads of values.
         attention_mask: Mask of a padded batch. None for a row.
-        cu_seq_lens_q: Boundaries of the stretches, in the order of `query_places`.
-        cu_seq_lens_k: Boundaries of the whole samples of the stretches, in the order of `key_places`.
-        query_places: Index in the row of each token of the stretches [M].
-        key_places: Index in the row of each token of the whole samples [F].
-        row_places: Index in the stretches of each token of the row [M].
+        stretches: Stretches of a row.
         head_exchange: Exchange between ranks, if each rank has a part of the row.
         position_ids: Positions of the tokens.
         position_bias: Bias by the distance between tokens.
@@ -169,11 +107,11 @@ def packed_sdpa(
     Raises:
         ConfigError: The model adds a bias by the distance between tokens, and the input is a row.
     """
-    if attention_mask is None and cu_seq_lens_q is None and _may_be_row(query, key, position_ids):
+    if attention_mask is None and stretches is None and _may_be_row(query, key, position_ids):
         assert position_ids is not None
-        starts = starts_of(position_ids[0])
-        cu_seq_lens_q = starts if len(starts) > 2 else None
-    if cu_seq_lens_q is None:
+        lengths_N = starts_of(position_ids[0]).diff()
+        stretches = Stretches.of_lengths(lengths_N, lengths_N) if len(lengths_N) > 1 else None
+    if stretches is None:
         others |= {"position_ids": position_ids, "position_bias": position_bias, "sliding_window": sliding_window}
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
@@ -185,34 +123,19 @@ def packed_sdpa(
         )
     if head_exchange is not None:
         query, key, value = head_exchange.to_heads(query, key, value)
-    query_MHD, key_FGD, value_FGD = (heads.transpose(1, 2)[0] for heads in (query, key, value))
-    if query_places is not None and key_places is not None:
-        query_MHD = query_MHD.index_select(0, query_places)
-        key_FGD, value_FGD = (heads.index_select(0, key_places) for heads in (key_FGD, value_FGD))
-    lengths = cu_seq_lens_q.diff().tolist(), (cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k).diff().tolist()
-    runs = [(own, whole, len(list(same))) for (own, whole), same in groupby(zip(*lengths, strict=True))]
-    parts = zip(
-        query_MHD.split([own * count for own, _, count in runs]),
-        key_FGD.split([whole * count for _, whole, count in runs]),
-        value_FGD.split([whole * count for _, whole, count in runs]),
-        strict=True,
-    )
-    attend = partial(
-        _attend,
-        is_causal=bool(getattr(module, "is_causal", True)),
-        window=sliding_window,
-        dropout=dropout,
-        scaling=scaling,
-    )
-    outputs = []
-    for (own, whole, count), (queries, *keys_and_values) in zip(runs, parts, strict=True):
-        output_NQHD = attend(
-            queries.unflatten(0, (count, own)), *(heads.unflatten(0, (count, whole)) for heads in keys_and_values)
-        )
-        outputs.append(output_NQHD.flatten(0, 1))
-    output_MHD = torch.cat(outputs)
-    if row_places is not None:
-        output_MHD = output_MHD.index_select(0, row_places)
+    query_MHD, key_FGD, value_FGD = (heads.transpose(1, 2)[0] for heads in _as_autocast_does(query, key, value))
+    places = stretches.places
+    if places is not None:
+        query_MHD = query_MHD.index_select(0, places.queries)
+        key_FGD, value_FGD = (heads.index_select(0, places.keys) for heads in (key_FGD, value_FGD))
+    is_causal = bool(getattr(module, "is_causal", True))
+    if is_causal and not dropout and has_kernel(query_MHD, value_FGD):
+        output_MHD = attend_at_once(query_MHD, key_FGD, value_FGD, stretches, sliding_window, scaling)
+    else:
+        attend = partial(_attend, is_causal=is_causal, window=sliding_window, dropout=dropout, scaling=scaling)
+        output_MHD = _attend_run_by_run(query_MHD, key_FGD, value_FGD, stretches, attend)
+    if places is not None:
+        output_MHD = output_MHD.index_select(0, places.row)
     return (output_MHD if head_exchange is None else head_exchange.to_tokens(output_MHD))[None], None
 
 
@@ -250,6 +173,67 @@ def _may_be_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> bool
     return is_whole and position_ids is not None and position_ids.ndim == 2
 
 
+def _as_autocast_does(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast heads like the function of torch. Rotary positions make queries and keys float32, but not values."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return tensors
+    return tuple(heads.to(torch.get_autocast_dtype(device)) for heads in tensors)
+
+
+def has_kernel(query_MHD: Tensor, value_FGD: Tensor) -> bool:
+    """Return True if `varlen_attn` runs such heads: 16 bits, on a GPU from Ampere on, with a width that it knows."""
+    device, width = query_MHD.device, query_MHD.shape[-1]
+    return (
+        device.type == "cuda"
+        and query_MHD.dtype in (torch.bfloat16, torch.float16)
+        and width == value_FGD.shape[-1]
+        and width % 8 == 0
+        and width <= _WIDTH
+        and torch.cuda.get_device_capability(device) >= _CAPABILITY
+    )
+
+
+def attend_at_once(
+    query_MHD: Tensor, key_FGD: Tensor, value_FGD: Tensor, stretches: Stretches, window: int | None, scale: float | None
+) -> Tensor:
+    """Compute causal attention of all stretches in one kernel [M, H, D], without waiting for the GPU."""
+    # The kernel counts the tokens before a query, and -1 is all of them.
+    before = -1 if window is None else window - 1
+    output_MHD = varlen_attn(
+        query_MHD,
+        key_FGD,
+        value_FGD,
+        *stretches.starts,
+        *stretches.longest,
+        scale=scale,
+        window_size=(before, 0),
+        enable_gqa=query_MHD.shape[1] != key_FGD.shape[1],
+    )
+    # A pair only with `return_aux`.
+    assert isinstance(output_MHD, Tensor)
+    return output_MHD
+
+
+def _attend_run_by_run(
+    query_MHD: Tensor, key_FGD: Tensor, value_FGD: Tensor, stretches: Stretches, attend: Callable[..., Tensor]
+) -> Tensor:
+    runs = stretches.runs
+    parts = zip(
+        query_MHD.split([own * count for own, _, count in runs]),
+        key_FGD.split([whole * count for _, whole, count in runs]),
+        value_FGD.split([whole * count for _, whole, count in runs]),
+        strict=True,
+    )
+    outputs = []
+    for (own, whole, count), (queries, *keys_and_values) in zip(runs, parts, strict=True):
+        output_NQHD = attend(
+            queries.unflatten(0, (count, own)), *(heads.unflatten(0, (count, whole)) for heads in keys_and_values)
+        )
+        outputs.append(output_NQHD.flatten(0, 1))
+    return torch.cat(outputs)
+
+
 def _attend(
     query_NQHD: Tensor,
     key_NKGD: Tensor,
@@ -260,11 +244,6 @@ def _attend(
     dropout: float,
     scaling: float | None,
 ) -> Tensor:
-    device = query_NQHD.device.type
-    if torch.is_autocast_enabled(device) and query_NQHD.dtype != torch.float64:
-        # As autocast does for the function of torch. Rotary positions make queries and keys float32, but not values.
-        dtype = torch.get_autocast_dtype(device)
-        query_NQHD, key_NKGD, value_NKGD = (heads.to(dtype) for heads in (query_NQHD, key_NKGD, value_NKGD))
     if is_causal and not dropout and suits(query_NQHD):
         return product_attention(query_NQHD, key_NKGD, value_NKGD, scale=scaling, window=window)
     query, key, value = (heads.transpose(1, 2) for heads in (query_NQHD, key_NKGD, value_NKGD))

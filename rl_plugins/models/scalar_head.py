@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.loading import device_map
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
@@ -51,7 +52,7 @@ def load_scalar_head(
     model: PreTrainedModel
     with _without_load_report():
         model, loaded = AutoModelForTokenClassification.from_pretrained(
-            path, config=scalar_head_config(path), dtype=dtype, output_loading_info=True
+            path, config=scalar_head_config(path), dtype=dtype, device_map=device_map(), output_loading_info=True
         )
     head = {name: p for name, p in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     missing = {name: head.get(name) for name in loaded["missing_keys"]}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from traceback import format_exception_only
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -51,6 +53,27 @@ def write_report(folder: RunFolder, path: Path | None = None) -> Path:
     path = path or folder.report
     write_whole_text(path, _template().render(_values(folder)))
     return path
+
+
+@contextmanager
+def reported(folder: RunFolder) -> Iterator[None]:
+    """Write the report when the block ends, also after an error. A run without metrics gets no report.
+
+    A worker writes the page when training ends. The driver writes the page again by this function, because workers can
+    be killed, and because the exported model and the error exist only then.
+
+    Args:
+        folder: Folder of the run.
+    """
+    folder.error.unlink(missing_ok=True)
+    try:
+        yield
+    except BaseException as error:
+        folder.error.write_text("".join(format_exception_only(error)), encoding="utf-8")
+        raise
+    finally:
+        if folder.metrics.is_file():
+            print(f"{folder.path.name}: report in {write_report(folder)}", flush=True)
 
 
 def _template() -> Template:

@@ -154,6 +154,11 @@ def seed_of(*place: int) -> int:
     return int(np.random.SeedSequence(place).generate_state(1)[0]) >> 1
 
 
+def step_seed(seed: int, step: int) -> int:
+    """Return the seed of random choices in a step, equal on all ranks."""
+    return seed * 1_000_003 + step
+
+
 class GroupSampler(Protocol):
     """Asynchronous sampling of groups of responses."""
 

@@ -15,14 +15,13 @@ from rl_plugins.config.models import CriticConfig
 from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.experience import Experience, computed
 from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.engine import step_seed
 from rl_plugins.stages.critic import explained_variance, value_objective
 from rl_plugins.stages.critic_pool import CriticPool
-from rl_plugins.stages.experience_maker import named_tensors
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
 from rl_plugins.stages.off_policy import ratio_to_rollout
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
-from rl_plugins.stages.rollouts import step_seed
 from rl_plugins.strategies.contract import CRITIC, POLICY
 
 
@@ -117,7 +116,7 @@ class PolicyLearner:
             )
         ids_B = mini_batch.groups * num_samples + torch.arange(len(mini_batch)) % num_samples
         mini_batch.selected = self._algorithm.select(
-            {**named_tensors(mini_batch), "log_probs_BT": mini_batch.old_log_probs, "ids_B": ids_B},
+            {**mini_batch.named_tensors(), "log_probs_BT": mini_batch.old_log_probs, "ids_B": ids_B},
             seed=step_seed(self._seed, step),
             sum_over_ranks=self._strategy.ranks.sum,
             gather_over_ranks=self._gather,
@@ -140,7 +139,7 @@ class PolicyLearner:
             current = self._passes.log_probs(POLICY, micro, entropy_gradient=self._algorithm.entropy.active)
             old_BT = current.log_probs_BT.detach() if current_is_old else computed(micro.old_log_probs)
             tensors = {
-                **named_tensors(micro),
+                **micro.named_tensors(),
                 "log_probs_BT": current.log_probs_BT,
                 "old_log_probs_BT": old_BT,
                 "entropy_BT": current.entropy_BT,

@@ -199,7 +199,7 @@ def _objective(
 ) -> PreferenceObjective:
     """Return the objective of a stage, and let the stage load the reference of the loss."""
     objective = PreferenceObjective(loss, dict(options or {}))
-    if objective.needs_reference and not stage.add_reference(reference, check_tokens=True):
+    if objective.needs_reference and not stage.add_reference(reference):
         raise ConfigError(
             f"the loss {objective.name} needs log-probs under a reference: name the model with reference=..."
         )

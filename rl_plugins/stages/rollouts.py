@@ -13,6 +13,7 @@ from rl_plugins.data.experience import Experience, computed
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import DataError
 from rl_plugins.rewards.records import Score
+from rl_plugins.rollout.engine import step_seed
 from rl_plugins.stages.balancing import GroupBuffer, resample_over_ranks
 from rl_plugins.stages.experience_maker import shape_rewards
 from rl_plugins.stages.metrics import SampleMetrics
@@ -187,8 +188,3 @@ class Rollouts:
         """
         metrics = self.sampled.averages("train", self._ranks.sum, self._ranks.gather, seconds)
         return metrics if self.replay is not None else metrics | self.scheduled_sampler.metrics(samples, step, seconds)
-
-
-def step_seed(seed: int, step: int) -> int:
-    """Return the seed of random choices in a step, equal on all ranks."""
-    return seed * 1_000_003 + step

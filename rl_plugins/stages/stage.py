@@ -127,7 +127,7 @@ class Stage(LightningModule):
         self._gradient_checkpointing, self._lora = gradient_checkpointing, lora
         self._own_path = model if isinstance(model, str) else None
         self._reference_path: str | None = None
-        self._has_reference = self._checks_reference = False
+        self._has_reference = False
         self._model_of_optimizer: dict[int, str] = {}
         self._stepped: set[str] = set()
         self._trainers_clip: float | None = None
@@ -217,21 +217,20 @@ class Stage(LightningModule):
         with self.sharded_init(frozen):
             return load_causal_lm(path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing)
 
-    def add_reference(self, path: str | None, *, check_tokens: bool = False) -> bool:
+    def add_reference(self, path: str | None) -> bool:
         """Let `configure_model` load a frozen reference, and return True; return False if there is no model to load.
 
         Args:
             path: Hugging Face name or folder; by default, the reference is the trained model as it is at first.
-            check_tokens: True to refuse a reference with other tokens than the trained model.
         """
-        self._reference_path, self._checks_reference = path or self._own_path, check_tokens
+        self._reference_path = path or self._own_path
         self._has_reference = self._reference_path is not None or _comes_with_adapter(self._source[0])
         return self._has_reference
 
     def _load_reference(self) -> nn.Module | None:
         """Load the reference; return None if the reference is the policy without its adapter."""
         path, policy = self._reference_path, getattr(self, self.trained)
-        if self._checks_reference and path not in (None, self._own_path):
+        if path not in (None, self._own_path):
             check_same_tokens(self.tokenizer, str(path), "reference")
         if has_adapter(policy):
             base = getattr(policy.get_base_model(), "name_or_path", None)

@@ -33,7 +33,7 @@ from rl_plugins.tests.patience import patient
 
 _IMPORTED = [
     "deepspeed", "lightning.pytorch", "rl_plugins.strategies.fsdp", "rl_plugins.strategies.zero",
-    "rl_plugins.tests.rank_state", "rl_plugins.tests.stages.canned",
+    "rl_plugins.tests.rank_state", "rl_plugins.tests.rollout.cuda_stubs", "rl_plugins.tests.stages.canned",
 ]  # fmt: skip
 _START_S = 120.0
 # What the other ranks still have to say after one has failed: their collectives fail at once.

@@ -98,7 +98,10 @@ def open_client(uri: str) -> MlflowClient:
         return MlflowClient(uri)
     with FileLock(f"{file}.lock", timeout=_OPEN_TIMEOUT_S):
         if not file.exists():
-            partial = file.with_name(f"{file.name}.partial-{os.getpid()}")
+            partial = file.with_name(f"{file.name}.partial")
+            # SQLite would apply the journal of a killed process to the new file.
+            for suffix in ("", "-journal", "-wal", "-shm"):
+                Path(f"{partial}{suffix}").unlink(missing_ok=True)
             MlflowClient(f"{_SQLITE}{partial}")
             partial.replace(file)
         return MlflowClient(uri)

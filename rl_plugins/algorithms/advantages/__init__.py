@@ -14,8 +14,14 @@ from torch import Tensor
 
 from rl_plugins.algorithms.advantages.group_relative import gdpo, gpg, grpo, grpo_passk, max_rl, opo, rloo
 from rl_plugins.algorithms.advantages.optimal_baseline import optimal_token_baseline, tir_optimal_token_baseline
-from rl_plugins.algorithms.advantages.returns import gae, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
-from rl_plugins.algorithms.advantages.token_rewards import prime, reverse_kl
+from rl_plugins.algorithms.advantages.returns import (
+    gae,
+    prime,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    reverse_kl,
+)
 from rl_plugins.algorithms.registry import Registry
 
 __all__ = ["ADVANTAGES", "AdvantageEstimator", "grpo"]

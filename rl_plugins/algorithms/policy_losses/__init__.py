@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from rl_plugins.algorithms.policy_losses.clipped import MAX_LOG_RATIO, cispo, ppo_clip, reinforce
+from rl_plugins.algorithms.policy_losses.clipped import MAX_LOG_RATIO, cispo, gmpo, gspo, ppo_clip, reinforce
 from rl_plugins.algorithms.policy_losses.covariance import clip_cov, kl_cov, select_largest, select_within_band
 from rl_plugins.algorithms.policy_losses.distillation import forward_kl_top_k
-from rl_plugins.algorithms.policy_losses.sequence import gmpo, gspo
 from rl_plugins.algorithms.policy_losses.trust_region import dppo_kl, dppo_tv, dro, sapo
 from rl_plugins.algorithms.registry import Registry
 

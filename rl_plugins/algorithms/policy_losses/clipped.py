@@ -1,4 +1,7 @@
-"""Policy gradients of single tokens: REINFORCE, CISPO (clipped importance weight) and PPO (clipped surrogate)."""
+"""Policy gradients with clipped ratios: of each token (PPO, CISPO), or one for a whole response (GSPO, GMPO).
+
+The ratio of a response is the geometric mean of the ratios of its tokens. REINFORCE has no ratio.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from rl_plugins.algorithms.masked import zero_masked
 
 MAX_LOG_RATIO = 20.0
 """Bound on |log ratio| before exponentiation: e^20 is finite in float32 and far outside any clip range."""
+MAX_LOG_SEQUENCE_RATIO = 10.0
+"""Upper bound on GSPO's mean log-ratio before exponentiation; no gradient beyond."""
 
 
 def bounded_log_ratio(log_probs_BT: Tensor, old_log_probs_BT: Tensor) -> Tensor:
@@ -122,3 +127,95 @@ def reinforce(
     )
     ppo_kl_BT = -bounded_log_ratio(log_probs_BT.detach(), old_log_probs_BT)
     return -advantages_BT * log_probs_BT, {"ppo_kl": ppo_kl_BT}
+
+
+def gspo(
+    *,
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    response_mask_BT: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clip on the sequence ratio `s = exp(mean of the log-ratios of the response's tokens)`.
+
+    Each token's loss is `max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high))` with
+    `log s_t = log_probs - sg(log_probs) + sg(log s)`: the value of `s`, and the gradient of the token itself. So tokens
+    may have different advantages (the paper's GSPO-token; with equal advantages GSPO). The paper's aggregation is
+    `seq-mean-token-mean`. The clip widths are far smaller than PPO's, because a mean varies far less than its terms.
+
+    Args:
+        clip_low: width of the clip range below 1.
+        clip_high: width of the clip range above 1.
+
+    Returns:
+        Loss [B, T] and metrics `clip_fraction`, `ppo_kl` [B, T].
+
+    Raises:
+        ValueError: a width is negative.
+
+    Source: https://arxiv.org/abs/2507.18071, eq. 5, 7, 13 and 14; widths from its section 5.1.
+    """
+    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
+        response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
+    )
+    log_ratio_BT = log_probs_BT.detach() - old_log_probs_BT
+    sequence_B1 = _mean_over_tokens(log_ratio_BT, response_mask_BT)
+    ratio_BT = (log_probs_BT - log_probs_BT.detach() + sequence_B1).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
+    unclipped_BT = -advantages_BT * ratio_BT
+    clipped_BT = -advantages_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+    metrics = {"clip_fraction": (clipped_BT > unclipped_BT).float(), "ppo_kl": -log_ratio_BT}
+    return torch.maximum(unclipped_BT, clipped_BT), metrics
+
+
+def gmpo(
+    *,
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    response_mask_BT: Tensor,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Geometric mean of the clipped ratios of the tokens, weighted by the advantage of the sequence.
+
+    With log-ratio `x` and the mean advantage `a` over the response's valid tokens, `rho = exp(mean of y)`, where
+    `y = min(x, clip(x, -clip_low, clip_high))` where `A > 0`, `max` of the two where `A < 0`, and 0 where `A = 0`.
+    Every valid token of the response holds `-a rho`, so `seq-mean-token-mean` is the paper's mean over sequences; the
+    gradient reaches each token through `rho`. Implementations that return the mean over the sequences of a micro-batch
+    depend on the split into micro-batches; this loss does not. A mean of `y` above `MAX_LOG_RATIO` is cut to the bound.
+
+    Args:
+        advantages_BT: advantage of each token, usually the same for all tokens of a response.
+        clip_low: largest decrease of a log-ratio below 0; a width in log space, not of the ratio.
+        clip_high: largest increase of a log-ratio above 0.
+
+    Returns:
+        Loss [B, T] and metrics `clip_fraction`, `ppo_kl` [B, T].
+
+    Raises:
+        ValueError: a width is negative.
+
+    Source: https://arxiv.org/abs/2507.20673.
+    """
+    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
+        response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
+    )
+    log_ratio_BT = log_probs_BT - old_log_probs_BT
+    sign_BT = advantages_BT.sign()
+    clipped_BT = log_ratio_BT.clamp(-clip_low, clip_high)
+    kept_BT = sign_BT * torch.minimum(sign_BT * log_ratio_BT, sign_BT * clipped_BT)
+    ratio_B1 = _mean_over_tokens(kept_BT, response_mask_BT).clamp(max=MAX_LOG_RATIO).exp()
+    advantage_B1 = _mean_over_tokens(advantages_BT, response_mask_BT)
+    loss_BT = torch.where(response_mask_BT.bool(), -advantage_B1 * ratio_B1, 0)
+    is_clipped_BT = sign_BT * clipped_BT < sign_BT * log_ratio_BT
+    return loss_BT, {"clip_fraction": is_clipped_BT.float(), "ppo_kl": -log_ratio_BT.detach()}
+
+
+def _mean_over_tokens(values_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
+    """Compute the mean of each row over its valid tokens, [B, 1]; masked entries must be 0; 0 for an empty row."""
+    lengths_B1 = response_mask_BT.sum(dim=-1, keepdim=True).clamp(min=1)
+    return values_BT.sum(dim=-1, keepdim=True) / lengths_B1

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from omegaconf import OmegaConf
 
+from rl_plugins.config.difference import difference
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.tests.launch.configurations import configured, message_of
+from rl_plugins.tests.launch.configurations import compose_config_once, configured, message_of
 
 
 @pytest.mark.parametrize(
@@ -23,3 +25,11 @@ def test_configured_equals_parse_config_of_the_composed_recipe(recipe, overrides
 
 def test_configured_refuses_an_unknown_option():
     assert message_of(lambda: configured("grpo", "model.path=model", "run.stepz=1")).startswith("there is no option")
+
+
+def test_difference_has_the_options_that_differ_from_the_recipe() -> None:
+    overrides = ["model.path=tiny", "data.train_files=[a.parquet]", "reward=exact_match", "optimizer.lr=0.5"]
+    config = OmegaConf.structured(configured("grpo", *overrides))
+    changes = difference(compose_config_once("grpo", ()), config).splitlines()
+    assert "optimizer.lr: 0.5  # recipe: 1.0e-06" in changes and "model.path: tiny  # recipe: ???" in changes
+    assert len(changes) < 7

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_plugins.models.chunked_head import chunked_head_columns
-from rl_plugins.models.token_distributions import ColumnSpec, distribution_columns
+from rl_plugins.models.token_distributions import ColumnSpec, chunked_head_columns, distribution_columns
 from rl_plugins.tests.algorithms.reference import token_distributions as reference
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.memory import LargestNewTensor

@@ -14,9 +14,10 @@ from torch import Tensor
 from rl_plugins.data.experience import Experience
 from rl_plugins.models import packing as module
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.models.packed_attention import boundaries, use_packed_attention
+from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.models.packing import first_of_prompt, pack
 from rl_plugins.models.scalar_head import load_scalar_head, response_scores, response_values
+from rl_plugins.models.stretches import boundaries
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
 
@@ -127,11 +128,12 @@ def test_pack_makes_one_row_with_shared_prompts() -> None:
     # 7, 8 and the first 4 are predicted at 6; 2 at 1.
     assert row.predicting(samples.attention_mask, samples.responses.shape[1]).tolist() == [1, 7, 8, 1, 3, 1, 5]
     # [5 6 7], [1 2 3], [5 6 8 9], [5 6 4 4], the shortest first: two whole samples, then two responses.
-    assert row.inputs["cu_seq_lens_q"].tolist() == [0, 3, 6, 8, 10]
-    assert row.inputs["cu_seq_lens_k"].tolist() == [0, 3, 6, 10, 14]
-    assert row.inputs["query_places"].tolist() == [0, 1, 2, 7, 8, 9, 3, 4, 5, 6]
-    assert row.inputs["key_places"].tolist() == [0, 1, 2, 7, 8, 9, 0, 1, 3, 4, 0, 1, 5, 6]
-    assert row.inputs["row_places"].tolist() == [0, 1, 2, 6, 7, 8, 9, 3, 4, 5]
+    stretches = row.inputs["stretches"]
+    assert stretches.runs == ((3, 3, 2), (2, 4, 2)) and stretches.longest == (3, 4)
+    assert [starts.tolist() for starts in stretches.starts] == [[0, 3, 6, 8, 10], [0, 3, 6, 10, 14]]
+    assert stretches.places.queries.tolist() == [0, 1, 2, 7, 8, 9, 3, 4, 5, 6]
+    assert stretches.places.keys.tolist() == [0, 1, 2, 7, 8, 9, 0, 1, 3, 4, 0, 1, 5, 6]
+    assert stretches.places.row.tolist() == [0, 1, 2, 6, 7, 8, 9, 3, 4, 5]
 
 
 @settings(deadline=None)
@@ -143,21 +145,21 @@ def test_boundaries_give_whole_samples_and_restore_the_row(groups: list[tuple[in
         for number, response in enumerate(responses)
         for position in range(prompt if number else 0, prompt + response)
     ]
-    found = boundaries(torch.tensor(positions))
-    own, whole = (found[f"cu_seq_lens_{name}"].diff().tolist() for name in "qk")
-    assert (found["max_length_q"], found["max_length_k"]) == (max(own), max(whole))
-    assert sum(own) == len(positions)
-    if "key_places" not in found:
+    found = boundaries(torch.tensor(positions))["stretches"]
+    own, whole = (starts.diff().tolist() for starts in found.starts)
+    assert [pair for *pair, count in found.runs for _ in range(count)] == [
+        list(pair) for pair in zip(own, whole, strict=True)
+    ]
+    assert found.longest == (max(own), max(whole)) and sum(own) == len(positions)
+    if found.places is None:
         assert own == whole
         return
     # Every sample has its positions from 0, and its last tokens are queries.
-    assert torch.tensor(positions)[found["key_places"]].tolist() == [
-        place for length in whole for place in range(length)
-    ]
-    samples, attending = found["key_places"].split(whole), found["query_places"].split(own)
+    assert torch.tensor(positions)[found.places.keys].tolist() == [place for length in whole for place in range(length)]
+    samples, attending = found.places.keys.split(whole), found.places.queries.split(own)
     for sample, stretch in zip(samples, attending, strict=True):
         assert torch.equal(sample[-len(stretch) :], stretch)
-    assert torch.equal(found["query_places"][found["row_places"]], torch.arange(len(positions)))
+    assert torch.equal(found.places.queries[found.places.row], torch.arange(len(positions)))
 
 
 def test_first_of_prompt_compares_real_tokens() -> None:

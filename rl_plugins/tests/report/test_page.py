@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.report.page import write_report
+from rl_plugins.report.page import reported, write_report
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.report.handmade_run import HOSTILE
 
@@ -127,3 +127,21 @@ def test_write_report_of_a_long_run_is_small(folder: RunFolder) -> None:
         "".join(f'{{"step": {n}, "train/loss": {n % 7}, "time/a": 1}}\n' for n in range(1, 30001))
     )
     assert write_report(folder).stat().st_size < 60_000
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no <engine>"), KeyboardInterrupt()])
+def test_reported_writes_the_end_of_the_run_into_the_report(folder: RunFolder, error: BaseException) -> None:
+    with pytest.raises(type(error)), reported(folder):
+        raise error
+    assert f"Ended by an error: {type(error).__name__}" in folder.report.read_text()
+    with reported(folder):
+        pass
+    assert "Ended by an error" not in folder.report.read_text()
+
+
+def test_reported_writes_no_report_without_metrics_and_raises_the_error_of_the_run(folder: RunFolder) -> None:
+    folder.metrics.unlink()
+    folder.report.unlink(missing_ok=True)
+    with pytest.raises(RuntimeError, match="no engine"), reported(folder):
+        raise RuntimeError("no engine")
+    assert not folder.report.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from rl_plugins.stages.scoring import RewardModelScorer
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
-from rl_plugins.tests.stages import canned
+from rl_plugins.tests.stages import canned, canned_preferences
 
 
 class Keeping(PolicyOptimization):
@@ -317,11 +318,19 @@ def test_reference_update_without_a_reference_or_with_bad_options_is_refused() -
             ReferenceUpdate(**wrong)
 
 
-def test_reward_model_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "other"
+def test_models_with_another_vocabulary_than_the_policy_are_refused(tmp_path: Path) -> None:
+    folder = str(tmp_path / "other")
     build_model().save_pretrained(folder)
     tokenizer: Any = build_tokenizer()
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"the reward model .* has another vocabulary than the policy's"):
-        train(Algorithm(), reward_model=RewardModelConfig(str(folder)))
+    pairs = canned_preferences.batch_of(True, [0, 1])
+    stage = canned_preferences.stage_of(canned.OwnPolicy(), reference=folder)
+    cases: list[tuple[str, Callable[[], object]]] = [
+        ("reward model", lambda: train(Algorithm(), reward_model=RewardModelConfig(folder))),
+        ("reference", lambda: train(Algorithm(kl=KLConfig(0.1)), reference=folder)),
+        ("reference", lambda: canned_preferences.fit(stage, [pairs], 0, 1)),
+    ]
+    for role, run in cases:
+        with pytest.raises(ConfigError, match=f"the {role} .* has another vocabulary than the policy's"):
+            run()

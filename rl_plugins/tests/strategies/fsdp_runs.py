@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -22,6 +23,7 @@ from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.fsdp_checkpoint import read_weights
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.models.memory import at_once
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.strategies.moving import WatchingRollout, moving
 
@@ -146,7 +148,7 @@ def trained(
     nodes: dict[str, Any] = {} if layout.strategy is None else {"num_nodes": layout.world_size, "devices": 1}
     trainer = canned.quiet_trainer(strategy or layout.make_strategy(), accelerator="cpu", precision=precision, **nodes)
     # Several chunks at the head.
-    with mock.patch.object(log_probs, "CHUNK_ELEMENTS", 3 * len(canned.tokenizer)):
+    with mock.patch.object(log_probs, "logits_at_once", at_once(3 * len(canned.tokenizer))):
         trainer.fit(module, canned.loader(layout.batches(rank, steps)))
     return module
 
@@ -155,6 +157,13 @@ class Inspected(Recorded):
     """Checks its engines in place of training."""
 
     check: str
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.loaded_bytes = {
+            name: sum(p.nbytes for p in model.parameters() if not p.is_meta)
+            for name, model in self.named_models().items()
+        }
 
     def on_train_start(self) -> None:
         getattr(self, self.check)(self.trainer.strategy)
@@ -168,6 +177,21 @@ class Inspected(Recorded):
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         assert not self.reference.training
         assert not any(parameter.requires_grad for parameter in self.reference.parameters())
+
+    def check_loading(self, strategy: FSDPStrategy) -> None:
+        """Rank 0 has loaded whole models, the other ranks nothing; now all have shards, of the weights of rank 0."""
+        models = {"policy": self.policy, "critic": self.critic, "reference": self.reference}
+        whole = {name: sum(p.numel() * p.itemsize for p in model.parameters()) for name, model in models.items()}
+        assert self.loaded_bytes == (whole if strategy.is_global_zero else dict.fromkeys(whole, 0))
+        for model in models.values():
+            assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+        assert self.policy.get_input_embeddings().weight is self.policy.get_output_embeddings().weight
+        file = load_file(self.folder / "policy" / "model.safetensors")
+        loaded = weights_of(strategy, "policy")
+        assert all(torch.equal(loaded[name], weight) for name, weight in file.items())
+        assert not any(head.any() for name, head in weights_of(strategy, "critic").items() if name.startswith("score"))
+        frequencies = self.policy.model.rotary_emb.inv_freq
+        assert frequencies[0] == 1 and frequencies.device == strategy.root_device
 
     def check_weight_source(self, strategy: FSDPStrategy) -> None:
         """The shards of all ranks tile every tensor."""

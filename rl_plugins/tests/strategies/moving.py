@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from rl_plugins.config.sampling import SamplingConfig
@@ -13,12 +17,27 @@ from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.memory import HostMemory, TrainingMemory
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.stages import canned
+from rl_plugins.weights.source import WeightSource
 
 
 class WatchingRollout(canned.CannedRollout):
-    """Checks that trained engines hold no memory when it samples."""
+    """Receives the weights as a real engine does, and checks that trained engines hold no memory when it samples.
+
+    The optimizer's memory is free when the weights are sent. If an optimizer's master weights shared memory with the
+    weights, the weights would be freed before they are read.
+    """
 
     strategy: Any = None
+    received: Mapping[str, Tensor] = MappingProxyType({})
+
+    @override
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        memory = self.strategy.rollout_phases.memory
+        assert memory.host.nbytes(memory.optimizer_tensors()) == 0
+        freed = [tensor.shape for tensor in memory.model_tensors() if is_freed(tensor)]
+        assert not freed, f"the optimizer's memory is that of weights {freed}"
+        self.received = {name: tensor.clone() for name, tensor in source}
+        super().update_weights(source, version)
 
     @override
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
@@ -29,9 +48,18 @@ class WatchingRollout(canned.CannedRollout):
         assert (held := host.nbytes(tensors)) > 0
         # What was expected in advance is what there was to free.
         assert memory.optimizer_bytes() + memory.parameter_bytes() == held
+        weights = dict(self.strategy.weight_source())
+        assert self.received.keys() == weights.keys()
+        assert all(torch.equal(self.received[name], weight) for name, weight in weights.items())
         memory.offload_optimizer()
         memory.offload_parameters()
         return super().generate(prompts, sampling, seeds)
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor that is not empty is gone."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() > 0 and local.untyped_storage().nbytes() == 0
 
 
 def tensors_of_trained_models(memory: TrainingMemory) -> list[Tensor]:
@@ -40,7 +68,11 @@ def tensors_of_trained_models(memory: TrainingMemory) -> list[Tensor]:
 
 
 def moving(strategy: ZeroStrategy | FSDPStrategy) -> Any:
-    """The strategy, which has a `WatchingRollout`, made to move memory of the CPU."""
+    """The strategy, which has a `WatchingRollout`, made to move memory of the CPU.
+
+    Only storages that can be resized can be moved: all of CUDA, but on CPU not those of memory-mapped files, such as
+    the frozen weights beside an adapter under stages 1 and 2 of ZeRO.
+    """
     strategy.rollout_phases.memory.host = HostMemory("cpu")
     engine: Any = strategy.rollout_phases.engine
     engine.strategy = strategy

@@ -67,7 +67,7 @@ def trained(request: pytest.FixtureRequest) -> Trained:
     return of_layout
 
 
-@pytest.mark.parametrize("check", ["sharding", "weight_source", "blend_weights", "load_checkpoint"])
+@pytest.mark.parametrize("check", ["loading", "sharding", "weight_source", "blend_weights", "load_checkpoint"])
 @pytest.mark.parametrize("layout", [fsdp_runs.TWO, fsdp_runs.GROUPS], ids=["two_ranks", "groups"])
 def test_fsdp_engines(tmp_path: Path, layout: Layout, check: str) -> None:
     save_tiny_policy(tmp_path / "policy", **sizes_of(layout))

@@ -168,8 +168,8 @@ def roll_out(strategy: Strategy, version: int = 1) -> list[str]:
 
 
 # Ranks agree that all are as far: an engine may be on the device of another one.
-FIRST = ["offload optimizer", "agree", "wake_up weights", "update_weights 1", "agree"]
-REST = ["offload parameters", "agree", "wake_up kv_cache", "generate", "sleep", "agree", "reload"]
+FIRST = ["offload optimizer", "agree", "wake_up weights", "agree", "update_weights 1", "agree"]
+REST = ["offload parameters", "agree", "wake_up kv_cache", "agree", "generate", "sleep", "agree", "reload"]
 
 
 def connect(rank: int, shared: bool) -> float:
@@ -216,7 +216,7 @@ def test_rollout_phase_offloads_updates_and_reloads_in_order() -> None:
     strategy = Strategy(RecordingEngine())
     assert roll_out(strategy) == FIRST + REST
     # The weights are still there.
-    assert roll_out(strategy) == FIRST[:3] + REST
+    assert roll_out(strategy) == FIRST[:4] + REST
     strategy.rollout_phases.weights_changed()
     assert roll_out(strategy) == FIRST + REST
     assert set(strategy.phase_log.drain()) == {
@@ -257,9 +257,9 @@ def test_check_updates_of_2_checks_each_second_update() -> None:
     strategy = Strategy(RecordingEngine(check_updates=2))
     assert roll_out(strategy) == FIRST + REST
     strategy.rollout_phases.weights_changed()
-    checked = [*FIRST, "check_weights", "policy forward", *REST[:3], "prompt_log_probs", *REST[3:]]
+    checked = [*FIRST, "check_weights", "policy forward", *REST[:4], "prompt_log_probs", *REST[4:]]
     assert roll_out(strategy) == checked
-    assert roll_out(strategy) == FIRST[:3] + REST
+    assert roll_out(strategy) == FIRST[:4] + REST
     strategy.rollout_phases.weights_changed()
     assert roll_out(strategy) == FIRST + REST
 

@@ -1,0 +1,62 @@
+"""Stand-in for the kernel `varlen_attn` of torch, which runs on GPUs only: attention with one mask over the row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class VarlenCall(NamedTuple):
+    """Arguments of a call besides the heads."""
+
+    starts: tuple[Tensor, Tensor]
+    longest: tuple[int, int]
+    window_size: tuple[int, int]
+    enable_gqa: bool
+
+
+class PlainVarlen:
+    """Computes the same as `varlen_attn`, without waiting for the device. Axes as in `packed_attention`.
+
+    Attributes:
+        calls: Arguments of all calls.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[VarlenCall] = []
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> Tensor:
+        """Compute attention in which the last query of a sample sees the last key of the sample."""
+        self.calls.append(VarlenCall((cu_seq_q, cu_seq_k), (max_q, max_k), window_size, enable_gqa))
+        sample_M, after_M = _places(len(query), cu_seq_q)
+        sample_F, after_F = _places(len(key), cu_seq_k)
+        # The last query of a sample and the last key have the same place.
+        before_MF = after_F - after_M[:, None]
+        mask_MF = (sample_M[:, None] == sample_F) & (before_MF >= -window_size[1])
+        if window_size[0] >= 0:
+            mask_MF &= before_MF <= window_size[0]
+        q, k, v = (tokens.transpose(0, 1)[None] for tokens in (query, key, value))
+        output = nn.functional.scaled_dot_product_attention(q, k, v, mask_MF, scale=scale, enable_gqa=enable_gqa)
+        return output[0].transpose(0, 1)
+
+
+def _places(count: int, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each token the number of its sample, and the number of tokens after it in the sample."""
+    places = torch.arange(count, device=starts.device)
+    sample = torch.bucketize(places, starts[1:], right=True)
+    return sample, starts[1:][sample] - 1 - places

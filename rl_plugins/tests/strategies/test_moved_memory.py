@@ -1,0 +1,47 @@
+"""Training whose memory moves to the host while the rollout engine samples: every strategy in every precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_plugins.config.models import LoraConfig
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.strategies.fsdp import FSDPStrategy
+from rl_plugins.strategies.zero import ZeroStrategy
+from rl_plugins.tests.ranks import run_ranks
+from rl_plugins.tests.strategies import fsdp_runs
+from rl_plugins.tests.strategies.moving import WatchingRollout, moving
+
+STRATEGIES = ("zero-1", "zero-2", "zero-3", "fsdp")
+
+
+def strategy_named(name: str) -> Any:
+    """The strategy `zero-1` to `zero-3`, or `fsdp`, with a rollout engine that receives the weights."""
+    options: dict[str, Any] = {"rollout": WatchingRollout(), "timeout_s": 60}
+    return FSDPStrategy(**options) if name == "fsdp" else ZeroStrategy(stage=int(name[-1]), **options)
+
+
+def train(rank: int, name: str, folder: Path, options: dict[str, Any]) -> list[str]:
+    """Train two steps; the updates of the rollout engine, each of which it has compared with the policy."""
+    strategy = moving(strategy_named(name))
+    fsdp_runs.trained(fsdp_runs.ALONE, rank, folder, strategy=strategy, **options)
+    return [call for call in strategy.rollout_phases.engine.calls if call.startswith("update_weights")]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_weights_are_sent_after_the_optimizers_memory_is_freed(tmp_path: Path, name: str, precision: str) -> None:
+    save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES)
+    for updates, _ in run_ranks(train, name, tmp_path, {"precision": precision}, world_size=1):
+        assert updates == ["update_weights 0", "update_weights 1"]
+
+
+@pytest.mark.parametrize("name", ["zero-3", "fsdp"])
+def test_merged_weights_are_sent_after_the_optimizers_memory_is_freed(tmp_path: Path, name: str) -> None:
+    save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES)
+    options = {"precision": "bf16-mixed", "lora": LoraConfig(rank=3)}
+    for updates, _ in run_ranks(train, name, tmp_path, options, world_size=1):
+        assert updates == ["update_weights 0", "update_weights 1"]
