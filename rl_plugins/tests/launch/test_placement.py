@@ -137,6 +137,10 @@ def test_needed_counts_a_whole_gpu_for_a_share_above_half(overrides: list[str], 
             [{"CPU": 4.0, "GPU": 3.0}] * 2, ["training workers: 4 CPUs and 4 GPUs must be on one machine"],
         ),
         (
+            [Role("rollout engines", 2, 0.0, 0.0, None, "rollout.engines=2", 4)], [{"CPU": 8.0, "GPU": 2.0}] * 4,
+            ["2 rollout engines with 4 GPUs of one machine each", "room for 0. Lower rollout.tensor_parallel_size"],
+        ),
+        (
             [TEACHER], [{"CPU": 2.0, "GPU": 1.0}] * 4,
             ["teacher: 3 CPUs and 1 GPUs must be on one machine", "placement.teacher.actors=2"],
         ),
