@@ -22,12 +22,12 @@ _ANSWER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Fault:
-    """A fact about a machine that stops runs on GPUs.
+    """A fact about a machine against runs on GPUs.
 
     Attributes:
         part: Part of the machine, as `rl-plugins doctor` names it.
-        found: Clause that names the fault.
-        fix: Clause that names the way out.
+        found: Clause with the fault.
+        fix: Clause with the way out.
     """
 
     part: str
@@ -148,7 +148,7 @@ def kinds_words(gpus: Sequence[Gpu]) -> str:
 
 
 def driver_words(machine: GpuMachine) -> str:
-    """Return the version of the driver and the newest CUDA version that it runs."""
+    """Return the versions of the driver and of its CUDA."""
     driver = f"driver {machine.gpus[0].driver}" if machine.gpus else "the driver"
     return f"{driver} runs CUDA {version_words(machine.driver_cuda)}" if machine.driver_cuda else "libcuda is missing"
 

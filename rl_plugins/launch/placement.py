@@ -44,7 +44,7 @@ class Role:
         count: Number of processes.
         cpus: Ray CPUs of one process.
         gpus: Ray GPUs of one process.
-        strategy: Placement strategy of Ray for the bundles; None for processes on the devices of the training workers.
+        strategy: Placement strategy of Ray for the bundles; None for processes beside the training workers.
         options: Options of the recipe for count and resources, for messages.
         shared_gpus: GPUs of training workers on one machine that each process also uses.
     """
@@ -89,6 +89,11 @@ def roles_of(config: RecipeConfig) -> list[Role]:
                 "Set placement.critic.gpus=1 or placement.critic.actors=1"
             )
         roles.append(Role(name, pool.actors, pool.cpus, pool.gpus if on_gpus else 0.0, "PACK", options))
+    if config.reward.gpus and config.generates:
+        # Each training worker starts reward workers near itself.
+        count, gpus = placement.num_workers * config.reward.num_workers, config.reward.gpus
+        options = f"placement.num_workers={placement.num_workers}, reward.num_workers, reward.gpus"
+        roles.append(Role("reward workers", count, 0.0, gpus, None, options))
     return roles
 
 

@@ -243,7 +243,11 @@ def scorer_of(config: RecipeConfig) -> Scorer | None:
     if config.launcher == "local":
         return InlineScorer(functions, deadline_s=deadline_s, max_failure_rate=max_failure_rate)
     return RewardPool(
-        functions, num_workers=reward.num_workers, deadline_s=deadline_s, max_failure_rate=max_failure_rate
+        functions,
+        num_workers=reward.num_workers,
+        deadline_s=deadline_s,
+        max_failure_rate=max_failure_rate,
+        gpus_per_worker=reward.gpus,
     )
 
 
