@@ -227,7 +227,7 @@ class TrainingRun:
 
     def _connect_pools(self, stage: Stage) -> None:
         for pool in self.pools:
-            # A stage loads no model twice.
+            # A stage loads only the missing models.
             setattr(stage, pool.config.role, pool)
             if not isinstance(pool, CriticPool):
                 check_same_tokens(self.tokenizer, pool.config.model, pool.config.role.replace("_", " "))
