@@ -27,8 +27,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
@@ -44,7 +44,7 @@ from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.fsdp_checkpoint import load_model, save_model
 from rl_plugins.strategies.fsdp_loading import deal_tensors, take_tensors
 from rl_plugins.strategies.memory import TrainingMemory
-from rl_plugins.strategies.offload import STAY, WHILE_SAMPLING, Offload
+from rl_plugins.strategies.offload import HOST, STAY, WHILE_SAMPLING, Offload
 from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards
@@ -81,9 +81,10 @@ class FSDPStrategy(ModelParallelStrategy):
 
     Args:
         rollout: rollout engine; None for stages without sampling.
-        offload: model name to `while_sampling` or `stay`. With `while_sampling`, on CUDA, the model and the optimizer
-            states are in host memory while the rollout engine samples. The default is `while_sampling` for trained
-            models.
+        offload: model name to the place of the model and its optimizer states. With `stay`, on the device; with
+            `while_sampling`, in host memory while the rollout engine samples on CUDA; with `cpu`, always in host
+            memory, from which each pass fetches one block at a time. The default is `while_sampling` for trained models
+            and `stay` for frozen models.
         accumulate_shards: average the gradients over the ranks after every micro-batch and keep only shards. By
             default each rank keeps whole gradients, and the ranks average gradients once for each optimizer step.
         tensor_parallel: number of neighbouring ranks in a group. Each rank has a part of each block.
@@ -108,8 +109,10 @@ class FSDPStrategy(ModelParallelStrategy):
         if min(tensor_parallel, sequence_parallel) > 1:
             raise ConfigError("tensor_parallel and sequence_parallel cannot be combined: set one of them to 1")
         for name, place in (offload or {}).items():
-            if place not in (STAY, WHILE_SAMPLING):
-                raise ConfigError(f"offload={{{name!r}: {place!r}}}: with FSDPStrategy, use stay or while_sampling")
+            if place not in (STAY, WHILE_SAMPLING, HOST):
+                raise ConfigError(
+                    f"offload={{{name!r}: {place!r}}}: with FSDPStrategy, use stay, while_sampling or cpu"
+                )
         self.ranks = Ranks()
         self.phase_log = PhaseLog()
         self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory(self._optimizer_tensors, self._model_tensors))
@@ -179,8 +182,16 @@ class FSDPStrategy(ModelParallelStrategy):
         whole = take_tensors(model)
         if self._group_size > 1:
             cut_over_group(model, name, self.device_mesh["tensor_parallel"])
-        shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)])
-        deal_tensors(model, whole if self.is_global_zero else {}, self.root_device)
+        on_host, on_cuda = self._offload.on_host(name), self.root_device.type == "cuda"
+        offload = CPUOffloadPolicy(pin_memory=on_cuda) if on_host else None
+        shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)], offload)
+        deal_tensors(model, whole if self.is_global_zero else {}, self.root_device, on_host=on_host)
+
+    @override
+    def model_to_device(self) -> None:
+        # Each model of a stage is in its place.
+        if not self._models:
+            super().model_to_device()
 
     @property
     def _meshes(self) -> Meshes:
@@ -286,7 +297,7 @@ class FSDPStrategy(ModelParallelStrategy):
         self._blended.blend(target, self.shards(target), self.shards(source), keep)
 
     def _optimizer_tensors(self) -> Iterable[Tensor]:
-        for name in self._on_host_while_sampling():
+        for name in self._optimizers_of.keys() & self._on_host_while_sampling():
             yield from optimizer_states(self._optimizers_of[name])
 
     def _model_tensors(self) -> Iterable[Tensor]:
@@ -294,7 +305,8 @@ class FSDPStrategy(ModelParallelStrategy):
             yield from self._models[name].parameters()
 
     def _on_host_while_sampling(self) -> list[str]:
-        return [name for name in self._optimizers_of if self._offload.moves(name)]
+        models = local_models(self._models)
+        return [name for name in models if self._offload.moves(name, trained=name in self._optimizers_of)]
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -382,12 +394,17 @@ class Meshes(NamedTuple):
     ends: DeviceMesh
 
 
-def shard(model: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy) -> None:
+def shard(model: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy, offload: OffloadPolicy | None = None) -> None:
     """Shard every block of a model, and then the other parameters."""
     # The root also frees whole tensors after a pass: between passes there are only shards.
+    options: dict[str, Any] = {
+        "reshard_after_forward": True,
+        "mp_policy": policy,
+        "offload_policy": offload or OffloadPolicy(),
+    }
     for module in [*blocks(model), *(_between_ends(model) if meshes.blocks != meshes.ends else ())]:
-        fully_shard(module, mesh=meshes.blocks, reshard_after_forward=True, mp_policy=policy)
-    fully_shard(model, mesh=meshes.ends, reshard_after_forward=True, mp_policy=policy)
+        fully_shard(module, mesh=meshes.blocks, **options)
+    fully_shard(model, mesh=meshes.ends, **options)
 
 
 def _between_ends(model: nn.Module) -> list[nn.Module]:
@@ -405,16 +422,23 @@ def _between_ends(model: nn.Module) -> list[nn.Module]:
 
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
     """Scale sharded gradients to a global norm of at most `limit`; return the norm before. Collective."""
-    # `get_total_norm` needs parameters with shards on the same ranks.
-    by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    sharded_alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if isinstance(parameter.grad, DTensor):
-            by_mesh[parameter.grad.device_mesh].append(parameter)
-    norms = [nn.utils.get_total_norm([p.grad for p in alike if p.grad is not None]) for alike in by_mesh.values()]
-    norm = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
-    for alike in by_mesh.values():
+            sharded_alike[parameter.grad.device_mesh, parameter.grad.placements].append(parameter)
+    norm = torch.stack([_sum_of_squares(alike, *key) for key, alike in sharded_alike.items()]).sum().sqrt()
+    for alike in sharded_alike.values():
         nn.utils.clip_grads_with_norm_(alike, limit, norm)
     return float(norm)
+
+
+def _sum_of_squares(parameters: list[nn.Parameter], mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Return the sum of the squares of gradients with equal sharding. Only the sum moves to the device."""
+    shards = [parameter.grad.to_local() for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    squares = [torch.linalg.vector_norm(s, dtype=torch.promote_types(s.dtype, torch.float32)) ** 2 for s in shards]
+    own = torch.stack(squares).sum().to(mesh.device_type)
+    summed = [placement if placement.is_replicate() else Partial() for placement in placements]
+    return DTensor.from_local(own, mesh, summed).full_tensor()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

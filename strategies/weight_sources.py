@@ -88,7 +88,9 @@ class FSDPWeightSource:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors. One tensor is gathered at a time. Collective."""
         for name, parameter in self._named:
-            yield name, parameter.detach().to(self._dtype or parameter.dtype).full_tensor()
+            # A shard in host memory is gathered on the device.
+            on_device = parameter.detach().to(parameter.device_mesh.device_type, self._dtype or parameter.dtype)
+            yield name, on_device.full_tensor()
 
     def shards(self) -> Iterator[tuple[str, int, Tensor]]:
         """Yield name, offset and values of this rank's rows of each tensor. Collective in a tensor-parallel group."""

@@ -244,11 +244,11 @@ def _check_offload(config: RecipeConfig) -> None:
             continue
         option = f"strategy.offload.{model}={place}"
         frozen = model in _FROZEN and not (model == "reward_model" and config.stage == "reward_modeling")
-        if strategy.name == "fsdp":
-            raise ConfigError(f"{option} needs DeepSpeed: use strategy.name=zero, or stay or while_sampling")
+        if strategy.name == "fsdp" and place == "nvme":
+            raise ConfigError(f"{option} needs DeepSpeed: use strategy.name=zero, or cpu")
         if config.launcher == "local":
             raise ConfigError(f"{option}: launcher=local keeps all on one device; use launcher=ray, or leave it out")
-        if strategy.zero_stage != 3 and (frozen or place == "nvme"):
+        if strategy.name == "zero" and strategy.zero_stage != 3 and (frozen or place == "nvme"):
             raise ConfigError(f"{option} needs strategy.zero_stage=3, not {strategy.zero_stage}")
         if place == "nvme" and not offload.folder:
             raise ConfigError(f"{option} needs strategy.offload.folder, a folder on the drive")

@@ -231,7 +231,9 @@ class _LowRankChange:
 def _full_tensors(parameters: list[nn.Parameter]) -> list[Tensor]:
     """Return the tensors of unsharded parameters, and gathered copies of sharded parameters. Collective."""
     if any(isinstance(parameter, DTensor) for parameter in parameters):
-        return [parameter.full_tensor().detach() for parameter in parameters if isinstance(parameter, DTensor)]
+        sharded = [parameter.detach() for parameter in parameters if isinstance(parameter, DTensor)]
+        # A shard in host memory is gathered on the device.
+        return [shard.to(shard.device_mesh.device_type).full_tensor() for shard in sharded]
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return [parameter.detach() for parameter in parameters]
     import deepspeed

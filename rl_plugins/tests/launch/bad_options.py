@@ -115,7 +115,11 @@ CHECKS: dict[str, list[Case]] = {
     ],
     "offload": [
         (["strategy.offload.policy=disk"], ["strategy.offload.policy=disk", "while_sampling, stay, cpu"]),
-        (["strategy.offload.teacher=while_sampling"], ["strategy.offload.teacher", "nvme"]),
+        (["strategy.offload.teacher=drive"], ["strategy.offload.teacher=drive", "nvme"]),
+        (
+            ["strategy.name=fsdp", "strategy.offload.policy=nvme", "strategy.offload.folder=files"],
+            ["strategy.offload.policy=nvme", "strategy.name=zero, or cpu"],
+        ),
         (["strategy.offload.policy=nvme"], ["strategy.offload.policy=nvme", "strategy.offload.folder"]),
         (
             ["strategy.offload.critic=nvme", "strategy.zero_stage=2"],
