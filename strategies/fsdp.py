@@ -5,6 +5,7 @@ Lightning's `ModelParallelStrategy` leaves the sharding to `configure_model`. `F
 of the stage hold shards. Each block of a transformer is one unit. The other parameters belong to the root. A model
 engine is the model itself: the hooks of `fully_shard` gather parameters for a forward or backward pass. With tensor
 parallelism, blocks are first cut over neighbouring ranks (`tensor_parallel.py`) and then sharded over the other ranks.
+With `workers_per_copy`, every group of neighbouring ranks shards a copy of the models.
 
 PyTorch's FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -63,6 +65,7 @@ from rl_plugins.strategies.sharded import (
 )
 from rl_plugins.strategies.tensor_parallel import cut_over_group
 from rl_plugins.strategies.weight_sources import FSDPWeightSource, shard_of
+from rl_plugins.weights.sharded import device_of
 from rl_plugins.weights.source import WeightSource
 
 _POLICIES = {
@@ -87,6 +90,9 @@ class FSDPStrategy(ModelParallelStrategy):
             and `stay` for frozen models.
         accumulate_shards: average the gradients over the ranks after every micro-batch and keep only shards. By
             default each rank keeps whole gradients, and the ranks average gradients once for each optimizer step.
+        workers_per_copy: number of neighbouring ranks that share one copy of the models, such as the ranks of a node.
+            Parameters are then gathered in a node, and only gradients are summed over the nodes. 0 shares one copy over
+            all ranks.
         tensor_parallel: number of neighbouring ranks in a group. Each rank has a part of each block.
         sequence_parallel: number of neighbouring ranks in a group. Each rank has a part of the tokens of micro-batches.
         timeout_s: deadline of every collective, in seconds.
@@ -101,6 +107,7 @@ class FSDPStrategy(ModelParallelStrategy):
         rollout: RolloutEngine | None = None,
         offload: Mapping[str, str] | None = None,
         accumulate_shards: bool = False,
+        workers_per_copy: int = 0,
         tensor_parallel: int = 1,
         sequence_parallel: int = 1,
         timeout_s: float = 1800.0,
@@ -108,6 +115,8 @@ class FSDPStrategy(ModelParallelStrategy):
         super().__init__(tensor_parallel_size=tensor_parallel, timeout=timedelta(seconds=timeout_s))
         if min(tensor_parallel, sequence_parallel) > 1:
             raise ConfigError("tensor_parallel and sequence_parallel cannot be combined: set one of them to 1")
+        if tensor_parallel > 1 and workers_per_copy:
+            raise ConfigError("workers_per_copy and tensor_parallel cannot be combined: leave one of them out")
         for name, place in (offload or {}).items():
             if place not in (STAY, WHILE_SAMPLING, HOST):
                 raise ConfigError(
@@ -118,6 +127,7 @@ class FSDPStrategy(ModelParallelStrategy):
         self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory(self._optimizer_tensors, self._model_tensors))
         self._offload = Offload(offload or {})
         self._accumulate_shards = accumulate_shards
+        self._workers_per_copy = workers_per_copy
         self._group_size = tensor_parallel
         self._sequence_parallel = sequence_parallel
         self._sequences: list[SequenceShards] = []
@@ -136,6 +146,7 @@ class FSDPStrategy(ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self.set_world_ranks()
+        check_divides("workers_per_copy", self._workers_per_copy or 1, self.world_size)
         check_divides("tensor_parallel", self._group_size, self.world_size)
         check_divides("sequence_parallel", self._sequence_parallel, self.world_size)
         self._data_parallel_size = self.world_size // self._group_size
@@ -193,8 +204,12 @@ class FSDPStrategy(ModelParallelStrategy):
         if not self._models:
             super().model_to_device()
 
-    @property
+    @cached_property
     def _meshes(self) -> Meshes:
+        if self._workers_per_copy:
+            sizes = self.world_size // self._workers_per_copy, self._workers_per_copy
+            copies = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("copies", "shards"))
+            return Meshes(copies, copies)
         blocks = self.device_mesh["data_parallel"]
         if self._group_size == 1:
             return Meshes(blocks, blocks)
@@ -436,7 +451,7 @@ def _sum_of_squares(parameters: list[nn.Parameter], mesh: DeviceMesh, placements
     """Return the sum of the squares of gradients with equal sharding. Only the sum moves to the device."""
     shards = [parameter.grad.to_local() for parameter in parameters if isinstance(parameter.grad, DTensor)]
     squares = [torch.linalg.vector_norm(s, dtype=torch.promote_types(s.dtype, torch.float32)) ** 2 for s in shards]
-    own = torch.stack(squares).sum().to(mesh.device_type)
+    own = torch.stack(squares).sum().to(device_of(mesh))
     summed = [placement if placement.is_replicate() else Partial() for placement in placements]
     return DTensor.from_local(own, mesh, summed).full_tensor()
 

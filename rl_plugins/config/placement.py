@@ -55,6 +55,9 @@ class StrategyConfig(Settings):
         zero_stage: stage of `zero`: 1, 2 or 3.
         accumulate_shards: with `fsdp`, average gradients in every micro-batch and keep their shards, instead of once in
             an optimizer step: less memory, more traffic.
+        workers_per_copy: with `fsdp`, number of neighbouring workers that share one copy of the models in shards, such
+            as the workers of a node: parameters are then gathered inside a node, and only gradients are summed over the
+            nodes; 0 shares one copy over all workers.
         tensor_parallel: with `fsdp`, number of neighbouring workers that share the blocks of the models; each worker
             still has its own samples.
         sequence_parallel: number of neighbouring workers that share the tokens of a micro-batch, for samples
@@ -67,6 +70,7 @@ class StrategyConfig(Settings):
     zero_stage: Annotated[int, one_of(1, 2, 3)] = 3
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     accumulate_shards: bool = False
+    workers_per_copy: Annotated[int, NOT_NEGATIVE] = 0
     tensor_parallel: Annotated[int, AT_LEAST_1] = 1
     sequence_parallel: Annotated[int, AT_LEAST_1] = 1
     collective_timeout_s: Annotated[float, ABOVE_0] = 1800.0

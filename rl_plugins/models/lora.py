@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.weights.sharded import full_tensor
 from rl_plugins.weights.source import WeightMeta, WeightSource
 
 if TYPE_CHECKING:
@@ -231,9 +232,7 @@ class _LowRankChange:
 def _full_tensors(parameters: list[nn.Parameter]) -> list[Tensor]:
     """Return the tensors of unsharded parameters, and gathered copies of sharded parameters. Collective."""
     if any(isinstance(parameter, DTensor) for parameter in parameters):
-        sharded = [parameter.detach() for parameter in parameters if isinstance(parameter, DTensor)]
-        # A shard in host memory is gathered on the device.
-        return [shard.to(shard.device_mesh.device_type).full_tensor() for shard in sharded]
+        return [full_tensor(parameter) for parameter in parameters if isinstance(parameter, DTensor)]
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return [parameter.detach() for parameter in parameters]
     import deepspeed

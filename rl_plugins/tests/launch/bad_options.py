@@ -63,6 +63,18 @@ CHECKS: dict[str, list[Case]] = {
             ["strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=3"],
             ["tensor_parallel=2", "num_workers=3"],
         ),
+        (["strategy.workers_per_copy=2"], ["strategy.workers_per_copy=2", "strategy.name=fsdp"]),
+        (
+            ["strategy.name=fsdp", "strategy.workers_per_copy=2", "placement.num_workers=3"],
+            ["workers_per_copy=2", "num_workers=3"],
+        ),
+        (
+            [
+                "strategy.name=fsdp", "strategy.workers_per_copy=2", "strategy.tensor_parallel=2",
+                "placement.num_workers=4",
+            ],
+            ["workers_per_copy=2", "tensor_parallel=2", "leave one out"],
+        ),
         (["strategy.sequence_parallel=2", "placement.num_workers=3"], ["sequence_parallel=2", "num_workers=3"]),
         (
             [
