@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -51,6 +51,7 @@ from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards
 from rl_plugins.strategies.sharded import (
+    AutogradSteps,
     check_divides,
     check_folder,
     load_learner,
@@ -76,7 +77,7 @@ _POLICIES = {
 }
 
 
-class FSDPStrategy(ModelParallelStrategy):
+class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
     """FSDP2 with named models and a rollout engine.
 
     The trainer's `precision`: with `bf16-true`, parameters and optimizer states are bfloat16, and rounding removes
@@ -132,8 +133,6 @@ class FSDPStrategy(ModelParallelStrategy):
         self._sequence_parallel = sequence_parallel
         self._sequences: list[SequenceShards] = []
         self._models: dict[str, nn.Module] = {}
-        self._optimizers_of: dict[str, Optimizer] = {}
-        self._gradient_norms: dict[str, float] = {}
         self._blended = BlendedModels()
 
     @classmethod
@@ -240,58 +239,10 @@ class FSDPStrategy(ModelParallelStrategy):
         model.set_requires_gradient_sync(last or self._accumulate_shards)
         model.set_is_last_backward(last)
 
-    def optimizer_index(self, name: str) -> int:
-        """Return the index of the optimizer of model `name` in `optimizers`."""
-        return next(i for i, optimizer in enumerate(self.optimizers) if optimizer is self._optimizers_of[name])
-
-    def gradient_norm(self, name: str) -> float | None:
-        """Return the global norm of the last step's gradient before clipping."""
-        return self._gradient_norms.get(name)
-
     @override
-    def backward(
-        self,
-        closure_loss: Tensor,
-        optimizer: Optimizer | None,
-        *args: Any,
-        model_name: str | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Compute gradients; Lightning calls `backward` from `manual_backward`, or from its own loop.
-
-        Autograd finds the parameters from the loss. Therefore `model_name`, which ZeRO needs, is unused.
-        """
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step the model of `optimizer`. The next rollout phase then sends the weights to the rollout engine.
-
-        Lightning calls `optimizer_step` from `LightningOptimizer.step`; `super()` calls `optimizer.step`, which updates
-        the shards of this rank.
-        """
-        module = self.lightning_module
-        in_steps = isinstance(module, HasNamedModels) and not module.automatic_optimization
-        if in_steps:
-            # Like DeepSpeed: the step clips and clears the gradients.
-            self._clip(next(name for name, own in self._optimizers_of.items() if own is optimizer))
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if in_steps:
-            optimizer.zero_grad()
-        self.rollout_phases.weights_changed()
-        return result
-
-    def _clip(self, name: str) -> None:
-        module = self.lightning_module
-        assert isinstance(module, HasNamedModels)
-        limit = module.gradient_clip(name) or float("inf")
-        self._gradient_norms[name] = clip_gradients(list(self._models[name].parameters()), limit)
+    def clip_gradients(self, name: str, limit: float) -> float:
+        """See `AutogradSteps`; the norm is over the shards of all ranks."""
+        return clip_gradients(list(self._models[name].parameters()), limit)
 
     # Weights and memory -----------------------------------------------------------------------------------------
 

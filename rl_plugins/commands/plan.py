@@ -1,4 +1,4 @@
-"""Estimate memory and time of a step on some devices for each placement, and print the options of the best placement.
+"""Estimate memory and time of a step on some devices for each placement, and print the command of the best placement.
 
 The estimate uses the config.json of the models, the lengths and the batch. No model is loaded, and the devices need not
 exist. Placements are sorted by the time of a step. The command keeps the given options and searches over the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -52,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Search over placements, and print a table and the options of the best placement.
+    """Search over placements, and print a table and the command line of the best placement.
 
     Raises:
         ConfigError: No placement fits. The message names the placement with the least missing memory, and the options
@@ -83,7 +84,7 @@ def run(arguments: Namespace) -> int:
         )
     note = f"; {len(too_large)} of {len(candidates)} placements do not fit" if too_large else ""
     options = overrides(candidates[0].work, candidates[0].plan, cluster)
-    print(f"\nbest{note}:\n  " + " ".join(words_of(options)))
+    print(f"\nbest{note}:\n  {command_line(arguments.recipe, arguments.overrides, options)}")
     return 0
 
 
@@ -119,6 +120,20 @@ def given_values(composed: DictConfig, words: Sequence[str]) -> dict[str, Any]:
     names = [word.lstrip("+").partition("=")[0] for word in words]
     values = {name: OmegaConf.select(composed, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def command_line(recipe: str, words: Sequence[str], options: Mapping[str, Any]) -> str:
+    """Return the command line of a recipe, to be pasted into a shell.
+
+    Args:
+        recipe: Name of the recipe, or of a configuration of the recipe `grpo`.
+        words: Overrides of the command line, each `key=value`.
+        options: Options of a placement with their values. The options replace equal keys of `words`.
+    """
+    has_module = (Path(__file__).parents[1] / "recipes" / f"{recipe}.py").is_file()
+    module = [f"rl_plugins.recipes.{recipe}"] if has_module else ["rl_plugins.recipes.grpo", "--config-name", recipe]
+    kept = [word for word in words if word.partition("=")[0].lstrip("+") not in options]
+    return shlex.join(["python", "-m", *module, *kept, *words_of(options)])
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:

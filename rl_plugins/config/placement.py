@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
-from rl_plugins.config.settings import ABOVE_0, ABOVE_0_OR_NULL, AT_LEAST_1, NOT_NEGATIVE, Settings, one_of
+from rl_plugins.config.settings import ABOVE_0, ABOVE_0_OR_NULL, AT_LEAST_1, GPUS, NOT_NEGATIVE, Settings, one_of
 
 _PLACE = one_of("while_sampling", "stay", "cpu", "nvme")
 
@@ -90,7 +90,7 @@ class PoolOptions(Settings):
 
     actors: Annotated[int, NOT_NEGATIVE] = 0
     cpus: Annotated[float, NOT_NEGATIVE] = 1.0
-    gpus: Annotated[float, NOT_NEGATIVE] = 1.0
+    gpus: Annotated[float, GPUS] = 1.0
     deadline_s: Annotated[float, ABOVE_0] = 600.0
 
 

@@ -32,10 +32,8 @@ from rl_plugins.models.token_distributions import (
     accumulation_dtype,
     chunked_head_columns,
     distribution_columns,
+    logits_at_once,
 )
-
-CHUNK_ELEMENTS = 2**24
-"""Largest number of logits in a chunk: 32 MB in bfloat16."""
 
 # Cache: for each output head, whether the model returns the head's output unchanged as logits (no soft-cap, scaling or
 # truncation).
@@ -196,9 +194,10 @@ def _columns_of_hidden(
     columns: ColumnSpec,
     extra_NJ: Tensor | None,
 ) -> Tensor:
-    if hidden_NH.shape[0] * head.out_features <= CHUNK_ELEMENTS:
+    largest = logits_at_once(hidden_NH.device).chunk
+    if hidden_NH.shape[0] * head.out_features <= largest:
         return distribution_columns(forward(hidden_NH), tokens_N, columns, extra_NJ)
-    rows = max(1, CHUNK_ELEMENTS // head.out_features)
+    rows = max(1, largest // head.out_features)
     return chunked_head_columns(hidden_NH, head.weight, head.bias, tokens_N, columns, extra_NJ, rows=rows)
 
 

@@ -14,15 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _LN_2 = math.log(2.0)
-_CACHED_ELEMENTS, _BLOCK_ELEMENTS = 2**18, 2**22
-"""Largest size of a float32 block: on a CPU (a block fits into the cache), and on other devices."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,27 @@ class ColumnSpec:
     def num_fixed(self) -> int:
         """Number of columns without the columns of extra tokens."""
         return 2 + self.sum_pi_squared + 2 * self.top_k
+
+
+class LogitsAtOnce(NamedTuple):
+    """Numbers of logits that exist at the same time.
+
+    Attributes:
+        chunk: Largest number of logits that the output head computes at once, in the dtype of the model.
+        block: Largest number of logits that are converted to float32 at once.
+    """
+
+    chunk: int
+    block: int
+
+
+def logits_at_once(device: torch.device) -> LogitsAtOnce:
+    """Return the sizes that suit a device.
+
+    A block fits into the cache of a CPU: a chunk has 32 MB in bfloat16, and a block 1 MB. A GPU needs large products
+    and few kernels: a chunk has 256 MB in bfloat16, and a block 256 MB.
+    """
+    return LogitsAtOnce(2**24, 2**18) if device.type == "cpu" else LogitsAtOnce(2**27, 2**26)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -157,8 +176,7 @@ def _logits_gradient(
 
 
 def _blocks(logits_NV: Tensor) -> Iterator[slice]:
-    elements = _CACHED_ELEMENTS if logits_NV.device.type == "cpu" else _BLOCK_ELEMENTS
-    rows = max(1, elements // max(1, logits_NV.shape[-1]))
+    rows = max(1, logits_at_once(logits_NV.device).block // max(1, logits_NV.shape[-1]))
     return (slice(start, start + rows) for start in range(0, len(logits_NV), rows))
 
 

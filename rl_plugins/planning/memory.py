@@ -21,8 +21,8 @@ LIVE_PARAMETERS = 1_000_000_000
 """Number of parameters kept gathered between forward and backward under ZeRO-3."""
 PREFETCHED = 50_000_000
 """Number of parameters gathered in advance under ZeRO-3."""
-LOGITS_AT_ONCE = 2**24
-"""Number of float32 logits in one chunk of the output head."""
+LOGITS_ON_CPU, LOGITS_ON_GPU = (2**24, 2**18), (2**27, 2**26)
+"""Number of logits in a chunk of the output head, and in a float32 block."""
 MAPPED_BYTES = 32 * 2**20
 """Bytes of the smallest block that the C library returns to the machine when the block is freed."""
 BLOCK = 16
@@ -53,7 +53,7 @@ def trainer_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Part
     sizes = micro_batch_sizes(work, plan.trainers)
     passes = {
         "gathered": _gathered(largest, work, plan),
-        **_head(work, sizes),
+        **_head(work, device, sizes),
         "activations": _forward_activations(work, sizes),
     }
     sampling = {**states, **frozen}
@@ -207,7 +207,7 @@ def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes) 
         "gathered": _gathered(shape, work, plan),
         "activations": _activations(work, sizes),
     }
-    passing: Parts = {"bucket": bucket, **_head(work, sizes)}
+    passing: Parts = {"bucket": bucket, **_head(work, device, sizes)}
     # An optimizer on the host needs no memory of the device.
     stepping: Parts = {"float32 gradients": in_step} if plan.offload != "cpu" else {}
     if device.is_cpu:
@@ -238,8 +238,9 @@ def _forward_activations(work: Workload, sizes: MicroBatchSizes) -> float:
     return sizes.largest * work.width * (2 * shape.hidden + max(attention, 3 * shape.intermediate))
 
 
-def _head(work: Workload, sizes: MicroBatchSizes) -> Parts:
-    """Return the bytes of the logits of one chunk of the output head, and of their gradient."""
+def _head(work: Workload, device: Device, sizes: MicroBatchSizes) -> Parts:
+    """Return the bytes of a chunk of logits of the output head, of their gradient, and of two float32 blocks."""
     responses = sizes.largest * sizes.copies * work.response_tokens / work.sample_tokens
-    logits = min(responses * work.policy.vocab, LOGITS_AT_ONCE)
-    return {"logits": logits * 2 * work.width}
+    chunk, block = LOGITS_ON_CPU if device.is_cpu else LOGITS_ON_GPU
+    logits = responses * work.policy.vocab
+    return {"logits": min(logits, chunk) * 2 * work.width + min(logits, block) * 2 * 4}

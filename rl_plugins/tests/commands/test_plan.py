@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -41,9 +42,13 @@ def test_plan_prints_the_placements_and_the_options_of_the_best(model, capsys):
     end = lines[1].index("s/step") + len("s/step")
     seconds = [float(line[end - 9 : end]) for line in lines[2:14]]
     assert seconds == sorted(seconds)
-    options = lines[-1].split()
+    command = shlex.split(lines[-1])
+    assert command[:3] == ["python", "-m", "rl_plugins.recipes.grpo"]
+    options = command[3:]
+    assert {f"model.path={model}", "model.precision=bf16-true"} <= set(options)
+    assert len({option.partition("=")[0] for option in options}) == len(options)
     assert {"strategy.zero_stage=3", "placement.rollout=split"} <= set(options)
-    config = configured("grpo", f"model.path={model}", "placement.device=cuda", *options)
+    config = configured("grpo", "placement.device=cuda", *options)
     check_fit(roles_of(config), [{"CPU": 64.0, "GPU": 8.0}], "the machine")
 
 

@@ -177,6 +177,11 @@ CHECKS: dict[str, list[Case]] = {
             ["placement.critic.actors=1", "launcher=ray"],
         ),
         (["placement.critic.deadline_s=0"], ["placement.critic.deadline_s=0", "above 0"]),
+        (["reward.gpus=1.5"], ["reward.gpus=1.5", "from 0 to 1, or a whole number"]),
+        (
+            ["reward.gpus=0.5", "placement.cpus_per_worker=0.1"],
+            ["needs 1 GPUs (reward workers 1 x 0.5)", "has 0", "reward.num_workers, reward.gpus"],
+        ),
         (["placement.rollout=apart"], ["placement.rollout=apart", "colocated, split"]),
         (["placement.strategy=TIGHT"], ["placement.strategy=TIGHT", "PACK, SPREAD"]),
         (["placement.cpus_per_worker=5000"], ["needs 5000 CPUs", "has ", "placement.cpus_per_worker"]),

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_plugins.models import log_probs as module
 from rl_plugins.strategies.fsdp import Meshes, shard
+from rl_plugins.tests.models.memory import at_once
 from rl_plugins.tests.models.samples import VOCABULARY, batch_of, forward_arguments, random_samples, tiny
 from rl_plugins.tests.models.zero_log_probs_worker import LENGTHS, plain_gradients
 
@@ -46,7 +47,7 @@ def check(rank: int, mesh: DeviceMesh, model: Any, *, head_is_last: bool = True,
 def check_rank(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     # Several chunks at the head.
-    with mock.patch.object(module, "CHUNK_ELEMENTS", 3 * VOCABULARY):
+    with mock.patch.object(module, "logits_at_once", at_once(3 * VOCABULARY)):
         for tied, options in ((True, {"entropy_gradient": True}), (False, {}), (True, {"packed": True})):
             check(rank, mesh, tiny("Qwen2", tie_word_embeddings=tied).float(), **options)
         # A model whose logits are capped after the head.

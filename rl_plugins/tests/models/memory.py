@@ -1,12 +1,15 @@
-"""Memory requested by an operation, measured in the dispatcher of torch."""
+"""Memory requested by an operation, measured in the dispatcher of torch, and small chunks and blocks of logits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_plugins.models.token_distributions import LogitsAtOnce
 
 
 class LargestNewTensor(TorchDispatchMode):
@@ -23,3 +26,8 @@ class LargestNewTensor(TorchDispatchMode):
             if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
                 self.elements[result.dtype] = max(self.elements.get(result.dtype, 0), result.numel())
         return results
+
+
+def at_once(elements: int) -> Callable[[torch.device], LogitsAtOnce]:
+    """Return a `logits_at_once` with chunks and blocks of a size, on every device."""
+    return lambda device: LogitsAtOnce(elements, elements)

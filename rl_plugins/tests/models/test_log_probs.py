@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience
-from rl_plugins.models import log_probs as module
 from rl_plugins.models import token_distributions
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs, token_log_probs
 from rl_plugins.models.tiny import build_model
 from rl_plugins.tests.loops import for_each
-from rl_plugins.tests.models.memory import LargestNewTensor
+from rl_plugins.tests.models.memory import LargestNewTensor, at_once
 from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples
 
 
@@ -38,7 +37,7 @@ def test_token_log_probs_of_any_chunk_size_equal_log_softmax(
     monkeypatch: pytest.MonkeyPatch, rows: int, temperature: float, entropy_gradient: bool
 ) -> None:
     logits, tokens = random_logits()
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * logits.shape[-1] + 3)
+    monkeypatch.setattr(token_distributions, "logits_at_once", at_once(rows * logits.shape[-1] + 3))
     logits.requires_grad_()
     weights = torch.rand(tokens.shape, dtype=torch.float64)
     chunked = token_log_probs(logits, tokens, temperature, sum_pi_squared=True, entropy_gradient=entropy_gradient)
@@ -58,7 +57,7 @@ def test_token_log_probs_of_any_chunk_size_equal_log_softmax(
 def test_token_log_probs_of_bfloat16_logits_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, tokens = random_logits()
     low = logits.bfloat16()
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 4 * logits.shape[-1])
+    monkeypatch.setattr(token_distributions, "logits_at_once", at_once(4 * logits.shape[-1]))
     chunked = token_log_probs(low, tokens, 0.7)
     assert chunked.log_probs_BT.dtype == torch.float32
     expected, entropy = plain(low.double(), tokens, 0.7)
@@ -80,7 +79,7 @@ class Logits(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_response_log_probs_never_copies_whole_logits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     batch, width, vocabulary, rows = 6, 9, 64, 4
-    monkeypatch.setattr(token_distributions, "_CACHED_ELEMENTS", rows * vocabulary)
+    monkeypatch.setattr(token_distributions, "logits_at_once", at_once(rows * vocabulary))
     model = Logits(torch.randn(batch, width + 1, vocabulary, dtype=dtype))
     ids = torch.randint(vocabulary, (batch, 20))
     with LargestNewTensor() as forward:

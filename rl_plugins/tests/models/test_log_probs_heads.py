@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rl_plugins.models import log_probs as module
 from rl_plugins.models.log_probs import last_linear_head, replaced_forward, response_log_probs
 from rl_plugins.tests.loops import for_each
+from rl_plugins.tests.models.memory import at_once
 from rl_plugins.tests.models.samples import VOCABULARY, batch_of, forward_arguments, random_samples, tiny
 
 LENGTHS = [(5, 4), (1, 6), (7, 1), (3, 6), (2, 0)]
@@ -146,7 +147,7 @@ def plain_columns(model: Any, samples: Any, temperature: float) -> tuple[Tensor,
 def test_response_log_probs_equal_plain_logits_for_any_head(
     monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * VOCABULARY)
+    monkeypatch.setattr(module, "logits_at_once", at_once(rows * VOCABULARY))
     model = (PLAIN | CHANGED)[name]()
     samples = random_samples(*LENGTHS)
     batch = batch_of(samples)
@@ -176,7 +177,7 @@ def test_response_log_probs_pass_only_predicting_positions_to_the_head(
     monkeypatch: pytest.MonkeyPatch, gradient: bool
 ) -> None:
     """The hidden states of padding are NaN, and no value and no gradient becomes NaN."""
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 3 * VOCABULARY)
+    monkeypatch.setattr(module, "logits_at_once", at_once(3 * VOCABULARY))
     model, samples = tiny("Qwen2"), random_samples(*LENGTHS)
     batch = batch_of(samples)
     expected = plain_columns(model, samples, 1.0)[0]

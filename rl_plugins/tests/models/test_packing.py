@@ -15,6 +15,7 @@ from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
 from rl_plugins.models.packing import pack
 from rl_plugins.models.scalar_head import response_values
 from rl_plugins.tests.loops import for_each
+from rl_plugins.tests.models.memory import at_once
 from rl_plugins.tests.models.samples import (
     VOCABULARY,
     batch_of,
@@ -60,7 +61,7 @@ def gradients(model: Any, result: ResponseLogProbs, mask: Tensor) -> list[Tensor
 def test_packed_log_probs_and_gradients_equal_padded_log_probs(
     monkeypatch: pytest.MonkeyPatch, rows: int, family: str, attention: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * VOCABULARY)
+    monkeypatch.setattr(module, "logits_at_once", at_once(rows * VOCABULARY))
     model = tiny(family, attn_implementation=attention, **OPTIONS.get(family, {})).to(dtype)
     batch = batch_of(random_samples(*LENGTHS))
     mask = batch.response_mask.bool()

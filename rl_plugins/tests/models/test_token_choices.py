@@ -12,7 +12,7 @@ from rl_plugins.models import log_probs as module
 from rl_plugins.models.log_probs import last_linear_head, response_log_probs
 from rl_plugins.models.token_distributions import ColumnSpec, chunked_head_columns, distribution_columns
 from rl_plugins.tests.loops import for_each
-from rl_plugins.tests.models.memory import LargestNewTensor
+from rl_plugins.tests.models.memory import LargestNewTensor, at_once
 from rl_plugins.tests.models.samples import VOCABULARY, batch_of, forward_arguments, random_samples, tiny
 
 LENGTHS = [(5, 4), (2, 6), (7, 1), (3, 0)]
@@ -43,7 +43,7 @@ def of_response(samples: Any, tokens_NK: Tensor) -> Tensor:
 def test_top_k_and_given_tokens_equal_whole_logits(
     monkeypatch: pytest.MonkeyPatch, family: str, packed: bool, head_is_last: bool, rows: int
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * VOCABULARY)
+    monkeypatch.setattr(module, "logits_at_once", at_once(rows * VOCABULARY))
     model, samples = tiny(family), random_samples(*LENGTHS)
     batch = batch_of(samples)
     mask = batch.response_mask.bool()

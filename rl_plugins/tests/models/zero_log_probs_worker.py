@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rl_plugins.models import log_probs as module
 from rl_plugins.models.packed_attention import has_packed_attention, use_packed_attention
+from rl_plugins.tests.models.memory import at_once
 from rl_plugins.tests.models.samples import VOCABULARY, batch_of, forward_arguments, random_samples, tiny
 
 LENGTHS = [[(5, 4), (2, 6), (7, 1)], [(3, 2), (1, 0), (9, 7)]]
@@ -56,7 +57,7 @@ def check(rank: int, model: nn.Module, *, packed: bool = False, head_is_last: bo
     mask = batch.response_mask.bool()
     for rows, entropy_weight in itertools.product((3, 10**6), expected):
         options: dict[str, Any] = {"temperature": 0.7, "packed": packed, "entropy_gradient": entropy_weight > 0}
-        with mock.patch.object(module, "CHUNK_ELEMENTS", rows * VOCABULARY):
+        with mock.patch.object(module, "logits_at_once", at_once(rows * VOCABULARY)):
             with torch.no_grad():
                 before = module.response_log_probs(engine, **forward_arguments(batch), **options)
             result = module.response_log_probs(engine, **forward_arguments(batch), **options)

@@ -5,9 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from rl_plugins.models.token_distributions import logits_at_once
 from rl_plugins.planning.devices import DEVICES
-from rl_plugins.planning.memory import engine_memory, kv_cache_needed, total, trainer_memory
+from rl_plugins.planning.memory import (
+    LOGITS_ON_CPU,
+    LOGITS_ON_GPU,
+    engine_memory,
+    kv_cache_needed,
+    total,
+    trainer_memory,
+)
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.workload import Plan, Workload
 
@@ -70,7 +79,8 @@ def test_trainer_memory_of_an_update_by_hand():
     ends = 64 * 8 + 2 * (2 * 64 + 3 * 128)
     assert parts["activations"] == pytest.approx(96 * (2 * block + ends))
     assert parts["bucket"] == 2 * P and parts["gradients"] == 2 * P / 2
-    assert parts["logits"] == pytest.approx(64 * 1000 * 2 * 2)
+    # Logits and their gradient in bfloat16, and two blocks in float32.
+    assert parts["logits"] == pytest.approx(64 * 1000 * (2 * 2 + 2 * 4))
     again = trainer_memory(replace(WORK, gradient_checkpointing=True), plan, GPU)["update"]
     assert again["activations"] == pytest.approx(96 * (2 * 64 * 2 + block + ends))
 
@@ -122,3 +132,14 @@ def test_trainer_memory_on_a_cpu_includes_fragments_of_freed_memory():
     held = update["gradients"] + update["gathered"] + update["activations"]
     assert update["fragments"] == pytest.approx(held / 2)
     assert sampling["activations"] == pytest.approx(1.5 * update["activations"])
+
+
+def test_trainer_memory_has_the_logits_of_the_output_head():
+    assert logits_at_once(torch.device("cpu")) == LOGITS_ON_CPU
+    assert logits_at_once(torch.device("cuda")) == LOGITS_ON_GPU
+    plan = Plan(trainers=1, engines=1, zero_stage=3)
+    large = replace(WORK, policy=replace(SHAPE, vocab=150_000), prompts=512, response_tokens=1024, max_tokens=1024)
+    large = replace(large, micro_batch_tokens=2**16, precision="bf16-true")
+    # Logits and their gradient in bfloat16, and two float32 blocks.
+    for device, (chunk, block) in ((CPU, LOGITS_ON_CPU), (GPU, LOGITS_ON_GPU)):
+        assert trainer_memory(large, plan, device)["update"]["logits"] == 4 * chunk + 8 * block

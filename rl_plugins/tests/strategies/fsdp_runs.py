@@ -23,6 +23,7 @@ from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.fsdp_checkpoint import read_weights
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.models.memory import at_once
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.strategies.moving import WatchingRollout, moving
 
@@ -151,7 +152,7 @@ def trained(
     nodes: dict[str, Any] = {} if layout.strategy is None else {"num_nodes": layout.world_size, "devices": 1}
     trainer = canned.quiet_trainer(strategy or layout.make_strategy(), accelerator="cpu", precision=precision, **nodes)
     # Several chunks at the head.
-    with mock.patch.object(log_probs, "CHUNK_ELEMENTS", 3 * len(canned.tokenizer)):
+    with mock.patch.object(log_probs, "logits_at_once", at_once(3 * len(canned.tokenizer))):
         trainer.fit(module, canned.loader(layout.batches(rank, steps)))
     return module
 
