@@ -5,6 +5,7 @@ Lightning's `ModelParallelStrategy` leaves the sharding to `configure_model`. `F
 of the stage hold shards. Each block of a transformer is one unit. The other parameters belong to the root. A model
 engine is the model itself: the hooks of `fully_shard` gather parameters for a forward or backward pass. With tensor
 parallelism, blocks are first cut over neighbouring ranks (`tensor_parallel.py`) and then sharded over the other ranks.
+With `workers_per_copy`, every group of neighbouring ranks shards a copy of the models.
 
 PyTorch's FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,8 +29,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
@@ -44,7 +46,7 @@ from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.fsdp_checkpoint import load_model, save_model
 from rl_plugins.strategies.fsdp_loading import deal_tensors, take_tensors
 from rl_plugins.strategies.memory import TrainingMemory
-from rl_plugins.strategies.offload import STAY, WHILE_SAMPLING, Offload
+from rl_plugins.strategies.offload import HOST, STAY, WHILE_SAMPLING, Offload
 from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards
@@ -64,6 +66,7 @@ from rl_plugins.strategies.sharded import (
 )
 from rl_plugins.strategies.tensor_parallel import cut_over_group
 from rl_plugins.strategies.weight_sources import FSDPWeightSource, shard_of
+from rl_plugins.weights.sharded import device_of
 from rl_plugins.weights.source import WeightSource
 
 _POLICIES = {
@@ -82,11 +85,15 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
 
     Args:
         rollout: rollout engine; None for stages without sampling.
-        offload: model name to `while_sampling` or `stay`. With `while_sampling`, on CUDA, the model and the optimizer
-            states are in host memory while the rollout engine samples. The default is `while_sampling` for trained
-            models.
+        offload: model name to the place of the model and its optimizer states. With `stay`, on the device; with
+            `while_sampling`, in host memory while the rollout engine samples on CUDA; with `cpu`, always in host
+            memory, from which each pass fetches one block at a time. The default is `while_sampling` for trained models
+            and `stay` for frozen models.
         accumulate_shards: average the gradients over the ranks after every micro-batch and keep only shards. By
             default each rank keeps whole gradients, and the ranks average gradients once for each optimizer step.
+        workers_per_copy: number of neighbouring ranks that share one copy of the models, such as the ranks of a node.
+            Parameters are then gathered in a node, and only gradients are summed over the nodes. 0 shares one copy over
+            all ranks.
         tensor_parallel: number of neighbouring ranks in a group. Each rank has a part of each block.
         sequence_parallel: number of neighbouring ranks in a group. Each rank has a part of the tokens of micro-batches.
         timeout_s: deadline of every collective, in seconds.
@@ -101,6 +108,7 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
         rollout: RolloutEngine | None = None,
         offload: Mapping[str, str] | None = None,
         accumulate_shards: bool = False,
+        workers_per_copy: int = 0,
         tensor_parallel: int = 1,
         sequence_parallel: int = 1,
         timeout_s: float = 1800.0,
@@ -108,14 +116,19 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
         super().__init__(tensor_parallel_size=tensor_parallel, timeout=timedelta(seconds=timeout_s))
         if min(tensor_parallel, sequence_parallel) > 1:
             raise ConfigError("tensor_parallel and sequence_parallel cannot be combined: set one of them to 1")
+        if tensor_parallel > 1 and workers_per_copy:
+            raise ConfigError("workers_per_copy and tensor_parallel cannot be combined: leave one of them out")
         for name, place in (offload or {}).items():
-            if place not in (STAY, WHILE_SAMPLING):
-                raise ConfigError(f"offload={{{name!r}: {place!r}}}: with FSDPStrategy, use stay or while_sampling")
+            if place not in (STAY, WHILE_SAMPLING, HOST):
+                raise ConfigError(
+                    f"offload={{{name!r}: {place!r}}}: with FSDPStrategy, use stay, while_sampling or cpu"
+                )
         self.ranks = Ranks()
         self.phase_log = PhaseLog()
         self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory(self._optimizer_tensors, self._model_tensors))
         self._offload = Offload(offload or {})
         self._accumulate_shards = accumulate_shards
+        self._workers_per_copy = workers_per_copy
         self._group_size = tensor_parallel
         self._sequence_parallel = sequence_parallel
         self._sequences: list[SequenceShards] = []
@@ -132,6 +145,7 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self.set_world_ranks()
+        check_divides("workers_per_copy", self._workers_per_copy or 1, self.world_size)
         check_divides("tensor_parallel", self._group_size, self.world_size)
         check_divides("sequence_parallel", self._sequence_parallel, self.world_size)
         self._data_parallel_size = self.world_size // self._group_size
@@ -178,11 +192,23 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
         whole = take_tensors(model)
         if self._group_size > 1:
             cut_over_group(model, name, self.device_mesh["tensor_parallel"])
-        shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)])
-        deal_tensors(model, whole if self.is_global_zero else {}, self.root_device)
+        on_host, on_cuda = self._offload.on_host(name), self.root_device.type == "cuda"
+        offload = CPUOffloadPolicy(pin_memory=on_cuda) if on_host else None
+        shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)], offload)
+        deal_tensors(model, whole if self.is_global_zero else {}, self.root_device, on_host=on_host)
 
-    @property
+    @override
+    def model_to_device(self) -> None:
+        # Each model of a stage is in its place.
+        if not self._models:
+            super().model_to_device()
+
+    @cached_property
     def _meshes(self) -> Meshes:
+        if self._workers_per_copy:
+            sizes = self.world_size // self._workers_per_copy, self._workers_per_copy
+            copies = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("copies", "shards"))
+            return Meshes(copies, copies)
         blocks = self.device_mesh["data_parallel"]
         if self._group_size == 1:
             return Meshes(blocks, blocks)
@@ -237,7 +263,7 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
         self._blended.blend(target, self.shards(target), self.shards(source), keep)
 
     def _optimizer_tensors(self) -> Iterable[Tensor]:
-        for name in self._on_host_while_sampling():
+        for name in self._optimizers_of.keys() & self._on_host_while_sampling():
             yield from optimizer_states(self._optimizers_of[name])
 
     def _model_tensors(self) -> Iterable[Tensor]:
@@ -245,7 +271,8 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
             yield from self._models[name].parameters()
 
     def _on_host_while_sampling(self) -> list[str]:
-        return [name for name in self._optimizers_of if self._offload.moves(name)]
+        models = local_models(self._models)
+        return [name for name in models if self._offload.moves(name, trained=name in self._optimizers_of)]
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -333,12 +360,17 @@ class Meshes(NamedTuple):
     ends: DeviceMesh
 
 
-def shard(model: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy) -> None:
+def shard(model: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy, offload: OffloadPolicy | None = None) -> None:
     """Shard every block of a model, and then the other parameters."""
     # The root also frees whole tensors after a pass: between passes there are only shards.
+    options: dict[str, Any] = {
+        "reshard_after_forward": True,
+        "mp_policy": policy,
+        "offload_policy": offload or OffloadPolicy(),
+    }
     for module in [*blocks(model), *(_between_ends(model) if meshes.blocks != meshes.ends else ())]:
-        fully_shard(module, mesh=meshes.blocks, reshard_after_forward=True, mp_policy=policy)
-    fully_shard(model, mesh=meshes.ends, reshard_after_forward=True, mp_policy=policy)
+        fully_shard(module, mesh=meshes.blocks, **options)
+    fully_shard(model, mesh=meshes.ends, **options)
 
 
 def _between_ends(model: nn.Module) -> list[nn.Module]:
@@ -356,16 +388,23 @@ def _between_ends(model: nn.Module) -> list[nn.Module]:
 
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
     """Scale sharded gradients to a global norm of at most `limit`; return the norm before. Collective."""
-    # `get_total_norm` needs parameters with shards on the same ranks.
-    by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    sharded_alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if isinstance(parameter.grad, DTensor):
-            by_mesh[parameter.grad.device_mesh].append(parameter)
-    norms = [nn.utils.get_total_norm([p.grad for p in alike if p.grad is not None]) for alike in by_mesh.values()]
-    norm = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
-    for alike in by_mesh.values():
+            sharded_alike[parameter.grad.device_mesh, parameter.grad.placements].append(parameter)
+    norm = torch.stack([_sum_of_squares(alike, *key) for key, alike in sharded_alike.items()]).sum().sqrt()
+    for alike in sharded_alike.values():
         nn.utils.clip_grads_with_norm_(alike, limit, norm)
     return float(norm)
+
+
+def _sum_of_squares(parameters: list[nn.Parameter], mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Return the sum of the squares of gradients with equal sharding. Only the sum moves to the device."""
+    shards = [parameter.grad.to_local() for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    squares = [torch.linalg.vector_norm(s, dtype=torch.promote_types(s.dtype, torch.float32)) ** 2 for s in shards]
+    own = torch.stack(squares).sum().to(device_of(mesh))
+    summed = [placement if placement.is_replicate() else Partial() for placement in placements]
+    return DTensor.from_local(own, mesh, summed).full_tensor()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
