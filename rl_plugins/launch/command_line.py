@@ -47,7 +47,7 @@ def exit_on_user_error(run: Callable[[], object], resume: str = "run.resume=true
 
     Args:
         run: Function to call.
-        resume: Option that continues the run, for the printed line.
+        resume: Option to continue the run, for the printed line.
     """
     try:
         run()
@@ -159,7 +159,7 @@ def run_recipe(
     from rl_plugins.tracking.provenance import write_provenance
 
     if config.launcher == "local":
-        # Set before the checks import torch: threads that spin while waiting make other threads up to ten times slower.
+        # Set before the checks import torch: spinning threads make other threads up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     config.tracking.uri = tracking_uri(config)
     fetch_models(config)

@@ -232,7 +232,10 @@ def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
         from rl_plugins.strategies.ray import RayFSDPStrategy
 
         return RayFSDPStrategy(
-            accumulate_shards=options.accumulate_shards, tensor_parallel=options.tensor_parallel, **common
+            accumulate_shards=options.accumulate_shards,
+            workers_per_copy=options.workers_per_copy,
+            tensor_parallel=options.tensor_parallel,
+            **common,
         )
     from rl_plugins.strategies.ray import RayZeroStrategy
 
