@@ -47,9 +47,9 @@ class Machines:
             self.add(count)
         self._cluster.wait_for_nodes(patient(60))
 
-    def add(self, cpus: int) -> None:
-        """Add a node."""
-        node = self._cluster.add_node(num_cpus=cpus, object_store_memory=_OBJECT_STORE_BYTES)
+    def add(self, cpus: int, gpus: int = 0) -> None:
+        """Add a node. Its GPUs need not exist."""
+        node = self._cluster.add_node(num_cpus=cpus, num_gpus=gpus, object_store_memory=_OBJECT_STORE_BYTES)
         self._nodes[node.node_id] = node
 
     def actors(self, wanted: Callable[[Any], bool]) -> list[Any]:

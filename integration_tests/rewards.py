@@ -63,5 +63,5 @@ def _allowed(file: Path) -> float:
 
 
 def visible_gpus(solution_str: str) -> float:
-    """The number of the GPU that this process was given; -1 without one."""
-    return float(os.environ.get("CUDA_VISIBLE_DEVICES") or -1)
+    """The number of the GPU that this process sees; -1 if it sees none. Without the variable it would see all."""
+    return float(os.environ["CUDA_VISIBLE_DEVICES"] or -1)

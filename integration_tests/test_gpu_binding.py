@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group_table
 
 from rl_plugins.errors import EngineLost
+from rl_plugins.rollout.vllm.gpu_binding import RankGPU, engine_places
 from rl_plugins.tests.patience import patient
 
 if TYPE_CHECKING:
     from integration_tests.resident import RunningRay
 
 RANKS, SIZE = 4, 2
+NODES, GPUS = 8, 8
 IN_RAY_S = patient(120)
 
 
@@ -80,7 +83,7 @@ class Rank:
 
 
 @pytest.mark.integration
-def test_prepare_starts_each_engine_on_the_gpus_of_its_ranks_and_again_after_a_loss(
+def test_prepare_starts_engines_on_the_gpus_of_ranks_and_again_after_a_loss(
     running_ray: RunningRay, tmp_path: Path
 ) -> None:
     ranks: list[Any] = [
@@ -103,3 +106,44 @@ def test_prepare_starts_each_engine_on_the_gpus_of_its_ranks_and_again_after_a_l
     finally:
         for actor in ranks:
             ray.kill(actor)
+
+
+class Seen:
+    """An actor in the place of an engine."""
+
+    def gpus(self) -> list[RankGPU]:
+        node = ray.get_runtime_context().get_node_id()
+        return [RankGPU(node, gpu) for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+
+
+@pytest.mark.extended
+def test_engine_places_on_8_machines_of_8_gpus_are_beside_the_ranks() -> None:
+    from integration_tests.machines import machines
+    from rl_plugins.launch.placement import WORKERS, alive_nodes, check_fit, reserved, roles_of
+    from rl_plugins.tests.launch.configurations import configured
+
+    config = configured(
+        "grpo", "model.path=none", "placement.device=cuda", f"placement.num_workers={NODES * GPUS}",
+        f"rollout.tensor_parallel_size={GPUS}",
+    )  # fmt: skip
+    roles = roles_of(config)
+    with machines() as cluster:
+        for _ in range(NODES):
+            cluster.add(GPUS, GPUS)
+        ray.init(cluster.address, log_to_driver=False)
+        try:
+            check_fit(roles, [node["Resources"] for node in alive_nodes()], "the cluster")
+            with reserved(roles, "run") as places:
+                workers = next(role for role in roles if role.name == WORKERS)
+                group = places.options(workers)[0]["scheduling_strategy"].placement_group
+                # Ray Train gives ranks to the workers machine by machine.
+                nodes = sorted(placement_group_table(group)["bundles_to_node_id"].values())
+                ranks = [RankGPU(node, str(number % GPUS)) for number, node in enumerate(nodes)]
+                engines: list[Any] = []
+                for place in engine_places(ranks, GPUS):
+                    variables = {"env_vars": place.pop("environment")}
+                    engines.append(ray.remote(Seen).options(runtime_env=variables, **place).remote())
+                seen = ray.get([engine.gpus.remote() for engine in engines], timeout=IN_RAY_S)
+        finally:
+            ray.shutdown()
+    assert len(set(nodes)) == NODES and [gpu for own in seen for gpu in own] == ranks

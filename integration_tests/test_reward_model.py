@@ -10,7 +10,10 @@ import pytest
 import ray
 import torch
 
+from rl_plugins.config.models import RewardConfig
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.training import scorer_of
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
 from rl_plugins.rewards import RewardPool, ScoringRequest
@@ -81,14 +84,19 @@ def test_pool_raises_the_config_error_of_a_folder_without_a_reward_model(tmp_pat
         workers.score(requests("42"))
 
 
-@pytest.mark.parametrize(("share", "number"), [(0.5, 0.0), (0.0, -1.0)])
-def test_workers_reserve_a_share_of_a_gpu(share: float, number: float) -> None:
+@pytest.mark.parametrize("share", [0.5, 0.0])
+def test_reward_workers_see_a_shared_gpu_or_none(share: float) -> None:
     def free() -> float:
         return float(ray.available_resources().get("GPU", 0))
 
-    # The GPU is one in name. What workers of before had comes back some time after their end.
-    wait_until(lambda: free() == 1, "the GPU to be free", state=lambda: f"free: {free()}")
+    # The GPUs are GPUs in name. What workers of before had comes back some time after their end.
+    gpus = ray.cluster_resources()["GPU"]
+    wait_until(lambda: free() == gpus, "the GPUs to be free", state=lambda: f"free: {free()}")
     config = {"_target_": "integration_tests.rewards.visible_gpus"}
-    with RewardPool(config, num_workers=2, deadline_s=DEADLINE_S, gpus_per_worker=share) as workers:
-        assert [score.value for score in workers.score(requests("a", "b"))] == [number] * 2
-        wait_until(lambda: free() == 1 - 2 * share, "the workers' GPUs to be taken", state=lambda: f"free: {free()}")
+    reward = RewardConfig({"default": config}, num_workers=2, gpus=share, deadline_s=DEADLINE_S)
+    workers = scorer_of(RecipeConfig(stage="policy_optimization", reward=reward))
+    assert isinstance(workers, RewardPool)
+    with workers:
+        first, second = (score.value for score in workers.score(requests("a", "b")))
+        assert first is not None and first == second and (first >= 0) == (share > 0)
+        wait_until(lambda: free() == gpus - 2 * share, "the workers' GPU to be taken", state=lambda: f"free: {free()}")

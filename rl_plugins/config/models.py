@@ -13,6 +13,7 @@ from rl_plugins.config.settings import (
     AT_LEAST_1,
     FROM_0_TO_1,
     FROM_0_TO_BELOW_1,
+    GPUS,
     NOT_NEGATIVE,
     Range,
     Settings,
@@ -64,13 +65,14 @@ class ModelConfig(Settings):
 
     Attributes:
         path: Hugging Face name or folder.
-        precision: Lightning's precision flag: `32-true`, `bf16-true` or `bf16-mixed`.
+        precision: Lightning's precision flag: `32-true`, `bf16-true` or `bf16-mixed`. Null is `bf16-mixed` on GPUs,
+            with master weights in float32, and `32-true` on CPU.
         gradient_checkpointing: compute activations again in the backward pass.
         lora: adapter of the policy; off by default.
     """
 
     path: str = MISSING
-    precision: Annotated[str, one_of("32-true", "bf16-true", "bf16-mixed")] = "32-true"
+    precision: Annotated[str | None, one_of(None, "32-true", "bf16-true", "bf16-mixed")] = None
     gradient_checkpointing: bool = False
     lora: LoraConfig = field(default_factory=no_adapter)
 
@@ -221,11 +223,13 @@ class RewardConfig(Settings):
     Attributes:
         functions: one reward (`_target_`, or `path` and `name`), or a mapping from data_source to rewards.
         num_workers: reward processes of each training worker.
+        gpus: Ray GPUs of each reward process; a fraction shares a GPU. A process with 0 sees no GPU.
         deadline_s: deadline of one call of a reward, in seconds.
         max_failure_rate: share of failed samples above which the run ends.
     """
 
     functions: dict[str, Any] = field(default_factory=dict)
     num_workers: Annotated[int, AT_LEAST_1] = 1
+    gpus: Annotated[float, GPUS] = 0.0
     deadline_s: Annotated[float, ABOVE_0] = 30.0
     max_failure_rate: Annotated[float, FROM_0_TO_1] = 0.1

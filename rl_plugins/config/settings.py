@@ -45,6 +45,10 @@ ABOVE_0_TO_1 = Range("must be above 0 and at most 1", lambda value: 0 < value <=
 FROM_0_TO_BELOW_1 = Range("must be from 0 to below 1", lambda value: 0 <= value < 1)
 FROM_0_TO_1 = Range("must be between 0 and 1", lambda value: 0 <= value <= 1)
 
+GPUS = Range(
+    "must be from 0 to 1, or a whole number of GPUs", lambda value: 0 <= value <= 1 or (value > 1 and value % 1 == 0)
+)
+
 
 def one_of(*words: str | int | None) -> Range:
     """Return the range with only these values."""

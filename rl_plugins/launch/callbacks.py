@@ -75,7 +75,7 @@ def build_callbacks(
             folder.path,
             time_limit_s=run.time_limit_s,
             started=started,
-            # The launcher disables the watcher on a local Ray, which has no nodes that could be preempted.
+            # The launcher disables the watcher on a local Ray, whose nodes are never preempted.
             ray_notices=in_ray and os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER") != "0",
         ),
         Throughput(config.placement.peak_tflops),

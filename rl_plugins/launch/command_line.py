@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.difference import difference
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
-from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig, parse_config, register_schema
+from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig, parse_config, register_schema, write_config
 from rl_plugins.errors import ConfigError, RunStopped, UserError
 from rl_plugins.run_folder import RunFolder
 
@@ -47,7 +47,7 @@ def exit_on_user_error(run: Callable[[], object], resume: str = "run.resume=true
 
     Args:
         run: Function to call.
-        resume: Option that continues the run, for the printed line.
+        resume: Option to continue the run, for the printed line.
     """
     try:
         run()
@@ -159,7 +159,7 @@ def run_recipe(
     from rl_plugins.tracking.provenance import write_provenance
 
     if config.launcher == "local":
-        # Set before the checks import torch: threads that spin while waiting make other threads up to ten times slower.
+        # Set before the checks import torch: spinning threads make other threads up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     config.tracking.uri = tracking_uri(config)
     fetch_models(config)
@@ -170,7 +170,7 @@ def run_recipe(
         print(f"{config.run.name}: removed {lock}, the lock of a killed build", flush=True)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     folder.path.mkdir(parents=True, exist_ok=True)
-    folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    write_config(config, folder.config)
     write_provenance(folder)
     if recipe is not None:
         changes = difference(compose_config(recipe, []), OmegaConf.structured(config))

@@ -70,7 +70,7 @@ def columns_of(config: RecipeConfig) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
-    """Call the reward once for each data source.
+    """Call the reward once for each data source. Rewards with GPUs are called in the reward workers only.
 
     Returns:
         Replies of environments to the policy.
@@ -86,6 +86,9 @@ def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
         return []
     replies: list[Message] = []
     check_routes(config.reward.functions, first_of_source)
+    if config.reward.gpus:
+        # This process would keep memory of a GPU that belongs to a worker.
+        return []
     for source, row in first_of_source.items():
         ground_truth = row["reward_model"].get("ground_truth")
         # Every reward should be able to read the correct answer.

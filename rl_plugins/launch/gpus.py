@@ -1,4 +1,4 @@
-"""GPUs of a machine, with the driver, the build of torch and the variables that decide if a run can use the GPUs.
+"""GPUs of a machine, and the software and variables without which a run cannot use the GPUs.
 
 Everything is read from nvidia-smi, from libcuda and from files, because the import of a library takes seconds and may
 start CUDA in this process.
@@ -51,7 +51,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuMachine:
-    """Facts about a machine that decide if a run can use the GPUs of the machine.
+    """Facts about a machine with GPUs, for the checks of a run.
 
     Attributes:
         gpus: All GPUs, visible or not.
@@ -73,14 +73,14 @@ class GpuMachine:
 
     @property
     def visible(self) -> list[Gpu]:
-        """GPUs that CUDA shows to a process."""
+        """GPUs shown by CUDA to a process."""
         return [
             self.gpus[place] for place in visible_places([gpu.uuid for gpu in self.gpus], self.variables.get(VISIBLE))
         ]
 
     @property
     def counted_by_ray(self) -> int:
-        """Number of GPUs that a Ray counts which is started here: Ray counts the entries of CUDA_VISIBLE_DEVICES."""
+        """Number of GPUs counted by a Ray started here: Ray counts the entries of CUDA_VISIBLE_DEVICES."""
         variable = self.variables.get(VISIBLE)
         if variable is None:
             return len(self.gpus)
@@ -88,7 +88,7 @@ class GpuMachine:
 
 
 def visible_places(uuids: Sequence[str], variable: str | None) -> list[int]:
-    """Return the places of the GPUs that CUDA shows, by the rule of CUDA: the first wrong entry ends the list.
+    """Return the places of the GPUs shown by CUDA. The first wrong entry of the variable ends the list.
 
     Args:
         uuids: UUID of each GPU of the machine. The variable may have the beginning of a UUID.
@@ -107,7 +107,7 @@ def visible_places(uuids: Sequence[str], variable: str | None) -> list[int]:
 
 
 def local_gpus() -> int:
-    """Return the number of GPUs that CUDA shows to this process, from device files and CUDA_VISIBLE_DEVICES alone."""
+    """Return the number of GPUs shown by CUDA to this process, from device files and CUDA_VISIBLE_DEVICES alone."""
     files, variable = _device_files(), os.environ.get(VISIBLE)
     if variable and variable.startswith(("GPU-", "MIG-")):
         # The files have no UUIDs.
@@ -142,7 +142,7 @@ def read_machine() -> GpuMachine:
 
 
 def pairs_without_peer_access() -> list[str]:
-    """Return the pairs of GPUs that cannot read each other's memory, such as `0-1`.
+    """Return the pairs of GPUs without access to each other's memory, such as `0-1`.
 
     Raises:
         OSError: There is no nvidia-smi.

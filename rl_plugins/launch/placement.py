@@ -44,8 +44,9 @@ class Role:
         count: Number of processes.
         cpus: Ray CPUs of one process.
         gpus: Ray GPUs of one process.
-        strategy: Placement strategy of Ray for the bundles; None for processes on the devices of the training workers.
+        strategy: Placement strategy of Ray for the bundles; None for processes beside the training workers.
         options: Options of the recipe for count and resources, for messages.
+        shared_gpus: GPUs of training workers on one machine that each process also uses.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Role:
     gpus: float
     strategy: str | None
     options: str
+    shared_gpus: int = 0
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -87,6 +89,11 @@ def roles_of(config: RecipeConfig) -> list[Role]:
                 "Set placement.critic.gpus=1 or placement.critic.actors=1"
             )
         roles.append(Role(name, pool.actors, pool.cpus, pool.gpus if on_gpus else 0.0, "PACK", options))
+    if config.reward.gpus and config.generates:
+        # Each training worker starts reward workers near itself.
+        count, gpus = placement.num_workers * config.reward.num_workers, config.reward.gpus
+        options = f"placement.num_workers={placement.num_workers}, reward.num_workers, reward.gpus"
+        roles.append(Role("reward workers", count, 0.0, gpus, None, options))
     return roles
 
 
@@ -103,7 +110,7 @@ def _engines(config: RecipeConfig) -> Role:
             "rollout.tensor_parallel_size that divides placement.num_workers, or set placement.rollout=split to give "
             "rollout engines their own GPUs"
         )
-    return Role(ENGINES, engines, 0.0, 0.0, None, options)
+    return Role(ENGINES, engines, 0.0, 0.0, None, options, size if config.on_gpus else 0)
 
 
 def table(roles: Sequence[Role], nodes: Sequence[Resources]) -> list[str]:
@@ -167,6 +174,13 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
                 f"{role.name}: {_words(alone)} must be on one machine, but no machine of {where} is large enough. "
                 f"Lower {role.options}"
             )
+        if role.shared_gpus:
+            room = sum(int(node.get("GPU", 0.0)) // role.shared_gpus for node in nodes)
+            if room < role.count:
+                raise ConfigError(
+                    f"{role.count} {role.name} with {role.shared_gpus} GPUs of one machine each: the machines of "
+                    f"{where} have room for {room}. Lower rollout.tensor_parallel_size"
+                )
         if role.strategy == "STRICT_SPREAD" and role.count > len(nodes):
             raise ConfigError(
                 f"placement.strategy=STRICT_SPREAD needs a separate machine for each of the {role.count} {role.name}, "
@@ -359,7 +373,7 @@ def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConf
             role=role,
             model=str(models[role]),
             head="scalar" if role in ("reward_model", "critic") else "causal_lm",
-            dtype="float32" if config.model.precision == "32-true" else "bfloat16",
+            dtype="float32" if config.precision == "32-true" else "bfloat16",
             actors=options.actors,
             device="cuda" if on_gpu[role] else "cpu",
             threads=max(1, int(options.cpus)),

@@ -53,7 +53,7 @@ _RECIPES = {
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Options of a run, and the objects that its launcher has made in this process.
+    """Options of a run, and the objects made by its launcher in this process.
 
     Attributes:
         config: options of the run.
@@ -83,6 +83,9 @@ class TrainingRun:
         """Call `train` of the recipe for the option `stage`."""
         quiet_libraries()
         seed_everything(self.config.run.seed, verbose=False)
+        if self.config.on_gpus:
+            # TF32 for products of float32 numbers.
+            torch.set_float32_matmul_precision("high")
         import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)
 
     # Arguments of stages ----------------------------------------------------------------------------------------
@@ -178,7 +181,7 @@ class TrainingRun:
         validating = config.validates
         return Trainer(
             strategy=self.strategy,
-            precision=config.model.precision,  # type: ignore[arg-type]
+            precision=config.precision,  # type: ignore[arg-type]
             logger=loggers,
             callbacks=build_callbacks(
                 config, self.folder, in_ray=self.in_ray, redraw_s=self.redraw_s, started=self.started
@@ -201,7 +204,7 @@ class TrainingRun:
     def fit(self, trainer: Trainer, stage: Stage, data: StepDataModule[Any]) -> None:
         """Train, then export and register the policy.
 
-        A run that was asked to stop is only saved.
+        After a request to stop, the run is only saved.
 
         Args:
             trainer: trainer of `trainer()`, with more callbacks if you like.
@@ -227,7 +230,7 @@ class TrainingRun:
 
     def _connect_pools(self, stage: Stage) -> None:
         for pool in self.pools:
-            # A stage loads no model that it has already.
+            # A stage loads only the missing models.
             setattr(stage, pool.config.role, pool)
             if not isinstance(pool, CriticPool):
                 check_same_tokens(self.tokenizer, pool.config.model, pool.config.role.replace("_", " "))
@@ -243,7 +246,11 @@ def scorer_of(config: RecipeConfig) -> Scorer | None:
     if config.launcher == "local":
         return InlineScorer(functions, deadline_s=deadline_s, max_failure_rate=max_failure_rate)
     return RewardPool(
-        functions, num_workers=reward.num_workers, deadline_s=deadline_s, max_failure_rate=max_failure_rate
+        functions,
+        num_workers=reward.num_workers,
+        deadline_s=deadline_s,
+        max_failure_rate=max_failure_rate,
+        gpus_per_worker=reward.gpus,
     )
 
 

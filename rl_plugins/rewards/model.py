@@ -60,8 +60,8 @@ class ModelReward:
             raise ConfigError(f"ModelReward: dtype={dtype!r} is not a data type of torch: use float32 or bfloat16")
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(
-                f"ModelReward: device={device}, but this process has no GPU: use device=cpu, or a pool of workers with "
-                "gpus_per_worker above 0"
+                f"ModelReward: device={device}, but this process has no GPU: use device=cpu, or give each reward "
+                "worker GPUs with reward.gpus (RewardPool: gpus_per_worker)"
             )
         check_model_folder("ModelReward: path", path)
         self.batch_size, self.chat_template_kwargs = batch_size, dict(chat_template_kwargs or {})

@@ -54,8 +54,14 @@ class _WorkerSlot:
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         actor_class: Any = ray.remote(_RewardWorker)
+        # Without a GPU of its own, a worker would see the GPUs of this process or of the machine.
+        no_gpus = {} if self.gpus else {"CUDA_VISIBLE_DEVICES": ""}
         self.actor = actor_class.options(
-            num_cpus=0, num_gpus=self.gpus, max_restarts=0, scheduling_strategy=here
+            num_cpus=0,
+            num_gpus=self.gpus,
+            max_restarts=0,
+            scheduling_strategy=here,
+            runtime_env={"env_vars": no_gpus},
         ).remote()
         self.pending = self.actor.load.remote(self.reward_config)  # None when idle
         self.rows = range(0)  # the requests in progress; empty while loading

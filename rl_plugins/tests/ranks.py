@@ -65,7 +65,7 @@ def _nothing() -> None:
 
 
 def run_ranks(
-    function: Callable[..., Any], *arguments: Any, world_size: int = 2, timeout_s: float = 250, fresh: bool = False
+    function: Callable[..., Any], *arguments: Any, world_size: int = 2, timeout_s: float = 250
 ) -> list[tuple[Any, str]]:
     """`function(rank, *arguments)` in `world_size` processes of one thread; what each returned and printed.
 
@@ -77,19 +77,12 @@ def run_ranks(
         arguments: Its further arguments.
         world_size: Number of ranks.
         timeout_s: Deadline, before `TEST_TIME_SCALE`.
-        fresh: Whether the processes are new ones that have no process group yet.
 
     Raises:
         AssertionError: If a rank failed or did not end before the deadline; with the output of all ranks.
     """
-    if fresh:
-        ranks = _Ranks(world_size, with_group=False)
-        try:
-            return ranks.run(function, arguments, timeout_s)
-        finally:
-            ranks.end()
     if world_size not in _resident:
-        _resident[world_size] = _Ranks(world_size, with_group=True)
+        _resident[world_size] = _Ranks(world_size)
     try:
         return _resident[world_size].run(function, arguments, timeout_s)
     except BaseException:
@@ -107,16 +100,14 @@ def _end_resident() -> None:
 class _Ranks:
     """The parent's side of some ranks."""
 
-    def __init__(self, world_size: int, *, with_group: bool) -> None:
+    def __init__(self, world_size: int) -> None:
         start_server()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._logs = [Path(self._folder.name) / f"rank{rank}.log" for rank in range(world_size)]
         self._processes, self._connections = [], []
         for rank, log in enumerate(self._logs):
             mine, theirs = _context.Pipe()
-            process = _context.Process(
-                target=_serve, args=(rank, world_size, with_group, theirs, str(log)), daemon=True
-            )
+            process = _context.Process(target=_serve, args=(rank, world_size, theirs, str(log)), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -195,7 +186,7 @@ def _without_list_of_modules(text: str) -> str:
     return re.sub(r"^Extension modules: .*\n", "", text, flags=re.MULTILINE)
 
 
-def _serve(rank: int, world_size: int, with_group: bool, connection: Connection, log: str) -> None:
+def _serve(rank: int, world_size: int, connection: Connection, log: str) -> None:
     """The process of a rank: one function after the other, until the parent closes the connection."""
     import torch
     import transformers
@@ -211,7 +202,7 @@ def _serve(rank: int, world_size: int, with_group: bool, connection: Connection,
     transformers.logging.disable_progress_bar()
     # In a process group transformers writes on rank 0 alone, and each rank has a folder of its own.
     canned.other_model()
-    _join(rank, world_size, with_group, connection)
+    _join(rank, world_size, connection)
     calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     idle = threading.Event()
     idle.set()
@@ -235,7 +226,7 @@ def _serve(rank: int, world_size: int, with_group: bool, connection: Connection,
             connection.send_bytes(result)
 
 
-def _join(rank: int, world_size: int, with_group: bool, connection: Connection) -> None:
+def _join(rank: int, world_size: int, connection: Connection) -> None:
     """Agree on a port with the other ranks, through the parent, and make the process group."""
     from datetime import timedelta
 
@@ -245,23 +236,18 @@ def _join(rank: int, world_size: int, with_group: bool, connection: Connection) 
     if rank == 0:
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         port = store.port
-        if not with_group:
-            # The function makes a group, with a store at this port.
-            del store
         connection.send(port)
     else:
         port = connection.recv()
+        store = TCPStore(address, port, is_master=False)
     os.environ |= {
         "MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "RANK": str(rank),
         "NODE_RANK": str(rank), "LOCAL_RANK": "0",
         # DeepSpeed compiles optimizers that no test uses, for which the compiler would be imported.
         "TORCHDYNAMO_DISABLE": "1",
     }  # fmt: skip
-    if with_group:
-        if rank:
-            store = TCPStore(address, port, is_master=False)
-        timeout = timedelta(seconds=patient(250))
-        init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    timeout = timedelta(seconds=patient(250))
+    init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _receive(connection: Connection, calls: queue.SimpleQueue[bytes | None], idle: threading.Event) -> None:

@@ -87,12 +87,3 @@ def test_run_ranks_raises_with_the_stack_of_a_rank_that_hangs() -> None:
     message = r"^rank 0 did not end within [0-9.]+ s in hang_on_rank_0:(.|\n)*in hang_on_rank_0"
     with pytest.raises(AssertionError, match=message):
         run_ranks(hang_on_rank_0, timeout_s=1)
-
-
-def has_group(rank: int) -> bool:
-    return torch.distributed.is_initialized()
-
-
-def test_run_ranks_with_fresh_processes_has_no_process_group() -> None:
-    assert run_ranks(has_group, world_size=1) == [(True, "")]
-    assert run_ranks(has_group, world_size=1, fresh=True) == [(False, "")]

@@ -15,6 +15,7 @@ from huggingface_hub import constants
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch import local, preflight, ray_train
 from rl_plugins.launch.command_line import compose_config, recipe_main, run_recipe
+from rl_plugins.launch.dry_run import check_prompts
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.launch.bad_options import CHECKS, COMPOSING
 from rl_plugins.tests.launch.configurations import configured, message_of
@@ -123,6 +124,14 @@ def test_run_recipe_refuses_a_tracking_server_that_does_not_answer(started, refu
     overrides = [f"tracking.uri=http://{refused_address}"]
     words = [f"http://{refused_address}", "tracking.enabled=false"]
     assert missing_words(check(*overrides), overrides, words) == [] and started == []
+
+
+def test_check_prompts_calls_no_reward_with_gpus_in_this_process():
+    def check(*options: str) -> str:
+        reward = ["reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=raises"]
+        return message_of(lambda: check_prompts(configured("grpo", *GOOD, *reward, *options)))
+
+    assert "no key" in check() and check("reward.gpus=0.5") == "nothing is refused"
 
 
 def test_run_recipe_asks_a_hub_that_cannot_be_reached_once(started, monkeypatch, refused_address):

@@ -50,6 +50,19 @@ def test_roles_of_has_a_role_for_each_pool():
     assert grpo_roles("cuda", "placement.critic.actors=2")["critic"] == (2, 1, 1, "PACK")
 
 
+def test_roles_of_counts_the_gpus_of_reward_workers():
+    assert "reward workers" not in grpo_roles("cuda", "reward.num_workers=3")
+    roles = grpo_roles("cuda", "reward.num_workers=3", "reward.gpus=0.5")
+    assert roles["reward workers"] == (6, 0, 0.5, None)
+    config = grpo("placement.device=cuda", "reward.gpus=1", "placement.num_workers=4", "placement.cpus_per_worker=1")
+    machine = {"CPU": 64.0, "GPU": 8.0}
+    check_fit(roles_of(config), [machine], "this machine")
+    with pytest.raises(
+        ConfigError, match=r"needs 8 GPUs \(training workers 4 x 1, reward workers 4 x 1\).*reward\.gpus"
+    ):
+        check_fit(roles_of(config), [{**machine, "GPU": 7.0}], "this machine")
+
+
 def test_roles_of_a_critic_with_several_actors_need_a_gpu_each():
     with pytest.raises(ConfigError, match=r"placement\.critic\.gpus=0\.5 cannot .*Set placement\.critic\.gpus=1"):
         grpo_roles("cuda", "placement.critic.actors=2", "placement.critic.gpus=0.5")
@@ -122,6 +135,10 @@ def test_needed_counts_a_whole_gpu_for_a_share_above_half(overrides: list[str], 
         (
             [Role("training workers", 4, 1.0, 0.6, "STRICT_PACK", "placement.num_workers=4")],
             [{"CPU": 4.0, "GPU": 3.0}] * 2, ["training workers: 4 CPUs and 4 GPUs must be on one machine"],
+        ),
+        (
+            [Role("rollout engines", 2, 0.0, 0.0, None, "rollout.engines=2", 4)], [{"CPU": 8.0, "GPU": 2.0}] * 4,
+            ["2 rollout engines with 4 GPUs of one machine each", "room for 0. Lower rollout.tensor_parallel_size"],
         ),
         (
             [TEACHER], [{"CPU": 2.0, "GPU": 1.0}] * 4,

@@ -75,10 +75,3 @@ def kl_in_reward(
         name=name, log_probs_BT=log_probs_BT, ref_log_probs_BT=ref_log_probs_BT, response_mask_BT=response_mask_BT
     )
     return token_level_scores_BT - coefficient * penalty_BT
-
-
-def adaptive_coefficient(
-    *, coefficient: float, measured: float, sequences: int, target: float = 0.1, horizon: float = 10000.0
-) -> float:
-    """After one batch."""
-    return coefficient * (1 + clamp(measured / target - 1, -0.2, 0.2) * sequences / horizon)

@@ -230,46 +230,6 @@ def covariances(*, log_probs_BT: Floats, advantages_BT: Floats, response_mask_BT
     return covariance_BT
 
 
-def selection_size(*, response_mask_BT: Mask, share: float) -> int:
-    """max(1, floor(share * N)); 0 without a token."""
-    tokens = sum(1 for _ in positions(response_mask_BT))
-    return min(tokens, max(1, math.floor(share * tokens)))
-
-
-def select_largest_covariances(
-    *, log_probs_BT: Floats, advantages_BT: Floats, response_mask_BT: Mask, share: float
-) -> Bools:
-    """The choice of kl_cov; of equal covariances the first."""
-    covariance_BT = covariances(
-        log_probs_BT=log_probs_BT, advantages_BT=advantages_BT, response_mask_BT=response_mask_BT
-    )
-    ordered = sorted(positions(response_mask_BT), key=lambda place: float(covariance_BT[place]), reverse=True)
-    selected_BT = np.zeros(response_mask_BT.shape, dtype=bool)
-    for place in ordered[: selection_size(response_mask_BT=response_mask_BT, share=share)]:
-        selected_BT[place] = True
-    return selected_BT
-
-
-def covariance_candidates(
-    *,
-    log_probs_BT: Floats,
-    advantages_BT: Floats,
-    response_mask_BT: Mask,
-    share: float,
-    low: float = 1.0,
-    high: float = 5.0,
-) -> tuple[Bools, int]:
-    """Among which tokens clip_cov chooses uniformly, and how many it takes."""
-    covariance_BT = covariances(
-        log_probs_BT=log_probs_BT, advantages_BT=advantages_BT, response_mask_BT=response_mask_BT
-    )
-    candidates_BT = np.zeros(response_mask_BT.shape, dtype=bool)
-    for place in positions(response_mask_BT):
-        candidates_BT[place] = low < covariance_BT[place] < high
-    size = selection_size(response_mask_BT=response_mask_BT, share=share)
-    return candidates_BT, min(size, int(candidates_BT.sum()))
-
-
 def off_policy_sequence_mask(
     *,
     log_probs_BT: Floats,
