@@ -14,7 +14,9 @@ from threading import Event, Thread
 from typing import Any
 
 import torch
+from torch.distributed import Store
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerInitInfo,
@@ -139,7 +141,7 @@ class NcclSender:
         self._over.set()
         group = None if self._engine is None else self._engine.model_update_group
         if group is not None and not group.disabled:
-            group.group.store.set(_END, "")  # type: ignore[union-attr]
+            _store_of(group).set(_END, "")
             _abort(group)
 
 
@@ -170,9 +172,14 @@ class NcclReceiver(NCCLWeightTransferEngine):
 def _abort_at_end(communicator: PyNcclCommunicator) -> None:
     # An error means that the process of rank 0 has ended, and the store with it.
     with suppress(RuntimeError):
-        communicator.group.store.wait([_END], _FOREVER)
+        _store_of(communicator).wait([_END], _FOREVER)
     if not communicator.disabled:
         _abort(communicator)
+
+
+def _store_of(communicator: PyNcclCommunicator) -> Store:
+    assert isinstance(communicator.group, StatelessProcessGroup), "vLLM makes the group from an address"
+    return communicator.group.store
 
 
 def _abort(communicator: PyNcclCommunicator) -> None:
