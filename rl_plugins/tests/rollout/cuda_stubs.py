@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,6 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 from weakref import WeakValueDictionary
 
-import psutil
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore
@@ -50,7 +50,6 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rl_plugins.rollout.vllm import plugin  # noqa: F401
 from rl_plugins.rollout.vllm.config import VLLMConfig
-from rl_plugins.tests.patience import wait_until
 
 _HOST = "127.0.0.1"
 
@@ -292,6 +291,8 @@ def cuda_on_cpu() -> Iterator[list[_Communicator]]:
         stack.callback(packed_tensor._get_streams.cache_clear)
         stack.callback(_stores.clear)
         stack.callback(_NCCL.communicators.clear)
+        # Stores of earlier groups that wait for the garbage collection delay the connections of a new store.
+        gc.collect()
         yield _NCCL.communicators
 
 
@@ -377,9 +378,6 @@ class StubEngine:
         self._failures[method] = error
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        if "master_port" in init_info:
-            # A client of torch's store that comes before its server tries again after seconds.
-            wait_until(lambda: _listens(init_info["master_port"]), "the store of rank 0", 60)
         self._each("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
@@ -408,8 +406,3 @@ class StubEngine:
         with ThreadPoolExecutor(len(self.workers)) as threads:
             for result in [threads.submit(call, worker) for worker in self.workers]:
                 result.result()
-
-
-def _listens(port: int) -> bool:
-    connections = psutil.Process().net_connections("tcp")
-    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in connections)

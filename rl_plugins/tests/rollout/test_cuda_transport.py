@@ -95,7 +95,29 @@ def test_several_engines_over_nccl_have_separate_ranks_and_leave_the_group_with_
     wait_until(lambda: not communicators, "all processes to free their communicators", 60)
 
 
-@pytest.mark.parametrize("call", ["init_weight_transfer_engine", "update_weights"])
+@pytest.mark.usefixtures("communicators")
+def test_nccl_receiver_drops_the_tensors_of_a_failed_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy()
+    engine = StubEngine("nccl", GPUS[:1], policy)
+    load = StubModel.load_weights
+
+    def fail_before_the_bias(model: StubModel, weights: Any) -> None:
+        for name, tensor in weights:
+            if "bias" in name:
+                raise MemoryError("no memory for the bias")
+            load(model, [(name, tensor)])
+
+    monkeypatch.setattr(StubModel, "load_weights", fail_before_the_bias)
+    with on_gpu("GPU-trainer"):
+        sender = sender_of("nccl", policy, [engine])
+        with pytest.raises(MemoryError, match="no memory for the bias"):
+            sender.send(1)
+        sender.close()
+    waiting = [layer for layer in engine.workers[0].model.modules() if get_layerwise_info(layer).can_load()]
+    assert waiting == []
+
+
+@pytest.mark.parametrize("call", ["update_weights", "init_weight_transfer_engine"])
 def test_send_over_nccl_raises_if_an_engine_is_lost_and_the_other_engine_gets_the_next_update(
     communicators: list[Any], call: str
 ) -> None:
@@ -123,28 +145,6 @@ def test_send_over_nccl_raises_if_an_engine_is_lost_and_the_other_engine_gets_th
         with closing(sender_of("nccl", policy, [living])) as sender:
             sender.send(2)
     assert_has_weights(living, policy, 2)
-
-
-@pytest.mark.usefixtures("communicators")
-def test_nccl_receiver_drops_the_tensors_of_a_failed_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = make_policy()
-    engine = StubEngine("nccl", GPUS[:1], policy)
-    load = StubModel.load_weights
-
-    def fail_before_the_bias(model: StubModel, weights: Any) -> None:
-        for name, tensor in weights:
-            if "bias" in name:
-                raise MemoryError("no memory for the bias")
-            load(model, [(name, tensor)])
-
-    monkeypatch.setattr(StubModel, "load_weights", fail_before_the_bias)
-    with on_gpu("GPU-trainer"):
-        sender = sender_of("nccl", policy, [engine])
-        with pytest.raises(MemoryError, match="no memory for the bias"):
-            sender.send(1)
-        sender.close()
-    waiting = [layer for layer in engine.workers[0].model.modules() if get_layerwise_info(layer).can_load()]
-    assert waiting == []
 
 
 def _send_over_ipc(rank: int, workers: list[list[str]], lost: int | None = None) -> list[list[str]]:
