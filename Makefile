@@ -1,6 +1,8 @@
 # Two commands for a fresh machine: `make quickstart` and `make test`. Everything else is listed by `make help`.
 
 PYTHON ?= python3.11
+# `make lock-cuda` resolves for both versions of Python.
+PYTHON312 ?= python3.12
 VENV ?= .venv
 # Where your package index lacks the CPU build of torch, name PyTorch's CPU index: make quickstart TORCH_INDEX=...
 TORCH_INDEX ?=
@@ -24,7 +26,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint format typecheck unit integration extended coverage gpu docs lock clean
+.PHONY: help install quickstart test test-all lint format typecheck unit integration extended coverage gpu docs lock lock-cuda clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,8 +79,8 @@ extended: $(INSTALLED)  ## kills and resumes of every kind, typed docs pages, pi
 coverage: $(INSTALLED)  ## line coverage of the library by `make test`; with ALL=1 by `make test-all`
 	sh requirements/coverage.sh $(if $(ALL),unit integration extended,unit integration)
 
-gpu:  ## the tests that need a GPU, in the environment of the `python` in use (install: pip install -e '.[gpu,dev]')
-	python -c "import torch; assert torch.cuda.is_available(), 'no CUDA device is visible'"
+gpu:  ## the tests that need a GPU, in the environment of the `python` in use (docs/gpus.md says how to install)
+	@python requirements/check_gpu.py
 	python -m pytest -m gpu --timeout 1800
 
 docs: $(INSTALLED)  ## build the documentation site into site/ (needs no network)
@@ -87,6 +89,9 @@ docs: $(INSTALLED)  ## build the documentation site into site/ (needs no network
 
 lock: $(INSTALLED)  ## resolve pyproject.toml anew into the lock, keeping the pins that fit (UPGRADE=1: newest versions)
 	$(PY) requirements/lock.py $(INDEX) $(if $(UPGRADE),--upgrade)
+
+lock-cuda: $(INSTALLED)  ## the same for GPUs, into requirements/cuda.lock.txt (needs Python 3.12 as well: PYTHON312=...)
+	$(PY) requirements/lock.py --lock cuda --python "$(PYTHON)" --python "$(PYTHON312)" $(if $(UPGRADE),--upgrade)
 
 clean:  ## remove the environment, build products and caches
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

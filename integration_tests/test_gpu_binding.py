@@ -83,7 +83,7 @@ class Rank:
 
 
 @pytest.mark.integration
-def test_prepare_starts_each_engine_on_the_gpus_of_its_ranks_and_again_after_a_loss(
+def test_prepare_starts_engines_on_the_gpus_of_ranks_and_again_after_a_loss(
     running_ray: RunningRay, tmp_path: Path
 ) -> None:
     ranks: list[Any] = [
@@ -117,7 +117,7 @@ class Seen:
 
 
 @pytest.mark.extended
-def test_engine_places_on_8_machines_of_8_gpus_are_beside_their_ranks() -> None:
+def test_engine_places_on_8_machines_of_8_gpus_are_beside_the_ranks() -> None:
     from integration_tests.machines import machines
     from rl_plugins.launch.placement import WORKERS, alive_nodes, check_fit, reserved, roles_of
     from rl_plugins.tests.launch.configurations import configured

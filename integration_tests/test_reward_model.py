@@ -85,7 +85,7 @@ def test_pool_raises_the_config_error_of_a_folder_without_a_reward_model(tmp_pat
 
 
 @pytest.mark.parametrize("share", [0.5, 0.0])
-def test_workers_see_the_gpu_that_they_share_or_none(share: float) -> None:
+def test_reward_workers_see_a_shared_gpu_or_none(share: float) -> None:
     def free() -> float:
         return float(ray.available_resources().get("GPU", 0))
 

@@ -1,8 +1,11 @@
-"""Writes requirements/cpu.lock.txt: the exact version of all that `make quickstart` and `make test` install.
+"""Writes the locks: the exact version of each distribution of an installation.
 
-pip resolves the project with its extras `cpu`, `dev` and `docs` without installing anything, and the outcome is
-written down less what the CPU installation leaves out. Pins of the present lock are kept where they still
-fit; `--upgrade` forgets them. Other options go to pip.
+- `cpu.lock.txt`: the extras `cpu`, `dev` and `docs`, for `make quickstart` and `make test`;
+- `cuda.lock.txt`: the extras `gpu` and `dev`, for machines with GPUs and the Dockerfile.
+
+pip resolves the project without installing anything, and the outcome is written down less what is left out. Pins of the
+present lock are kept where they still fit; `--upgrade` forgets them. The tests run with cpu.lock.txt, so cuda.lock.txt
+has the same versions of all dependencies in pyproject.toml. Other options go to pip.
 """
 
 from __future__ import annotations
@@ -10,21 +13,43 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass, field
 from pathlib import Path
 
-LOCK = Path(__file__).with_name("cpu.lock.txt")
-LEFT_OUT = {
-    "rl-plugins": "installed from this checkout",
-    "torchvision": "built for CUDA on the index, breaks beside CPU torch; text models need none",
-    "torchaudio": "as torchvision",
-    "torchcodec": "as torchvision",
-    "triton": "1 GB of CUDA compiler; on CPU vLLM, xgrammar and torch run without it",
+FOLDER = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Lock:
+    """What a lock is for, and what it leaves out with the reason."""
+
+    extras: str
+    target: str
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+LOCKS = {
+    "cpu": Lock(
+        "cpu,dev,docs",
+        "Made by `make lock`: do not edit. For Linux x86_64, Python 3.11, CPU; `make install` uses --no-deps.",
+        {
+            "torchvision": "built for CUDA on the index, breaks beside CPU torch; text models need none",
+            "torchaudio": "as torchvision",
+            "torchcodec": "as torchvision",
+            "triton": "1 GB of CUDA compiler; on CPU vLLM, xgrammar and torch run without it",
+        },
+    ),
+    "cuda": Lock(
+        "gpu,dev",
+        "Made by `make lock-cuda`: do not edit. For Linux x86_64, Python 3.11 and 3.12, CUDA 13. docs/gpus.md says how "
+        "to install.",
+    ),
 }
-HEADER = """\
-# Made by `make lock`: do not edit. For Linux x86_64, Python 3.11, CPU; `make install` uses --no-deps.
-"""
 
 
 def normalized(name: str) -> str:
@@ -32,39 +57,75 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def resolve(pip_options: list[str], constraints: Path | None) -> dict[str, str]:
-    """Normalized name -> "name==version" of every distribution that the project needs."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--dry-run",
-        "--ignore-installed",
-        "--quiet",
-        "--report",
-        "-",
+def tested_versions() -> list[str]:
+    """The pins of cpu.lock.txt for the dependencies in pyproject.toml, as constraints; a build for CPUs is excluded."""
+    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {normalized(re.split(r"[^\w.-]", line)[0]) for line in project["dependencies"]}
+    pins = (FOLDER / "cpu.lock.txt").read_text(encoding="utf-8").split()
+    return [
+        pin.replace("==", "!=") if pin.endswith("+cpu") else pin
+        for pin in pins
+        if normalized(pin.partition("==")[0]) in named
     ]
-    command += pip_options
-    if constraints is not None:
-        command += ["--constraint", str(constraints)]
-    report = subprocess.run(
-        [*command, f"{LOCK.parent.parent}[cpu,dev,docs]"], check=True, stdout=subprocess.PIPE
-    ).stdout
+
+
+def resolve(python: str, extras: str, constraints: list[str], pip_options: list[str]) -> dict[str, str]:
+    """Normalized name -> "name==version" of every distribution that the project needs with this interpreter."""
+    command = [
+        sys.executable, "-m", "pip", "--python", python, "install",
+        "--dry-run", "--ignore-installed", "--quiet", "--report", "-",
+    ]  # fmt: skip
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(constraints))
+        file.flush()
+        report = subprocess.run(
+            [*command, *pip_options, "--constraint", file.name, f"{FOLDER.parent}[{extras}]"],
+            check=True,
+            stdout=subprocess.PIPE,
+        ).stdout
     found = [item["metadata"] for item in json.loads(report)["install"]]
     return {normalized(item["name"]): f"{item['name']}=={item['version']}" for item in found}
 
 
+def version_of(python: str) -> str:
+    """The version of an interpreter, such as "3.11"."""
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def lines_of(pins: dict[str, dict[str, str]]) -> list[str]:
+    """The lines of a lock, from the pins of each version of Python. What differs has a marker."""
+    lines = []
+    for name in sorted({name for of_version in pins.values() for name in of_version}):
+        lines_of_name = {version: of_version[name] for version, of_version in pins.items() if name in of_version}
+        if len(lines_of_name) == len(pins) and len(set(lines_of_name.values())) == 1:
+            lines.append(next(iter(lines_of_name.values())))
+        else:
+            lines += [f'{pin} ; python_version == "{version}"' for version, pin in lines_of_name.items()]
+    return lines
+
+
 def main() -> None:
-    """Resolves and writes the lock."""
+    """Resolves and writes a lock."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--lock", choices=LOCKS, default="cpu", help="the lock to write (default: cpu)")
+    parser.add_argument("--python", action="append", help="interpreter; repeat it for several (default: this one)")
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions pyproject.toml allows")
     options, pip_options = parser.parse_known_args()
-    pins = resolve(pip_options, constraints=None if options.upgrade or not LOCK.exists() else LOCK)
-    notes = [f"# Left out: {name} ({why}).\n" for name, why in LEFT_OUT.items()]
-    lines = [f"{pins[name]}\n" for name in sorted(pins) if name not in LEFT_OUT]
-    LOCK.write_text(HEADER + "".join(notes) + "".join(lines))
-    print(f"{LOCK}: {len(lines)} distributions")
+    lock, file = LOCKS[options.lock], FOLDER / f"{options.lock}.lock.txt"
+    constraints = tested_versions() if options.lock == "cuda" else []
+    if file.exists() and not options.upgrade:
+        constraints += [line for line in file.read_text(encoding="utf-8").splitlines() if line[0] != "#"]
+    left_out = {"rl-plugins": "installed from this checkout", **lock.left_out}
+    pins = {}
+    for name in options.python or [sys.executable]:
+        python = shutil.which(name) or parser.error(f"--python {name}: there is no such interpreter")
+        resolved = resolve(python, lock.extras, constraints, pip_options)
+        pins[version_of(python)] = {name: pin for name, pin in resolved.items() if name not in left_out}
+    lines = lines_of(pins)
+    notes = [f"Left out: {name} ({why})." for name, why in left_out.items()]
+    file.write_text("".join(f"{line}\n" for line in (f"# {lock.target}", *(f"# {note}" for note in notes), *lines)))
+    print(f"{file}: {len(lines)} distributions")
 
 
 if __name__ == "__main__":

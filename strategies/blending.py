@@ -47,7 +47,7 @@ class BlendedModels:
                 own_shard.lerp_(other_shard.to(own_shard), 1 - keep)
             else:
                 average = averages.setdefault(name, own_shard.float())
-                own_shard.copy_(average.lerp_(other_shard.float(), 1 - keep))
+                own_shard.copy_(average.lerp_(other_shard.to(average), 1 - keep))
 
     def reset_averages(self) -> None:
         """Forget the averages. The next `blend` starts from the weights of the models."""

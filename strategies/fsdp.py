@@ -5,6 +5,7 @@ Lightning's `ModelParallelStrategy` leaves the sharding to `configure_model`. `F
 of the stage hold shards. Each block of a transformer is one unit. The other parameters belong to the root. A model
 engine is the model itself: the hooks of `fully_shard` gather parameters for a forward or backward pass. With tensor
 parallelism, blocks are first cut over neighbouring ranks (`tensor_parallel.py`) and then sharded over the other ranks.
+With `workers_per_copy`, every group of neighbouring ranks shards a copy of the models.
 
 PyTorch's FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -13,22 +14,23 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
@@ -44,11 +46,12 @@ from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.fsdp_checkpoint import load_model, save_model
 from rl_plugins.strategies.fsdp_loading import deal_tensors, take_tensors
 from rl_plugins.strategies.memory import TrainingMemory
-from rl_plugins.strategies.offload import STAY, WHILE_SAMPLING, Offload
+from rl_plugins.strategies.offload import HOST, STAY, WHILE_SAMPLING, Offload
 from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards
 from rl_plugins.strategies.sharded import (
+    AutogradSteps,
     check_divides,
     check_folder,
     load_learner,
@@ -63,6 +66,7 @@ from rl_plugins.strategies.sharded import (
 )
 from rl_plugins.strategies.tensor_parallel import cut_over_group
 from rl_plugins.strategies.weight_sources import FSDPWeightSource, shard_of
+from rl_plugins.weights.sharded import device_of
 from rl_plugins.weights.source import WeightSource
 
 _POLICIES = {
@@ -73,7 +77,7 @@ _POLICIES = {
 }
 
 
-class FSDPStrategy(ModelParallelStrategy):
+class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
     """FSDP2 with named models and a rollout engine.
 
     The trainer's `precision`: with `bf16-true`, parameters and optimizer states are bfloat16, and rounding removes
@@ -81,11 +85,15 @@ class FSDPStrategy(ModelParallelStrategy):
 
     Args:
         rollout: rollout engine; None for stages without sampling.
-        offload: model name to `while_sampling` or `stay`. With `while_sampling`, on CUDA, the model and the optimizer
-            states are in host memory while the rollout engine samples. The default is `while_sampling` for trained
-            models.
+        offload: model name to the place of the model and its optimizer states. With `stay`, on the device; with
+            `while_sampling`, in host memory while the rollout engine samples on CUDA; with `cpu`, always in host
+            memory, from which each pass fetches one block at a time. The default is `while_sampling` for trained models
+            and `stay` for frozen models.
         accumulate_shards: average the gradients over the ranks after every micro-batch and keep only shards. By
             default each rank keeps whole gradients, and the ranks average gradients once for each optimizer step.
+        workers_per_copy: number of neighbouring ranks that share one copy of the models, such as the ranks of a node.
+            Parameters are then gathered in a node, and only gradients are summed over the nodes. 0 shares one copy over
+            all ranks.
         tensor_parallel: number of neighbouring ranks in a group. Each rank has a part of each block.
         sequence_parallel: number of neighbouring ranks in a group. Each rank has a part of the tokens of micro-batches.
         timeout_s: deadline of every collective, in seconds.
@@ -100,6 +108,7 @@ class FSDPStrategy(ModelParallelStrategy):
         rollout: RolloutEngine | None = None,
         offload: Mapping[str, str] | None = None,
         accumulate_shards: bool = False,
+        workers_per_copy: int = 0,
         tensor_parallel: int = 1,
         sequence_parallel: int = 1,
         timeout_s: float = 1800.0,
@@ -107,20 +116,23 @@ class FSDPStrategy(ModelParallelStrategy):
         super().__init__(tensor_parallel_size=tensor_parallel, timeout=timedelta(seconds=timeout_s))
         if min(tensor_parallel, sequence_parallel) > 1:
             raise ConfigError("tensor_parallel and sequence_parallel cannot be combined: set one of them to 1")
+        if tensor_parallel > 1 and workers_per_copy:
+            raise ConfigError("workers_per_copy and tensor_parallel cannot be combined: leave one of them out")
         for name, place in (offload or {}).items():
-            if place not in (STAY, WHILE_SAMPLING):
-                raise ConfigError(f"offload={{{name!r}: {place!r}}}: with FSDPStrategy, use stay or while_sampling")
+            if place not in (STAY, WHILE_SAMPLING, HOST):
+                raise ConfigError(
+                    f"offload={{{name!r}: {place!r}}}: with FSDPStrategy, use stay, while_sampling or cpu"
+                )
         self.ranks = Ranks()
         self.phase_log = PhaseLog()
         self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory(self._optimizer_tensors, self._model_tensors))
         self._offload = Offload(offload or {})
         self._accumulate_shards = accumulate_shards
+        self._workers_per_copy = workers_per_copy
         self._group_size = tensor_parallel
         self._sequence_parallel = sequence_parallel
         self._sequences: list[SequenceShards] = []
         self._models: dict[str, nn.Module] = {}
-        self._optimizers_of: dict[str, Optimizer] = {}
-        self._gradient_norms: dict[str, float] = {}
         self._blended = BlendedModels()
 
     @classmethod
@@ -133,6 +145,7 @@ class FSDPStrategy(ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self.set_world_ranks()
+        check_divides("workers_per_copy", self._workers_per_copy or 1, self.world_size)
         check_divides("tensor_parallel", self._group_size, self.world_size)
         check_divides("sequence_parallel", self._sequence_parallel, self.world_size)
         self._data_parallel_size = self.world_size // self._group_size
@@ -179,11 +192,23 @@ class FSDPStrategy(ModelParallelStrategy):
         whole = take_tensors(model)
         if self._group_size > 1:
             cut_over_group(model, name, self.device_mesh["tensor_parallel"])
-        shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)])
-        deal_tensors(model, whole if self.is_global_zero else {}, self.root_device)
+        on_host, on_cuda = self._offload.on_host(name), self.root_device.type == "cuda"
+        offload = CPUOffloadPolicy(pin_memory=on_cuda) if on_host else None
+        shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)], offload)
+        deal_tensors(model, whole if self.is_global_zero else {}, self.root_device, on_host=on_host)
 
-    @property
+    @override
+    def model_to_device(self) -> None:
+        # Each model of a stage is in its place.
+        if not self._models:
+            super().model_to_device()
+
+    @cached_property
     def _meshes(self) -> Meshes:
+        if self._workers_per_copy:
+            sizes = self.world_size // self._workers_per_copy, self._workers_per_copy
+            copies = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("copies", "shards"))
+            return Meshes(copies, copies)
         blocks = self.device_mesh["data_parallel"]
         if self._group_size == 1:
             return Meshes(blocks, blocks)
@@ -214,58 +239,10 @@ class FSDPStrategy(ModelParallelStrategy):
         model.set_requires_gradient_sync(last or self._accumulate_shards)
         model.set_is_last_backward(last)
 
-    def optimizer_index(self, name: str) -> int:
-        """Return the index of the optimizer of model `name` in `optimizers`."""
-        return next(i for i, optimizer in enumerate(self.optimizers) if optimizer is self._optimizers_of[name])
-
-    def gradient_norm(self, name: str) -> float | None:
-        """Return the global norm of the last step's gradient before clipping."""
-        return self._gradient_norms.get(name)
-
     @override
-    def backward(
-        self,
-        closure_loss: Tensor,
-        optimizer: Optimizer | None,
-        *args: Any,
-        model_name: str | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Compute gradients; Lightning calls `backward` from `manual_backward`, or from its own loop.
-
-        Autograd finds the parameters from the loss. Therefore `model_name`, which ZeRO needs, is unused.
-        """
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step the model of `optimizer`. The next rollout phase then sends the weights to the rollout engine.
-
-        Lightning calls `optimizer_step` from `LightningOptimizer.step`; `super()` calls `optimizer.step`, which updates
-        the shards of this rank.
-        """
-        module = self.lightning_module
-        in_steps = isinstance(module, HasNamedModels) and not module.automatic_optimization
-        if in_steps:
-            # Like DeepSpeed: the step clips and clears the gradients.
-            self._clip(next(name for name, own in self._optimizers_of.items() if own is optimizer))
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if in_steps:
-            optimizer.zero_grad()
-        self.rollout_phases.weights_changed()
-        return result
-
-    def _clip(self, name: str) -> None:
-        module = self.lightning_module
-        assert isinstance(module, HasNamedModels)
-        limit = module.gradient_clip(name) or float("inf")
-        self._gradient_norms[name] = clip_gradients(list(self._models[name].parameters()), limit)
+    def clip_gradients(self, name: str, limit: float) -> float:
+        """See `AutogradSteps`; the norm is over the shards of all ranks."""
+        return clip_gradients(list(self._models[name].parameters()), limit)
 
     # Weights and memory -----------------------------------------------------------------------------------------
 
@@ -286,7 +263,7 @@ class FSDPStrategy(ModelParallelStrategy):
         self._blended.blend(target, self.shards(target), self.shards(source), keep)
 
     def _optimizer_tensors(self) -> Iterable[Tensor]:
-        for name in self._on_host_while_sampling():
+        for name in self._optimizers_of.keys() & self._on_host_while_sampling():
             yield from optimizer_states(self._optimizers_of[name])
 
     def _model_tensors(self) -> Iterable[Tensor]:
@@ -294,7 +271,8 @@ class FSDPStrategy(ModelParallelStrategy):
             yield from self._models[name].parameters()
 
     def _on_host_while_sampling(self) -> list[str]:
-        return [name for name in self._optimizers_of if self._offload.moves(name)]
+        models = local_models(self._models)
+        return [name for name in models if self._offload.moves(name, trained=name in self._optimizers_of)]
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -382,12 +360,17 @@ class Meshes(NamedTuple):
     ends: DeviceMesh
 
 
-def shard(model: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy) -> None:
+def shard(model: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy, offload: OffloadPolicy | None = None) -> None:
     """Shard every block of a model, and then the other parameters."""
     # The root also frees whole tensors after a pass: between passes there are only shards.
+    options: dict[str, Any] = {
+        "reshard_after_forward": True,
+        "mp_policy": policy,
+        "offload_policy": offload or OffloadPolicy(),
+    }
     for module in [*blocks(model), *(_between_ends(model) if meshes.blocks != meshes.ends else ())]:
-        fully_shard(module, mesh=meshes.blocks, reshard_after_forward=True, mp_policy=policy)
-    fully_shard(model, mesh=meshes.ends, reshard_after_forward=True, mp_policy=policy)
+        fully_shard(module, mesh=meshes.blocks, **options)
+    fully_shard(model, mesh=meshes.ends, **options)
 
 
 def _between_ends(model: nn.Module) -> list[nn.Module]:
@@ -405,16 +388,23 @@ def _between_ends(model: nn.Module) -> list[nn.Module]:
 
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
     """Scale sharded gradients to a global norm of at most `limit`; return the norm before. Collective."""
-    # `get_total_norm` needs parameters with shards on the same ranks.
-    by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    sharded_alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if isinstance(parameter.grad, DTensor):
-            by_mesh[parameter.grad.device_mesh].append(parameter)
-    norms = [nn.utils.get_total_norm([p.grad for p in alike if p.grad is not None]) for alike in by_mesh.values()]
-    norm = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
-    for alike in by_mesh.values():
+            sharded_alike[parameter.grad.device_mesh, parameter.grad.placements].append(parameter)
+    norm = torch.stack([_sum_of_squares(alike, *key) for key, alike in sharded_alike.items()]).sum().sqrt()
+    for alike in sharded_alike.values():
         nn.utils.clip_grads_with_norm_(alike, limit, norm)
     return float(norm)
+
+
+def _sum_of_squares(parameters: list[nn.Parameter], mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Return the sum of the squares of gradients with equal sharding. Only the sum moves to the device."""
+    shards = [parameter.grad.to_local() for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    squares = [torch.linalg.vector_norm(s, dtype=torch.promote_types(s.dtype, torch.float32)) ** 2 for s in shards]
+    own = torch.stack(squares).sum().to(device_of(mesh))
+    summed = [placement if placement.is_replicate() else Partial() for placement in placements]
+    return DTensor.from_local(own, mesh, summed).full_tensor()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -27,16 +27,17 @@ def take_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def deal_tensors(model: nn.Module, whole: dict[str, Tensor], device: torch.device) -> None:
+def deal_tensors(model: nn.Module, whole: dict[str, Tensor], device: torch.device, *, on_host: bool = False) -> None:
     """Give every rank its shards of the tensors of rank 0. Collective.
 
     Args:
         model: model on the device `meta`, sharded by `fully_shard`.
         whole: on rank 0, all tensors by name, removed when they are sent; empty on the other ranks.
-        device: device of the shards, and of the sent tensors.
+        device: device of the shards, of buffers and of the sent tensors.
+        on_host: keep the shards in host memory.
     """
     is_source = bool(whole)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if on_host else device)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_source:
             sent = whole.pop(name).to(device=device, dtype=tensor.dtype).contiguous()
@@ -47,4 +48,5 @@ def deal_tensors(model: nn.Module, whole: dict[str, Tensor], device: torch.devic
             part = distribute_tensor(sent, tensor.device_mesh, tensor.placements, src_data_rank=None)
             tensor.to_local().copy_(part.to_local())
         else:
-            tensor.copy_(sent)
+            module, _, buffer = name.rpartition(".")
+            setattr(model.get_submodule(module), buffer, sent)

@@ -1,7 +1,7 @@
-"""Offload of each model's states to the host or to files, by DeepSpeed.
+"""Offload of each model's states to the host or to files, by DeepSpeed or FSDP2.
 
 A trained model offloads optimizer states and master weights, and the optimizer step runs on the host. A frozen model
-offloads parameters.
+offloads parameters. (FSDP2 always offloads both: its parameters are the master weights.)
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Offload:
     """Place of each model's states.
 
     Attributes:
-        places: model name to `stay`, `cpu`, `nvme` or `while_sampling`. `while_sampling` is for trained models: states
-            are on the host while the rollout engine samples. The default is `while_sampling` for trained models
-            and `stay` for frozen models.
+        places: model name to `stay`, `cpu`, `nvme` or `while_sampling`. With `while_sampling`, the states are on the
+            host while the rollout engine samples. The default is `while_sampling` for trained models and `stay` for
+            frozen models.
         folder: parent folder of the `nvme` files; each model has a subfolder.
     """
 
@@ -54,9 +54,13 @@ class Offload:
             )
         check_file_op()
 
-    def moves(self, name: str) -> bool:
-        """Return True if the states of a trained model are on the host while the rollout engine samples."""
-        return self.places.get(name, WHILE_SAMPLING) == WHILE_SAMPLING
+    def moves(self, name: str, *, trained: bool) -> bool:
+        """Return True if the states of a model are on the host while the rollout engine samples."""
+        return self.places.get(name, WHILE_SAMPLING if trained else STAY) == WHILE_SAMPLING
+
+    def on_host(self, name: str) -> bool:
+        """Return True if the states of a model are always on the host."""
+        return self.places.get(name) == HOST
 
     def of_trained(self, name: str) -> dict[str, Any]:
         """Return the `zero_optimization` options of DeepSpeed for a trained model."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
@@ -25,11 +24,11 @@ from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.strategies.rollout_phases import RolloutPhases
-from rl_plugins.strategies.sharded import learners_of, optimizers_of, restored_states
+from rl_plugins.strategies.sharded import AutogradSteps, learners_of, optimizers_of, restored_states
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
 
 
-class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
+class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
     """Lightning's single-device strategy with named models and a rollout engine.
 
     Args:
@@ -51,8 +50,6 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
         self.ranks = Ranks()
         self.phase_log = PhaseLog(device=device)
         self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory())
-        self._optimizers_of: dict[str, Optimizer] = {}
-        self._gradient_norms: dict[str, float] = {}
         self._blended = BlendedModels()
 
     @classmethod
@@ -98,47 +95,11 @@ class SingleDeviceRolloutStrategy(SingleDeviceStrategy):
     def accumulate_gradients(self, name: str, *, last: bool) -> None:
         """Do nothing: autograd accumulates gradients by itself."""
 
-    def gradient_norm(self, name: str) -> float | None:
-        """Return the norm of the last step's gradient before clipping."""
-        return self._gradient_norms.get(name)
-
-    def optimizer_index(self, name: str) -> int:
-        """Return the index of the optimizer of model `name` in `optimizers`."""
-        return next(i for i, optimizer in enumerate(self.optimizers) if optimizer is self._optimizers_of[name])
-
     @override
-    def backward(
-        self,
-        closure_loss: Tensor,
-        optimizer: Optimizer | None,
-        *args: Any,
-        model_name: str | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Compute gradients; see `FSDPStrategy.backward`."""
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        module = self.lightning_module
-        assert module is not None
-        if isinstance(module, HasNamedModels) and not module.automatic_optimization:
-            # Like DeepSpeed: the step clips and clears the gradients.
-            name = next(name for name, own in self._optimizers_of.items() if own is optimizer)
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            limit = module.gradient_clip(name) or float("inf")
-            self._gradient_norms[name] = float(nn.utils.clip_grad_norm_(parameters, limit))
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if not module.automatic_optimization:
-            optimizer.zero_grad()
-        self.rollout_phases.weights_changed()
-        return result
+    def clip_gradients(self, name: str, limit: float) -> float:
+        """See `AutogradSteps`."""
+        parameters = [p for group in self._optimizers_of[name].param_groups for p in group["params"]]
+        return float(nn.utils.clip_grad_norm_(parameters, limit))
 
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter whole."""

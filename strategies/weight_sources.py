@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from rl_plugins.weights.sharded import full_tensor
 from rl_plugins.weights.source import WeightMeta
 
 
@@ -66,7 +67,8 @@ class FSDPWeightSource:
     """Weights of a model under `fully_shard`, which cuts parameters along the first axis.
 
     With tensor parallelism, a tensor is cut twice. To send each row once, the ranks of a group divide the rows of
-    replicated tensors, and of tensors cut by columns (after a gather).
+    replicated tensors, and of tensors cut by columns (after a gather). With several copies of the model, the ranks with
+    equal shards divide the rows, too.
 
     Args:
         module: model.
@@ -88,7 +90,7 @@ class FSDPWeightSource:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors. One tensor is gathered at a time. Collective."""
         for name, parameter in self._named:
-            yield name, parameter.detach().to(self._dtype or parameter.dtype).full_tensor()
+            yield name, full_tensor(parameter.detach().to(self._dtype or parameter.dtype))
 
     def shards(self) -> Iterator[tuple[str, int, Tensor]]:
         """Yield name, offset and values of this rank's rows of each tensor. Collective in a tensor-parallel group."""
@@ -104,6 +106,11 @@ class FSDPWeightSource:
         rank, size = mesh.get_local_rank(0), mesh.size(0)
         if mesh.ndim == 1 and mesh.size() == torch.distributed.get_world_size():
             return chunk(rows, size, rank)[0], own
+        if mesh.mesh_dim_names == ("copies", "shards"):
+            # The ranks with equal shards divide the rows.
+            first, count = chunk(rows, mesh.size(1), mesh.get_local_rank(1))
+            start, count = chunk(count, size, rank)
+            return first + start, own[start : start + count]
         cut = parameter.placements[-1] if mesh.ndim == 2 else Replicate()
         if cut.is_shard(0):
             first, count = chunk(rows, self._group_size, self._group_rank)

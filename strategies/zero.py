@@ -43,6 +43,7 @@ from rl_plugins.strategies.sharded import (
     check_divides,
     check_folder,
     load_learner,
+    local_models,
     optimizer_states,
     optimizers_of,
     read_lightning,
@@ -90,8 +91,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         # The default buckets reserve 0.8 GB on each rank, also for a small model.
         for name in ("allgather_bucket_size", "reduce_bucket_size"):
             kwargs.setdefault(name, 50_000_000)
-        # A step of stage 3 has float32 gradients of one group of parameters at a time: at most 4 GB. The default is one
-        # group of the whole shard.
+        # A step of stage 3 has the float32 gradients of one group at a time. By default, a group is the whole shard.
         kwargs.setdefault("sub_group_size", 1_000_000_000)
         kwargs.setdefault("overlap_comm", torch.cuda.is_available())
         kwargs.setdefault("logging_batch_size_per_gpu", 1)
@@ -338,8 +338,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         return module
 
     def _optimizer_tensors(self) -> Iterable[Tensor]:
-        for _, engine in self._on_host_while_sampling():
-            optimizer = engine.optimizer
+        for name in self._trained.keys() & self._on_host_while_sampling():
+            optimizer = self._trained[name].optimizer
             yield from optimizer_states(optimizer.optimizer)
             # Master weights of stage 3, of stages 1 and 2, and of stage 1 in bfloat16.
             yield from getattr(optimizer, "fp32_partitioned_groups_flat", ())
@@ -348,17 +348,19 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def _model_tensors(self) -> Iterable[Tensor]:
         # DeepSpeed's own `offload_states` accepts only its FusedAdam.
-        for name, engine in self._on_host_while_sampling():
+        for name in self._on_host_while_sampling():
             for parameter in self._module_of(name).parameters():
                 yield parameter.data
                 if self.zero_stage_3:
                     yield parameter.ds_tensor  # type: ignore[attr-defined]
-            gradients = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)
+            optimizer = getattr(self._model_engines[name], "optimizer", None)
+            gradients = getattr(optimizer, "grad_partitions_flat_buffer", None)
             if gradients is not None:
                 yield gradients
 
-    def _on_host_while_sampling(self) -> list[tuple[str, Any]]:
-        return [(name, engine) for name, engine in self._trained.items() if self._offload.moves(name)]
+    def _on_host_while_sampling(self) -> list[str]:
+        models = local_models(self._model_engines)
+        return [name for name in models if self._offload.moves(name, trained=name in self._trained)]
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -463,8 +465,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     def teardown(self) -> None:
         stop_sharing(self._sequences)
         self.rollout_phases.close()
-        # Lightning's method copies the module and the optimizer states to the host. An export after training needs all
-        # parameters on one device, and the optimizer states are not needed at all.
+        # Lightning's method copies module and optimizer states to the host, and an export needs one device for all.
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -81,14 +81,21 @@ def _check_parallelism(config: RecipeConfig) -> None:
             f"strategy.tensor_parallel={strategy.tensor_parallel}: ZeRO has no tensor parallelism: add "
             "strategy.name=fsdp"
         )
+    copies = f"strategy.workers_per_copy={strategy.workers_per_copy}"
+    if strategy.workers_per_copy and strategy.name != "fsdp":
+        raise ConfigError(f"{copies}: ZeRO shards one copy over all workers: add strategy.name=fsdp")
+    if strategy.workers_per_copy and strategy.tensor_parallel > 1:
+        raise ConfigError(
+            f"{copies} and strategy.tensor_parallel={strategy.tensor_parallel} cannot be combined: leave one out"
+        )
     if min(strategy.tensor_parallel, strategy.sequence_parallel) > 1:
         raise ConfigError(
             f"strategy.tensor_parallel={strategy.tensor_parallel} and "
             f"strategy.sequence_parallel={strategy.sequence_parallel} cannot be combined: set one of them to 1"
         )
-    for option in ("tensor_parallel", "sequence_parallel"):
+    for option in ("workers_per_copy", "tensor_parallel", "sequence_parallel"):
         size = getattr(strategy, option)
-        if workers % size:
+        if size and workers % size:
             raise ConfigError(f"strategy.{option}={size} does not divide placement.num_workers={workers}: change one")
     size = config.rollout.tensor_parallel_size
     if config.rollout.engines == "per_worker" and workers % size:
@@ -244,8 +251,8 @@ def _check_offload(config: RecipeConfig) -> None:
             continue
         option = f"strategy.offload.{model}={place}"
         frozen = model in _FROZEN and not (model == "reward_model" and config.stage == "reward_modeling")
-        if strategy.name == "fsdp":
-            raise ConfigError(f"{option} needs DeepSpeed: use strategy.name=zero, or stay or while_sampling")
+        if strategy.name == "fsdp" and place == "nvme":
+            raise ConfigError(f"{option} needs DeepSpeed: use strategy.name=zero, or cpu")
         if config.launcher == "local":
             raise ConfigError(f"{option}: launcher=local keeps all on one device; use launcher=ray, or leave it out")
         if strategy.zero_stage != 3 and (frozen or place == "nvme"):

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from rl_plugins.config.settings import ABOVE_0, ABOVE_0_OR_NULL, AT_LEAST_1, GPUS, NOT_NEGATIVE, Settings, one_of
 
-_OF_TRAINED = one_of("while_sampling", "stay", "cpu", "nvme")
-_OF_FROZEN = one_of("stay", "cpu", "nvme")
+_PLACE = one_of("while_sampling", "stay", "cpu", "nvme")
 
 POOLS = ("reward_model", "teacher", "reference", "critic")
 """Models with an optional pool of processes; all but the critic are frozen."""
@@ -18,26 +17,27 @@ POOLS = ("reward_model", "teacher", "reference", "critic")
 class OffloadConfig(Settings):
     """Place of the optimizer states and master weights of each trained model, and of the parameters of frozen models.
 
-    `stay` is the device, `cpu` the host, `nvme` a file (with both, updates run on the host; `nvme`, and frozen models
-    off their device, need `strategy.zero_stage=3`). `while_sampling` is the host during sampling, and the device
-    otherwise; on CPU it is the same as `stay`.
+    `stay` is the device, `cpu` the host, `nvme` a file. `while_sampling` is the host during sampling, and the device
+    otherwise; on CPU it is the same as `stay`. With `cpu` and `nvme`, optimizer steps run on the host, and every pass
+    of a frozen model fetches its parameters; with `strategy.name=fsdp`, also every pass of a trained model. With ZeRO,
+    `nvme`, and `cpu` for frozen models, need `strategy.zero_stage=3`. FSDP2 has no `nvme`.
 
     Attributes:
         policy: `while_sampling`, `stay`, `cpu` or `nvme`.
         critic: `while_sampling`, `stay`, `cpu` or `nvme`.
         process_reward_model: place of PRIME's model: `while_sampling`, `stay`, `cpu` or `nvme`.
-        reference: `stay`, `cpu` or `nvme`.
-        reward_model: `stay`, `cpu` or `nvme`.
-        teacher: `stay`, `cpu` or `nvme`.
+        reference: `stay`, `while_sampling`, `cpu` or `nvme`.
+        reward_model: `stay`, `while_sampling`, `cpu` or `nvme`.
+        teacher: `stay`, `while_sampling`, `cpu` or `nvme`.
         folder: folder of the files on the drive.
     """
 
-    policy: Annotated[str, _OF_TRAINED] = "while_sampling"
-    critic: Annotated[str, _OF_TRAINED] = "while_sampling"
-    process_reward_model: Annotated[str, _OF_TRAINED] = "while_sampling"
-    reference: Annotated[str, _OF_FROZEN] = "stay"
-    reward_model: Annotated[str, _OF_FROZEN] = "stay"
-    teacher: Annotated[str, _OF_FROZEN] = "stay"
+    policy: Annotated[str, _PLACE] = "while_sampling"
+    critic: Annotated[str, _PLACE] = "while_sampling"
+    process_reward_model: Annotated[str, _PLACE] = "while_sampling"
+    reference: Annotated[str, _PLACE] = "stay"
+    reward_model: Annotated[str, _PLACE] = "stay"
+    teacher: Annotated[str, _PLACE] = "stay"
     folder: str | None = None
 
     @property
@@ -55,6 +55,9 @@ class StrategyConfig(Settings):
         zero_stage: stage of `zero`: 1, 2 or 3.
         accumulate_shards: with `fsdp`, average gradients in every micro-batch and keep their shards, instead of once in
             an optimizer step: less memory, more traffic.
+        workers_per_copy: with `fsdp`, number of neighbouring workers that share one copy of the models in shards, such
+            as the workers of a node: parameters are then gathered inside a node, and only gradients are summed over the
+            nodes; 0 shares one copy over all workers.
         tensor_parallel: with `fsdp`, number of neighbouring workers that share the blocks of the models; each worker
             still has its own samples.
         sequence_parallel: number of neighbouring workers that share the tokens of a micro-batch, for samples
@@ -67,6 +70,7 @@ class StrategyConfig(Settings):
     zero_stage: Annotated[int, one_of(1, 2, 3)] = 3
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     accumulate_shards: bool = False
+    workers_per_copy: Annotated[int, NOT_NEGATIVE] = 0
     tensor_parallel: Annotated[int, AT_LEAST_1] = 1
     sequence_parallel: Annotated[int, AT_LEAST_1] = 1
     collective_timeout_s: Annotated[float, ABOVE_0] = 1800.0

@@ -131,19 +131,18 @@ class Interval:
     prompts: int
 
 
-def bootstrap_mean(values_G: Sequence[float] | np.ndarray, *, seed: int = 0) -> Interval:
-    """Return the mean, with the percentile interval of 1000 resamples of the prompts.
+def bootstrap_mean(values_G: Sequence[float] | np.ndarray) -> Interval:
+    """Return the mean, with the percentile interval of 1000 resamples of the prompts, always with the same seed.
 
     The unit of resampling is the prompt, because samples of one prompt are alike. To compare two policies, pass the
     difference of their values for each prompt.
 
     Args:
         values_G: one value per prompt, at least one; NaN (no value for this prompt) does not count.
-        seed: seed of the resamples.
     """
     values = np.asarray(values_G, dtype=float)
     values = values[~np.isnan(values)]
-    random, size = np.random.default_rng(seed), len(values)
+    random, size = np.random.default_rng(0), len(values)
     means = [values[random.integers(size, size=size)].mean() for _ in range(_RESAMPLES)]
     low, high = np.quantile(means, (0.025, 0.975))
     return Interval(float(values.mean()), float(low), float(high), size)

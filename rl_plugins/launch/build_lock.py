@@ -18,19 +18,17 @@ import psutil
 
 from rl_plugins.errors import ConfigError
 
-LONGEST_BUILD_SECONDS = 30 * 60.0
+_LONGEST_BUILD_S = 30 * 60.0
+"""Age of a build, in seconds, above which the build counts as hung."""
 
 
-def clear_stale_build_locks(
-    extensions_dir: Path, *, longest_build_seconds: float = LONGEST_BUILD_SECONDS
-) -> list[Path]:
+def clear_stale_build_locks(extensions_dir: Path) -> list[Path]:
     """Remove the build locks without a living owner.
 
     A lock with a living owner stays, because the build will end.
 
     Args:
         extensions_dir: Torch's extensions folder (TORCH_EXTENSIONS_DIR). The folder need not exist.
-        longest_build_seconds: Age in seconds. An older build counts as hung.
 
     Returns:
         Paths of the removed locks.
@@ -50,7 +48,7 @@ def clear_stale_build_locks(
             continue
         if lock in owners:
             age = time.time() - status.st_mtime
-            if age > longest_build_seconds:
+            if age > _LONGEST_BUILD_S:
                 raise ConfigError(
                     f"Process {owners[lock]} has been building an extension for {age / 60:.0f} minutes "
                     f"and holds {lock}. End the process, delete the file, and start again."

@@ -41,7 +41,7 @@ def faults_of_software(machine: GpuMachine) -> Iterator[Fault]:
         yield Fault(
             "CUDA of torch",
             f"torch {machine.torch} is built for CPUs",
-            "install requirements/cuda.lock.txt into a fresh environment (docs/gpus.md), or use placement.device=cpu",
+            "install requirements/cuda.lock.txt into a fresh environment (docs/gpus.md)",
         )
     elif machine.torch_cuda and (machine.driver_cuda or (0, 0)) < (machine.torch_cuda[0], 0):
         yield Fault(
@@ -98,11 +98,11 @@ def check_gpus(config: RecipeConfig, machines: Mapping[str, GpuMachine]) -> None
         ConfigError: A machine has a fault, or the GPUs of the machines differ.
     """
     for where, machine in machines.items():
-        faults = list(faults_of_software(machine))
+        for fault in faults_of_software(machine):
+            raise ConfigError(f"{where}: {fault.found}: {fault.fix}, or use placement.device=cpu")
         if config.launcher == "ray":
-            faults += [*faults_of_devices(machine), *_faults_of_ipc(config, machine)]
-        if faults:
-            raise ConfigError(f"{where}: {faults[0].found}: {faults[0].fix}")
+            for fault in (*faults_of_devices(machine), *_faults_of_ipc(config, machine)):
+                raise ConfigError(f"{where}: {fault.found}: {fault.fix}")
     if config.launcher == "ray":
         gpus = [gpu for machine in machines.values() for gpu in machine.visible]
         if len(kinds(gpus)) > 1:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.launch.gpu_checks import check_nodes
 from rl_plugins.launch.gpus import local_gpus
 from rl_plugins.launch.job_folder import wait_until_project_is_unpacked
@@ -59,7 +59,8 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     import ray
 
     started_in = Path.cwd()
-    config.placement.device = resolve_device(config)
+    config.set_device(resolve_device(config))
+    write_config(config, folder.config)
     environment = worker_environment(config.placement.device)
     os.environ.update(environment)
     # Ray would draw the finished progress bar again around every later line.
@@ -232,7 +233,10 @@ def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
         from rl_plugins.strategies.ray import RayFSDPStrategy
 
         return RayFSDPStrategy(
-            accumulate_shards=options.accumulate_shards, tensor_parallel=options.tensor_parallel, **common
+            accumulate_shards=options.accumulate_shards,
+            workers_per_copy=options.workers_per_copy,
+            tensor_parallel=options.tensor_parallel,
+            **common,
         )
     from rl_plugins.strategies.ray import RayZeroStrategy
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.weights.sharded import full_tensor
 from rl_plugins.weights.source import WeightMeta, WeightSource
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ class _LowRankChange:
 def _full_tensors(parameters: list[nn.Parameter]) -> list[Tensor]:
     """Return the tensors of unsharded parameters, and gathered copies of sharded parameters. Collective."""
     if any(isinstance(parameter, DTensor) for parameter in parameters):
-        return [parameter.full_tensor().detach() for parameter in parameters if isinstance(parameter, DTensor)]
+        return [full_tensor(parameter) for parameter in parameters if isinstance(parameter, DTensor)]
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return [parameter.detach() for parameter in parameters]
     import deepspeed

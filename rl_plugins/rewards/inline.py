@@ -17,6 +17,8 @@ from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
 from rl_plugins.rewards.routing import Router, check_requests, check_routes
 
 Reward = Callable[..., Any] | Mapping[str, Any]
+_DEADLINE_S = 10.0
+"""Deadline of a call of a bare reward, in seconds."""
 
 
 class InlineScorer:
@@ -100,13 +102,12 @@ def check_reward(
     return score
 
 
-def default_scorer(reward: Reward, *, deadline_s: float = 10.0) -> RewardPool | InlineScorer:
+def default_scorer(reward: Reward) -> RewardPool | InlineScorer:
     """Return a scorer for a bare reward: a pool of workers where Ray runs, an inline scorer elsewhere.
 
     Args:
         reward: Reward function, or reward configuration (see `routing`). A function of the script itself is sent to
             the workers by value. The workers import the module of any other function.
-        deadline_s: Seconds for one call of the function.
 
     Raises:
         ConfigError: The function asks for an argument that samples do not have, or cannot be loaded.
@@ -114,5 +115,5 @@ def default_scorer(reward: Reward, *, deadline_s: float = 10.0) -> RewardPool | 
     config = reward if isinstance(reward, Mapping) else {"_target_": reward}
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
-        return RewardPool(config, num_workers=1, deadline_s=deadline_s)
-    return InlineScorer(config, deadline_s=deadline_s)
+        return RewardPool(config, num_workers=1, deadline_s=_DEADLINE_S)
+    return InlineScorer(config, deadline_s=_DEADLINE_S)

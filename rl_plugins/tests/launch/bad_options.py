@@ -63,6 +63,18 @@ CHECKS: dict[str, list[Case]] = {
             ["strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=3"],
             ["tensor_parallel=2", "num_workers=3"],
         ),
+        (["strategy.workers_per_copy=2"], ["strategy.workers_per_copy=2", "strategy.name=fsdp"]),
+        (
+            ["strategy.name=fsdp", "strategy.workers_per_copy=2", "placement.num_workers=3"],
+            ["workers_per_copy=2", "num_workers=3"],
+        ),
+        (
+            [
+                "strategy.name=fsdp", "strategy.workers_per_copy=2", "strategy.tensor_parallel=2",
+                "placement.num_workers=4",
+            ],
+            ["workers_per_copy=2", "tensor_parallel=2", "leave one out"],
+        ),
         (["strategy.sequence_parallel=2", "placement.num_workers=3"], ["sequence_parallel=2", "num_workers=3"]),
         (
             [
@@ -115,7 +127,11 @@ CHECKS: dict[str, list[Case]] = {
     ],
     "offload": [
         (["strategy.offload.policy=disk"], ["strategy.offload.policy=disk", "while_sampling, stay, cpu"]),
-        (["strategy.offload.teacher=while_sampling"], ["strategy.offload.teacher", "nvme"]),
+        (["strategy.offload.teacher=drive"], ["strategy.offload.teacher=drive", "nvme"]),
+        (
+            ["strategy.name=fsdp", "strategy.offload.policy=nvme", "strategy.offload.folder=files"],
+            ["strategy.offload.policy=nvme", "strategy.name=zero, or cpu"],
+        ),
         (["strategy.offload.policy=nvme"], ["strategy.offload.policy=nvme", "strategy.offload.folder"]),
         (
             ["strategy.offload.critic=nvme", "strategy.zero_stage=2"],

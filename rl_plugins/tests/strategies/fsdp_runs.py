@@ -78,6 +78,10 @@ TWO = Layout(2)
 # Two groups of two ranks: those of a group share the blocks of their models.
 GROUPS = Layout(4, {"tensor_parallel": 2}, copies=2, updates=1)
 ONE_GROUP = Layout(2, {"tensor_parallel": 2})
+# Two copies of the models, each in the shards of two ranks.
+COPIES = Layout(4, {"workers_per_copy": 2}, copies=2, updates=1)
+# All models stay in host memory.
+ON_HOST = Layout(2, {"offload": dict.fromkeys(("policy", "critic", "reference"), "cpu")})
 SEQUENCE = Layout(2, {"sequence_parallel": 2})
 
 
@@ -192,6 +196,17 @@ class Inspected(Recorded):
         assert not any(head.any() for name, head in weights_of(strategy, "critic").items() if name.startswith("score"))
         frequencies = self.policy.model.rotary_emb.inv_freq
         assert frequencies[0] == 1 and frequencies.device == strategy.root_device
+
+    def check_copies(self, strategy: FSDPStrategy) -> None:
+        """Both copies are whole, and two ranks hold the same shards."""
+        own = {name: part.clone() for name, part in strategy.shards("policy")}
+        of_all: list[Any] = [None] * self.trainer.world_size
+        torch.distributed.all_gather_object(of_all, own)
+        for name, weight in weights_of(strategy, "policy").items():
+            for one, other in ((0, 2), (1, 3)):
+                assert torch.equal(of_all[one][name], of_all[other][name])
+            assert torch.equal(torch.cat([of_all[0][name], of_all[1][name]]), weight)
+        self.check_weight_source(strategy)
 
     def check_weight_source(self, strategy: FSDPStrategy) -> None:
         """The shards of all ranks tile every tensor."""

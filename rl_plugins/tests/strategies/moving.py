@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,7 @@ from rl_plugins.weights.source import WeightSource
 
 
 class WatchingRollout(canned.CannedRollout):
-    """Receives the weights as a real engine does, and checks that trained engines hold no memory when it samples.
+    """Receives the weights as a real engine does, and checks that models hold no memory when it samples.
 
     The optimizer's memory is free when the weights are sent. If an optimizer's master weights shared memory with the
     weights, the weights would be freed before they are read.
@@ -29,6 +29,8 @@ class WatchingRollout(canned.CannedRollout):
 
     strategy: Any = None
     received: Mapping[str, Tensor] = MappingProxyType({})
+    on_host: Sequence[str] = ()
+    """Names of the models that held no memory in the last phase."""
 
     @override
     def update_weights(self, source: WeightSource, version: int) -> None:
@@ -42,8 +44,10 @@ class WatchingRollout(canned.CannedRollout):
     @override
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         memory = self.strategy.rollout_phases.memory
-        host, tensors = memory.host, tensors_of_trained_models(memory)
+        host, tensors = memory.host, tensors_to_move(memory)
         assert tensors and host.nbytes(tensors) == 0
+        models = self.strategy.lightning_module.named_models()
+        self.on_host = [name for name, model in models.items() if all(is_freed(p) for p in model.parameters())]
         host.give_back()
         assert (held := host.nbytes(tensors)) > 0
         # What was expected in advance is what there was to free.
@@ -57,13 +61,14 @@ class WatchingRollout(canned.CannedRollout):
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor that is not empty is gone."""
+    """Whether the memory of a tensor that is not empty is gone: of a parameter of ZeRO-3, of its shard."""
+    tensor = getattr(tensor, "ds_tensor", tensor)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() > 0 and local.untyped_storage().nbytes() == 0
 
 
-def tensors_of_trained_models(memory: TrainingMemory) -> list[Tensor]:
-    """All tensors of the trained models and of their optimizers."""
+def tensors_to_move(memory: TrainingMemory) -> list[Tensor]:
+    """All tensors of models and optimizers that are on the host while the rollout engine samples."""
     return [*memory.optimizer_tensors(), *memory.model_tensors()]
 
 

@@ -79,6 +79,26 @@ def test_ranks_train_like_a_single_device(trained: Trained) -> None:
     assert_same_course(trained.course, trained.expected)
 
 
+def test_models_on_the_host_train_and_resume_like_a_single_device(two_ranks: Trained) -> None:
+    got = run(fsdp_runs.course, fsdp_runs.ON_HOST, two_ranks.folder, {"steps": 1})
+    assert_same_course(got, two_ranks.expected[:1])
+    got = run(fsdp_runs.course, fsdp_runs.ON_HOST, two_ranks.folder, {"steps": 1, "start": two_ranks.start})
+    assert_same_course(got, two_ranks.course[1:])
+
+
+def test_copies_train_and_resume_like_a_single_device(groups: Trained) -> None:
+    start = groups.folder / "copies" / "state"
+    got = run(fsdp_runs.course, fsdp_runs.COPIES, groups.folder, {"leave": start})
+    assert_same_course(got, groups.expected)
+    resumed = run(fsdp_runs.course, fsdp_runs.COPIES, groups.folder, {"steps": 1, "start": start})
+    assert_same_course(resumed, got[1:], exactly=True)
+
+
+def test_copies_are_whole_and_send_each_row_once(tmp_path: Path) -> None:
+    save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES)
+    run_ranks(fsdp_runs.inspect, fsdp_runs.COPIES, tmp_path, "check_copies", world_size=4)
+
+
 def test_load_checkpoint_resumes_bit_for_bit(trained: Trained) -> None:
     options = {"steps": 1, "start": trained.start}
     resumed = run(fsdp_runs.course, trained.layout, trained.folder, options)

@@ -20,8 +20,11 @@ def test_offload_gives_each_engine_the_place_of_the_option() -> None:
     assert PLACES.of_trained("prm") == PLACES.of_frozen("reward_model") == {}
 
 
-def test_offload_moves_only_engines_without_another_place() -> None:
-    assert [engine for engine in ("policy", "critic", "prm", "another") if PLACES.moves(engine)] == ["another"]
+def test_offload_moves_trained_models_by_default_and_frozen_models_on_demand() -> None:
+    places = Offload({"policy": "cpu", "critic": "nvme", "prm": "stay", "reference": "while_sampling"})
+    names = ("policy", "critic", "prm", "reference", "another")
+    assert [name for name in names if places.moves(name, trained=True)] == ["reference", "another"]
+    assert [name for name in names if places.moves(name, trained=False)] == ["reference"]
 
 
 @pytest.mark.parametrize(

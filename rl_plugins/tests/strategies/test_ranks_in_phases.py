@@ -135,7 +135,7 @@ def roll_out(rank: int, devices: Devices) -> None:
         pass
 
 
-def test_engine_and_ranks_wait_for_each_others_memory() -> None:
+def test_engine_and_ranks_wait_until_memory_is_free() -> None:
     devices = Devices()
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(roll_out, rank, devices) for rank in range(2)]:

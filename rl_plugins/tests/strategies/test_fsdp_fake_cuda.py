@@ -1,0 +1,87 @@
+"""FSDP2 with shards in host memory on CUDA: collectives are on the device, and no operation mixes the devices.
+
+The tensors have a device and no numbers (`FakeTensorMode`), and the process group communicates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rl_plugins.strategies.fsdp import Meshes, clip_gradients, shard
+from rl_plugins.strategies.fsdp_loading import deal_tensors, take_tensors
+from rl_plugins.strategies.weight_sources import FSDPWeightSource
+
+CUDA = torch.device("cuda", 0)
+
+
+class FakeRanks(NamedTuple):
+    """Two ranks with fake devices, and the devices of what rank 0 has broadcast."""
+
+    mesh: DeviceMesh
+    sent: list[torch.device]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRanks]:
+    devices: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CUDA.index)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, src: devices.append(tensor.device))
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cuda", (2,))
+    with FakeTensorMode():
+        yield FakeRanks(mesh, devices)
+    torch.distributed.destroy_process_group()
+
+
+def model_on_host(mesh: DeviceMesh) -> nn.Module:
+    """A model with a buffer and a tied weight, whose shards are in host memory."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.append(model[0])
+    whole = take_tensors(model)
+    shard(model, Meshes(mesh, mesh), MixedPrecisionPolicy(), CPUOffloadPolicy(pin_memory=False))
+    deal_tensors(model, whole, CUDA, on_host=True)
+    assert whole == {}
+    return model
+
+
+def test_deal_tensors_keeps_shards_in_host_memory_and_buffers_on_the_device(ranks: FakeRanks) -> None:
+    model = model_on_host(ranks.mesh)
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    assert model[0].weight is model[2].weight  # type: ignore[index]
+    assert {parameter.device.type for parameter in parameters} == {"cpu"}
+    assert {buffer.device for buffer in buffers} == {CUDA}
+    assert ranks.sent == [CUDA] * (len(parameters) + len(buffers))
+
+
+def test_weights_in_host_memory_are_gathered_on_the_device(ranks: FakeRanks) -> None:
+    model = model_on_host(ranks.mesh)
+    weights = dict(FSDPWeightSource(model, torch.bfloat16))
+    assert list(weights) == [name for name, _ in model.named_parameters()]
+    assert {(weight.device, weight.dtype) for weight in weights.values()} == {(CUDA, torch.bfloat16)}
+
+
+def test_gradients_in_host_memory_are_clipped_by_a_norm_of_the_device(
+    ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = list(model_on_host(ranks.mesh).parameters())
+    norms: list[torch.device] = []
+
+    def to_float(tensor: Tensor) -> float:
+        norms.append(tensor.device)
+        return 0.0
+
+    monkeypatch.setattr(torch.Tensor, "__float__", to_float)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    clip_gradients(parameters, 1.0)
+    assert norms == [CUDA]
+    assert {parameter.grad.device.type for parameter in parameters if parameter.grad is not None} == {"cpu"}
