@@ -24,7 +24,8 @@ COMMON = (
     "reward.functions.default={_target_: integration_tests.rewards.shortness}",
 )
 STEPS = 4
-_LARGEST_GAP = {"32-true": 1e-3, "bf16-mixed": 0.3}
+# The products of the trainer are TF32 with 32-true.
+_LARGEST_GAP = {"32-true": 0.03, "bf16-mixed": 0.3}
 
 
 def train(

@@ -53,14 +53,12 @@ def test_engine_in_float32_has_the_log_probs_of_the_policy(start_recipe: Callabl
 
 
 def test_sleep_levels_free_cache_and_weights(start_recipe: Callable[..., Recipe]) -> None:
-    asleep = {}
+    asleep: dict[str, list[float]] = {}
     for level in ("kv_cache", "all", "none"):
         _, steps = train(start_recipe, f"sleep-{level}", "placement.num_workers=1", f"rollout.sleep={level}")
-        asleep[level] = [row.get("memory/engine_asleep") for row in steps]
-    assert asleep["none"] == [None] * len(asleep["none"])
-    assert all(
-        all_freed < cache_freed for all_freed, cache_freed in zip(asleep["all"], asleep["kv_cache"], strict=True)
-    )
+        asleep[level] = [row["memory/engine_asleep"] for row in steps if "memory/engine_asleep" in row]
+    assert not asleep["none"]
+    assert max(asleep["all"]) < min(asleep["kv_cache"])
 
 
 @needs_two_gpus

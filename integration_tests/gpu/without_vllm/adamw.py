@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from integration_tests.gpu.without_vllm.cases import Case, Place, seconds_of
 
+_KERNELS = ("fused", "foreach")
 _LARGEST = 500_000_000
 # Parameter, gradient, two states, and temporaries of the kernels for lists.
 _BYTES = 32
@@ -16,15 +18,15 @@ _BYTES = 32
 
 def cases(place: Place) -> Iterable[Case]:
     """Return a case for each kernel, and a comparison."""
-    yield Case("fused", lambda: step(place, fused=True))
-    yield Case("foreach", lambda: step(place, foreach=True))
+    for kernel in _KERNELS:
+        yield Case(kernel, partial(step, place, kernel))
     yield Case("same weights", lambda: compare(place))
 
 
-def step(place: Place, **kernel: bool) -> Mapping[str, Any]:
+def step(place: Place, kernel: str) -> Mapping[str, Any]:
     """Return milliseconds of a step, and the peak of the memory in GiB."""
     count = min(_LARGEST, torch.cuda.mem_get_info()[0] // _BYTES) if place.on_gpu else 10_000
-    parameter, optimizer = _optimizer(place, count, **kernel)
+    parameter, optimizer = _optimizer(place, count, kernel)
     parameter.grad = torch.ones_like(parameter)
     if place.on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -36,8 +38,8 @@ def step(place: Place, **kernel: bool) -> Mapping[str, Any]:
 def compare(place: Place) -> Mapping[str, Any]:
     """Compare the weights after three steps."""
     weights = []
-    for kernel in ({"fused": True}, {"foreach": True}):
-        parameter, optimizer = _optimizer(place, 10_000, **kernel)
+    for kernel in _KERNELS:
+        parameter, optimizer = _optimizer(place, 10_000, kernel)
         for number in range(3):
             parameter.grad = torch.linspace(-1, 1, 10_000, device=place.device) ** (number + 1)
             optimizer.step()
@@ -46,6 +48,6 @@ def compare(place: Place) -> Mapping[str, Any]:
     return {"largest_difference": float((weights[0] - weights[1]).abs().max())}
 
 
-def _optimizer(place: Place, count: int, **kernel: bool) -> tuple[torch.nn.Parameter, torch.optim.AdamW]:
+def _optimizer(place: Place, count: int, kernel: str) -> tuple[torch.nn.Parameter, torch.optim.AdamW]:
     parameter = torch.nn.Parameter(torch.ones(count, device=place.device))
-    return parameter, torch.optim.AdamW([parameter], lr=1e-3, **kernel)
+    return parameter, torch.optim.AdamW([parameter], lr=1e-3, fused=kernel == "fused", foreach=kernel == "foreach")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ _ROUNDS = 3
 def cases(place: Place) -> Iterable[Case]:
     """Return a case for each size."""
     sizes = (2**28, 2**30, 5 * 2**30) if place.on_gpu else (2**20,)
-    return [Case(f"{size // 2**20} MiB", lambda size=size: move(place, size)) for size in sizes]
+    return [Case(f"{size // 2**20} MiB", partial(move, place, size)) for size in sizes]
 
 
 def move(place: Place, size: int) -> Mapping[str, Any]:
