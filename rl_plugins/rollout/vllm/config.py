@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from rl_plugins.config.rollout import ADAPTER_RANKS, EngineOptions
-from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, one_of
+from rl_plugins.config.settings import ABOVE_0, ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, one_of
 from rl_plugins.errors import ConfigError
 
 CPU_ENVIRONMENT = {
@@ -41,6 +41,9 @@ class VLLMConfig(EngineOptions):
             an update must then precede the next sampling). `kv_cache` on CUDA moves the weights to the host.
         lora_rank: rank of the policy's adapter, if updates send the adapter alone and the engine applies the adapter to
             the weights of `model`. 0: updates send all weights, with an adapter merged into the weights.
+        bucket_mb: memory for weights in transit, in MiB.
+        ready_timeout_s: deadline for the start of the engine, in seconds.
+        stall_timeout_s: longest time without an answer, in seconds.
     """
 
     model: str
@@ -52,6 +55,9 @@ class VLLMConfig(EngineOptions):
     enforce_eager: bool = False
     sleep: Annotated[str, one_of("none", "kv_cache", "all")] = "kv_cache"
     lora_rank: Annotated[int, NOT_NEGATIVE] = 0
+    bucket_mb: Annotated[int, AT_LEAST_1] = 64
+    ready_timeout_s: Annotated[float, ABOVE_0] = 300.0
+    stall_timeout_s: Annotated[float, ABOVE_0] = 120.0
 
     def __post_init__(self) -> None:
         """Check all settings.
@@ -125,8 +131,8 @@ class VLLMConfig(EngineOptions):
             "weight_transfer_config": {"backend": INTERRUPTIBLE_NCCL if self.backend == "nccl" else self.backend},
             "worker_extension_cls": "rl_plugins.rollout.vllm.plugin.WorkerExtension",
         }
-        if self.tensor_parallel_size > 1:
-            arguments["distributed_executor_backend"] = "rl_plugins.rollout.vllm.executor.OneForAllExecutor"
+        executor = "OneProcessExecutor" if self.tensor_parallel_size == 1 else "OneForAllExecutor"
+        arguments["distributed_executor_backend"] = f"rl_plugins.rollout.vllm.executor.{executor}"
         if self.lora_rank:
             largest = next(rank for rank in ADAPTER_RANKS if rank >= self.lora_rank)
             arguments |= {"enable_lora": True, "max_lora_rank": largest}

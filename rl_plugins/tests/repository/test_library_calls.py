@@ -46,7 +46,8 @@ METHODS = {
         "add_lora(request)",
         "step()",
     ],
-    "vllm.v1.executor.multiproc_executor:MultiprocExecutor": ["start_worker_monitor(inline=False)"],
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor": ["start_worker_monitor(inline=False)", "_init_executor()"],
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor": ["_init_executor()"],
     "vllm.distributed.weight_transfer.base:TrainerWeightTransferEngine": ["send_weights()", "shutdown()"],
     "vllm.distributed.weight_transfer.base:WeightTransferEngine": [
         "init_transfer_engine(init_info)",

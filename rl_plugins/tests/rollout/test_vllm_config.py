@@ -43,7 +43,7 @@ def test_engine_on_cpu_has_plain_weights_and_one_thread() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_engine_arguments_name_our_executor_if_tensor_parallel(device: Any) -> None:
-    assert "distributed_executor_backend" not in VLLMConfig("m", device=device).engine_arguments()
-    arguments = VLLMConfig("m", device=device, tensor_parallel_size=2).engine_arguments()
-    assert arguments["distributed_executor_backend"] == "rl_plugins.rollout.vllm.executor.OneForAllExecutor"
+def test_engine_arguments_name_the_executor_of_one_or_several_processes(device: Any) -> None:
+    for size, executor in ((1, "OneProcessExecutor"), (2, "OneForAllExecutor")):
+        arguments = VLLMConfig("m", device=device, tensor_parallel_size=size).engine_arguments()
+        assert arguments["distributed_executor_backend"] == f"rl_plugins.rollout.vllm.executor.{executor}"

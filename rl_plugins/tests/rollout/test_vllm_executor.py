@@ -16,6 +16,7 @@ import sys
 from types import SimpleNamespace
 class EngineDeadError(Exception): pass
 sys.modules["vllm.v1.executor.multiproc_executor"] = SimpleNamespace(MultiprocExecutor=object)
+sys.modules["vllm.v1.executor.uniproc_executor"] = SimpleNamespace(UniProcExecutor=object)
 sys.modules["vllm.inputs.engine"] = SimpleNamespace(tokens_input=lambda prompt: prompt)
 sys.modules["vllm.v1.engine.exceptions"] = SimpleNamespace(EngineDeadError=EngineDeadError)
 """
