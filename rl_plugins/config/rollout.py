@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+import ast
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
 
 from rl_plugins.config.settings import ABOVE_0, ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, Range, Settings, one_of, or_null
+from rl_plugins.errors import ConfigError
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can reserve memory."""
+
+OWN_ARGUMENTS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "rollout.dtype",
+    "max_model_len": "data.max_prompt_tokens and sampling.max_tokens",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "enable_prefix_caching": "rollout.prefix_caching",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enable_sleep_mode": "rollout.sleep",
+    "enable_lora": "model.lora.rank and rollout.lora",
+    "max_lora_rank": "model.lora.rank",
+    "logprobs_mode": None,
+    "weight_transfer_config": "rollout.transport",
+    "worker_extension_cls": None,
+    "distributed_executor_backend": None,
+    "use_tqdm_on_load": None,
+}
+"""Arguments of vLLM's engine that the package sets, with the option for the argument, if there is one."""
 
 _ENGINES = Range(
     "use per_worker, or a number of at least 1",
@@ -67,6 +94,8 @@ class RolloutConfig(EngineOptions):
         stall_timeout_s: longest time without an answer, in seconds; null is 120, or 900 on GPUs, where the first batch
             compiles kernels. An engine without an answer for longer is lost: it is started again, and the other
             engines get its prompts.
+        vllm: further arguments of vLLM's engine (`vllm.EngineArgs`), such as `max_num_batched_tokens`,
+            `kv_cache_dtype`, `quantization`, `speculative_config` or `compilation_config`.
     """
 
     engine: Annotated[str, one_of("vllm", "transformers")] = "vllm"
@@ -78,3 +107,50 @@ class RolloutConfig(EngineOptions):
     bucket_mb: Annotated[int | None, or_null(AT_LEAST_1)] = None
     ready_timeout_s: Annotated[float | None, or_null(ABOVE_0)] = None
     stall_timeout_s: Annotated[float | None, or_null(ABOVE_0)] = None
+    vllm: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check all settings.
+
+        Raises:
+            ConfigError: A setting is out of its range, or `vllm` has an argument that vLLM does not know, or that the
+                package sets.
+        """
+        super().__post_init__()
+        check_engine_arguments(self.vllm)
+
+
+def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check the names of arguments of vLLM's engine, without an import of vLLM.
+
+    Raises:
+        ConfigError: vLLM does not know an argument, or the package sets the argument.
+    """
+    for name in arguments:
+        if name in OWN_ARGUMENTS:
+            option = OWN_ARGUMENTS[name]
+            way_out = f"use {option}" if option else "leave it out"
+            raise ConfigError(f"vllm.{name}: the package sets this argument of vLLM: {way_out}")
+        known = engine_argument_names()
+        if known and name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            raise ConfigError(
+                f"vllm.{name}: the installed vLLM has no such engine argument: "
+                + (f"did you mean {' or '.join(close)}?" if close else "see vllm.EngineArgs")
+            )
+
+
+@cache
+def engine_argument_names() -> frozenset[str]:
+    """Return the fields of `vllm.EngineArgs` from vLLM's source; no fields if vLLM is not installed."""
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    (record,) = [
+        node
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+    ]
+    fields = [node.target for node in record.body if isinstance(node, ast.AnnAssign)]
+    return frozenset(target.id for target in fields if isinstance(target, ast.Name))

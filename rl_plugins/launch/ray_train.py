@@ -331,6 +331,7 @@ def vllm_rollout(config: RecipeConfig) -> VLLMRollout:
             lora_rank=config.model.lora.rank if rollout.lora == "adapter" else 0,
             generate_timeout_s=rollout.generate_timeout_s,
             update_timeout_s=rollout.update_timeout_s,
+            vllm=rollout.vllm,
             **config.engine_limits,
         ),
         num_engines=config.num_engines,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from rl_plugins.config.rollout import ADAPTER_RANKS, EngineOptions
+from rl_plugins.config.rollout import ADAPTER_RANKS, EngineOptions, check_engine_arguments
 from rl_plugins.config.settings import ABOVE_0, ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, one_of
 from rl_plugins.errors import ConfigError
 
@@ -23,6 +23,16 @@ INTERRUPTIBLE_NCCL = "interruptible_nccl"
 
 CPU_BLOCK = 32
 """Tokens of a KV cache block on CPU. Prompts share whole blocks; vLLM's 128 tokens exceed many prompts."""
+
+CPU_ARGUMENTS = {
+    "quantization": "plain_weights",
+    "block_size": CPU_BLOCK,
+    "enforce_eager": True,
+    # Prompts run in one piece. Between pieces vLLM resets the generators of seeded requests, and generators on CPU do
+    # not support the reset.
+    "enable_chunked_prefill": False,
+}
+"""Arguments of engines on CPU."""
 
 
 @dataclass
@@ -44,6 +54,7 @@ class VLLMConfig(EngineOptions):
         bucket_mb: memory for weights in transit, in MiB.
         ready_timeout_s: deadline for the start of the engine, in seconds.
         stall_timeout_s: longest time without an answer, in seconds.
+        vllm: further arguments of vLLM's engine.
     """
 
     model: str
@@ -58,6 +69,7 @@ class VLLMConfig(EngineOptions):
     bucket_mb: Annotated[int, AT_LEAST_1] = 64
     ready_timeout_s: Annotated[float, ABOVE_0] = 300.0
     stall_timeout_s: Annotated[float, ABOVE_0] = 120.0
+    vllm: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check all settings.
@@ -76,6 +88,9 @@ class VLLMConfig(EngineOptions):
                 "sleep=all frees the weights, and an update of the adapter alone does not send the weights: use "
                 "sleep=kv_cache, or lora_rank=0"
             )
+        check_engine_arguments(self.vllm)
+        if fixed := sorted(self.vllm.keys() & CPU_ARGUMENTS.keys() if on_cpu else ()):
+            raise ConfigError(f"vllm.{fixed[0]}: engines on CPU have a value of their own: leave it out")
         if self.lora_rank > ADAPTER_RANKS[-1]:
             raise ConfigError(
                 f"lora_rank={self.lora_rank}: vLLM applies adapters of rank {ADAPTER_RANKS[-1]} at most: use "
@@ -137,18 +152,11 @@ class VLLMConfig(EngineOptions):
             largest = next(rank for rank in ADAPTER_RANKS if rank >= self.lora_rank)
             arguments |= {"enable_lora": True, "max_lora_rank": largest}
         if self.device == "cpu":
-            return {
-                **arguments,
-                "quantization": "plain_weights",
-                "block_size": CPU_BLOCK,
-                "enforce_eager": True,
-                # Prompts run in one piece. Between pieces vLLM resets the generators of seeded requests, and generators
-                # on CPU do not support the reset.
-                "enable_chunked_prefill": False,
-            }
+            return {**arguments, **CPU_ARGUMENTS, **self.vllm}
         return {
             **arguments,
             "enforce_eager": self.enforce_eager,
             "enable_sleep_mode": self.sleeps,
             "gpu_memory_utilization": self.gpu_memory_utilization,
+            **self.vllm,
         }
