@@ -80,6 +80,15 @@ class RecipeConfig(Settings):
     debug: DebugConfig = field(default_factory=DebugConfig)
     algorithm: Any = None
 
+    def __post_init__(self) -> None:
+        """Check all settings, and choose the correction for the gap between rollout engine and training."""
+        super().__post_init__()
+        if not isinstance(self.algorithm, dict) or self.algorithm.get("correction", "none") is not None:
+            return
+        # With a staleness, the ratios of the loss are ratios to the sampling policies already.
+        gap = self.rollout.quantizes and not self.schedule.max_staleness
+        self.algorithm["correction"] = "token_tis" if gap else "none"
+
     @property
     def generates(self) -> bool:
         """True if the stage samples from its model, in training or in validation. A reward model does not."""

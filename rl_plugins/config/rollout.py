@@ -119,6 +119,12 @@ class RolloutConfig(EngineOptions):
         super().__post_init__()
         check_engine_arguments(self.vllm)
 
+    @property
+    def quantizes(self) -> bool:
+        """True if the engine computes with fewer bits than the trainer, so its log-probs differ."""
+        cache = str(self.vllm.get("kv_cache_dtype", "auto"))
+        return self.vllm.get("quantization") is not None or cache not in ("auto", "bfloat16", "float16", "float32")
+
 
 def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
     """Check the names of arguments of vLLM's engine, without an import of vLLM.

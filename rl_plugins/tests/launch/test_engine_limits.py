@@ -48,3 +48,22 @@ def test_rollout_sleep_frees_the_weights_on_gpus_if_all_weights_are_sent(
     device: str, options: tuple[str, ...], sleep: str
 ) -> None:
     assert on(device, *options).rollout_sleep == sleep
+
+
+@pytest.mark.parametrize(
+    ("options", "correction"),
+    [
+        ((), "none"),
+        (("+rollout.vllm.max_num_batched_tokens=4096",), "none"),
+        (("+rollout.vllm.kv_cache_dtype=auto",), "none"),
+        (("+rollout.vllm.kv_cache_dtype=fp8",), "token_tis"),
+        (("+rollout.vllm.quantization=fp8",), "token_tis"),
+        (("+rollout.vllm.quantization=fp8", "algorithm.correction=none"), "none"),
+        (("+rollout.vllm.quantization=fp8", "algorithm.correction=icepop"), "icepop"),
+        (("+rollout.vllm.quantization=fp8", "schedule.max_staleness=1"), "none"),
+    ],
+)
+def test_correction_is_truncated_importance_sampling_if_the_engine_quantizes(
+    options: tuple[str, ...], correction: str
+) -> None:
+    assert on("cuda", *options).algorithm["correction"] == correction
