@@ -49,8 +49,8 @@ CALLS = {
     "Stage.optimize": "losses of micro-batches -> one optimizer step",
     "ForwardPasses.log_probs": "micro-batch -> log-probs [B, T]",
     "Algorithm.loss": "log-probs, advantages -> loss",
-    "SingleDeviceRolloutStrategy.backward": "",
-    "SingleDeviceRolloutStrategy.optimizer_step": "clipped gradients -> weights",
+    "AutogradSteps.backward": "",
+    "AutogradSteps.optimizer_step": "clipped gradients -> weights",
     "Stage.end_step": "metrics -> loggers, callbacks; the clock moves on",
 }
 """The functions of the figure, and the data that moves in them."""

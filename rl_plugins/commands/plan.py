@@ -67,6 +67,7 @@ def run(arguments: Namespace) -> int:
     composed = compose_config(arguments.recipe, arguments.overrides)
     config = parse_config(composed)
     check_options(config)
+    config.placement.device = "cpu" if cluster.device.is_cpu else "cuda"
     work = workload_of(config, prompt_tokens=arguments.prompt_tokens, response_tokens=arguments.response_tokens)
     given = given_values(composed, arguments.overrides)
     candidates = search(work, cluster, fsdp=config.strategy.name == "fsdp", given=given)
@@ -232,7 +233,7 @@ def workload_of(
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     return Workload(
         policy,
-        precision=config.model.precision,
+        precision=config.precision,
         engine_dtype=config.rollout_dtype,
         prompts=config.batch.prompts_per_step,
         samples=config.batch.samples_per_prompt,

@@ -65,13 +65,14 @@ class ModelConfig(Settings):
 
     Attributes:
         path: Hugging Face name or folder.
-        precision: Lightning's precision flag: `32-true`, `bf16-true` or `bf16-mixed`.
+        precision: Lightning's precision flag: `32-true`, `bf16-true` or `bf16-mixed`. Null is `bf16-mixed` on GPUs,
+            with master weights in float32, and `32-true` on CPU.
         gradient_checkpointing: compute activations again in the backward pass.
         lora: adapter of the policy; off by default.
     """
 
     path: str = MISSING
-    precision: Annotated[str, one_of("32-true", "bf16-true", "bf16-mixed")] = "32-true"
+    precision: Annotated[str | None, one_of(None, "32-true", "bf16-true", "bf16-mixed")] = None
     gradient_checkpointing: bool = False
     lora: LoraConfig = field(default_factory=no_adapter)
 

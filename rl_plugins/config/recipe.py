@@ -106,6 +106,11 @@ class RecipeConfig(Settings):
         return self.placement.device == "cuda"
 
     @property
+    def precision(self) -> str:
+        """Precision of the run: the option `model.precision`, or its default."""
+        return self.model.precision or ("bf16-mixed" if self.on_gpus else "32-true")
+
+    @property
     def num_engines(self) -> int:
         """Number of rollout engines: the option `rollout.engines`, or its default."""
         engines = self.rollout.engines
@@ -123,7 +128,12 @@ class RecipeConfig(Settings):
     @property
     def rollout_dtype(self) -> str:
         """Name of the dtype of a rollout engine's weights: the option, or the dtype of the policy's passes."""
-        return self.rollout.dtype or ("float32" if self.model.precision == "32-true" else "bfloat16")
+        return self.rollout.dtype or ("float32" if self.precision == "32-true" else "bfloat16")
+
+    def set_device(self, device: str) -> None:
+        """Set the device of the run, `cpu` or `cuda`, and the precision that follows from the device."""
+        self.placement.device = device
+        self.model.precision = self.precision
 
     def make_paths_absolute(self) -> None:
         """Make the paths of files and folders absolute, because Ray's workers have other working directories."""
@@ -169,6 +179,11 @@ def parse_config(values: object) -> RecipeConfig:
     config.tracking.uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or None
     config.make_paths_absolute()
     return config
+
+
+def write_config(config: RecipeConfig, file: Path) -> None:
+    """Write a configuration that `parse_config` reads."""
+    file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
 
 
 def _mixture_parts(parts: object) -> dict[str, MixturePart]:

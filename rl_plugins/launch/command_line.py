@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.difference import difference
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
-from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig, parse_config, register_schema
+from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig, parse_config, register_schema, write_config
 from rl_plugins.errors import ConfigError, RunStopped, UserError
 from rl_plugins.run_folder import RunFolder
 
@@ -170,7 +170,7 @@ def run_recipe(
         print(f"{config.run.name}: removed {lock}, the lock of a killed build", flush=True)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     folder.path.mkdir(parents=True, exist_ok=True)
-    folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    write_config(config, folder.config)
     write_provenance(folder)
     if recipe is not None:
         changes = difference(compose_config(recipe, []), OmegaConf.structured(config))

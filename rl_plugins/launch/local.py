@@ -6,7 +6,7 @@ import os
 
 import psutil
 
-from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.run_folder import RunFolder
 
 
@@ -18,7 +18,9 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     from rl_plugins.launch.training import TrainingRun, scorer_of, transformers_rollout
     from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
-    device = config.placement.device = "cuda" if config.on_gpus else "cpu"
+    device = "cuda" if config.on_gpus else "cpu"
+    config.set_device(device)
+    write_config(config, folder.config)
     strategy = SingleDeviceRolloutStrategy(device, rollout=transformers_rollout(config, device))
     try:
         TrainingRun(

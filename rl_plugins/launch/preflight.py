@@ -115,7 +115,7 @@ def slow_here(config: RecipeConfig) -> str | None:
     from rl_plugins.processor import multiplies_bfloat16
 
     in_bfloat16 = {
-        "model.precision=32-true": config.model.precision.startswith("bf16"),
+        "model.precision=32-true": config.precision.startswith("bf16"),
         "rollout.dtype=float32": config.rollout.dtype == "bfloat16",
     }
     faster = " ".join(option for option, is_slow in in_bfloat16.items() if is_slow)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.launch.gpu_checks import check_nodes
 from rl_plugins.launch.gpus import local_gpus
 from rl_plugins.launch.job_folder import wait_until_project_is_unpacked
@@ -59,7 +59,8 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     import ray
 
     started_in = Path.cwd()
-    config.placement.device = resolve_device(config)
+    config.set_device(resolve_device(config))
+    write_config(config, folder.config)
     environment = worker_environment(config.placement.device)
     os.environ.update(environment)
     # Ray would draw the finished progress bar again around every later line.

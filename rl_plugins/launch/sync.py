@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from rl_plugins.callbacks.checkpoint_artifacts import record_checkpoint
 from rl_plugins.callbacks.report import Curves
 from rl_plugins.callbacks.samples import log_samples
-from rl_plugins.config.recipe import RecipeConfig, parse_config
+from rl_plugins.config.recipe import RecipeConfig, parse_config, write_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.preflight import tracking_uri
 from rl_plugins.launch.tracking import best_upload, registration, tracking_logger
@@ -78,7 +78,7 @@ def _move_run(config: RecipeConfig, folder: RunFolder, uri: str) -> None:
     """Make the run a new run of another store."""
     config.tracking.uri = uri
     config.tracking.parent_run = None
-    folder.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    write_config(config, folder.config)
     folder.tracking_run.unlink(missing_ok=True)
 
 

@@ -83,6 +83,9 @@ class TrainingRun:
         """Call `train` of the recipe for the option `stage`."""
         quiet_libraries()
         seed_everything(self.config.run.seed, verbose=False)
+        if self.config.on_gpus:
+            # TF32 for products of float32 numbers.
+            torch.set_float32_matmul_precision("high")
         import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)
 
     # Arguments of stages ----------------------------------------------------------------------------------------
@@ -178,7 +181,7 @@ class TrainingRun:
         validating = config.validates
         return Trainer(
             strategy=self.strategy,
-            precision=config.model.precision,  # type: ignore[arg-type]
+            precision=config.precision,  # type: ignore[arg-type]
             logger=loggers,
             callbacks=build_callbacks(
                 config, self.folder, in_ray=self.in_ray, redraw_s=self.redraw_s, started=self.started

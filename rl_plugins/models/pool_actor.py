@@ -85,6 +85,9 @@ class ModelActor:
         from rl_plugins.models.scalar_head import load_scalar_head
 
         torch.set_num_threads(config.threads)
+        if config.device == "cuda":
+            # TF32 for products of float32 numbers.
+            torch.set_float32_matmul_precision("high")
         dtype: torch.dtype = getattr(torch, config.dtype)
         model: Any
         if config.head == "scalar":

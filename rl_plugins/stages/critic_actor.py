@@ -81,6 +81,9 @@ class CriticActor:
 
         config = self._config
         torch.set_num_threads(config.threads)
+        if config.device == "cuda":
+            # TF32 for products of float32 numbers.
+            torch.set_float32_matmul_precision("high")
         if config.actors > 1:
             torch.distributed.init_process_group(
                 "nccl" if config.device == "cuda" else "gloo",

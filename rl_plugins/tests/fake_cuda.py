@@ -46,13 +46,19 @@ class FakeCuda(TorchFunctionMode):
         super().__init__()
         self.waits: list[str] = []
         self._devices = _Devices(self.waits)
-        # A Hopper with the random state of the CPU.
+        # A Hopper without memory in use, and with the random state of the CPU.
         self._driver = mock.patch.multiple(
             torch.cuda,
             current_device=lambda: 0,
+            empty_cache=lambda: None,
             get_device_capability=lambda device=None: (9, 0),
             get_rng_state=lambda device=None: torch.get_rng_state(),
+            max_memory_allocated=lambda device=None: 0,
+            mem_get_info=lambda device=None: (80 * 2**30, 80 * 2**30),
+            memory_allocated=lambda device=None: 0,
+            reset_peak_memory_stats=lambda device=None: None,
             set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+            synchronize=lambda device=None: None,
         )
 
     def __enter__(self) -> FakeCuda:

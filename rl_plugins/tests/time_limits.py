@@ -12,7 +12,7 @@ from collections.abc import Generator
 
 import pytest
 
-LIMITS_S = {"unit": 5.0, "integration": 60.0}
+LIMITS_S = {"unit": 5.0, "integration": 60.0, "gpu": 600.0}
 """Seconds that a test of a tier may take."""
 ALLOWED: dict[str, tuple[float, str]] = {
     "integration_tests/test_colocated_layout.py::test_engines_on_the_devices_of_all_workers_train_the_same_policy": (

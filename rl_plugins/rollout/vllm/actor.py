@@ -254,6 +254,9 @@ class VLLMActor:
         """Start an update. The engine does not sample until `set_policy_version`."""
         self._check_session()
         self._loop.hold()
+        if self._updating:
+            # Another engine was lost in the last update.
+            self._llm.finish_weight_update()
         self._llm.start_weight_update()
         self._updating = True
         self._unusable = "its last weight update did not end"

@@ -18,6 +18,9 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
+INTERRUPTIBLE_NCCL = "interruptible_nccl"
+"""Name of the engines' side of the transport `nccl` in vLLM's registry of weight-transfer backends."""
+
 CPU_BLOCK = 32
 """Tokens of a KV cache block on CPU. Prompts share whole blocks; vLLM's 128 tokens exceed many prompts."""
 
@@ -75,7 +78,7 @@ class VLLMConfig(EngineOptions):
 
     @property
     def backend(self) -> str:
-        """Name of the weight-transfer backend in vLLM's registry."""
+        """Weight transport; `auto` is replaced."""
         if self.transport != "auto":
             return self.transport
         return "shared_memory" if self.device == "cpu" else "ipc"
@@ -119,7 +122,7 @@ class VLLMConfig(EngineOptions):
             "use_tqdm_on_load": False,
             # The ratio of the policy loss needs log-probs after temperature, top-k and top-p.
             "logprobs_mode": "processed_logprobs",
-            "weight_transfer_config": {"backend": self.backend},
+            "weight_transfer_config": {"backend": INTERRUPTIBLE_NCCL if self.backend == "nccl" else self.backend},
             "worker_extension_cls": "rl_plugins.rollout.vllm.plugin.WorkerExtension",
         }
         if self.tensor_parallel_size > 1:

@@ -52,6 +52,13 @@ def test_plan_prints_the_placements_and_the_options_of_the_best(model, capsys):
     check_fit(roles_of(config), [{"CPU": 64.0, "GPU": 8.0}], "the machine")
 
 
+def test_plan_has_the_precision_of_a_run_on_the_device(model, capsys):
+    for device, precision in (("h100", "bf16-mixed"), ("cpu", "32-true")):
+        assert main(["plan", "grpo", f"model.path={model}", "--device", device, "--devices", "8"]) in (0, 2)
+        shown = capsys.readouterr()
+        assert f" tokens, {precision}, on " in shown.out + shown.err
+
+
 @pytest.mark.parametrize(
     ("word", "kept"),
     [

@@ -28,7 +28,7 @@ WRITTEN = {page: text for page, text in PAGES.items() if page not in MADE}
 
 _PIPELINES = {"sft_rm_ppo"}
 # Programs that are not of this project: their arguments are not checked.
-_FOREIGN = {".venv/bin/pre-commit", "cp", "kubectl", "mlflow", "pip", "ray", "rm", "sbatch"}
+_FOREIGN = {".", ".venv/bin/pre-commit", "cp", "docker", "kubectl", "mlflow", "pip", "ray", "rm", "sbatch"}
 # Words that stand for the reader's own.
 _PLACEHOLDERS = {"...", "key=value"}
 

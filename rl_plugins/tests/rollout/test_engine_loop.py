@@ -158,3 +158,18 @@ def test_sleep_holds_unfinished_requests_until_go_on() -> None:
         assert (await result_of(collecting))[0] == {0: [2]}
 
     asyncio.run(run())
+
+
+def test_start_weight_update_ends_an_update_that_stopped_with_the_loss_of_another_engine() -> None:
+    calls: list[str] = []
+    llm = LLM()
+    llm.start_weight_update = lambda: calls.append("start")  # type: ignore[attr-defined]
+    llm.finish_weight_update = lambda: calls.append("finish")  # type: ignore[attr-defined]
+
+    async def run() -> None:
+        actor = actor_with(llm)
+        await actor.start_weight_update()
+        await actor.start_weight_update()
+
+    asyncio.run(run())
+    assert calls == ["start", "finish", "start"]

@@ -1,0 +1,46 @@
+"""Stages of one process that train on a fake GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from typing_extensions import override
+
+from rl_plugins.models import packed_attention
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.fake_cuda import CUDA, FakeCuda
+from rl_plugins.tests.models.plain_varlen import PlainVarlen
+from rl_plugins.tests.stages import canned
+
+
+class FakeGpu(CPUAccelerator):
+    """Accelerator that lets Lightning train on `cuda:0` of a machine without a GPU."""
+
+    @override
+    def setup_device(self, device: torch.device) -> None:
+        assert device == CUDA
+
+
+@contextmanager
+def training_on_fake_gpu() -> Iterator[FakeCuda]:
+    """Let strategies of one process, and trainers of `canned.quiet_trainer`, use a fake GPU inside the block."""
+    quiet_trainer = canned.quiet_trainer
+
+    def on_fake_gpu(strategy: Any, **options: Any) -> Trainer:
+        return quiet_trainer(strategy, **{**options, "accelerator": FakeGpu()})
+
+    with ExitStack() as stack:
+        # The checks of devices see one thread, and transformers would load weights in others.
+        stack.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
+        stack.enter_context(patch.object(SingleDeviceRolloutStrategy.__init__, "__defaults__", ("cuda",)))
+        stack.enter_context(patch.object(canned, "quiet_trainer", on_fake_gpu))
+        stack.enter_context(patch.object(packed_attention, "varlen_attn", PlainVarlen()))
+        stack.enter_context(patch.object(packed_attention, "has_kernel", lambda query, value: True))
+        yield stack.enter_context(FakeCuda())
