@@ -19,7 +19,6 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.strategies.fsdp import blocks
 from rl_plugins.strategies.fsdp_checkpoint import read_weights
-from rl_plugins.strategies.memory import HostMemory
 from rl_plugins.strategies.tensor_parallel import plan_of
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies import fsdp_runs
@@ -229,18 +228,3 @@ def test_blocks_are_named_by_transformers_or_members_of_the_outermost_lists() ->
     model._no_split_modules = ["Linear"]  # type: ignore[assignment]
     linears = [expert for block in model.layers for expert in block.experts]  # type: ignore[union-attr]
     assert blocks(model) == linears[::-1]
-
-
-def test_host_memory_gives_tensors_back_in_place() -> None:
-    whole = torch.arange(6.0)
-    part = whole[2:4]
-    memory = HostMemory("cpu")
-    assert memory.nbytes([part, whole, part]) == 24
-    memory.take([part, whole])
-    assert whole.untyped_storage().nbytes() == 0
-    memory.give_back()
-    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
-    part.zero_()
-    assert whole.tolist() == [0, 1, 0, 0, 4, 5]
-    memory.give_back()
-    assert whole.tolist() == [0, 1, 0, 0, 4, 5]
