@@ -1,4 +1,4 @@
-"""The program for GPUs without vLLM, on CPU with tiny sizes: its cases, its processes and its table."""
+"""The program for GPUs without vLLM, on CPU with tiny sizes: cases, processes and table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from integration_tests.gpu.without_vllm.section_process import cases_of
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.ranks import run_ranks
 
-# Cases of the sections that take their time; of the other sections, all.
+# Cases of the slow sections; of the other sections, all cases.
 SOME = {
     "single_device": ["32-true"],
     "zero1": ["bf16-mixed"],
@@ -44,7 +44,7 @@ def three_cases(place: Place) -> Iterable[Case]:
 
 
 def endless_case(place: Place) -> Iterable[Case]:
-    """A case that ends, and a case that does not."""
+    """Return a case with an end, and a case without an end."""
 
     def sleep() -> dict[str, float]:
         time.sleep(1000)
@@ -54,7 +54,7 @@ def endless_case(place: Place) -> Iterable[Case]:
 
 
 def ending_case(place: Place) -> Iterable[Case]:
-    """A case that ends its process."""
+    """Return a case that ends its process."""
 
     def end() -> dict[str, float]:
         print("last words", flush=True)
