@@ -31,6 +31,9 @@ def raises(solution_str, ground_truth):
 def needs_text(solution_str):
     return float(solution_str[0] == "4")
 
+def sees_gpus(solution_str):
+    raise ValueError("CUDA_VISIBLE_DEVICES=" + repr(__import__("os").environ.get("CUDA_VISIBLE_DEVICES")))
+
 def insists(solution_str):
     return "again"
 

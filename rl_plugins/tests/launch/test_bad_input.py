@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -126,12 +127,19 @@ def test_run_recipe_refuses_a_tracking_server_that_does_not_answer(started, refu
     assert missing_words(check(*overrides), overrides, words) == [] and started == []
 
 
-def test_check_prompts_calls_no_reward_with_gpus_in_this_process():
+def test_check_prompts_calls_rewards_without_gpus(monkeypatch):
+    """A reward must not take memory of a worker's GPU in this process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
     def check(*options: str) -> str:
-        reward = ["reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=raises"]
+        reward = ["reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=sees_gpus"]
         return message_of(lambda: check_prompts(configured("grpo", *GOOD, *reward, *options)))
 
-    assert "no key" in check() and check("reward.gpus=0.5") == "nothing is refused"
+    assert "CUDA_VISIBLE_DEVICES=''" in check() and os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert check("reward.gpus=0.5") == "nothing is refused"
+    assert "CUDA_VISIBLE_DEVICES='0,1'" in check(*IN_ONE_PROCESS)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert "CUDA_VISIBLE_DEVICES=''" in check() and "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def test_run_recipe_asks_a_hub_that_cannot_be_reached_once(started, monkeypatch, refused_address):
