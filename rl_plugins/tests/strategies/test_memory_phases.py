@@ -196,6 +196,9 @@ def test_run_sampling_lets_the_engine_sleep_after_all_ranks_agree() -> None:
     assert strategy.calls[-5:] == ["generate", "agree", "sleep", "agree", "reload"]
 
 
+RESTART = ["offload optimizer", "offload parameters", "agree", "prepare", "reload"]
+
+
 def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training() -> None:
     strategy = Strategy(RecordingEngine())
     losses = iter([True, False])
@@ -205,11 +208,23 @@ def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training(
             raise EngineLost("killed")
 
     strategy.rollout_phases.run_sampling(1, sample)
-    restart = ["offload optimizer", "offload parameters", "agree", "prepare", "reload"]
-    start = strategy.calls.index("prepare") - 3
-    assert strategy.calls[start : start + len(restart)] == restart
-    assert strategy.calls[start + len(restart) :][: len(FIRST)] == FIRST
+    again = strategy.calls[strategy.calls.index("prepare") - 3 :]
+    assert again[: len(RESTART + FIRST)] == RESTART + FIRST
     assert strategy.calls.count("prepare") == 1
+
+
+def test_rollout_phase_starts_engines_that_are_lost_in_an_update() -> None:
+    class Engine(RecordingEngine):
+        losses = iter([True, False])
+
+        @override
+        def update_weights(self, source: WeightSource, version: int) -> None:
+            super().update_weights(source, version)
+            if next(self.losses):
+                raise EngineLost("killed")
+
+    strategy = Strategy(Engine())
+    assert roll_out(strategy) == FIRST + RESTART + FIRST + REST
 
 
 def test_rollout_phase_offloads_updates_and_reloads_in_order() -> None:
