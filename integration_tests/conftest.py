@@ -156,7 +156,7 @@ def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Ite
             f"data.train_files=[{workplace}/data/train.parquet]", f"data.val_files=[{workplace}/data/test.parquet]",
             "data.max_prompt_tokens=26", "sampling.max_tokens=6", *overrides,
         ]  # fmt: skip
-        # A test with Ray has variables of Ray in its process. A user's command must not inherit these variables.
+        # A test with Ray has variables of Ray in its process. A user's command must not inherit the variables.
         of_ray = ("RAY_ADDRESS", "PYTHONBREAKPOINT")
         environment = {key: value for key, value in os.environ.items() if key not in of_ray} | variables
         environment |= {"RAY_ADDRESS": address} if address else {}

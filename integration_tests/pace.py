@@ -9,7 +9,7 @@ from integration_tests.conftest import Recipe
 
 
 class Pace:
-    """Number of steps a run may take. After these steps, a run with `overrides` waits in the rewards of the next step.
+    """Number of steps a run may take. A run with `overrides` then waits in the rewards of the next step.
 
     Args:
         file: file with the number of samples for each process, read by `rewards.paced`; no file means no limit.

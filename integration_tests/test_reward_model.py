@@ -89,7 +89,7 @@ def test_reward_workers_see_a_shared_gpu_or_none(share: float) -> None:
     def free() -> float:
         return float(ray.available_resources().get("GPU", 0))
 
-    # The GPUs are GPUs in name. The resources of earlier workers return some time after their end.
+    # The GPUs are GPUs in name. The resources of an ended worker return some time after the end.
     gpus = ray.cluster_resources()["GPU"]
     wait_until(lambda: free() == gpus, "the GPUs to be free", state=lambda: f"free: {free()}")
     config = {"_target_": "integration_tests.rewards.visible_gpus"}

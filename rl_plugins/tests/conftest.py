@@ -25,7 +25,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Wait for these imports before the test's time begins."""
+    """Wait for the server's imports before the test's time begins."""
     if _runs_ranks(item):
         await_server()
     return (yield)

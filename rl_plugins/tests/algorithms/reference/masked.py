@@ -51,7 +51,7 @@ def unbiased_variance(values: list[float]) -> float:
 
 
 def masked_mean(values_BT: Floats, mask_BT: Mask) -> float:
-    """Statistic over all positions in the mask; 0 for an empty mask."""
+    """Mean over all positions in the mask; 0 for an empty mask."""
     return mean([float(values_BT[i, t]) for i, t in positions(mask_BT)])
 
 
