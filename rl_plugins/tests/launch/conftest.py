@@ -1,4 +1,4 @@
-"""A folder with everything a run needs, and with everything that can be wrong with it; made without torch."""
+"""A folder with good and bad files for runs, made without torch."""
 
 from __future__ import annotations
 

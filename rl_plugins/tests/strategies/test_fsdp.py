@@ -45,7 +45,7 @@ def sizes_of(layout: Layout) -> dict[str, Any]:
 
 
 def run(function: Callable[..., Course], layout: Layout, *arguments: Any) -> Course:
-    """The course of the ranks of a layout, which all of them know."""
+    """Return the course of the ranks of a layout; all ranks have the same course."""
     return run_ranks(function, layout, *arguments, world_size=layout.world_size)[0][0]
 
 
@@ -61,7 +61,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.fixture(params=["two_ranks", "groups"])
 def trained(request: pytest.FixtureRequest) -> Trained:
-    """Two ranks that share nothing, or two groups of ranks with tensor parallelism."""
+    """Two ranks without tensor parallelism, or two groups of ranks with tensor parallelism."""
     of_layout: Trained = request.getfixturevalue(request.param)
     return of_layout
 
@@ -142,7 +142,7 @@ def test_bf16_mixed_keeps_small_steps_in_float32_shards(trained: Trained) -> Non
 
 
 def test_bf16_true_gives_the_gradient_norms_of_bf16_mixed(trained: Trained) -> None:
-    """Both have the gradient of the same weights, one of them from float32 masters."""
+    """Both runs have the gradient of the same weights, one of them from float32 masters."""
     (_, _, norms), (_, _, mixed_norms) = (
         *run(fsdp_runs.bf16_true_course, trained.layout, trained.folder),
         *trained.bf16_mixed_course,

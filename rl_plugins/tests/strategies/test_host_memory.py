@@ -1,4 +1,4 @@
-"""Storages that move to the host and back."""
+"""Storages on their way to the host and back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_host_memory_gives_tensors_back_in_place(chunk_bytes: int) -> None:
 
 
 def test_host_memory_uses_chunks_of_one_size_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch would round other sizes of pinned memory up, and keep what is no longer used."""
+    """PyTorch rounds other sizes of pinned memory up, and keeps unused memory."""
     sizes: list[int] = []
     empty = torch.empty
 

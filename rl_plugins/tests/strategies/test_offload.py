@@ -1,4 +1,4 @@
-"""Where engines keep their states, as DeepSpeed is told, and what is refused."""
+"""Places of engine states, in DeepSpeed's settings, and the refused options."""
 
 from __future__ import annotations
 
