@@ -1,4 +1,4 @@
-"""Rewards that the integration tests name by `_target_`."""
+"""Rewards for the integration tests, named by `_target_`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def asks_back(solution_str: str, messages: list[dict[str, str]], turns_left: int
 
 
 def without_ray(solution_str: str) -> float:
-    """Fails in a process that has Ray or vLLM."""
+    """Fail in a process with Ray or vLLM."""
     loaded = {"ray", "vllm", "deepspeed"} & set(sys.modules)
     assert not loaded, f"{loaded} in a run of one process"
     return shortness(solution_str)
@@ -43,7 +43,7 @@ def inspected(solution_str: str) -> float:
 
 
 def paced(solution_str: str, pace: str) -> float:
-    """Waits where the process has scored as many samples as the file `pace` allows; see `pace.Pace`."""
+    """Wait after the number of samples in the file `pace`; see `pace.Pace`."""
     _SCORED[pace] += 1
     number, file = _SCORED[pace], Path(pace)
     if number > _allowed(file):
@@ -63,5 +63,5 @@ def _allowed(file: Path) -> float:
 
 
 def visible_gpus(solution_str: str) -> float:
-    """The number of the GPU that this process sees; -1 if it sees none. Without the variable it would see all."""
+    """Return the number of the GPU visible to this process; -1 for none. Without the variable, all GPUs are visible."""
     return float(os.environ["CUDA_VISIBLE_DEVICES"] or -1)

@@ -1,14 +1,22 @@
-"""The program for GPUs without vLLM, on CPU with tiny sizes: its cases, its processes and its table."""
+"""The program for GPUs without vLLM, on CPU with tiny sizes: cases, processes and table."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -20,7 +28,7 @@ from integration_tests.gpu.without_vllm.section_process import cases_of
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.ranks import run_ranks
 
-# Cases of the sections that take their time; of the other sections, all.
+# Cases of the slow sections; of the other sections, all cases.
 SOME = {
     "single_device": ["32-true"],
     "zero1": ["bf16-mixed"],
@@ -44,7 +52,7 @@ def three_cases(place: Place) -> Iterable[Case]:
 
 
 def endless_case(place: Place) -> Iterable[Case]:
-    """A case that ends, and a case that does not."""
+    """Return a case with an end, and a case without an end."""
 
     def sleep() -> dict[str, float]:
         time.sleep(1000)
@@ -54,7 +62,7 @@ def endless_case(place: Place) -> Iterable[Case]:
 
 
 def ending_case(place: Place) -> Iterable[Case]:
-    """A case that ends its process."""
+    """Return a case that ends its process."""
 
     def end() -> dict[str, float]:
         print("last words", flush=True)
@@ -77,6 +85,68 @@ def run_on_cpu(rank: int) -> list[Result]:
                 if case.name in SOME.get(name, [case.name]):
                     results.append(run_case(name, case))
     return results
+
+
+class ReceiverThread(threading.Thread):
+    """The other process of the section `cuda_ipc`, as a thread on the same pretended GPU."""
+
+    def __init__(self, target: Callable[..., None], args: tuple[Connection, Place], daemon: bool) -> None:
+        super().__init__(daemon=daemon)
+        pipe, place = args
+        # A process has a copy of its end of the pipe.
+        self.receive = partial(target, Connection(os.dup(pipe.fileno())), place)
+
+    def run(self) -> None:
+        from rl_plugins.tests.rollout.cuda_stubs import on_gpu
+
+        with on_gpu("GPU-0"):
+            self.receive()
+
+    def kill(self) -> None:
+        """Nothing: the thread has ended, or ends with the process."""
+
+
+def send_on_pretended_gpu(rank: int) -> list[Result]:
+    """Run the cases of `cuda_ipc` with little memory of the CPU as that of a GPU."""
+    from integration_tests.gpu.without_vllm import cuda_ipc
+    from rl_plugins.tests.rollout.cuda_stubs import cuda_on_cpu, on_gpu
+
+    context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=ReceiverThread)
+    small = {"EMBEDDING": 50_000, "LAYER": 3_000, "LAYERS": 40, "_MIB": 400}
+    with cuda_on_cpu(), on_gpu("GPU-0"), ExitStack() as patches:
+        patches.enter_context(patch.object(cuda_ipc.multiprocessing, "get_context", lambda method: context))
+        for name, value in small.items():
+            patches.enter_context(patch.object(cuda_ipc, name, value))
+        return [run_case("cuda_ipc", case) for case in cuda_ipc.cases(Place("cuda", Path()))]
+
+
+def test_weights_go_through_cuda_ipc_of_a_pretended_gpu() -> None:
+    [(results, _)] = run_ranks(send_on_pretended_gpu, world_size=1)
+    assert not [result.message for result in results if result.status != PASSED]
+    assert "exceeds buffer_size_bytes" in results[0].figures["message"]
+    assert len(results) == 4 and all(result.figures["gb_per_s"] > 0 for result in results[1:])
+
+
+def call_kernel_of_torch_2_11(rank: int) -> tuple[Any, ...]:
+    """Return what the kernel of torch 2.11 gets from the call of `packed_sdpa`."""
+    from integration_tests.gpu.without_vllm import kernel
+    from rl_plugins.models import packed_attention
+
+    def old_kernel(query: str, *, window_size: tuple[int, int]) -> tuple[Any, ...]:
+        return query, window_size
+
+    with (
+        patch.object(packed_attention, "varlen_attn", packed_attention.varlen_attn),
+        patch.object(kernel, "varlen_attn", old_kernel),
+    ):
+        kernel.use_kernel_of_this_torch()
+        call: Any = packed_attention.varlen_attn
+        return kernel.takes_enable_gqa(), call("query", window_size=(-1, 0), enable_gqa=True)
+
+
+def test_kernel_of_torch_2_11_is_called_without_enable_gqa() -> None:
+    [(found, _)] = run_ranks(call_kernel_of_torch_2_11, world_size=1)
+    assert found == (False, ("query", (-1, 0)))
 
 
 def test_cases_of_all_sections_run_on_cpu() -> None:

@@ -46,7 +46,7 @@ def test_own_algorithm_by_target_trains(workplace: Path, tmp_path: Path) -> None
 
 @pytest.mark.extended
 def test_own_algorithm_by_entry_point_trains(workplace: Path, tmp_path: Path) -> None:
-    # A copy, because the build writes into its source.
+    # A copy, because the build writes into the source folder.
     source, site = shutil.copytree(EXAMPLE, tmp_path / "source"), tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--target", str(site), str(source)], check=True, timeout=patient(240))

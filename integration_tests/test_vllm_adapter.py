@@ -1,4 +1,4 @@
-"""The resident vLLM engine that is sent the adapter of a policy alone."""
+"""The resident vLLM engine with updates of a policy's adapter alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_plugins.weights.source import ModuleWeightSource
 
 
 def adapted(workplace: Path, seed: int) -> Any:
-    """A policy whose adapter changes it."""
+    """A policy with an effective adapter."""
     model = add_adapter(load_policy(workplace), LoraConfig(rank=LORA_RANK, alpha=20))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -10,6 +10,7 @@ The exit status is 2 without a GPU.
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks.grpo_step import run_alternative
 from benchmarks.policies import PROMPT_TOKENS, save_500m, save_1500m, save_prompts
@@ -42,14 +42,14 @@ class Measured:
         runs: run of each place of `PLACES`.
         weight_bytes: bytes of an update.
         copy_rate: bytes per second of a copy in the memory of a GPU.
-        trl: figures of TRL; None if trl is not installed.
+        trl: samples per second of TRL, or the reason why there is no number.
     """
 
     title: str
     runs: Mapping[str, MeasuredRun]
     weight_bytes: int
     copy_rate: float
-    trl: Mapping[str, Any] | None
+    trl: float | str
 
 
 def measure(size: str, gpus: int, steps: int, overrides: list[str]) -> Measured:
@@ -72,20 +72,26 @@ def measure(size: str, gpus: int, steps: int, overrides: list[str]) -> Measured:
             *overrides,
         ]
         runs = {place: run_grpo(folder, *options, f"strategy.offload.policy={place}", name=place) for place in PLACES}
-        trl = run_trl(folder, gpus, prompts, steps) if find_spec("trl") else None
+        trl = run_trl(folder, gpus, prompts, steps) if find_spec("trl") else "trl is not installed"
     title = f"{size}: {parameters / 1e6:.0f} M parameters, {prompts} x {SAMPLES} samples, {NEW_TOKENS} new tokens"
     return Measured(title, runs, _BYTES_OF_WEIGHT * parameters, copy_rate(), trl)
 
 
-def run_trl(folder: Path, gpus: int, prompts: int, steps: int) -> Mapping[str, Any]:
-    """Run TRL's trainer with a process and a colocated engine on each GPU; return its figures."""
+def run_trl(folder: Path, gpus: int, prompts: int, steps: int) -> float | str:
+    """Return the samples per second of TRL's trainer with a process and a colocated engine on each GPU, or its error.
+
+    TRL supports few versions of vLLM, often older ones.
+    """
     work = [
         "--num_processes", str(gpus), "--mixed_precision", "bf16", "-m", "benchmarks.trl_loop",
         f"{folder}/policy", f"{folder}/data/train.parquet",
         "--prompts", str(prompts), "--samples", str(SAMPLES), "--max-tokens", str(NEW_TOKENS),
         "--micro-batch", str(MICRO_BATCH), "--steps", str(steps), "--bf16", "--vllm",
     ]  # fmt: skip
-    return run_alternative(["accelerate.commands.launch"], work)
+    try:
+        return float(run_alternative(["accelerate.commands.launch"], work)["samples_per_s"])
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return f"TRL failed: {str(error).strip().splitlines()[-1]}"
 
 
 def copy_rate() -> float:
@@ -126,10 +132,10 @@ def report(measured: Measured) -> list[str]:
         f"{copy / 1e9:.0f} GB/s"
     )
     here = max(run.median("samples_per_s") for run in runs.values())
-    if measured.trl is None:
-        return [*lines, f"  samples/s {here:.1f}; trl is not installed, so there is no comparison"]
-    theirs = measured.trl["samples_per_s"]
-    return [*lines, f"  samples/s {here:.1f}; TRL with colocated vLLM {theirs:.1f}: {here / theirs:.2f} times its rate"]
+    if isinstance(measured.trl, str):
+        return [*lines, f"  samples/s {here:.1f}; {measured.trl}"]
+    times = here / measured.trl
+    return [*lines, f"  samples/s {here:.1f}; TRL with colocated vLLM {measured.trl:.1f}: {times:.2f} times its rate"]
 
 
 def mfu(run: MeasuredRun) -> float:

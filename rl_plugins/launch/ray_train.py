@@ -188,8 +188,8 @@ def train_worker(arguments: dict[str, Any]) -> None:
 
     config = parse_config(arguments["config"])
     device = config.placement.device
-    if device == "cpu":
-        torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
+    # With GPUs, optimizer steps of `strategy.offload.policy=cpu` use the threads.
+    torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
     scorer = scorer_of(config)
     rollout: RolloutEngine | None = arguments["rollout"]
     if rollout is None:

@@ -28,6 +28,11 @@ STEPS = 4
 _LARGEST_GAP = {"32-true": 0.03, "bf16-mixed": 0.3}
 
 
+def start(start_recipe: Callable[..., Recipe], name: str, *options: str) -> Recipe:
+    """Start GRPO in a new interpreter, because a forked process cannot use CUDA if its parent has used CUDA."""
+    return start_recipe("grpo", name, *COMMON, *options, new_interpreter=True)
+
+
 def train(
     start_recipe: Callable[..., Recipe], name: str, *options: str, precision: str = "bf16-mixed"
 ) -> tuple[Recipe, list[dict[str, float]]]:
@@ -36,7 +41,7 @@ def train(
     Returns:
         The ended run, and the metrics of its steps.
     """
-    recipe = start_recipe("grpo", name, *COMMON, f"run.steps={STEPS}", f"model.precision={precision}", *options)
+    recipe = start(start_recipe, name, f"run.steps={STEPS}", f"model.precision={precision}", *options)
     assert recipe.wait() == 0, recipe.tail()
     steps = recipe.trained()
     assert len(steps) == STEPS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from integration_tests.conftest import Recipe
-from integration_tests.gpu.whole import COMMON, NEEDS_CUDA, needs_two_gpus
+from integration_tests.gpu.whole import NEEDS_CUDA, needs_two_gpus, start
 from integration_tests.test_lost_engine import assert_stops
 
 pytestmark = NEEDS_CUDA
@@ -37,15 +37,15 @@ def lose_an_engine(recipe: Recipe, engines: int) -> None:
 
 
 def test_killed_engine_starts_again_on_the_gpu_of_the_worker(start_recipe: Callable[..., Recipe]) -> None:
-    lose_an_engine(start_recipe("grpo", "one", *COMMON, *ENDLESS, "placement.num_workers=1"), engines=1)
+    lose_an_engine(start(start_recipe, "one", *ENDLESS, "placement.num_workers=1"), engines=1)
 
 
 @needs_two_gpus
 def test_killed_engine_of_two_starts_again_on_the_same_gpu(start_recipe: Callable[..., Recipe]) -> None:
-    lose_an_engine(start_recipe("grpo", "two", *COMMON, *ENDLESS, "placement.num_workers=2"), engines=2)
+    lose_an_engine(start(start_recipe, "two", *ENDLESS, "placement.num_workers=2"), engines=2)
 
 
 @needs_two_gpus
 def test_killed_split_engine_gets_weights_over_nccl_again(start_recipe: Callable[..., Recipe]) -> None:
     options = ("placement.num_workers=1", "placement.rollout=split")
-    lose_an_engine(start_recipe("grpo", "split", *COMMON, *ENDLESS, *options), engines=1)
+    lose_an_engine(start(start_recipe, "split", *ENDLESS, *options), engines=1)

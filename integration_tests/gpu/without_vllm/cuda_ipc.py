@@ -20,6 +20,8 @@ from torch import Tensor
 
 from integration_tests.gpu.without_vllm.cases import Case, Place, Skipped
 
+# Numbers of weights: 2 GiB in bfloat16, of which the embedding of Qwen2.5-0.5B is one tensor.
+EMBEDDING, LAYER, LAYERS = 151_936 * 896, 2**24, 56
 _ANSWER_TIMEOUT_S = 60.0
 _MIB = 2**20
 
@@ -43,15 +45,16 @@ def check_large_tensor(place: Place) -> Mapping[str, Any]:
 
 
 def send(place: Place, buffer_bytes: int) -> Mapping[str, Any]:
-    """Send weights of 2 GiB twice, and compare the sums of all tensors in the other process.
+    """Send the weights twice, and compare the sums of all tensors in the other process.
 
     Returns:
-        GB/s. The first time also opens the memory in the other process.
+        GB/s. The first time also starts CUDA in the other process.
     """
     packed = packed_tensor(place)
-    # The embedding of Qwen2.5-0.5B, and many equal layers.
-    tensors = {"embedding": torch.randn(151_936, 896, device="cuda", dtype=torch.bfloat16)}
-    tensors |= {f"layer {i}": torch.randn(2**24, device="cuda", dtype=torch.bfloat16) for i in range(56)}
+    tensors = {
+        name: torch.randn(count, device="cuda", dtype=torch.bfloat16)
+        for name, count in [("embedding", EMBEDDING), *((f"layer {i}", LAYER) for i in range(LAYERS))]
+    }
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     receiver = context.Process(target=receive, args=(theirs, place), daemon=True)
@@ -83,7 +86,6 @@ def _send_once(packed: ModuleType, pipe: Connection, tensors: Mapping[str, Tenso
 def receive(pipe: Connection, place: Place) -> None:
     """Receive chunks until None comes, and then answer with the sum of each tensor. The other process."""
     packed = packed_tensor(place)
-    torch.cuda.init()
     pipe.send("ready")
     importer, sums = packed.PackedBufferImporter(), {}
     while (chunk := pipe.recv()) is not None:

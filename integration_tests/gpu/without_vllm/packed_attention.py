@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
 from integration_tests.gpu.without_vllm.cases import Case, Place, Skipped, seconds_of
+from integration_tests.gpu.without_vllm.kernel import takes_enable_gqa, use_kernel_of_this_torch
 from rl_plugins.models import packed_attention as module
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.models.packed_attention import has_kernel, packed_sdpa, use_packed_attention
@@ -33,20 +32,13 @@ class _Layer(nn.Module):
 
 def cases(place: Place) -> Iterable[Case]:
     """Return the cases."""
-    yield Case("signature of the kernel", check_signature)
+    use_kernel_of_this_torch()
     yield Case("kernel bfloat16", lambda: by_kernel(place))
     for dtype in (torch.bfloat16, torch.float32):
         yield Case(f"sample by sample {_name(dtype)}", partial(sample_by_sample, place, dtype))
         for window in (None, 5):
             words = f"shared prompts {_name(dtype)}" + (f", window {window}" if window else "")
             yield Case(words, partial(check_shared_prompts, place, dtype, window))
-
-
-def check_signature() -> Mapping[str, Any]:
-    """Check that the kernel has the arguments that rows need. Older versions of torch lack `enable_gqa`."""
-    missing = {"window_size", "enable_gqa", "scale"} - set(signature(varlen_attn).parameters)
-    assert not missing, f"varlen_attn of torch {torch.__version__} has no {', '.join(missing)}: install torch 2.13"
-    return {}
 
 
 def by_kernel(place: Place) -> Mapping[str, Any]:
@@ -60,7 +52,8 @@ def by_kernel(place: Place) -> Mapping[str, Any]:
         expected = _attend(layer, heads, stretches)
     difference = max(map(_relative, found, expected))
     assert difference < _TOLERANCE[torch.bfloat16], f"outputs and gradients differ by {difference:.2g} of their norms"
-    return {"tokens": heads[0].shape[2], "ms": 1e3 * seconds, "difference": difference}
+    return {"tokens": heads[0].shape[2], "ms": 1e3 * seconds, "difference": difference,
+            "enable_gqa": takes_enable_gqa()}  # fmt: skip
 
 
 def sample_by_sample(place: Place, dtype: torch.dtype) -> Mapping[str, Any]:

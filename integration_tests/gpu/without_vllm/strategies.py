@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from integration_tests.gpu.without_vllm.cases import Case, Place, need
+from integration_tests.gpu.without_vllm.kernel import use_kernel_of_this_torch
 from integration_tests.gpu.without_vllm.training import Variant, train
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 
@@ -76,6 +77,7 @@ def fsdp(place: Place) -> Iterable[Case]:
 
 def _cases(place: Place, make: MakeStrategy, names: Iterable[str]) -> Iterable[Case]:
     _be_only_rank()
+    use_kernel_of_this_torch()
     for name in names:
         folder = place.folder / name.replace(" ", "-")
         folder.mkdir()

@@ -263,6 +263,9 @@ class VLLMActor:
     async def start_weight_update(self) -> None:
         """Start an update. The engine does not sample until `set_policy_version`."""
         self._check_session()
+        if self._updating:
+            # The loss of another engine ended the last update early.
+            await self.finish_weight_update()
         self._loop.hold()
         if self._updating:
             # Another engine was lost in the last update.

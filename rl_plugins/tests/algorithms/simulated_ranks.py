@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def run_with_all_gather(num_ranks: int, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
-    """`function(rank, all_gather)` of every rank; `all_gather(x)` returns the x of all ranks, in their order.
+    """Call `function(rank, all_gather)` for every rank; `all_gather(x)` returns the x of all ranks, in rank order.
 
     An error of one rank ends all ranks and is raised here. When a rank calls `all_gather` less often than the other
     ranks, this raises BrokenBarrierError.

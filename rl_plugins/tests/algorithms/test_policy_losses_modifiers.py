@@ -74,7 +74,7 @@ def test_top_entropy_mask_keeps_tokens_above_the_quantile_of_all_ranks(
     entropy = batch.advantages.abs().round(decimals=1)
     valid = batch.mask.bool()
     quantile = np.quantile(entropy[valid].numpy(), 1 - share)
-    # The quantile lies on a value, or one bit above or below it.
+    # The quantile is a value, or one bit above or below the value.
     expected = valid & (entropy >= quantile - 1e-9)
     entropy = entropy.masked_fill(~valid, torch.nan)
     shards, masks = entropy.split(sizes), batch.mask.split(sizes)

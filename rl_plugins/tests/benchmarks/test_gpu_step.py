@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,7 @@ def run(offload: float, reload: float) -> MeasuredRun:
     return MeasuredRun([dict.fromkeys(row, 9.0)] * 2 + [row] * 3)
 
 
-MEASURED = step.Measured("0.5b: work", {"while_sampling": run(1.0, 0.7), "stay": run(0.25, 0.125)}, 10**9, 8e9, None)
+MEASURED = step.Measured("0.5b: work", {"while_sampling": run(1.0, 0.7), "stay": run(0.25, 0.125)}, 10**9, 8e9, 30.0)
 
 
 def test_report_gives_phases_mfu_and_the_seconds_of_wake_up_and_sleep() -> None:
@@ -37,10 +38,23 @@ def test_report_gives_phases_mfu_and_the_seconds_of_wake_up_and_sleep() -> None:
     assert "weight update 2.0 GB/s: 0.25 of a copy in the memory of a GPU, 8 GB/s" in text
 
 
-def test_report_compares_with_trl_if_there_are_figures() -> None:
-    assert step.report(MEASURED)[-1].endswith("trl is not installed, so there is no comparison")
-    compared = step.report(replace(MEASURED, trl={"samples_per_s": 30.0}))[-1]
-    assert compared.endswith("samples/s 63.8; TRL with colocated vLLM 30.0: 2.12 times its rate")
+def test_report_compares_with_trl_or_says_why_not() -> None:
+    assert step.report(MEASURED)[-1] == "  samples/s 63.8; TRL with colocated vLLM 30.0: 2.12 times its rate"
+    assert step.report(replace(MEASURED, trl="TRL failed: no"))[-1] == "  samples/s 63.8; TRL failed: no"
+
+
+def test_run_trl_returns_the_last_line_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+
+    def fail(module: list[str], work: list[str]) -> None:
+        commands.append([*module, *work])
+        raise RuntimeError("it ended with status 1:\nValueError: vLLM is too new\n")
+
+    monkeypatch.setattr(step, "run_alternative", fail)
+    assert step.run_trl(tmp_path, 4, 256, 8) == "TRL failed: ValueError: vLLM is too new"
+    assert commands[0][:3] == ["accelerate.commands.launch", "--num_processes", "4"]
+    monkeypatch.setattr(step, "run_alternative", lambda module, work: {"samples_per_s": 12})
+    assert step.run_trl(tmp_path, 4, 256, 8) == 12.0
 
 
 def test_report_of_a_gpu_with_an_unknown_peak_has_no_mfu() -> None:

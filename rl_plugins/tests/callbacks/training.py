@@ -37,7 +37,7 @@ class AfterStep(Callback):
 
 
 def alter(stage: Any, values: Mapping[int, Mapping[str, float]]) -> None:
-    """Replace metrics of a stage, for each step the first time that the step ends."""
+    """Replace metrics of a stage at the first end of each step."""
     track, left = stage.track, dict(values)
 
     def altered(metrics: Mapping[str, float]) -> None:

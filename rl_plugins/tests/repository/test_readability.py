@@ -1,4 +1,4 @@
-"""The source stays readable: limits on the figures that `python -m rl_plugins.tests.readability` prints."""
+"""The source stays readable: limits on the figures of `python -m rl_plugins.tests.readability`."""
 
 from __future__ import annotations
 

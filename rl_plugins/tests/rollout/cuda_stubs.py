@@ -1,7 +1,7 @@
-"""CUDA, CUDA IPC and NCCL on CPU, for vLLM's own code of weight updates on both sides.
+"""CUDA, CUDA IPC and NCCL on CPU, for vLLM's code of weight updates on both sides.
 
-vLLM's trainer engines, workers, packing, IPC and communicators run as they are. Only calls of drivers are replaced:
-tensors on `cuda` are on the CPU, a stream waits for its own operations of NCCL only, memory is shared through files,
+vLLM's trainer engines, workers, packing, IPC and communicators run without change. Only calls of drivers are replaced:
+tensors on `cuda` are on the CPU, a stream waits only for its NCCL operations, files are the shared memory,
 and a store carries the messages of NCCL. A thread is on one GPU, which has a made-up UUID. Training ranks and workers
 of engines are threads or processes.
 
@@ -15,8 +15,8 @@ Example:
         engine.workers[0].model.weights()                   # the new weights
 
 Several ranks: each function of `run_ranks` enters `cuda_on_cpu()` and `on_gpu(f"GPU-{rank}")`, and rank 0 has the
-engines. A worker that opens the memory of another GPU than its own fails. `StubEngine.fail` lets a call fail before a
-worker takes part; the operations of NCCL then wait until the communicator is aborted, as on a GPU.
+engines. A worker fails if it opens the memory of another GPU. `StubEngine.fail` lets a call fail before a worker takes
+part; the operations of NCCL then wait until the communicator is aborted, as on a GPU.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _properties(device: object = None) -> SimpleNamespace:
 
 
 class _Stream(threading.local):
-    """A stream. Threads stand for processes, so each thread has operations of its own."""
+    """A stream. Threads stand for processes: each thread has separate operations."""
 
     def __init__(self, device: object = None) -> None:
         self.cuda_stream = next(_numbers)
@@ -143,7 +143,7 @@ class _SharedMemory:
         """Replace `reduce_tensor`: move the memory of a tensor into a file, and return the handle."""
         path = self._folder / f"memory{next(_numbers)}"
         tensor.data = _mapped(str(path), tensor.nbytes, tensor.dtype, tensor.shape).copy_(tensor)
-        # The seventh place is the index of the device, which vLLM overwrites.
+        # The seventh item is the index of the device, which vLLM overwrites.
         return None, (str(path), tensor.nbytes, tensor.dtype, tuple(tensor.shape), _thread.gpu, None, 0)
 
     @staticmethod
@@ -156,7 +156,7 @@ class _SharedMemory:
 
 
 def _mapped(path: str, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Return a file as a tensor. The file is made if it is missing."""
+    """Return a file as a tensor. A missing file is made."""
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8).view(dtype).view(*shape)
 
 
@@ -164,7 +164,7 @@ def _mapped(path: str, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) ->
 
 
 class _Operation:
-    """An operation that ends when all ranks take part, or when this rank aborts its communicator."""
+    """An operation with its end when all ranks take part, or when this rank aborts its communicator."""
 
     def __init__(self, communicator: _Communicator, name: str) -> None:
         self._communicator, self._name = communicator, name
@@ -177,7 +177,7 @@ class _Operation:
 
 
 class _Communicator:
-    """One rank of a group. A store carries what ranks send."""
+    """One rank of a group. A store carries the messages of ranks."""
 
     def __init__(self, port: int, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self.aborted = rank, world_size, threading.Event()
@@ -186,11 +186,11 @@ class _Communicator:
         self.join().wait()
 
     def join(self) -> _Operation:
-        """Start an operation without data, such as the sum that warms a communicator up."""
+        """Start an operation without data, such as the first sum of a new communicator."""
         return _Operation(self, f"operation {next(self._operations)}")
 
     def broadcast(self, address: int, nbytes: int, root: int) -> _Operation:
-        """Start a broadcast of memory. A receiver has the data at once: on the CPU, vLLM's next line reads them."""
+        """Start a broadcast of memory. A receiver has the data at once: on the CPU, vLLM's next line reads the data."""
         name = f"operation {next(self._operations)}"
         if self.rank == root:
             self.store.set(f"data of {name}", ctypes.string_at(address, nbytes))  # type: ignore[arg-type]
@@ -203,10 +203,10 @@ class _Communicator:
 
 
 class _NCCL:
-    """The functions of NCCL's library that vLLM's communicator calls."""
+    """The functions of NCCL's library called by vLLM's communicator."""
 
     communicators: ClassVar[list[_Communicator]] = []
-    """Communicators of this process that are not aborted, of all threads."""
+    """Communicators of all threads of this process, except aborted ones."""
 
     def __init__(self, library: str | None = None) -> None:
         self._bytes_of = {number: dtype.itemsize for dtype, number in ncclDataTypeEnum._torch_to_nccl_map().items()}
@@ -258,14 +258,14 @@ def cuda_on_cpu() -> Iterator[list[_Communicator]]:
     """Replace the calls of CUDA and NCCL in this process.
 
     Yields:
-        Communicators of this process that nobody has aborted.
+        Communicators of this process that are not aborted.
     """
     with ExitStack() as stack:
         memory = _SharedMemory(Path(stack.enter_context(TemporaryDirectory(prefix="cuda-ipc-"))))
         reductions = torch.multiprocessing.reductions
         stubs: dict[Any, dict[str, Any]] = {
             torch.accelerator: {
-                # vLLM makes `cuda:N` of a number, and leaves a device as it is.
+                # vLLM makes `cuda:N` of a number, and does not change a device.
                 "current_device_index": lambda: torch.device("cpu"),
                 "device_index": lambda device: nullcontext(),
                 "synchronize": lambda device=None: _current_stream().synchronize(),
@@ -291,7 +291,7 @@ def cuda_on_cpu() -> Iterator[list[_Communicator]]:
         stack.callback(packed_tensor._get_streams.cache_clear)
         stack.callback(_stores.clear)
         stack.callback(_NCCL.communicators.clear)
-        # Stores of earlier groups that wait for the garbage collection delay the connections of a new store.
+        # Stores of earlier groups in wait for the garbage collection delay the connections of a new store.
         gc.collect()
         yield _NCCL.communicators
 
@@ -330,7 +330,7 @@ class StubWorker(Worker):
         gpu: UUID of the worker's GPU.
         rank: number of the worker in its engine.
         world_size: number of workers of the engine.
-        model: module whose names and shapes the worker's model has.
+        model: module with the names and shapes of the worker's model.
     """
 
     def __init__(self, transport: str, gpu: str, rank: int, world_size: int, model: torch.nn.Module) -> None:
@@ -358,12 +358,12 @@ class StubEngine:
     Args:
         transport: `ipc` or `nccl`.
         gpus: UUID of the GPU of each worker.
-        model: module whose names and shapes the workers' models have.
+        model: module with the names and shapes of the workers' models.
 
     Attributes:
         workers: workers in the order of their ranks.
         calls: names of the calls so far.
-        payloads: first argument of each call that has one, by name of the call.
+        payloads: first argument of each call with arguments, by name of the call.
     """
 
     def __init__(self, transport: str, gpus: Sequence[str], model: torch.nn.Module) -> None:

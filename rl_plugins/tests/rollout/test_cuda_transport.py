@@ -1,4 +1,4 @@
-"""Weight updates over CUDA IPC and NCCL: vLLM's own code on both sides, on CPU."""
+"""Weight updates over CUDA IPC and NCCL: vLLM's code on both sides, on CPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sender_of(
 
 
 def update_calls(chunks: int) -> list[str]:
-    """Return the calls of a weight update in their order."""
+    """Return the calls of a weight update in order."""
     return ["start_weight_update", *["update_weights"] * chunks, "finish_weight_update", "set_policy_version"]
 
 
@@ -153,7 +153,7 @@ def _send_over_ipc(rank: int, workers: list[list[str]], lost: int | None = None)
     Args:
         rank: number of this rank.
         workers: GPU of each worker of each engine.
-        lost: number of the engine that is lost in the update.
+        lost: number of the engine lost in the update.
     """
     policy = make_policy()
     with cuda_on_cpu(), on_gpu(GPUS[rank]):

@@ -17,7 +17,7 @@ from rl_plugins.tests.patience import patient
 
 
 class LLM:
-    """An engine that finishes the requests named in `finishing` in a step, and notes other calls."""
+    """An engine, which finishes the requests in `finishing` in a step, and records other calls."""
 
     def __init__(self) -> None:
         self.llm_engine = self
@@ -71,7 +71,7 @@ def submit_groups(actor: Any, *tickets: int) -> None:
 
 
 async def give_turns() -> None:
-    """Let all other tasks of the event loop run until each of them waits; none needs as many turns."""
+    """Let all other tasks of the event loop run until each of them waits; no task needs as many turns."""
     for _ in range(100):
         await asyncio.sleep(0)
 
@@ -153,7 +153,7 @@ def test_sleep_holds_unfinished_requests_until_go_on() -> None:
         llm.finishing = {"0-0"}
         await give_turns()
         assert not collecting.done()
-        # As the weight update does that follows.
+        # A later weight update would call this, too.
         await actor._loop.go_on()
         assert (await result_of(collecting))[0] == {0: [2]}
 

@@ -1,4 +1,4 @@
-"""vLLM's settings, without vLLM: which transports run where, and what the engine's process is told."""
+"""vLLM's settings, without vLLM: the transports of each device, and the settings of the engine's process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_backend_of_auto_transport_follows_the_device(device: Any, transport: An
     assert config.backend == backend
     arguments = config.engine_arguments()
     assert arguments["weight_transfer_config"] == {"backend": "interruptible_nccl" if backend == "nccl" else backend}
-    # The ratio of the policy loss needs the log-probs of what was really sampled from.
+    # The ratio of the policy loss needs the log-probs of the sampled distribution.
     assert arguments["logprobs_mode"] == "processed_logprobs"
 
 

@@ -1,4 +1,4 @@
-"""Stages: optimizer, clock, precision, reference, checkpoints, and options that are refused."""
+"""Stages: optimizer, clock, precision, reference, checkpoints, and refused options."""
 
 from __future__ import annotations
 
