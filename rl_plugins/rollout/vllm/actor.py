@@ -267,9 +267,6 @@ class VLLMActor:
             # The loss of another engine ended the last update early.
             await self.finish_weight_update()
         self._loop.hold()
-        if self._updating:
-            # Another engine was lost in the last update.
-            self._llm.finish_weight_update()
         self._llm.start_weight_update()
         self._updating = True
         self._unusable = "its last weight update did not end"

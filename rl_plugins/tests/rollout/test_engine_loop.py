@@ -164,7 +164,7 @@ def test_start_weight_update_ends_an_update_that_stopped_with_the_loss_of_anothe
     calls: list[str] = []
     llm = LLM()
     llm.start_weight_update = lambda: calls.append("start")  # type: ignore[attr-defined]
-    llm.finish_weight_update = lambda: calls.append("finish")  # type: ignore[attr-defined]
+    llm.finish_weight_update = lambda weight_version: calls.append("finish")  # type: ignore[attr-defined]
 
     async def run() -> None:
         actor = actor_with(llm)
