@@ -59,7 +59,8 @@ STAGES: dict[str, tuple[str, list[str]]] = {
 # Recipes for runs over FSDP2, too, with further options; all other recipes run over ZeRO-3 alone.
 FSDP = "_fsdp"
 OVER_FSDP = {
-    f"grpo{FSDP}": [],
+    # Two copies of the models, which stay in host memory.
+    f"grpo{FSDP}": ["strategy.workers_per_copy=1", "strategy.offload.policy=cpu", "strategy.offload.reference=cpu"],
     f"rloo{FSDP}": ["strategy.sequence_parallel=2"],
     f"ppo{FSDP}": ["strategy.tensor_parallel=2"],
     f"reward_modeling_lora{FSDP}": [],
