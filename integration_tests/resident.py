@@ -24,7 +24,7 @@ from rl_plugins.weights.check import PROBE, check_log_probs
 from rl_plugins.weights.source import ModuleWeightSource
 
 LORA_RANK = 5
-"""A rank too large for vLLM's standard sizes."""
+"""A rank between the adapter sizes of vLLM."""
 WAITING = "test_reward_pool.py"
 """The tests with the longest waits. Engines can start beside these tests without delay for other tests."""
 

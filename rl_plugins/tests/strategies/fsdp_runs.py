@@ -45,7 +45,7 @@ class Layout:
     Args:
         world_size: Number of ranks.
         strategy: Options of `FSDPStrategy`; None for a single device without the strategy.
-        copies: Number of copies of each prompt in a batch, one or more for each rank.
+        copies: Number of copies of each prompt in a batch, large enough to give every rank a prompt.
         updates: Updates in a step.
     """
 
