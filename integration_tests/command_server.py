@@ -1,9 +1,9 @@
 """Commands in forks of one process, which has only imported the libraries with long imports.
 
 A command of this project imports torch, transformers, Lightning and MLflow before its work, and the imports take longer
-than the work of most tests. A fork of the server has imported these libraries. The fork gets the arguments, folder,
-environment, streams and signals of a new interpreter, and its own session. The server does not import Ray, vLLM and
-DeepSpeed: a test checks that a run of one process never loads these three.
+than the work of most tests. A fork of the server has all of the imports. The fork gets the arguments, folder,
+environment, streams and signals of a new interpreter, and its own session. The server does not import Ray, vLLM or
+DeepSpeed, because a test checks that a run of one process never loads the three.
 
 A fork differs from a new interpreter in two points. `ENVIRONMENT` sets the number of OpenMP threads: OpenMP reads
 the number at its import. Options of the interpreter, such as `-W`, have no effect.
@@ -226,7 +226,7 @@ def _request(file: int, streams: Sequence[int]) -> dict[str, Any]:
 
 
 def _run(args: list[str], cwd: str, env: dict[str, str], libraries: list[str]) -> None:
-    """Run these arguments as a new interpreter does."""
+    """Run the arguments as a new interpreter does."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

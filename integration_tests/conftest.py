@@ -1,4 +1,4 @@
-"""Recipes as a user runs them: in their own processes, with a tiny policy and addition data."""
+"""Recipes as a user runs them: in separate processes, with a tiny policy and addition data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rl_plugins.tests.patience import patient, wait_until
 if TYPE_CHECKING:
     from integration_tests.mlflow_server import Server
 
-# The processes of tests and Ray's workers find the rewards of this folder by the name of their module.
+# The processes of tests and Ray's workers find the rewards of this folder by the name of the module.
 ROOT = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
@@ -80,7 +80,7 @@ class Recipe:
         """Wait until the recipe fulfils a condition; fail if the recipe ends before."""
 
         def held() -> bool:
-            # Asked first: a recipe may bring the condition about and end.
+            # The condition comes first: a recipe may fulfil the condition and end.
             ended = self.process.poll() is not None
             if holds():
                 return True
@@ -96,7 +96,7 @@ class Recipe:
         self.wait_until(lambda: words in self.tail(1_000_000), f"the words {words!r}", timeout_s)
 
     def processes(self, name: str = "") -> list[psutil.Process]:
-        """Descendants whose title contains `name`."""
+        """Return the descendants with `name` in their title."""
         found = []
         with suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.process.pid).children(recursive=True):
@@ -106,7 +106,7 @@ class Recipe:
         return found
 
     def kill_one(self, name: str) -> None:
-        """kill -9 one process whose title contains `name`."""
+        """Kill one process with `name` in its title with SIGKILL."""
         found = self.processes(name)
         assert found, f"no process {name!r} among {[p.cmdline()[:2] for p in self.processes()]}"
         found[0].kill()

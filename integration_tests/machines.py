@@ -35,7 +35,7 @@ class Machines:
         return f"http://{self._cluster.webui_url}"
 
     def resize(self, *cpus: int) -> None:
-        """Add and remove nodes until the cluster has exactly one node for each of these numbers of CPUs."""
+        """Add and remove nodes until the cluster has exactly one node for each given number of CPUs."""
         missing = Counter(cpus)
         for node_id, node in list(self._nodes.items()):
             count = int(node._ray_params.num_cpus)

@@ -53,7 +53,7 @@ class Server:
         self._relay.refuse()
 
     def kill(self) -> None:
-        """kill -9 the server."""
+        """Kill the server with SIGKILL."""
         self._relay.refuse()
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -66,7 +66,7 @@ class Server:
         self._relay.close()
 
     def metrics(self, experiment: str) -> tuple[str, dict[str, dict[int, float]], int]:
-        """Status, metrics and number of points of the one run, read from the file: the server need not be there."""
+        """Status, metrics and number of points of the one run, read from the file, also without a server."""
         from mlflow import MlflowClient
 
         client = MlflowClient(self.store)

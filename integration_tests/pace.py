@@ -1,4 +1,4 @@
-"""A run with a limited number of steps: after these steps, the run waits in its reward until the test allows more."""
+"""A run with a limited number of steps: the run then waits in its reward until the test allows more."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Pace:
         """Allow each scoring process this number of steps, counted from the start of the process."""
         # Half a step more: `check_reward` scores a sample, too, possibly in the same process.
         self._allowed = steps * self._samples + self._samples // 2
-        # Never read half written.
+        # A process never reads an incomplete file.
         written = self.file.with_suffix(".new")
         written.write_text(str(self._allowed))
         os.replace(written, self.file)

@@ -29,7 +29,7 @@ class Relay:
         threading.Thread(target=self._accept, args=(self._listener, port), daemon=True).start()
 
     def refuse(self) -> None:
-        """Break all connections, and refuse new ones."""
+        """Break all connections, and refuse new connections."""
         with self._lock:
             listener, self._listener = self._listener, None
             broken, self._connections = self._connections, set()

@@ -24,7 +24,7 @@ from rl_plugins.weights.check import PROBE, check_log_probs
 from rl_plugins.weights.source import ModuleWeightSource
 
 LORA_RANK = 5
-"""A rank too large for vLLM's standard sizes."""
+"""A rank between the adapter sizes of vLLM."""
 WAITING = "test_reward_pool.py"
 """The tests with the longest waits. Engines can start beside these tests without delay for other tests."""
 
@@ -76,7 +76,7 @@ def _uses(item: pytest.Item, *fixtures: str) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests with Ray first, and among them the tests without an engine, because the engines start meanwhile."""
+    """Put tests with Ray first, and start with the tests without an engine, because the engines start meanwhile."""
 
     def place(item: pytest.Item) -> tuple[bool, bool, bool]:
         return not _uses(item, "running_ray"), _uses(item, *engine_configs("")), item.path.name != WAITING
@@ -184,7 +184,7 @@ def hold_after(rollout: VLLMRollout, steps: int) -> int:
 
         def counted() -> Any:
             outputs = step(engine)
-            # `go_on` may have removed the step while this call ran: then nothing is to be held.
+            # `go_on` may have removed the step while this call ran: then the engine goes on.
             if next(numbers) == steps and vars(engine).pop("step", None) is not None:
                 loop.hold()
             return outputs
@@ -198,7 +198,7 @@ def hold_after(rollout: VLLMRollout, steps: int) -> int:
 
 
 def go_on(rollout: VLLMRollout) -> None:
-    """Let an engine take steps without an end, whatever `hold_after` said."""
+    """Let an engine take steps without an end, also after `hold_after`."""
     inside(rollout, forget_own_step)
     _release(rollout)
 
@@ -219,7 +219,7 @@ def _release(rollout: VLLMRollout) -> None:
 
 def load_policy(workplace: Path) -> Any:
     """The tiny policy, with the weights of a new engine."""
-    # Collecting the tests does not wait for the seconds of this import.
+    # This import takes seconds, and the collection of tests does not wait for the import.
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(workplace / "tiny")

@@ -23,7 +23,7 @@ def short_and_even(solution_str: str) -> dict[str, float]:
 
 
 def asks_back(solution_str: str, messages: list[dict[str, str]], turns_left: int) -> float | str:
-    """Some of the responses are not the last ones."""
+    """Reply to some responses; the other responses are the last ones."""
     if turns_left and len(solution_str) % 3:
         return "so?"
     return shortness(" ".join(message["content"] for message in messages if message["role"] == "assistant"))
@@ -37,7 +37,7 @@ def without_ray(solution_str: str) -> float:
 
 
 def inspected(solution_str: str) -> float:
-    """Stops in the debugger."""
+    """Stop in the debugger."""
     breakpoint()
     return shortness(solution_str)
 

@@ -41,7 +41,7 @@ def test_resumed_run_that_samples_ahead_trains_on_each_group_once(
     resumed = start_recipe("grpo", "ahead", *COMMON, *pace.overrides, "run.resume=true")
     assert resumed.wait() == 0, resumed.tail()
     line = (resumed.run / "resumes.txt").read_text()
-    # Two steps' worth for each of two workers.
+    # Groups for two steps, for each of two workers.
     assert f"{2 * PROMPTS // 2} groups of each worker's queue, " in line
 
     slots: dict[int, set[int]] = {}

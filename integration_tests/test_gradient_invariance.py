@@ -19,7 +19,7 @@ pytestmark = pytest.mark.extended
 COMMON = (
     "rollout.engine=transformers",
     "run.steps=2",
-    # Long enough for some to end early.
+    # Long enough for some responses to end early.
     "sampling.max_tokens=20",
     "run.eval_every=0",
     "run.eval_before=false",

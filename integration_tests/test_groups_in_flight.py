@@ -20,7 +20,7 @@ from rl_plugins.weights.source import ModuleWeightSource
 
 LONG = SamplingConfig(num_samples=2, max_tokens=200)
 SHORT = SamplingConfig(num_samples=2, max_tokens=3)
-# More than a short group takes, and fewer than a long one does.
+# More than the tokens of a short group, and fewer than the tokens of a long group.
 STEPS = 20
 
 

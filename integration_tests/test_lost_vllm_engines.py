@@ -78,7 +78,7 @@ def tensor_parallel_engines(running_ray: Any, workplace: Path) -> Iterator[dict[
 
 @pytest.fixture
 def connect(engines: VLLMRollout) -> Iterator[Callable[..., VLLMRollout]]:
-    """Makes clients of both engines, or of the first. The engines are up, and have forgotten earlier clients."""
+    """Make clients of both engines, or of the first engine. The engines run, without earlier clients."""
     clients: list[VLLMRollout] = []
 
     def connect(num_engines: int = 2, stall_timeout_s: float = patient(60)) -> VLLMRollout:

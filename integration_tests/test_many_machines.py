@@ -162,7 +162,7 @@ def test_run_outlives_a_killed_machine_and_ends_when_too_few_are_left(
     pace.allow(2)
     run = start(
         "grpo", "lost", *SMALL, "run.steps=100000", WITHOUT_VLLM, *pace.overrides, "placement.max_restarts=2",
-        # In place of a minute.
+        # The default is a minute.
         "placement.strategy=STRICT_SPREAD", RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(patient(8)),
     )  # fmt: skip
     pace.wait(run)

@@ -34,7 +34,7 @@ def train(workplace: Path, folder: Path, python_path: Path, *overrides: str) -> 
 
 
 def assert_trained(series: dict[str, dict[int, float]]) -> None:
-    # The second of two updates has a ratio, and so a penalty.
+    # The second of two updates has a ratio other than 1, and therefore a penalty.
     assert all(value > 0 for value in series["train/penalty"].values())
     assert all(map(math.isfinite, series["train/loss"].values())) and min(series["train/gradient_norm"].values()) > 0
 

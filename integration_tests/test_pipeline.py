@@ -1,4 +1,4 @@
-"""SFT, reward model, PPO in one command: a stage starts from the stage before; all are under one MLflow run."""
+"""SFT, reward model, PPO in one command: a stage starts from the stage before; all stages are in one MLflow run."""
 
 from __future__ import annotations
 

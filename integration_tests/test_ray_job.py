@@ -94,7 +94,7 @@ def answers(address: str) -> bool:
 
 
 def kill_with_children(process: subprocess.Popen[bytes]) -> None:
-    """kill -9; `ray stop` would end every Ray of this machine."""
+    """Kill with SIGKILL, because `ray stop` would end every Ray on this machine."""
     with suppress(psutil.NoSuchProcess):
         found = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
         for one in found:

@@ -55,7 +55,7 @@ def test_run_resumed_after_lost_worker_driver_and_engine_equals_an_uninterrupted
     pace.allow(2)
     resumed = start_recipe("grpo", "broken", *COMMON, *pace.overrides, "run.resume=true", new_interpreter=True)
     pace.wait(resumed)
-    resumed.kill_one("VLLMActor")  # the engine: step 10 waits for a new one
+    resumed.kill_one("VLLMActor")  # the engine: step 10 waits for a new engine
     pace.allow(4)
     pace.wait(resumed)
     resumed.process.terminate()  # as Slurm and Kubernetes do: the workers save this step and end

@@ -69,7 +69,7 @@ def test_score_blames_the_culprits_of_a_chunk_alone(obeying_pool: RewardPool, mo
 
 
 def test_score_blames_no_slow_sample_for_the_time_of_the_chunk(obeying_pool: RewardPool) -> None:
-    # Longer than the hard deadline, for each of the two workers.
+    # Longer than the hard deadline, in each of the two workers.
     assert outcomes(obeying_pool.score(requests(*["slow"] * 24))) == [1.0] * 24
 
 

@@ -236,6 +236,6 @@ def test_update_weights_through_shared_memory_changes_groups_in_flight(
             np.abs(np.array(log_probs) - log_probs_of(one, prompt + response)[len(prompt) - 1 :])
             for one in (before, policy)
         )
-        # Means, as of one log-prob bfloat16 leaves little.
+        # Means, because a single log-prob is too inexact in bfloat16.
         assert max(with_old[:20].mean(), with_new[20:].mean()) < 0.1
         assert min(with_old[20:].mean(), with_new[:20].mean()) > 0.5, "the weights hardly differ"

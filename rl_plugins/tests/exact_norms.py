@@ -21,7 +21,7 @@ _NORMS: tuple[type[torch.nn.Module], ...] = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RM
 
 @contextmanager
 def exact_norms() -> Iterator[None]:
-    """Compute norms in float64 in this process, for gradients with more equal digits."""
+    """Compute norms in float64 in this process, for comparisons of gradients beyond the digits of float32."""
     with ExitStack() as patches:
         for norm in _NORMS:
             patches.enter_context(mock.patch.object(norm, "forward", _exact(norm.forward)))

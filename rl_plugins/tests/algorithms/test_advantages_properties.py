@@ -80,7 +80,7 @@ def test_advantages_do_not_depend_on_the_order_of_samples(case: str, seed: int) 
 @for_each("case", CASES)
 @for_each("groups_of_rank_0", [(5, 90), (), (1, 2, 3, 5, 7, 90), (3,)])
 def test_advantages_on_two_ranks_equal_advantages_on_one_rank(case: str, groups_of_rank_0: tuple[int, ...]) -> None:
-    """Also when one rank has no sample or no valid sample, and when ranks are padded to different widths."""
+    """The property also holds for a rank without valid samples, and for ranks padded to different widths."""
     inputs = make_inputs(case, 1)
     together = estimate(case, inputs)
     on_rank_0 = torch.isin(inputs["groups_B"], torch.tensor(groups_of_rank_0, dtype=torch.long))

@@ -25,7 +25,7 @@ from rl_plugins.tests.stages.test_stage import Log
 
 
 class AfterStep(Callback):
-    """Calls `act(trainer, stage)` after certain steps."""
+    """Callback with a call of `act(trainer, stage)` after certain steps."""
 
     def __init__(self, steps: Sequence[int], act: Callable[[Trainer, Any], object]) -> None:
         self.steps, self.act = steps, act

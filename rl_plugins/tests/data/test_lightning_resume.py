@@ -65,7 +65,7 @@ class Rewarded(Recorder):
 
 
 class SaveOnException(pl.Callback):
-    """Saves a checkpoint when the run fails."""
+    """Callback to save a checkpoint when the run fails."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,7 +75,7 @@ class SaveOnException(pl.Callback):
 
 
 class SaveAtEachHook(pl.Callback):
-    """Saves a checkpoint at the end of each batch, epoch and validation."""
+    """Callback to save a checkpoint at the end of each batch, epoch and validation."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

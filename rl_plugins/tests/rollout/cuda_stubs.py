@@ -68,7 +68,7 @@ _thread = _Thread()
 
 
 class _CudaOnCpu(TorchFunctionMode):
-    """Makes tensors of the device `cuda` on the CPU."""
+    """Make tensors of the device `cuda` on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

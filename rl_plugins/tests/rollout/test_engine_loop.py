@@ -64,7 +64,7 @@ def actor_with(llm: Any) -> Any:
 
 
 def submit_groups(actor: Any, *tickets: int) -> None:
-    """As `submit` does for rank 0."""
+    """Submit groups as `submit` does for rank 0."""
     names = [f"0-{ticket}" for ticket in tickets]
     actor._loop.start(dict.fromkeys(names, ([1], None)))
     actor._groups.setdefault(0, []).extend(names)

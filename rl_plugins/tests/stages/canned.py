@@ -117,7 +117,7 @@ class CannedScorer:
 
 
 class Recorder(torch.optim.SGD):
-    """Keeps the gradients of every step."""
+    """An optimizer that records the gradients of every step."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.01)

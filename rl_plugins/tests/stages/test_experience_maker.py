@@ -33,7 +33,7 @@ from rl_plugins.tests.stages import canned, canned_preferences
 
 
 class Keeping(PolicyOptimization):
-    """Keeps the experience of every step, and the metrics."""
+    """A stage that records the experience of every step, and the metrics."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -154,7 +154,7 @@ def test_reward_model_scores_are_added_to_the_scores_of_the_rules(tmp_path: Path
 
 
 class WithoutNumbersScorer(RewardModelScorer):
-    """Scores every fourth sample NaN."""
+    """Reward model scorer with a score of NaN for every fourth sample."""
 
     @override
     def _model_scores(self, samples: Experience) -> Tensor:

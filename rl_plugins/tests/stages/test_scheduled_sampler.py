@@ -138,7 +138,7 @@ TEXTS = ["1+1", "12+30", "100+1", "1+1"]
 
 
 class Loader:
-    """Two prompts a batch, over and over."""
+    """Batches of two prompts, without an end."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts, self.drawn = texts, 0
@@ -304,7 +304,7 @@ class BesideAnother(SingleDeviceRolloutStrategy):
 
 
 class NotesBegins(Keeping):
-    """Tells the strategy when groups begin."""
+    """A stage that records in the strategy's ranks when groups begin."""
 
     @override
     def make_parts(self, strategy: Strategy) -> None:

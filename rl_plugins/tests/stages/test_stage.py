@@ -27,7 +27,7 @@ SAMPLING = SamplingConfig(max_tokens=8, num_samples=3)
 
 
 class Log(DummyLogger):
-    """Keeps the logged metrics."""
+    """A logger that records the metrics."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ class Layout:
     Args:
         world_size: Number of ranks.
         strategy: Options of `FSDPStrategy`; None for a single device without the strategy.
-        copies: Number of copies of each prompt in a batch, one or more for each rank.
+        copies: Number of copies of each prompt in a batch, large enough to give every rank a prompt.
         updates: Updates in a step.
     """
 
@@ -174,7 +174,7 @@ class Inspected(Recorded):
         self.trainer.should_stop = True
 
     def check_sharding(self, strategy: FSDPStrategy) -> None:
-        """All engines are sharded, block by block; frozen ones are only run."""
+        """Check that all engines are sharded, block by block, and frozen engines only run."""
         for model in (self.policy, self.critic, self.reference):
             layers = model.model.layers
             assert all(isinstance(module, FSDPModule) for module in (model, *layers))
@@ -183,7 +183,7 @@ class Inspected(Recorded):
         assert not any(parameter.requires_grad for parameter in self.reference.parameters())
 
     def check_loading(self, strategy: FSDPStrategy) -> None:
-        """Rank 0 has loaded whole models, the other ranks nothing; now all have shards, of the weights of rank 0."""
+        """Rank 0 has loaded whole models, the other ranks nothing; now all ranks have shards of rank 0's weights."""
         models = {"policy": self.policy, "critic": self.critic, "reference": self.reference}
         whole = {name: sum(p.numel() * p.itemsize for p in model.parameters()) for name, model in models.items()}
         assert self.loaded_bytes == (whole if strategy.is_global_zero else dict.fromkeys(whole, 0))
@@ -198,7 +198,7 @@ class Inspected(Recorded):
         assert frequencies[0] == 1 and frequencies.device == strategy.root_device
 
     def check_copies(self, strategy: FSDPStrategy) -> None:
-        """Both copies are whole, and two ranks hold the same shards."""
+        """Check that both copies are whole, and that two ranks hold the same shards."""
         own = {name: part.clone() for name, part in strategy.shards("policy")}
         of_all: list[Any] = [None] * self.trainer.world_size
         torch.distributed.all_gather_object(of_all, own)
@@ -285,14 +285,14 @@ def inspect(rank: int, layout: Layout, folder: Path, check: str) -> None:
 
 
 def course_with_moved_memory(rank: int, layout: Layout, folder: Path, options: dict[str, Any]) -> Course:
-    """As `course`; trained engines move to the host while the rollout engine samples."""
+    """Return `course`; trained engines move to the host while the rollout engine samples."""
     strategy = moving(layout.make_strategy(rollout=WatchingRollout()))
     return trained(layout, rank, folder, strategy=strategy, **options).course
 
 
 def course_with_adapters(rank: int, layout: Layout, folder: Path, options: dict[str, Any]) -> Course:
     """Return the course of a rank with adapters of policy and critic; the reference is the policy without adapter."""
-    # Ranks whose random numbers differ have one adapter all the same: rank 0's.
+    # The random numbers of ranks differ, but all ranks get the adapter of rank 0.
     torch.manual_seed(rank)
     module = trained(layout, rank, folder, **ADAPTERS, **options)
     assert "reference" not in module.named_models()

@@ -59,7 +59,7 @@ class RecordingEngine(SynchronousGroups):
 
     def prompt_log_probs(self, prompt: list[int]) -> list[float]:
         self.calls.append("prompt_log_probs")
-        # The model `Policy` says the same of every token.
+        # The model `Policy` returns the same for every token.
         return [-(torch.tensor(10.0).log().item()) + self.gap for _ in prompt[1:]]
 
     def sleep(self) -> MemoryChange | None:

@@ -1,4 +1,4 @@
-"""Training whose memory moves to the host while the rollout engine samples: every strategy in every precision."""
+"""Training with a move of memory to the host while the rollout engine samples: all strategies, all precisions."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def padded_of(lengths: list[int]) -> dict[str, Any]:
 
 
 def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """Logits of the real tokens, whose gradient is taken."""
+    """Logits of the real tokens, with gradients."""
     logits = model(**inputs, use_cache=False).logits
     real = logits[inputs["attention_mask"].bool()] if "attention_mask" in inputs else logits[0]
     (real.double() ** 2).sum().backward()

@@ -213,7 +213,7 @@ def test_send_raises_the_error_of_an_engine_that_cannot_load_and_updates_the_oth
     with pytest.raises(ValueError, match="no room"):
         sender.send(1)
     good = [copy for place, pair in enumerate(models) if place != bad_place for copy in pair]
-    # A new sender first waits until an engine is done with the update of before.
+    # A new sender first waits for the end of the engine's earlier update.
     others = [engine for engine in engines if engine is not bad]
     second = make_sender(ModuleWeightSource(policy), *others)
     assert all(have_equal_weights(policy, copy) for copy in good)

@@ -107,7 +107,7 @@ class EngineInThread:
         self._pool = ThreadPoolExecutor(1)
 
     def init(self, init_info: dict[str, Any]) -> None:
-        # An engine does one thing at a time: this comes after the update of before.
+        # An engine does one thing at a time: this call runs after the earlier update.
         self._pool.submit(lambda: self.receiver.expect(**init_info)).result(timeout=DEADLINE_S)
 
     def load(self, version: int) -> Callable[[], None]:

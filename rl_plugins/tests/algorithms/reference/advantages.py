@@ -319,7 +319,7 @@ def resampling_probabilities(*, weights_B: Floats) -> Floats:
 
 
 def resample(*, weights_B: Floats, generator: np.random.Generator) -> Ints:
-    """As many draws as samples, with replacement."""
+    """Draw as many samples as the batch has, with replacement."""
     chosen_B = generator.choice(len(weights_B), size=len(weights_B), p=resampling_probabilities(weights_B=weights_B))
     return chosen_B.astype(np.int64)
 
@@ -341,7 +341,7 @@ def groups_of(groups_B: Ints, valid_B: Bools) -> list[list[int]]:
 
 
 def group_normalised(rewards_B: Floats, groups_B: Ints, valid_B: Bools, scale: str, eps: float) -> Floats:
-    """Minus the group's mean, by the standard deviation of the group, of all samples, or by nothing."""
+    """Rewards minus the group's mean, divided by the standard deviation of the group, of all samples, or by nothing."""
     everyone = [float(rewards_B[i]) for i in range(len(rewards_B)) if valid_B[i]]
     advantages_B = np.zeros(len(rewards_B))
     for members in groups_of(groups_B, valid_B):

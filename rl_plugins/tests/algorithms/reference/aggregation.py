@@ -1,4 +1,4 @@
-"""From a loss per token to one number."""
+"""Aggregation of a loss per token to one number."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def kl(
 
 
 def estimate(name: str, difference: float) -> float:
-    """Of one token, by the difference of log-probs, current minus reference."""
+    """KL estimate of one token, from the difference of log-probs, current minus reference."""
     if name in ("k1", "kl"):
         return difference
     if name == "abs":

@@ -45,7 +45,7 @@ def mean(values: list[float]) -> float:
 
 
 def unbiased_variance(values: list[float]) -> float:
-    """Divided by n - 1: at least two values."""
+    """Variance with the divisor n - 1, for at least two values."""
     centre = mean(values)
     return math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1)
 

@@ -238,7 +238,7 @@ def off_policy_sequence_mask(
     response_mask_BT: Mask,
     threshold: float,
 ) -> Bools:
-    """Dropped are sequences of negative mean advantage whose mean log-prob fell by more than the threshold."""
+    """Drop sequences of negative mean advantage whose mean log-prob fell by more than the threshold."""
     keep_B = np.ones(len(response_mask_BT), dtype=bool)
     for i in range(len(keep_B)):
         fall = -mean(row_differences(log_probs_BT, old_log_probs_BT, response_mask_BT, i))

@@ -107,7 +107,7 @@ def diagnostics(
     response_mask_BT: Mask,
     weights_BT: Floats | None = None,
 ) -> dict[str, float]:
-    """Nothing is clamped; means over samples leave out the empty ones; `ess` only with weights."""
+    """Metrics without clamps; means over samples leave out empty samples; `ess` needs weights."""
     differences_BT = gaps(log_probs_BT, rollout_log_probs_BT, response_mask_BT)
     samples = [i for i in range(len(response_mask_BT)) if any(response_mask_BT[i])]
     if not samples:
