@@ -28,11 +28,14 @@ from rl_plugins.rollout.vllm.config import CPU_ENVIRONMENT, VLLMConfig
 from rl_plugins.tests.patience import wait_until
 from rl_plugins.weights.source import ModuleWeightSource
 
+BATCHED_TOKENS = 1536
+
 
 @pytest.fixture(scope="module")
 def engine(running_ray: Any, workplace: Path) -> Iterator[VLLMRollout]:
     """An engine with an engine core in a process of its own."""
-    rollout = VLLMRollout(VLLMConfig(str(workplace / "tiny"), max_model_len=256))
+    config = VLLMConfig(str(workplace / "tiny"), max_model_len=256, vllm={"max_num_batched_tokens": BATCHED_TOKENS})
+    rollout = VLLMRollout(config)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         rollout.start()
@@ -46,6 +49,11 @@ def processes_of(rollout: VLLMRollout) -> tuple[psutil.Process, psutil.Process]:
     actor = psutil.Process(int(inside(rollout, lambda _: os.getpid())))
     (core,) = [child for child in actor.children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
     return actor, core
+
+
+def test_engine_has_the_arguments_of_the_user(engine: VLLMRollout) -> None:
+    scheduler = inside(engine, lambda actor: actor._llm.llm_engine.vllm_config.scheduler_config)
+    assert scheduler.max_num_batched_tokens == BATCHED_TOKENS
 
 
 def test_update_weights_pauses_an_engine_core_and_changes_groups_in_flight(

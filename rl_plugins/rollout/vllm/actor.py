@@ -356,7 +356,8 @@ class VLLMActor:
         if not self._llm.reset_prefix_cache(reset_running_requests=self._loop.busy):
             raise RuntimeError("the engine cannot sleep: its KV cache is in use")
         if self._config.device == "cpu":
-            changes = self._llm.collective_rpc("give_back", args=(with_weights,))
+            freed = self._llm.collective_rpc("give_back", args=(with_weights,))
+            changes = [MemoryChange(*numbers) for numbers in freed]
         else:
             awake = self._llm.collective_rpc("device_memory")
             # `keep`, because vLLM would end unfinished requests.

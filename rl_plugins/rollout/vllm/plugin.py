@@ -29,7 +29,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from rl_plugins.memory import MemoryChange, discard, resident_bytes, return_free_memory
+from rl_plugins.memory import discard, resident_bytes, return_free_memory
 from rl_plugins.processor import multiplies_bfloat16
 from rl_plugins.rollout.vllm.config import INTERRUPTIBLE_NCCL
 from rl_plugins.weights.gloo import GlooReceiver
@@ -218,11 +218,14 @@ class WorkerExtension:
     model_runner: Any
     weight_transfer_engine: Any
 
-    def give_back(self, weights: bool) -> MemoryChange:
+    def give_back(self, weights: bool) -> tuple[int, int, int]:
         """Free the KV cache (vLLM cannot on CPU), packed copies, and the weights if `weights`.
 
         Later writes allocate the memory again. Weights stay before the first update, because no update could restore
         the weights.
+
+        Returns:
+            The numbers of a `MemoryChange`, because only plain values come back from the process of an engine core.
         """
         caches = {cache.untyped_storage().data_ptr(): cache for cache in self.model_runner.kv_caches}
         storages = [torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()) for cache in caches.values()]
@@ -236,7 +239,7 @@ class WorkerExtension:
         expected += drop_packed(self.model_runner.model)
         return_free_memory()
         after = _private_bytes() + (receiver.resident_bytes if receiver else 0)
-        return MemoryChange(before, after, expected)
+        return before, after, expected
 
     def checksums(self, ranges: list[ElementRange]) -> list[int]:
         """Return `SharedMemoryReceiver.checksums`."""
