@@ -9,8 +9,10 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ make wget \
     && rm -rf /var/lib/apt/lists/*
 
-# The driver's libraries and nvidia-smi come from the machine.
-ENV NVIDIA_VISIBLE_DEVICES=all \
+# The driver's libraries and nvidia-smi come from the machine; some clouds mount them in /usr/local/nvidia.
+ENV PATH=/usr/local/nvidia/bin:$PATH \
+    LD_LIBRARY_PATH=/usr/local/nvidia/lib64 \
+    NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1

@@ -81,6 +81,7 @@ coverage: $(INSTALLED)  ## line coverage of the library by `make test`; with ALL
 
 gpu:  ## the tests that need a GPU, in the environment of the `python` in use (docs/gpus.md says how to install)
 	@python requirements/check_gpu.py
+	python -m integration_tests.gpu.without_vllm
 	python -m pytest -m gpu --timeout 1800
 
 docs: $(INSTALLED)  ## build the documentation site into site/ (needs no network)

@@ -49,6 +49,16 @@ def save_250m(folder: Path) -> int:
     return save_policy(folder, hidden_size=1536, num_layers=8, intermediate_size=5120, vocab_size=8192)
 
 
+def save_500m(folder: Path) -> int:
+    """Write a policy of 0.5 B parameters with the width, depth and vocabulary of Qwen2.5-0.5B."""
+    return save_policy(folder, hidden_size=896, num_layers=24, intermediate_size=4864, vocab_size=151_936)
+
+
+def save_1500m(folder: Path) -> int:
+    """Write a policy of 1.5 B parameters with the width, depth and vocabulary of Qwen2.5-1.5B."""
+    return save_policy(folder, hidden_size=1536, num_layers=28, intermediate_size=8960, vocab_size=151_936)
+
+
 def save_prompts(path: Path, *, rows: int = 256) -> None:
     """Write prompts of `PROMPT_TOKENS` tokens with the chat template. No response matches an answer."""
     from rl_plugins.data.prepare.files import write_splits

@@ -1,13 +1,15 @@
-"""Alternative for comparison: TRL's GRPOTrainer in one process, with Hugging Face generate.
+"""Alternative for comparison: TRL's GRPOTrainer, with Hugging Face generate or with vLLM engines.
 
 `python -m benchmarks.trl_loop POLICY PARQUET --prompts 16 --samples 4 --max-tokens 128 --micro-batch 16 --steps 4
-[--bf16]` prints one JSON object like `benchmarks.plain_loop`. Needs `pip install trl accelerate datasets`: this project
-does not depend on them.
+[--bf16] [--vllm]` prints one JSON object like `benchmarks.plain_loop`. With `--vllm`, vLLM engines sample on the GPUs
+of the trainer, and `accelerate launch` may start a process for each GPU. Needs `pip install trl accelerate datasets`:
+this project does not depend on them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import tempfile
 import time
@@ -37,9 +39,12 @@ def main() -> None:
     """Train and print."""
     parser = loop_parser(__doc__)
     parser.add_argument("--bf16", action="store_true", help="bf16 autocast in place of float32")
+    parser.add_argument("--vllm", action="store_true", help="sample with vLLM engines on the GPUs of the trainer")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     samples = options.prompts * options.samples
+    of_pass = options.micro_batch * int(os.environ.get("WORLD_SIZE", "1"))
+    vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True} if options.vllm else {}
     rows = pq.read_table(options.parquet).to_pylist()
 
     def reward(completions: list[Any], ground_truth: list[str], **others: Any) -> list[float]:
@@ -56,7 +61,7 @@ def main() -> None:
                 use_cpu=not torch.cuda.is_available(),
                 bf16=options.bf16,
                 per_device_train_batch_size=options.micro_batch,
-                gradient_accumulation_steps=samples // options.micro_batch,
+                gradient_accumulation_steps=samples // of_pass,
                 num_generations=options.samples,
                 max_completion_length=options.max_tokens,
                 max_steps=options.steps,
@@ -64,6 +69,7 @@ def main() -> None:
                 report_to="none",
                 save_strategy="no",
                 disable_tqdm=True,
+                **vllm,
             ),
             train_dataset=Dataset.from_list(
                 [{"prompt": row["prompt"], "ground_truth": row["reward_model"]["ground_truth"]} for row in rows]
@@ -75,6 +81,8 @@ def main() -> None:
         tokens = trainer.state.num_input_tokens_seen / options.steps
     seconds = [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)]
     step = median(seconds[1:] or seconds)
+    if not trainer.is_world_process_zero():
+        return
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(
         json.dumps(

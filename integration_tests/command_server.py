@@ -1,12 +1,12 @@
-"""Commands in forks of one process, which has imported what takes its time to import and has done nothing else.
+"""Commands in forks of one process, which has only imported the libraries with long imports.
 
-A command of this project imports torch, transformers, Lightning and MLflow before it does anything, which takes longer
-than the work of most tests. A fork of the server has imported them. It gets the arguments, folder, environment, streams
-and signals that a new interpreter would get, and a session of its own. Ray, vLLM and DeepSpeed are not imported: a test
-checks that a run of one process never loads them.
+A command of this project imports torch, transformers, Lightning and MLflow before its work, and the imports take longer
+than the work of most tests. A fork of the server has all of the imports. The fork gets the arguments, folder,
+environment, streams and signals of a new interpreter, and its own session. The server does not import Ray, vLLM or
+DeepSpeed, because a test checks that a run of one process never loads the three.
 
-Two things differ from a new interpreter. Threads of OpenMP are as many as `ENVIRONMENT` says, because OpenMP reads that
-when it is loaded; and options of the interpreter, such as `-W`, have no effect.
+A fork differs from a new interpreter in two points. `ENVIRONMENT` sets the number of OpenMP threads: OpenMP reads
+the number at its import. Options of the interpreter, such as `-W`, have no effect.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ IMPORTED = (
     "rl_plugins.launch.training", "rl_plugins.models.tiny", "rl_plugins.rewards.inline",
     "rl_plugins.rollout.transformers_engine", "rl_plugins.strategies.single_device",
 )  # fmt: skip
-# What libraries read when they are imported.
+# Variables that libraries read at their import.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -52,7 +52,7 @@ ENVIRONMENT = {
 
 
 class ForkedCommand:
-    """A command that the server has started, with the methods of `subprocess.Popen`."""
+    """A command started by the server, with the methods of `subprocess.Popen`."""
 
     def __init__(self, args: Sequence[str], reports: IO[str]) -> None:
         self.args, self._reports = args, reports
@@ -103,12 +103,12 @@ def start_command(
     """Start `python -m MODULE ...`, `python -c CODE ...` or `python FILE ...` in a fork of the server.
 
     Args:
-        args: begin with `sys.executable`.
+        args: command, which begins with `sys.executable`.
         cwd: current folder of the command.
         stdout: file.
-        stderr: file; may be the same.
-        stdin: file; nothing by default.
-        env: environment, by default that of this process.
+        stderr: file, which may be the same as for stdout.
+        stdin: file; empty by default.
+        env: environment, by default the environment of this process.
     """
     assert args[0] == sys.executable, args
     server = _server()
@@ -131,7 +131,7 @@ def run_command(
     timeout_s: float = 240,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run(args, capture_output=True, text=True)` does, in a fork of the server."""
+    """Run a command as `subprocess.run(args, capture_output=True, text=True)` does, in a fork of the server."""
     with (
         tempfile.TemporaryFile("w+") as typed,
         tempfile.TemporaryFile("w+") as out,
@@ -154,7 +154,7 @@ def run_command(
 
 @cache
 def _server() -> socket.socket:
-    """Start the server; it ends when this process does."""
+    """Start the server, which ends with this process."""
     here, there = socket.socketpair()
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     with there:
@@ -172,7 +172,7 @@ def _server() -> socket.socket:
 
 
 def _serve(control: socket.socket) -> dict[str, Any] | None:
-    """Fork for every request. Returns the request in a child; None in the server, when its client has gone."""
+    """Fork for every request. Return the request in a child; return None in the server after its client has gone."""
     running: dict[int, tuple[int, int]] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
@@ -206,19 +206,19 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
 
 
 def _report(pipe: int, status: int) -> None:
-    # Broken where no one waits for the command any more.
+    # The pipe is broken if the command's client no longer waits.
     with suppress(BrokenPipeError):
         os.write(pipe, f"{status}\n".encode())
     os.close(pipe)
 
 
 def _request(file: int, streams: Sequence[int]) -> dict[str, Any]:
-    """Give this child the streams and the session of a command; returns what to run."""
+    """Connect this child to the streams and the session of a command; return the command."""
     os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    # A shell that starts the tests in the background ignores it, and so would the command.
+    # A shell that starts the tests in the background ignores SIGINT, and the command would inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with os.fdopen(file) as opened:
         request: dict[str, Any] = json.load(opened)
@@ -226,7 +226,7 @@ def _request(file: int, streams: Sequence[int]) -> dict[str, Any]:
 
 
 def _run(args: list[str], cwd: str, env: dict[str, str], libraries: list[str]) -> None:
-    """Do what a new interpreter does with these arguments."""
+    """Run the arguments as a new interpreter does."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
@@ -252,7 +252,7 @@ def _main() -> None:
         importlib.import_module(module)
     loaded = {"ray", "vllm", "deepspeed"} & set(sys.modules)
     assert not loaded, f"{loaded} in the server"
-    # A thread of Python is known to the interpreter, which forks well; a measurement of coverage has one.
+    # The interpreter knows threads of Python, and a fork handles them. A measurement of coverage has such a thread.
     native = len(os.listdir("/proc/self/task")) - threading.active_count()
     assert native == 0, "a process in which a library has started threads must not fork"
     gc.collect()

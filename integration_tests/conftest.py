@@ -1,4 +1,4 @@
-"""Recipes as a user runs them: in processes of their own, on a tiny policy and addition data."""
+"""Recipes as a user runs them: in separate processes, with a tiny policy and addition data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rl_plugins.tests.patience import patient, wait_until
 if TYPE_CHECKING:
     from integration_tests.mlflow_server import Server
 
-# The processes that tests start, and Ray's workers, find the rewards of this folder by their module's name.
+# The processes of tests and Ray's workers find the rewards of this folder by the name of the module.
 ROOT = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
@@ -50,7 +50,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Recipe:
-    """A recipe that runs in a process of its own."""
+    """A recipe in its own process."""
 
     folder: Path
     process: ForkedCommand | subprocess.Popen[Any]
@@ -77,10 +77,10 @@ class Recipe:
             raise AssertionError(f"{self.name} did not end in {patient(timeout_s):g} s:\n{self.tail()}") from None
 
     def wait_until(self, holds: Callable[[], object], awaited: str, timeout_s: float = 420) -> None:
-        """Wait for a condition that the recipe brings about; fails when the recipe ends without."""
+        """Wait until the recipe fulfils a condition; fail if the recipe ends before."""
 
         def held() -> bool:
-            # Asked first: a recipe may bring the condition about and end.
+            # The condition comes first: a recipe may fulfil the condition and end.
             ended = self.process.poll() is not None
             if holds():
                 return True
@@ -96,7 +96,7 @@ class Recipe:
         self.wait_until(lambda: words in self.tail(1_000_000), f"the words {words!r}", timeout_s)
 
     def processes(self, name: str = "") -> list[psutil.Process]:
-        """Descendants whose title contains `name`."""
+        """Return the descendants with `name` in their title."""
         found = []
         with suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.process.pid).children(recursive=True):
@@ -106,13 +106,13 @@ class Recipe:
         return found
 
     def kill_one(self, name: str) -> None:
-        """kill -9 one process whose title contains `name`."""
+        """Kill one process with `name` in its title with SIGKILL."""
         found = self.processes(name)
         assert found, f"no process {name!r} among {[p.cmdline()[:2] for p in self.processes()]}"
         found[0].kill()
 
     def kill(self) -> None:
-        """kill -9 everything that the recipe started."""
+        """Kill all processes of the recipe with SIGKILL."""
         processes = self.processes()
         self.process.kill()
         for process in processes:
@@ -127,12 +127,12 @@ class Recipe:
 
 @contextmanager
 def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Iterator[Callable[..., Recipe]]:
-    """Start `python -m rl_plugins.recipes.<recipe>` with overrides; recipes that still run at the end are killed.
+    """Start `python -m rl_plugins.recipes.<recipe>` with overrides, and kill at the end the recipes that still run.
 
     Args:
-        folder: of the runs.
-        workplace: with data and model.
-        address: of a Ray cluster; by default each recipe has a Ray of its own.
+        folder: folder for the runs.
+        workplace: folder with data and model.
+        address: address of a Ray cluster; by default each recipe starts a Ray cluster.
     """
     recipes: list[Recipe] = []
 
@@ -142,12 +142,12 @@ def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Ite
         """Start a recipe.
 
         Args:
-            recipe: its name.
-            name: of the run.
-            overrides: behind those of all recipes here.
-            typed: what comes from the keyboard.
-            new_interpreter: as a user does it, and not in a fork that has imported the libraries.
-            variables: of the environment.
+            recipe: name of the recipe.
+            name: name of the run.
+            overrides: options after the common options of all recipes here.
+            typed: text from the keyboard.
+            new_interpreter: start a new interpreter, as a user does, and not a fork with imported libraries.
+            variables: environment variables.
         """
         log = folder / f"{name}-{len(recipes)}.log"
         command = [
@@ -156,7 +156,7 @@ def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Ite
             f"data.train_files=[{workplace}/data/train.parquet]", f"data.val_files=[{workplace}/data/test.parquet]",
             "data.max_prompt_tokens=26", "sampling.max_tokens=6", *overrides,
         ]  # fmt: skip
-        # What Ray sets in the process of a test that uses it is not for a user's command.
+        # A test with Ray has variables of Ray in its process. A user's command must not inherit the variables.
         of_ray = ("RAY_ADDRESS", "PYTHONBREAKPOINT")
         environment = {key: value for key, value in os.environ.items() if key not in of_ray} | variables
         environment |= {"RAY_ADDRESS": address} if address else {}
@@ -179,7 +179,7 @@ def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Ite
 
 @pytest.fixture
 def start_recipe(workplace: Path, tmp_path: Path) -> Iterator[Callable[..., Recipe]]:
-    """Recipes in a folder of the test's own."""
+    """Recipes in the folder of the test."""
     with recipes_in(tmp_path, workplace) as start:
         yield start
 
@@ -195,13 +195,13 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def server(mlflow_server: Server) -> Server:
-    """A tracking server that answers, whatever the test before has done to it."""
+    """A running tracking server, also after a test that stopped the server."""
     mlflow_server.start()
     return mlflow_server
 
 
 def free_port() -> int:
-    """A port on which no process listens now; another process may take the port before the caller does."""
+    """A port without a listening process. Another process may take the port before the caller does."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

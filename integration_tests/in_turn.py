@@ -1,4 +1,4 @@
-"""Runs that follow each other on one Ray cluster in workers that they share, so that a run takes a second or two.
+"""Runs one after the other in the same workers of one Ray cluster: a run takes a second or two.
 
 `python -m integration_tests.in_turn FILE STORAGE` trains the recipes of a JSON file: lists of a name and overrides.
 """
@@ -20,11 +20,11 @@ from rl_plugins.launch.command_line import compose_config
 
 @contextmanager
 def runs_in_turn(recipes: Sequence[Sequence[str]], folder: Path) -> Iterator[Callable[[str], Path]]:
-    """Start all runs; gives a function that waits for the end of a run and returns its folder.
+    """Start all runs; return a function, which waits for the end of a run and returns the folder of the run.
 
     Args:
-        recipes: name and overrides of each, with `run.output_dir=FOLDER`.
-        folder: of the runs.
+        recipes: name and overrides of each run, with `run.output_dir=FOLDER`.
+        folder: folder for the runs.
     """
     file, log = folder / "recipes.json", folder / "log.txt"
     file.write_text(json.dumps(recipes))

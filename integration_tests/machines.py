@@ -1,4 +1,4 @@
-"""A Ray cluster of several machines, all of them on this one."""
+"""A Ray cluster of several machines, all on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OBJECT_STORE_BYTES = 10**8
 
 
 class Machines:
-    """A head node that runs nothing, and nodes that are added and removed as a test wants them."""
+    """A head node without CPUs, and nodes added and removed by the test."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -35,7 +35,7 @@ class Machines:
         return f"http://{self._cluster.webui_url}"
 
     def resize(self, *cpus: int) -> None:
-        """Add and remove nodes until there is one with each of these numbers of CPUs."""
+        """Add and remove nodes until the cluster has exactly one node for each given number of CPUs."""
         missing = Counter(cpus)
         for node_id, node in list(self._nodes.items()):
             count = int(node._ray_params.num_cpus)
@@ -48,21 +48,21 @@ class Machines:
         self._cluster.wait_for_nodes(patient(60))
 
     def add(self, cpus: int, gpus: int = 0) -> None:
-        """Add a node. Its GPUs need not exist."""
+        """Add a node. The GPUs of the node need not exist."""
         node = self._cluster.add_node(num_cpus=cpus, num_gpus=gpus, object_store_memory=_OBJECT_STORE_BYTES)
         self._nodes[node.node_id] = node
 
     def actors(self, wanted: Callable[[Any], bool]) -> list[Any]:
-        """Living actors, by the state that Ray keeps of them."""
+        """Return the living actors from Ray's state."""
         listed = list_actors(self.dashboard, filters=[("state", "=", "ALIVE")], limit=1000, detail=True)
         return [actor for actor in listed if wanted(actor)]
 
     def places_of(self, class_name: str) -> list[str]:
-        """Ids of the nodes where actors of a class are, one for each actor."""
+        """Return the ids of the nodes with actors of a class, one id for each actor."""
         return sorted(actor.node_id for actor in self.actors(lambda actor: class_name in actor.class_name))
 
     def announce_loss(self, node_id: str, in_s: int) -> None:
-        """Say that a node will be taken away, as clouds do with cheap machines; the node stays as it is until then."""
+        """Announce the end of a node, as clouds do with cheap machines. The node still runs afterwards."""
         self._leaving.add(node_id)
         subprocess.run(
             [
@@ -74,7 +74,7 @@ class Machines:
         )  # fmt: skip
 
     def kill(self, node_id: str) -> None:
-        """kill -9 a node with everything on it."""
+        """Kill all processes of a node with SIGKILL."""
         node = self._nodes.pop(node_id)
         (raylet,) = node.all_processes["raylet"]
         for process in (
@@ -88,7 +88,7 @@ class Machines:
 
 @contextmanager
 def machines() -> Iterator[Machines]:
-    """A cluster with a head alone. Its dashboard has the first free port that Ray finds."""
+    """Start a cluster with a head node alone. The dashboard listens at the first free port found by Ray."""
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 0, "include_dashboard": True, "object_store_memory": _OBJECT_STORE_BYTES},

@@ -1,4 +1,4 @@
-"""A tracking server as a team runs it: `mlflow server`, which tests kill, start again, and cut off."""
+"""A tracking server as a team runs it: `mlflow server`. Tests kill the server, start it again, and cut it off."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_plugins.tests.patience import patient, wait_until
 
 
 class Server:
-    """`mlflow server` over an SQLite file. Clients reach it through a relay, at one address for all starts."""
+    """`mlflow server` with an SQLite file. Clients connect through a relay, at the same address for all starts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._relay = folder, Relay()
@@ -28,12 +28,12 @@ class Server:
         self._port = 0
 
     def start(self) -> None:
-        """Start the server if it does not run, and let clients through."""
+        """Start the server if it does not run, and let clients connect."""
         if self._process is None:
             command = [
                 sys.executable, "-m", "mlflow", "server", "--backend-store-uri", self.store,
                 "--artifacts-destination", str(self.folder / "artifacts"),
-                # The system gives it a free port.
+                # The system chooses a free port.
                 "--host", "127.0.0.1", "--port", "0", "--workers", "1",
             ]  # fmt: skip
             with self._log.open("a") as log:
@@ -49,11 +49,11 @@ class Server:
         self._relay.open(self._port)
 
     def cut_off(self) -> None:
-        """Break the connections of clients and refuse new ones, until `start`. The server itself does not notice."""
+        """Break the connections of clients and refuse new connections until `start`. The server does not notice."""
         self._relay.refuse()
 
     def kill(self) -> None:
-        """kill -9 the server."""
+        """Kill the server with SIGKILL."""
         self._relay.refuse()
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -61,12 +61,12 @@ class Server:
             self._process = None
 
     def close(self) -> None:
-        """Kill the server and give its address back."""
+        """Kill the server and release the address."""
         self.kill()
         self._relay.close()
 
     def metrics(self, experiment: str) -> tuple[str, dict[str, dict[int, float]], int]:
-        """Status, metrics and number of points of the one run, read from the file: the server need not be there."""
+        """Status, metrics and number of points of the one run, read from the file, also without a server."""
         from mlflow import MlflowClient
 
         client = MlflowClient(self.store)
@@ -80,7 +80,7 @@ class Server:
         return run.info.status, values, sum(map(len, histories.values()))
 
     def uploaded(self, experiment: str) -> list[str]:
-        """Names of the checkpoints that an experiment has as artifacts, as the server's disk has them."""
+        """Return the names of the checkpoints of an experiment, read from the server's artifacts on disk."""
         from mlflow import MlflowClient
 
         found = MlflowClient(self.store).get_experiment_by_name(experiment)

@@ -1,4 +1,4 @@
-"""A run that waits in its reward when it has taken as many steps as a test allows: the test has the run in its hand."""
+"""A run with a limited number of steps: the run then waits in its reward until the test allows more."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from integration_tests.conftest import Recipe
 
 
 class Pace:
-    """Allows steps. A run of `overrides` waits in the middle of the rewards of the step behind them.
+    """Number of steps a run may take. A run with `overrides` then waits in the rewards of the next step.
 
     Args:
-        file: `rewards.paced` reads the number of samples that a process may score; without the file, any number.
-        samples: of a step, in each process that scores.
+        file: file with the number of samples for each process, read by `rewards.paced`; no file means no limit.
+        samples: number of samples of a step in each scoring process.
     """
 
     def __init__(self, file: Path, samples: int) -> None:
@@ -24,16 +24,16 @@ class Pace:
         return (
             "reward.functions.default._target_=integration_tests.rewards.paced",
             f"+reward.functions.default.pace={self.file}",
-            # Longer than any wait of `paced`, which says what it waited for.
+            # Longer than any wait of `paced`, because the error of `paced` names the awaited thing.
             "reward.deadline_s=3600",
             "reward.num_workers=1",
         )
 
     def allow(self, steps: int) -> None:
-        """Let a process that scores take so many steps, counted from its start."""
-        # A half: `check_reward` scores a sample, too, and that may be in the same process.
+        """Allow each scoring process this number of steps, counted from the start of the process."""
+        # Half a step more: `check_reward` scores a sample, too, possibly in the same process.
         self._allowed = steps * self._samples + self._samples // 2
-        # Never read half written.
+        # A process never reads an incomplete file.
         written = self.file.with_suffix(".new")
         written.write_text(str(self._allowed))
         os.replace(written, self.file)
@@ -43,7 +43,7 @@ class Pace:
         self.file.unlink()
 
     def is_reached(self) -> bool:
-        """Whether a process has taken its steps and waits."""
+        """Return True if a process has taken its steps and waits."""
         held = self.file.with_suffix(".held")
         return held.is_file() and held.read_text() == str(self._allowed + 1)
 

@@ -1,6 +1,6 @@
-"""`python -m integration_tests.prompt_log_probs FOLDER`: log-probs of prompts in vLLM as anybody runs it.
+"""`python -m integration_tests.prompt_log_probs FOLDER`: log-probs of prompts in vLLM without any plug-in.
 
-Reads token ids as JSON from stdin and writes, for each prompt, the log-prob of every token but the first.
+The program reads token ids as JSON from stdin and writes the log-prob of every token of each prompt except the first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     assert "rl_plugins" not in sys.modules
     print(json.dumps(log_probs))
     sys.stdout.flush()
-    # Without the seconds that vLLM takes to end.
+    # Skip the shutdown of vLLM, which takes seconds.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""A TCP port that passes connections on to a server, and refuses them when a test says so."""
+"""A TCP port connected to a server. The relay refuses connections when a test closes it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class Relay:
-    """Has a port of its own from its beginning to its end; refuses connections until `open`."""
+    """Relay with the same port for its whole life; refuses connections until `open`."""
 
     def __init__(self) -> None:
-        # A socket that never listens keeps the port while connections are refused.
+        # A bound socket without `listen` keeps the port, and connections are refused.
         self._holder = self._bound(0)
         self.port: int = self._holder.getsockname()[1]
         self._listener: socket.socket | None = None
@@ -29,12 +29,12 @@ class Relay:
         threading.Thread(target=self._accept, args=(self._listener, port), daemon=True).start()
 
     def refuse(self) -> None:
-        """Break all connections, and refuse new ones."""
+        """Break all connections, and refuse new connections."""
         with self._lock:
             listener, self._listener = self._listener, None
             broken, self._connections = self._connections, set()
         if listener is not None:
-            # Wakes the thread that accepts.
+            # Wakes the accepting thread.
             listener.shutdown(socket.SHUT_RDWR)
             listener.close()
         for connection in broken:
@@ -44,7 +44,7 @@ class Relay:
             connection.close()
 
     def close(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         self.refuse()
         self._holder.close()
 

@@ -1,7 +1,7 @@
-"""Ray and the vLLM engines that all tests of a run share: each start of an engine takes a core some 12 s.
+"""Ray and the vLLM engines shared by all tests of a run: each start of an engine keeps a core busy for some 12 s.
 
-The first test that uses Ray starts it, and with it, at the same time, all engines that tests of this run ask for. Tests
-that use Ray come first, and Ray ends after the last of them: recipes have the machine for themselves.
+The first test with Ray starts Ray and, at the same time, all engines used by the tests of this run. Tests with Ray come
+first, and Ray ends after the last of them: recipes then have the whole machine.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rl_plugins.weights.check import PROBE, check_log_probs
 from rl_plugins.weights.source import ModuleWeightSource
 
 LORA_RANK = 5
-"""A rank that vLLM has no room of its own for."""
+"""A rank between the adapter sizes of vLLM."""
 WAITING = "test_reward_pool.py"
-"""The tests that wait most: engines that start beside them take nobody's time."""
+"""The tests with the longest waits. Engines can start beside these tests without delay for other tests."""
 
 
 def engine_configs(model: str) -> dict[str, VLLMConfig]:
-    """Settings of the resident engines, by the name of the fixture that hands the engine out."""
+    """Settings of the resident engines, by the name of the engine's fixture."""
     return {
         "float32_engine": VLLMConfig(model, max_model_len=256, transport="gloo", bucket_mb=1),
         "bfloat16_engine": VLLMConfig(model, max_model_len=256, dtype="bfloat16", sleep="all"),
@@ -43,10 +43,10 @@ def engine_configs(model: str) -> dict[str, VLLMConfig]:
 
 @dataclass
 class RunningRay:
-    """Ray, and the engines that have been started on it.
+    """Ray, and the started engines.
 
     Attributes:
-        engines: client of each engine, by the name of its fixture.
+        engines: client of each engine, by the name of the engine's fixture.
     """
 
     engines: dict[str, VLLMRollout]
@@ -54,9 +54,9 @@ class RunningRay:
 
 @pytest.fixture(scope="session")
 def running_ray(request: pytest.FixtureRequest) -> Iterator[RunningRay]:
-    """Ray on this machine, for all tests of a run, with two CPUs and, in name, four GPUs to give.
+    """Ray on this machine, for all tests of a run, with two CPUs and four GPUs. The GPUs need not exist.
 
-    A test may start actors and kill them. At its end nothing of it may hold a CPU or a GPU of Ray's.
+    A test may start actors and kill them. At the end of a test, none of its actors may hold a CPU or GPU of Ray.
     """
     ray.init(address="local", num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False)
     running = RunningRay({})
@@ -76,7 +76,7 @@ def _uses(item: pytest.Item, *fixtures: str) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that use Ray come first, and among them those that use no engine: they run while the engines start."""
+    """Put tests with Ray first, and start with the tests without an engine, because the engines start meanwhile."""
 
     def place(item: pytest.Item) -> tuple[bool, bool, bool]:
         return not _uses(item, "running_ray"), _uses(item, *engine_configs("")), item.path.name != WAITING
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """After the last test that uses Ray, Ray ends."""
+    """Stop Ray after the last test with Ray."""
     yield
     if _uses(item, "running_ray"):
         items = item.session.items
@@ -99,9 +99,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
 
 @pytest.fixture
 def float32_engine(running_ray: RunningRay, workplace: Path) -> Iterator[VLLMRollout]:
-    """The resident engine in float32, with the weights of `workplace`'s tiny policy as version 0; they come over gloo.
+    """The resident engine in float32 with gloo. The weights of `workplace`'s tiny policy are version 0.
 
-    A test may sample, submit groups, update the weights and hold the engine. It may not end the engine's process.
+    A test may sample, submit groups, update the weights and hold the engine. A test must not end the engine's process.
     """
     rollout, policy = connect(running_ray, "float32_engine"), load_policy(workplace)
     send_weights_once(rollout, policy, version=0)
@@ -112,11 +112,10 @@ def float32_engine(running_ray: RunningRay, workplace: Path) -> Iterator[VLLMRol
 
 @pytest.fixture
 def bfloat16_engine(running_ray: RunningRay, workplace: Path) -> Iterator[VLLMRollout]:
-    """The resident engine in bfloat16, with the weights of `workplace`'s tiny policy as version 0.
+    """The resident engine in bfloat16 with shared memory. The weights of `workplace`'s tiny policy are version 0.
 
-    They come through shared memory, and are given back when the engine sleeps. A test may sample, update the weights,
-    let the engine sleep, change what is in its memory, and kill who sends the weights. It may not end the engine's
-    process.
+    A sleeping engine releases its weights. A test may sample, update the weights, let the engine sleep, change its
+    memory, and kill the sender of the weights. A test must not end the engine's process.
     """
     rollout, policy = connect(running_ray, "bfloat16_engine"), load_policy(workplace)
     send_weights_once(rollout, policy, version=0)
@@ -127,9 +126,9 @@ def bfloat16_engine(running_ray: RunningRay, workplace: Path) -> Iterator[VLLMRo
 
 @pytest.fixture
 def adapter_engine(running_ray: RunningRay, workplace: Path) -> Iterator[VLLMRollout]:
-    """The resident engine that updates bring an adapter of rank `LORA_RANK` alone; it has one of zeros, as version 0.
+    """The resident engine with updates of an adapter of rank `LORA_RANK` alone. An adapter of zeros is version 0.
 
-    A test may sample, update the adapter and let the engine sleep. It may not end the engine's process.
+    A test may sample, update the adapter and let the engine sleep. A test must not end the engine's process.
     """
     rollout = connect(running_ray, "adapter_engine")
     policy = add_adapter(load_policy(workplace), LoraConfig(rank=LORA_RANK))
@@ -140,43 +139,43 @@ def adapter_engine(running_ray: RunningRay, workplace: Path) -> Iterator[VLLMRol
 
 
 def connect(running_ray: RunningRay, name: str) -> VLLMRollout:
-    """A new client of a resident engine, for which nothing of earlier clients is left but the weights."""
+    """A new client of a resident engine. The engine keeps the weights of earlier clients, and nothing else."""
     resident = running_ray.engines[name]
     rollout = VLLMRollout(resident.config, name=resident.name)
     rollout.connect(0, 1)
-    # A failed test may have left a step of its own.
+    # A failed test may have left its step function in the engine.
     inside(rollout, forget_own_step)
     return rollout
 
 
 def send_weights_once(rollout: VLLMRollout, policy: Any, version: int) -> None:
-    """A weight update after which the client has no source of weights, as before its first update."""
+    """Update the weights, and remove the client's source of weights: the client is as before its first update."""
     rollout.update_weights(ModuleWeightSource(policy), version)
     rollout._disconnect()
 
 
-# What tests ask of an engine --------------------------------------------------------------------------------------
+# Calls of tests to an engine --------------------------------------------------------------------------------------
 
 
 def inside(rollout: VLLMRollout, function: Callable[[Any], Any], engine: int = 0) -> Any:
-    """Call a function with an engine's actor, in its process."""
+    """Call a function with an engine's actor, in the process of the actor."""
     return ray.get(rollout._fleet.actors[engine].__ray_call__.remote(function), timeout=patient(60))
 
 
 def steps_taken(rollout: VLLMRollout) -> int:
-    """How many steps the engine has taken since it started."""
+    """Return the number of steps of the engine since its start."""
     return int(inside(rollout, lambda actor: actor._loop.steps))
 
 
 def hold_after(rollout: VLLMRollout, steps: int) -> int:
-    """Let the engine take so many more steps, and then none until `go_on` or the end of a weight update.
+    """Let the engine take this number of steps, and then none until `go_on` or the end of a weight update.
 
     Args:
-        rollout: its client.
-        steps: how many; an engine that is held goes on for them.
+        rollout: client of the engine.
+        steps: number of steps. A held engine goes on for these steps.
 
     Returns:
-        What `steps_taken` will be.
+        Value of `steps_taken` after these steps.
     """
 
     def count_steps(actor: Any) -> int:
@@ -185,7 +184,7 @@ def hold_after(rollout: VLLMRollout, steps: int) -> int:
 
         def counted() -> Any:
             outputs = step(engine)
-            # `go_on` may have removed the step while this call ran: then nothing is to be held.
+            # `go_on` may have removed the step while this call ran: then the engine goes on.
             if next(numbers) == steps and vars(engine).pop("step", None) is not None:
                 loop.hold()
             return outputs
@@ -199,18 +198,18 @@ def hold_after(rollout: VLLMRollout, steps: int) -> int:
 
 
 def go_on(rollout: VLLMRollout) -> None:
-    """Let an engine take steps without an end, whatever `hold_after` said."""
+    """Let an engine take steps without an end, also after `hold_after`."""
     inside(rollout, forget_own_step)
     _release(rollout)
 
 
 def forget_own_step(actor: Any) -> None:
-    """Take away the step that a test has given to vLLM's engine."""
+    """Remove a test's step function from vLLM's engine."""
     vars(actor._llm.llm_engine).pop("step", None)
 
 
 def _release(rollout: VLLMRollout) -> None:
-    # The public end of a hold names the version of the weights, here the one that they have.
+    # The public end of a hold names the version of the weights, here the present version.
     version = inside(rollout, lambda actor: int(actor._llm.get_weight_version()))
     ray.get(rollout._fleet.actors[0].set_policy_version.remote(version), timeout=patient(60))
 
@@ -219,15 +218,15 @@ def _release(rollout: VLLMRollout) -> None:
 
 
 def load_policy(workplace: Path) -> Any:
-    """The tiny policy, with the weights that engines start with."""
-    # Collecting the tests does not wait for the seconds of this import.
+    """The tiny policy, with the weights of a new engine."""
+    # This import takes seconds, and the collection of tests does not wait for the import.
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(workplace / "tiny")
 
 
 def change(policy: Any, seed: int) -> None:
-    """Change all weights, so that log-probs differ by more than any engine's rounding."""
+    """Change all weights: the log-probs then differ by more than the rounding of any engine."""
     before, generator = log_probs_of(policy, PROBE), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -236,7 +235,7 @@ def change(policy: Any, seed: int) -> None:
 
 
 def log_probs_of(policy: Any, tokens: list[int]) -> list[float]:
-    """Log-probs of tokens after the first, as the policy itself computes them."""
+    """Return the log-probs of all tokens after the first, computed by the policy."""
     ids = torch.tensor([tokens])
     with torch.no_grad():
         logits: torch.Tensor = policy(input_ids=ids).logits[0, :-1]

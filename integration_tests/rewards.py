@@ -1,4 +1,4 @@
-"""Rewards that the integration tests name by `_target_`."""
+"""Rewards for the integration tests, named by `_target_`."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ def short_and_even(solution_str: str) -> dict[str, float]:
 
 
 def asks_back(solution_str: str, messages: list[dict[str, str]], turns_left: int) -> float | str:
-    """Some of the responses are not the last ones."""
+    """Reply to some responses; the other responses are the last ones."""
     if turns_left and len(solution_str) % 3:
         return "so?"
     return shortness(" ".join(message["content"] for message in messages if message["role"] == "assistant"))
 
 
 def without_ray(solution_str: str) -> float:
-    """Fails in a process that has Ray or vLLM."""
+    """Fail in a process with Ray or vLLM."""
     loaded = {"ray", "vllm", "deepspeed"} & set(sys.modules)
     assert not loaded, f"{loaded} in a run of one process"
     return shortness(solution_str)
 
 
 def inspected(solution_str: str) -> float:
-    """Stops in the debugger."""
+    """Stop in the debugger."""
     breakpoint()
     return shortness(solution_str)
 
 
 def paced(solution_str: str, pace: str) -> float:
-    """Waits where the process has scored as many samples as the file `pace` allows; see `pace.Pace`."""
+    """Wait after the number of samples in the file `pace`; see `pace.Pace`."""
     _SCORED[pace] += 1
     number, file = _SCORED[pace], Path(pace)
     if number > _allowed(file):
@@ -63,5 +63,5 @@ def _allowed(file: Path) -> float:
 
 
 def visible_gpus(solution_str: str) -> float:
-    """The number of the GPU that this process sees; -1 if it sees none. Without the variable it would see all."""
+    """Return the number of the GPU visible to this process; -1 for none. Without the variable, all GPUs are visible."""
     return float(os.environ["CUDA_VISIBLE_DEVICES"] or -1)

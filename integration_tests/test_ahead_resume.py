@@ -1,4 +1,4 @@
-"""A run that samples ahead is killed and resumed: each prompt is trained on once, in the step it was drawn for."""
+"""A run that samples ahead is killed and resumed: each prompt is trained on once, in its own step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMON = (
 def test_resumed_run_that_samples_ahead_trains_on_each_group_once(
     start_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    # Each of two workers has a process for its half of the rewards, which cannot score the last steps.
+    # Each of two workers has a process for its half of the rewards. This process cannot score the last steps.
     pace = Pace(tmp_path / "pace", samples=PROMPTS * SAMPLES // 2)
     pace.allow(10)
     run = start_recipe("grpo", "ahead", *COMMON, *pace.overrides)
@@ -41,7 +41,7 @@ def test_resumed_run_that_samples_ahead_trains_on_each_group_once(
     resumed = start_recipe("grpo", "ahead", *COMMON, *pace.overrides, "run.resume=true")
     assert resumed.wait() == 0, resumed.tail()
     line = (resumed.run / "resumes.txt").read_text()
-    # Two steps' worth for each of two workers.
+    # Groups for two steps, for each of two workers.
     assert f"{2 * PROMPTS // 2} groups of each worker's queue, " in line
 
     slots: dict[int, set[int]] = {}
@@ -54,7 +54,7 @@ def test_resumed_run_that_samples_ahead_trains_on_each_group_once(
             numbers += groups
             slots.setdefault(step, set()).update(number // 2**32 for number in groups)
     assert len(numbers) == len(set(numbers)) == STEPS * PROMPTS
-    # The data has more rows than that: no row came twice.
+    # The data has more rows: no row came twice.
     assert len({row_of(number) for number in numbers}) == STEPS * PROMPTS
     assert slots == {step: {step - 1} for step in slots}
 

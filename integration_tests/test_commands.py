@@ -38,7 +38,7 @@ main()
 def run(
     folder: Path, *arguments: object, code: str | None = None, new_interpreter: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `rl-plugins` with arguments, or code in its place."""
+    """Run `rl-plugins` with arguments, or run code instead."""
     command = [sys.executable, *(("-m", "rl_plugins") if code is None else ("-c", code)), *map(str, arguments)]
     env = {**os.environ, **environment}
     if new_interpreter:
@@ -52,7 +52,7 @@ def test_generate_with_vllm_resumes_after_kill(workplace: Path, tmp_path: Path) 
         "generate", workplace / "tiny", "--data", workplace / "data" / "test.parquet", "--samples", 8,
         "--max-tokens", 64, "--save-every", 8,
     )  # fmt: skip
-    # What libraries say at their start is silenced before they are imported.
+    # Start messages of libraries are silenced before the import.
     whole = run(tmp_path, *options, "--output", "whole.parquet", new_interpreter=True)
     assert whole.returncode == 0, whole.stderr
     assert whole.stderr == "" and "part 8 of 8" in whole.stdout

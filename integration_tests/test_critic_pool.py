@@ -1,4 +1,4 @@
-"""A critic on a pool of its own learns what one in the training workers learns, and is never lost without a word."""
+"""A critic on a pool learns the same as a critic in the training workers, and a lost critic is always reported."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ def assert_alike(metrics: list[dict[str, float]], expected: list[dict[str, float
     for row, other in zip(metrics, expected, strict=True):
         learnt = {name for name in other if name.startswith("train/")}
         assert {"train/critic/loss", "train/critic/lr", "train/critic/gradient_norm"} < learnt
-        # Norms are in float32, and which samples share a prompt's pass depends on how rows are cut.
+        # Norms are in float32, and the division of rows decides which samples share a prompt's pass.
         assert {name: row[name] for name in learnt} == pytest.approx({name: other[name] for name in learnt}, rel=1e-5)
         assert row["time/update_critic"] > 0
 
 
 def assert_same(weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
     for name, weight in weights.items():
-        # A step is as large as the rate, 0.01; Adam makes much of how gradients that are almost 0 are rounded.
+        # A step is as large as the rate, 0.01. Adam amplifies the rounding of gradients near 0.
         torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-4)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run has become: its folder, the metrics of each step, and the weights of the policy."""
+    """Result of a run: its folder, the metrics of each step, and the weights of the policy."""
 
     run: Path
     metrics: list[dict[str, float]]
@@ -95,7 +95,7 @@ def trained_in_the_workers(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.fixture(scope="module")
 def one_process() -> CriticPool:
-    """A pool that tests load a critic into."""
+    """Pool for the critics of the tests."""
     return pool(1)
 
 
@@ -136,7 +136,7 @@ def test_critic_process_that_hangs_or_dies_ends_the_run(tmp_path: Path) -> None:
     process.kill()
     with pytest.raises(CriticLost, match=r"rank 0: the pool critic failed to .*\. The updates .* are lost"):
         train(tmp_path, critic)
-    # No process of the pool outlives the rank that has the pool.
+    # No process of the pool outlives its rank.
     name = critic.config.label(0)
     del critic
     gc.collect()

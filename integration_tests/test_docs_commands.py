@@ -1,7 +1,7 @@
-"""The shell blocks of the pages, typed as they stand, in a folder where a reader has what they name.
+"""The shell blocks of the pages, typed without change, in a folder with all files and models named by the pages.
 
-Recipes get further options behind their own, so that they are small and run in one process. What is left out, and
-why, is in `LEFT_OUT`.
+Recipes get further options after their options: the runs are small, in one process. `LEFT_OUT` names the commands left
+out, with the reasons.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.extended
 
 RECIPES = "rl_plugins.recipes."
 ITS_OWN = "model.path=MODEL 'data.train_files=[train.parquet]'"
-"""What stands for the options of a reader's own."""
+"""Replacements of a reader's options."""
 PAGES = (
     "docs/callbacks.md", "docs/commands.md", "docs/data.md", "docs/environments.md", "docs/existing_project.md",
     "docs/mlflow.md", "docs/own_algorithm.md", "docs/planning.md", "docs/recipes.md", "docs/rewards.md",
@@ -60,7 +60,7 @@ STAGES = [
 ]  # fmt: skip
 
 
-# What pages begin with: typed once, for all of them.
+# First commands of the pages: typed once, for all pages.
 TYPED_BEFORE = ("rl-plugins prepare gsm8k --input raw/gsm8k --output data/gsm8k",)
 # Sampling by vLLM takes seconds to start: once by each command.
 WITH_VLLM = (
@@ -77,7 +77,7 @@ OF_A_SHELL = {"|", "||", "&&", ";", "&", ">", ">>", "<"}
 
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files and models with the names that the pages use."""
+    """Files and models with the names from the pages."""
     folder = tmp_path_factory.mktemp("reader")
     save_tiny_policy(folder / "MODEL", max_position_embeddings=4096)
     shutil.copytree(folder / "MODEL", folder / "Qwen" / "Qwen2.5-0.5B-Instruct")
@@ -134,7 +134,7 @@ def _type(folder: Path, line: str, keep: tuple[str, ...] = ()) -> None:
     elif recipe is not None:
         words += [option for option in SMALL if option.partition("=")[0] not in keep]
         if (folder / "outputs" / recipe).exists() and not any(word.startswith("run.name=") for word in words):
-            # A page has the same recipe twice; a reader is told to give the second a name.
+            # A page has the same recipe twice, and tells the reader to name the second run.
             words.append(f"run.name={recipe}{len(list(folder.glob('outputs/*')))}")
     elif words[:2] in (["rl-plugins", "generate"], ["rl-plugins", "evaluate"]):
         words += ["--max-tokens", "16", *(() if " ".join(line.split()) in WITH_VLLM else ("--engine", "transformers"))]

@@ -1,4 +1,4 @@
-"""A team's own Lightning project without and with RL: both examples train, and differ in few lines."""
+"""A team's Lightning project without and with RL: both examples train, and differ in few lines."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MOST_ADDED_LINES = 15
 
 
 def added_lines(before: Path, after: Path) -> list[str]:
-    """Lines of `after` that `before` lacks; a changed line counts as added."""
+    """Return the lines of `after` missing in `before`; a changed line counts as added."""
     compared = difflib.unified_diff(before.read_text().splitlines(), after.read_text().splitlines(), n=0)
     return [line for line in compared if line.startswith("+") and not line.startswith("+++")]
 
 
 def run_project(project: Path, folder: Path, name: str, **options: object) -> Path:
-    """Run the project's script as its team would; returns the folder with its results."""
+    """Run the project's script as the team does; return the folder with the results."""
     output = folder / name
     files = {"train_file": folder / "train.parquet", "val_file": folder / "test.parquet", "output": output}
     command = [sys.executable, str(project / "train.py")]
     command += [f"{key}={value}" for key, value in {**files, **options}.items()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "RAY_ADDRESS": "local"}
-    # The project does not know that DeepSpeed wants to be told of the CPU.
+    # The project does not set the accelerator of DeepSpeed to CPU.
     environment.pop("DS_ACCELERATOR", None)
     outcome = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=patient(420))
     assert outcome.returncode == 0, (outcome.stdout + outcome.stderr)[-8000:]
@@ -44,7 +44,7 @@ def run_project(project: Path, folder: Path, name: str, **options: object) -> Pa
 
 
 def logged(output: Path) -> dict[str, list[float]]:
-    """The columns of the project's CSV log, in the order of their rows."""
+    """Return the columns of the project's CSV log, in the order of the rows."""
     columns: dict[str, list[float]] = {}
     with (output / "logs" / "version_0" / "metrics.csv").open() as file:
         for row in csv.DictReader(file):
@@ -55,14 +55,14 @@ def logged(output: Path) -> dict[str, list[float]]:
 
 
 def largest_change(before: Path, after: Path) -> float:
-    """Largest change of a weight between two model folders that hold the same tensors."""
+    """Return the largest change of a weight between two model folders with the same tensors."""
     old, new = load_file(before / "model.safetensors"), load_file(after / "model.safetensors")
     assert old.keys() == new.keys()
     return max(float((new[name] - old[name]).abs().max()) for name in old)
 
 
 def assert_kept(metrics: Mapping[str, list[float]], output: Path, *, steps: int, lr: float) -> None:
-    """The project's callback, its schedule for both parameter groups, and its checkpoints are at work."""
+    """Check the project's callback, its schedule for both parameter groups, and its checkpoints."""
     assert len(metrics["seconds_per_step"]) == steps
     assert min(metrics["seconds_per_step"]) > 0
     for group in ("matrices", "vectors"):
@@ -116,6 +116,6 @@ def test_project_with_rl_trains(folder: Path, fine_tuned: Path) -> None:
     assert len(metrics["val/reward"]) == 3  # Lightning's check before training, and two validations
     assert metrics["train/reward_raised"] == [0.0] * steps
     assert min(metrics["train/gradient_norm"]) > 0
-    # What the engine sampled from is what is trained: the weights arrived after every step.
+    # The engine sampled from the trained weights: the weights arrived after every step.
     assert max(metrics["train/rollout_gap_max"]) < 1e-3
     assert largest_change(fine_tuned / "model", output / "model") > lr / 10

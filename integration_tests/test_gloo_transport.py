@@ -1,4 +1,4 @@
-"""Weights over gloo into the resident vLLM engine in float32, as if it were on another machine."""
+"""Weights over gloo into the resident vLLM engine in float32, as to an engine on another machine."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from rl_plugins.run_folder import read_metrics
 
 pytestmark = pytest.mark.extended
 
-# The engine samples each response with a seed of its own, which does not depend on the rank that asks.
+# The engine samples each response with the seed of the response, independent of the asking rank.
 COMMON = (
     "rollout.engine=transformers",
     "run.steps=2",
-    # Long enough for some to end early.
+    # Long enough for some responses to end early.
     "sampling.max_tokens=20",
     "run.eval_every=0",
     "run.eval_before=false",
@@ -61,7 +61,7 @@ def test_update_is_equal_for_workers_zero_stages_and_micro_batches(
         series = read_metrics(run / "metrics.jsonl")
         for name in SAME:
             assert series[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (run.name, name)
-        # Adam's first steps are signs: where a gradient is next to nothing, rounding decides.
+        # Adam's first steps are signs: for a gradient near 0, rounding decides.
         difference = vector(run / "policy") - before - update
         assert difference.norm() < 1e-3 * update.norm(), run.name
         assert difference.abs().median() < 1e-4 * update.abs().median(), run.name

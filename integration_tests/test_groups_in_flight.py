@@ -1,6 +1,6 @@
 """Groups of the resident vLLM engine in float32: weights change in flight, groups are collected, fetched and dropped.
 
-Where a group must be unfinished, the engine is held: how fast it samples changes nothing.
+Tests of unfinished groups hold the engine: the speed of sampling changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rl_plugins.weights.source import ModuleWeightSource
 
 LONG = SamplingConfig(num_samples=2, max_tokens=200)
 SHORT = SamplingConfig(num_samples=2, max_tokens=3)
-# More than a short group takes, and fewer than a long one does.
+# More than the tokens of a short group, and fewer than the tokens of a long group.
 STEPS = 20
 
 
@@ -29,12 +29,12 @@ def requests(*tickets: int, max_tokens: int | None = None) -> list[GroupRequest]
 
 
 def unfinished(rollout: VLLMRollout) -> int:
-    """Groups that the engine has and has not finished."""
+    """Return the unfinished groups of the engine."""
     return int(inside(rollout, lambda actor: len(actor._loop._running)))
 
 
 def collected(rollout: VLLMRollout, required: list[int], count: int) -> dict[int, Generations]:
-    """Finished groups, with their responses."""
+    """Return the finished groups, with their responses."""
     held = rollout.collect(required, count)
     fetched = rollout.fetch(list(held.values()))
     return {ticket: one for ticket, one in zip(held, fetched, strict=True) if one is not None}
@@ -62,7 +62,7 @@ def test_update_weights_in_flight_gives_each_token_the_version_of_the_weights(
         for response, log_probs, versions in zip(
             group.responses(), group.response_log_probs(), group.response_versions(), strict=True
         ):
-            # A response that has ended before the update is of the old weights alone.
+            # A response finished before the update has tokens of the old weights alone.
             assert versions == ([3] * STEPS + [4] * len(versions))[: len(versions)]
             mixed += [(request.prompt, response, log_probs, versions)] if len(set(versions)) == 2 else []
             # The new weights read the old tokens, too: the KV cache was computed again.
@@ -104,7 +104,7 @@ def test_groups_have_the_responses_of_generate(float32_engine: VLLMRollout) -> N
 def test_fetch_returns_collected_groups_once_and_no_dropped_group(float32_engine: VLLMRollout) -> None:
     float32_engine.submit(requests(25, 26, 27), SHORT)
     held = float32_engine.collect([25, 26, 27], 3)
-    # A rank hands on to another rank no more than the lengths of groups and where the groups are.
+    # A rank sends to another rank only the lengths and the places of groups.
     assert len(pickle.dumps(list(held.values()))) < 1000
     float32_engine.drop([27])
     asked = [held[27], held[26], held[25]]
@@ -114,7 +114,7 @@ def test_fetch_returns_collected_groups_once_and_no_dropped_group(float32_engine
     apart = [float32_engine.generate([one.prompt], SHORT, [one.seed]) for one in requests(25, 26)]
     assert [first.responses(), second.responses()] == [one.responses() for one in apart]
     assert float32_engine.fetch(asked) == [None, None, None]
-    # Generations in this process are returned as they are.
+    # Generations in this process are returned without a copy.
     assert float32_engine.fetch([first]) == [first]
 
 
@@ -142,7 +142,7 @@ def test_collect_of_nothing_does_not_wait_for_unfinished_groups(float32_engine: 
     hold_after(float32_engine, STEPS)
     float32_engine.submit([*requests(40, max_tokens=3), *requests(41)], LONG)
     assert list(float32_engine.collect([40], 1)) == [40]
-    # A call that waited would wait for ever: the engine is held.
+    # A waiting call would never return: the engine is held.
     assert float32_engine.collect([], 0) == {}
     go_on(float32_engine)
     assert list(float32_engine.collect([41], 1)) == [41]

@@ -25,7 +25,7 @@ from rl_plugins.run_folder import read_metrics
 from rl_plugins.tests.patience import patient
 
 STEPS = 4
-# Prompts that begin alike for more than one block of the KV cache: the prefix cache has something to keep.
+# Prompts with the same beginning, longer than one block of the KV cache: the prefix cache keeps this block.
 PREAMBLE = "You add two numbers, and you say nothing but their sum. " * 3
 
 PHASES = ("offload", "rollout", "reload", "reward", "balance", "old_log_probs", "ref_log_probs", "advantages")
@@ -42,7 +42,7 @@ METRICS = {
     *("idle/trainer", "idle/engine", "rollout/engines", "rollout/engines_lost"),
 }
 VALIDATION = {"val/reward", *(f"val/addition/mean_at_1{end}" for end in ("", "_low", "_high"))}
-# Where a validation comes between, it is the validation that brings the engine the new weights.
+# In a step with a validation, the validation updates the weights of the engine.
 SOMETIMES = {"time/update_weights", "memory/update_weights"}
 
 
@@ -76,7 +76,7 @@ def series(recipe: Recipe) -> dict[str, dict[int, float]]:
 def test_every_metric_is_there_on_every_step(series: dict[str, dict[int, float]]) -> None:
     of_validation = {f"val/{kind}/{phase}" for kind in ("time", "memory") for phase in VALIDATION_PHASES}
     of_validation |= {f"val/{name}" for name in ENGINE_MEMORY}
-    # The machine's own come after its first five seconds: on a fast one, after the run.
+    # Metrics of the machine come after the first five seconds: on a fast machine, after the run.
     of_stage = {name for name in series if not name.startswith("system/node_0/")}
     assert of_stage == METRICS | SOMETIMES | VALIDATION | of_validation
     for name in METRICS:
@@ -87,7 +87,7 @@ def test_every_metric_is_there_on_every_step(series: dict[str, dict[int, float]]
     assert set(series["train/lr"].values()) == {2e-3}
     assert all(0 < memory < 24 for name in METRICS if name.startswith("memory/") for memory in series[name].values())
     awake, asleep = (series[name] for name in ENGINE_MEMORY)
-    # The whole KV cache of 1 GiB is never there: a few of its blocks are in use, and go.
+    # The whole KV cache of 1 GiB is never in memory: a few of its blocks are in use, and are released.
     assert all(0.1 < asleep[step] < awake[step] < asleep[step] + 0.5 for step in awake)
     phases = {name: values for name, values in series.items() if name.startswith("time/") and name != "time/step"}
     in_phases = {step: sum(values.get(step, 0) for values in phases.values()) for step in range(1, STEPS + 1)}
@@ -95,12 +95,12 @@ def test_every_metric_is_there_on_every_step(series: dict[str, dict[int, float]]
         # Phases do not overlap.
         assert in_phases[step] <= whole
         assert series["samples_per_s"][step] == pytest.approx(32 / whole)
-    # Little happens outside of them. One step of a busy machine may be interrupted between two phases.
+    # The phases contain nearly all of the time. A busy machine may interrupt one step between two phases.
     assert sum(in_phases.values()) > 0.7 * sum(series["time/step"].values())
 
 
 def test_rollout_engine_samples_with_the_trained_weights(series: dict[str, dict[int, float]]) -> None:
-    # The policy is far from its beginning: with old weights, or prefixes cached under them, the gap would show it.
+    # The policy is far from its start: old weights, or prefixes cached with old weights, would show in the gap.
     assert all(series["train/kl"][step] > 0.01 for step in range(2, STEPS + 1))
     assert max(series["train/rollout_gap_max"].values()) < 1e-4
 
@@ -164,7 +164,7 @@ def test_output_has_lines_of_the_run_only(recipe: Recipe) -> None:
     assert "stack: 4 RL steps of 8 prompts x 4 samples = 32 samples, 16 on each of 2 workers" in log
     metrics = "reward \\S+, kl \\S+, val \\S+, loss \\S+, ppo_kl \\S+, trainer idle \\S+, engine idle \\S+"
     assert re.search(rf"stack: step 4 of 4, {metrics}, \S+ s/step", log)
-    # Ray says which worker has printed a line.
+    # Ray prints the worker's name before each line.
     ours = re.compile(r"(\(RayTrainWorker pid=\d+\) )?stack: ")
     other = [line for line in log.splitlines() if line and not ours.match(line)]
     assert not other, "\n".join(other)

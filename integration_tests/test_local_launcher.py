@@ -31,7 +31,7 @@ WITHOUT_RAY = "reward.functions.default={_target_: integration_tests.rewards.wit
 
 
 def test_local_launcher_trains_resumes_and_exports(start_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
-    """The first run is in a new interpreter, as a user starts it; its threads are as many as those of the second."""
+    """The first run is in a new interpreter, as a user starts it, and has as many threads as the second run."""
     whole = start_recipe("grpo", "whole", *LOCAL, WITHOUT_RAY, "run.steps=3", new_interpreter=True, OMP_NUM_THREADS="1")
     assert whole.wait() == 0, whole.tail()
     series = read_metrics(whole.run / "metrics.jsonl")
@@ -39,7 +39,7 @@ def test_local_launcher_trains_resumes_and_exports(start_recipe: Callable[..., R
     assert max(series["train/rollout_gap_max"].values()) < 1e-4
     assert not any(word in whole.tail() for word in ("Warning", "WARNING", "Traceback")), whole.tail()
 
-    # What a killed run leaves behind: the checkpoint of step 2 and no later one.
+    # State after a killed run: the checkpoint of step 2 and no later one.
     broken = whole.run.with_name("broken")
     shutil.copytree(whole.run, broken)
     shutil.rmtree(broken / "checkpoint_00000003")

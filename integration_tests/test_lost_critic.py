@@ -1,4 +1,4 @@
-"""A run that loses a process of its critic's pool goes on from the last checkpoint, and loses nothing."""
+"""A run that loses a process of the critic's pool goes on from the last checkpoint, without loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def start(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def whole(start: Callable[..., Recipe]) -> Recipe:
-    """A run with a critic's pool of two processes, from its first step to its last."""
+    """Run with a critic's pool of two processes, after the last step."""
     run = start("ppo", "whole", *COMMON, *POOL)
     assert run.wait() == 0, run.tail()
     assert "whole: critic               2   0.5     0  PACK" in run.tail(1_000_000)
@@ -50,7 +50,7 @@ def test_critic_pool_learns_the_same_as_a_critic_in_the_ranks(start: Callable[..
 def test_run_that_loses_a_critic_process_goes_on_from_the_last_checkpoint(
     start: Callable[..., Recipe], whole: Recipe, tmp_path: Path
 ) -> None:
-    # Each of two ranks has its half of the samples scored in one process.
+    # Each of two ranks has a process, which scores the rank's half of the samples.
     pace = Pace(tmp_path / "pace", samples=16)
     pace.allow(3)
     broken = start("ppo", "broken", *COMMON, *POOL, "placement.max_restarts=1", *pace.overrides)

@@ -1,4 +1,4 @@
-"""A rollout engine is killed or hangs in the middle of a run: other engines do its work, and it is replaced."""
+"""A rollout engine dies or hangs in the middle of a run: other engines do the work, and Ray replaces the engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def wait_for_engine_counts(run: Recipe, *counts: int) -> None:
 
 
 def assert_stops(run: Recipe, *, engines_lost: int) -> None:
-    """The run ends when it is asked to; each step was taken once, and no sample was lost."""
+    """Check that the run ended on request, took each step once, and lost no sample."""
     (run.run / "stop").touch()
     assert run.wait() == 75, run.tail()
     rows = run.trained()
@@ -49,11 +49,11 @@ def assert_stops(run: Recipe, *, engines_lost: int) -> None:
 def test_killed_engine_and_then_hung_engine_are_replaced_while_the_other_works(
     start_recipe: Callable[..., Recipe],
 ) -> None:
-    """An engine hangs when it says nothing for `stall_timeout_s`; a working engine is never silent for so long."""
+    """An engine hangs if it sends nothing for `stall_timeout_s`; a working engine is never silent for so long."""
     run = start_recipe("grpo", "lost", *COMMON, f"rollout.stall_timeout_s={patient(10)}")
     run.wait_for_step(3)
     run.processes("VLLMActor")[0].kill()
-    # The other engine has the work of the steps to itself at once, and not for ever.
+    # The other engine gets all the work of the steps at once, until the lost engine is back.
     wait_for_engine_counts(run, 2, 1, 2)
     run.processes("VLLMActor")[0].send_signal(signal.SIGSTOP)
     wait_for_engine_counts(run, 2, 1, 2, 1, 2)

@@ -1,6 +1,6 @@
-"""Live vLLM engines of which processes end or hang: weight updates and samples say so, and the engines come back.
+"""Live vLLM engines with processes that end or hang: weight updates and samples report this, and the engines return.
 
-Two engines with gloo, as if they were on other machines, then one engine of two processes.
+The tests use two engines with gloo, as on other machines, and then one engine of two processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHORT = SamplingConfig(num_samples=2, max_tokens=3)
 
 
 class Source(ModuleWeightSource):
-    """A policy's weights; when half of them are on their way, something happens, if there is something to happen."""
+    """Weights of a policy; an optional function runs after half of the weights."""
 
     happens: Callable[[], None] | None = None
 
@@ -53,7 +53,7 @@ def policy(workplace: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def engines(running_ray: Any, workplace: Path) -> Iterator[VLLMRollout]:
-    """Two engines, whose processes tests may end; Ray starts others in their places."""
+    """Two engines. Tests may end the processes, and Ray starts new engines."""
     config = VLLMConfig(str(workplace / "tiny"), max_model_len=64, transport="gloo", bucket_mb=1)
     rollout = VLLMRollout(config, num_engines=2)
     rollout.start()
@@ -63,7 +63,7 @@ def engines(running_ray: Any, workplace: Path) -> Iterator[VLLMRollout]:
 
 @pytest.fixture(scope="module")
 def tensor_parallel_engines(running_ray: Any, workplace: Path) -> Iterator[dict[str, VLLMRollout]]:
-    """An engine of two processes for each transport; tests may end its processes."""
+    """An engine of two processes for each transport. Tests may end the processes."""
     config = VLLMConfig(str(workplace / "tiny"), max_model_len=64, tensor_parallel_size=2, bucket_mb=1)
     rollouts = {
         "gloo": VLLMRollout(replace(config, transport="gloo")),
@@ -78,7 +78,7 @@ def tensor_parallel_engines(running_ray: Any, workplace: Path) -> Iterator[dict[
 
 @pytest.fixture
 def connect(engines: VLLMRollout) -> Iterator[Callable[..., VLLMRollout]]:
-    """Makes clients of both engines, or of the first. The engines are up, and have forgotten earlier clients."""
+    """Make clients of both engines, or of the first engine. The engines run, without earlier clients."""
     clients: list[VLLMRollout] = []
 
     def connect(num_engines: int = 2, stall_timeout_s: float = patient(60)) -> VLLMRollout:
@@ -117,10 +117,10 @@ def kill_and_wait_until_ray_has_started_another(rollout: VLLMRollout, engine: in
 
 
 def update_until_both_have(policy: Any, rollout: VLLMRollout) -> None:
-    """Update until the engine that is on its way back has got the weights, too."""
+    """Update until the returning engine has the weights, too."""
 
     def updated() -> bool:
-        # Updates that nobody needs would take the time of the engine that starts.
+        # Superfluous updates would slow down the starting engine.
         ray.wait(list(rollout._fleet.returning.values()), timeout=2)
         rollout.update_weights(ModuleWeightSource(policy), 3)
         return rollout.num_living == 2
@@ -144,7 +144,7 @@ def test_update_weights_over_gloo_gives_both_engines_the_weights(
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize(
     ("what", "stall_timeout_s"),
-    # Nothing but its deadline ends the wait for a process that hangs; the end of a process is noticed without one.
+    # Only the deadline ends the wait for a hanging process; the end of a process is noticed at once.
     [(signal.SIGKILL, patient(200)), (signal.SIGSTOP, STALL_S)],
     ids=["dies", "hangs"],
 )
@@ -179,7 +179,7 @@ def test_engine_that_ray_has_restarted_is_lost_in_generate_and_in_update_weights
     rollout = connect()
     rollout.update_weights(ModuleWeightSource(policy), 1)
     kill_and_wait_until_ray_has_started_another(rollout, 0)
-    # The new process has the weights that engines start with, and must not sample from them.
+    # The new process has the weights of a new engine, and must not sample from these weights.
     with pytest.raises(EngineLost):
         rollout.generate([[5, 6], [7, 8]], SamplingConfig(max_tokens=4), [1, 2])
     assert rollout.drop_lost_engines() == 1
@@ -204,7 +204,7 @@ def test_fetch_returns_none_for_groups_of_a_lost_engine_and_submit_samples_again
     before.wait(patient(60))
     assert rollout.fetch(held) == [None]
     assert rollout.drop_lost_engines() == 1
-    # The engine is on its way back, and is not asked.
+    # The returning engine gets no requests.
     assert rollout.fetch(held) == [None]
     rollout.update_weights(ModuleWeightSource(policy), 9)
     # The new process has never had the groups.

@@ -1,4 +1,4 @@
-"""Recipes on several machines: where roles are placed, and what happens when a machine or a process is lost."""
+"""Recipes on several machines: the places of roles, and the loss of a machine or a process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = (
 )  # fmt: skip
 SAMPLES = 16
 WITHOUT_VLLM = "rollout.engine=transformers"
-# In the project alone, which every node has to unpack, although here they share a host and with it the folder for that.
+# A folder in the project alone: every node unpacks the project, but here all nodes share a host and its folders.
 REWARD = """
 import os
 
@@ -80,7 +80,7 @@ def test_model_pools_have_machines_of_their_own_and_replace_killed_actors(
     series = read_metrics(run.run / "metrics.jsonl")
     assert list(series["train/loss"]) == [1, 2, 3]
     assert series["pool/teacher_restarts"][3] == 1 and series["pool/reference_restarts"][3] == 0
-    # The teacher is the policy's start: what the policy has learned is its distance from there.
+    # The teacher is the policy's start: its distance from the policy is the policy's progress.
     assert series["train/kl"][1] == pytest.approx(0, abs=1e-4) and {"time/teacher_log_probs"} <= series.keys()
     said = run.tail(1_000_000)
     for row in ("training workers     2     1     0  STRICT_PACK", "teacher              2     1     0  PACK"):
@@ -114,14 +114,14 @@ def test_submitted_job_has_workers_and_engines_on_three_machines(
     pace.wait(job)
     trainers, engines = cluster.places_of("RayTrainWorker"), cluster.places_of("VLLMActor")
     assert len(trainers) == 4 and len(engines) == 2 and len({*trainers, *engines}) == 3
-    # A machine of two CPUs has two of them.
+    # A machine of two CPUs has two of the workers.
     assert all([*trainers, *engines].count(node) == 2 for node in {*trainers, *engines})
     pace.allow_all()
     assert job.wait() == 0, job.tail()
     series = read_metrics(job.run / "metrics.jsonl")
     assert list(series["train/loss"]) == [1, 2, 3, 4]
     assert max(series["train/rollout_gap_max"].values()) < 1e-4
-    # The reference is asked under ZeRO-3, too, where models are in shards; the policy moves away from it.
+    # The reference answers under ZeRO-3, too, with sharded models; the policy moves away from the reference.
     assert series["train/kl"][1] == pytest.approx(0, abs=1e-4) and series["train/kl"][4] > 1e-4
     assert "job: rollout engines      2     1     0  PACK" in log.read_text()
 
@@ -133,19 +133,19 @@ def test_run_moves_from_a_machine_that_is_announced_to_be_lost(
     pace = pace_of(tmp_path, workers=2)
     pace.allow(2)
     run = start(
-        # It would save at its end alone.
+        # The run saves at its end alone.
         "grpo", "moved", *SMALL, "run.checkpoint_every=100000", "run.steps=100000", WITHOUT_VLLM, *pace.overrides,
         "placement.strategy=STRICT_SPREAD", RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S="0.5",
     )  # fmt: skip
     pace.wait(run)
     leaving = cluster.places_of("RayTrainWorker")[0]
     cluster.announce_loss(leaving, in_s=100000)
-    # Workers ask after every step, until the notice has come to them.
+    # Workers ask for the notice after every step, until the notice arrives.
     pace.allow_all()
     run.wait_for_words(f"moved: Ray is about to lose {leaving}: saving")
     run.wait_until(lambda: RunFolder(run.run).latest_checkpoint() is not None, "the checkpoint")
     cluster.kill(leaving)
-    # Not from its beginning: from the step at which the notice came.
+    # Not from the first step: from the step of the notice.
     run.wait_for_words("resumed from checkpoint_")
     places = cluster.places_of("RayTrainWorker")
     assert len(set(places)) == 2 and leaving not in places
@@ -162,14 +162,14 @@ def test_run_outlives_a_killed_machine_and_ends_when_too_few_are_left(
     pace.allow(2)
     run = start(
         "grpo", "lost", *SMALL, "run.steps=100000", WITHOUT_VLLM, *pace.overrides, "placement.max_restarts=2",
-        # In place of a minute.
+        # The default is a minute.
         "placement.strategy=STRICT_SPREAD", RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(patient(8)),
     )  # fmt: skip
     pace.wait(run)
     before = cluster.places_of("RayTrainWorker")
     assert len(set(before)) == 2
     cluster.kill(before[0])
-    # The processes of rewards of the next workers, which count anew, wait in another step.
+    # The next workers have new processes for rewards. These count from 0, and wait in another step.
     pace.allow(3)
     pace.wait(run)
     assert "resumed from checkpoint_00000002" in RunFolder(run.run).resumes.read_text()

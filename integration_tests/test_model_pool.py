@@ -1,4 +1,4 @@
-"""A pool of actors with a frozen model gives the numbers of the model in this process, also when an actor dies."""
+"""A pool of actors with a frozen model returns the numbers of a model in this process, also after an actor's death."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def reward_model(teacher: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def pools(running_ray: Any, teacher: str, reward_model: str) -> Iterator[dict[str, PoolConfig]]:
-    """The pools that run, by the role of their model; all of their processes start at the same time."""
+    """Running pools, by the role of the model; all processes start at the same time."""
     configs = [
         PoolConfig("teacher", teacher, "causal_lm", dtype="float64", actors=ACTORS),
         PoolConfig("reward_model", reward_model, "scalar", dtype="float64", actors=ACTORS),
@@ -88,7 +88,7 @@ def micro_batch(*lengths: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-# Rows of very different lengths, one of them empty, and fewer rows than actors.
+# Rows of very different lengths, an empty row, and fewer rows than actors.
 BATCHES = [micro_batch((5, 9), (3, 1), (7, 0), (2, 12), (9, 4)), micro_batch((4, 6))]
 
 
@@ -135,7 +135,7 @@ def test_response_log_probs_are_repeated_and_counted_when_an_actor_dies(teachers
 
 
 def test_deadline_exceeded_names_the_rank_and_the_actor_that_hangs(teachers: ModelPool):
-    # The process is stopped before the call, so that the other actor, too, may take longer than the deadline.
+    # The process is stopped before the call: the other actor, too, may take longer than the deadline.
     pool = ModelPool(replace(teachers.config, call_timeout_s=1.0), rank=3)
     pool._connect()
     stopped = process_of(pool, 0)
@@ -149,7 +149,7 @@ def test_deadline_exceeded_names_the_rank_and_the_actor_that_hangs(teachers: Mod
 
 
 def gradients(teacher: str, reward_model: str, *pools: ModelPool) -> tuple[list[torch.Tensor], dict[str, float]]:
-    """Those of a step that learns from a teacher's tokens and a reward model's scores, and the step's metrics."""
+    """Return gradients and metrics of a step with a teacher's tokens and a reward model's scores."""
     own = canned.OwnPolicy()
     stage = PolicyOptimization(
         own,

@@ -34,7 +34,7 @@ def train(workplace: Path, folder: Path, python_path: Path, *overrides: str) -> 
 
 
 def assert_trained(series: dict[str, dict[int, float]]) -> None:
-    # The second of two updates has a ratio, and so a penalty.
+    # The second of two updates has a ratio other than 1, and therefore a penalty.
     assert all(value > 0 for value in series["train/penalty"].values())
     assert all(map(math.isfinite, series["train/loss"].values())) and min(series["train/gradient_norm"].values()) > 0
 
@@ -46,7 +46,7 @@ def test_own_algorithm_by_target_trains(workplace: Path, tmp_path: Path) -> None
 
 @pytest.mark.extended
 def test_own_algorithm_by_entry_point_trains(workplace: Path, tmp_path: Path) -> None:
-    # A copy, because the build writes into its source.
+    # A copy, because the build writes into the source folder.
     source, site = shutil.copytree(EXAMPLE, tmp_path / "source"), tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--target", str(site), str(source)], check=True, timeout=patient(240))

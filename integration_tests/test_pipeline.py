@@ -1,4 +1,4 @@
-"""SFT, reward model, PPO in one command: a stage starts from the stage before; all are under one MLflow run."""
+"""SFT, reward model, PPO in one command: a stage starts from the stage before; all stages are in one MLflow run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(folder: Path, workplace: Path, *overrides: str) -> subprocess.CompletedP
         "++common.data.max_prompt_tokens=28", "++common.batch.prompts_per_step=16", "++common.run.steps=2",
         "++common.run.eval_every=1", "++stages.ppo.options.batch.samples_per_prompt=4",
         "++stages.ppo.options.critic.warmup_steps=1",
-        # Only the last stage needs the cluster and the engine here; each takes its time to start.
+        # Only the last stage needs the cluster and the engine here; the start of each takes time.
         *(
             f"++stages.{stage}.options.{option}"
             for stage in ("sft", "reward_model")
@@ -63,7 +63,7 @@ def test_pipeline_trains_three_stages_under_one_mlflow_run_and_resumes(folder: P
     pipeline = folder / "sft_rm_ppo"
     for stage, exported in zip(STAGES, ("policy", "reward_model", "policy"), strict=True):
         assert (pipeline / stage / exported / "model.safetensors").is_file()
-    # A checkpoint of the reward model is exported as the run itself does it.
+    # A checkpoint of the reward model is exported with the run's export.
     (checkpoint,) = (pipeline / "reward_model").glob("checkpoint_*")
     export_checkpoint(checkpoint, folder / "exported")
     weights, own = (
@@ -82,7 +82,7 @@ def test_pipeline_trains_three_stages_under_one_mlflow_run_and_resumes(folder: P
     assert all(runs[stage].data.tags["mlflow.parentRunId"] == parent for stage in STAGES)
     assert all(one.info.status == "FINISHED" for one in runs.values())
     assert {"sft/val/reward", "reward_model/val/accuracy", "ppo/val/reward"} <= set(runs["sft_rm_ppo"].data.metrics)
-    # Again: what exists is not touched unless asked to, and complete stages are left alone.
+    # Second run: existing files change only on request, and complete stages do not run again.
     again = run(folder, workplace)
     assert again.returncode == 2 and "exists: continue it with resume=true" in again.stderr
     resumed = run(folder, workplace, "resume=true")

@@ -1,4 +1,4 @@
-"""A tracking server that goes away while one stage ends and the next begins: the pipeline goes on, nothing is lost."""
+"""A tracking server is lost between the end of a stage and the next: the pipeline goes on, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PIPELINE = (
 
 
 def stage(pace: Pace, workplace: Path) -> dict[str, Any]:
-    """A stage that waits in its first validation."""
+    """Return the configuration of a stage that waits in its first validation."""
     paced = {"_target_": "integration_tests.rewards.paced", "pace": str(pace.file)}
     return {
         "recipe": "sft",

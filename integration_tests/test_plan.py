@@ -1,4 +1,4 @@
-"""What `rl-plugins plan` says of memory, over what the processes of a run have."""
+"""Memory in the plan of `rl-plugins plan`, compared with the memory of a run's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe as a Ray job: on a cluster that is already there, submitted from outside, stopped and resumed."""
+"""A recipe as a Ray job: submitted from outside to a running cluster, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from rl_plugins.tests.patience import patient, wait_until
 pytestmark = pytest.mark.extended
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-# Starts of the head node: another process may take one of its ports first.
+# Number of starts of the head node, because another process may take one of the ports first.
 ATTEMPTS = 3
 SUBMIT = [sys.executable, "-m", "rl_plugins", "submit"]
-# The project's own reward: a job finds it only if the project was sent.
+# The project's reward: a job finds the reward only in a copy of the project.
 REWARD = """
 def shortness(solution_str):
     return 1.0 - sum(character.isalpha() for character in solution_str) / 8
@@ -38,7 +38,7 @@ def shortness(solution_str):
 
 @dataclass
 class HeadNode:
-    """Where jobs go, and the environment to reach it with."""
+    """Address of the job server, and the environment for requests to the server."""
 
     address: str
     environment: dict[str, str]
@@ -46,11 +46,11 @@ class HeadNode:
 
 @pytest.fixture(scope="module")
 def head_node() -> Iterator[HeadNode]:
-    """A head node of the test's own, beside whatever Ray there is on this machine."""
-    # Sockets live in it, and their paths must be short.
+    """A head node for the tests, beside any other Ray on this machine."""
+    # This folder contains sockets, and paths of sockets must be short.
     folder = Path(tempfile.mkdtemp(prefix="head"))
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    # Whether Ray asks for a token depends on what else ran under this user: here it does, and for one made here.
+    # Other Ray programs of this user decide if Ray asks for a token. Here Ray always asks, for a token made here.
     (folder / "token").write_text(secrets.token_hex(32))
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
     log = folder / "head.log"
@@ -69,7 +69,7 @@ def head_node() -> Iterator[HeadNode]:
 
 
 def start_head(folder: Path, log: Path, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a head node; returns its process, which ends where another process has taken a port, and its address."""
+    """Start a head node; return the process and the address. The process ends if another process has a port."""
     dashboard = free_port()
     ports = ("ray-client-server-port", "dashboard-agent-listen-port")
     command = [
@@ -83,7 +83,7 @@ def start_head(folder: Path, log: Path, environment: Mapping[str, str]) -> tuple
 
 
 def answers(address: str) -> bool:
-    """Whether a server of jobs is there, which asks for a token."""
+    """Return True if a job server listens and asks for a token."""
     try:
         with urllib.request.urlopen(f"{address}/api/jobs/", timeout=patient(5)):
             return True
@@ -94,7 +94,7 @@ def answers(address: str) -> bool:
 
 
 def kill_with_children(process: subprocess.Popen[bytes]) -> None:
-    """kill -9; `ray stop` would end every Ray of this machine."""
+    """Kill with SIGKILL, because `ray stop` would end every Ray on this machine."""
     with suppress(psutil.NoSuchProcess):
         found = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
         for one in found:
@@ -134,7 +134,7 @@ def test_submitted_job_is_stopped_by_ctrl_c_and_resumed_as_a_ray_job(
         process = subprocess.Popen(
             [*command, "run.steps=100000", "rollout.engine=transformers"],
             cwd=project, env=head_node.environment, stdout=output, stderr=output, text=True,
-            # A shell that started the tests in the background ignores it, and they would too.
+            # A shell that started the tests in the background ignores SIGINT, and the processes would inherit this.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
     submitted = Recipe(tmp_path, process, log, "job")
@@ -171,5 +171,5 @@ def test_submit_returns_exit_code_and_output_of_a_failed_job(
         cwd=project, env=head_node.environment, capture_output=True, text=True, timeout=patient(240),
     )  # fmt: skip
     assert job.returncode == 2, job.stdout + job.stderr
-    # In a job, a relative folder is one that goes away with it.
+    # In a job, a relative folder is in a folder removed after the job.
     assert "error: run.output_dir=" in job.stdout and "give an absolute path" in job.stdout

@@ -1,4 +1,4 @@
-"""A run that is killed and stopped again and again ends with the same bits as an uninterrupted run."""
+"""A run killed and stopped again and again ends with the same bits as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAME = ("train/reward", "train/loss", "train/kl", "train/kl_coefficient", "train
 def test_run_resumed_after_lost_worker_driver_and_engine_equals_an_uninterrupted_run(
     start_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    # Each of two workers has a process for its half of the rewards, which counts anew when the workers start again.
+    # Each of two workers has a process for its half of the rewards. The process counts from 0 after a restart.
     pace = Pace(tmp_path / "pace", samples=16)
     whole = start_recipe("grpo", "whole", *COMMON, *Pace(tmp_path / "none", samples=16).overrides)
 
@@ -49,16 +49,16 @@ def test_run_resumed_after_lost_worker_driver_and_engine_equals_an_uninterrupted
         r"broken: training worker \d failed \(.+\)\. The workers start again from checkpoint_00000003,", said
     )
     assert "restart 1 of 2" in (broken.run / "failures.txt").read_text()
-    broken.kill()  # the driver and everything with it
+    broken.kill()  # the driver and all its processes
     assert broken.trained()[-1]["step"] == 6 and not list(broken.run.glob("policy"))
 
     pace.allow(2)
     resumed = start_recipe("grpo", "broken", *COMMON, *pace.overrides, "run.resume=true", new_interpreter=True)
     pace.wait(resumed)
-    resumed.kill_one("VLLMActor")  # the engine: step 10 waits for a new one
+    resumed.kill_one("VLLMActor")  # the engine: step 10 waits for a new engine
     pace.allow(4)
     pace.wait(resumed)
-    resumed.process.terminate()  # what Slurm and Kubernetes do: the workers save this step and end
+    resumed.process.terminate()  # as Slurm and Kubernetes do: the workers save this step and end
     resumed.wait_until((resumed.run / "stop").is_file, "the end of the signal's handler")
     pace.allow_all()
     assert resumed.wait() == 75, resumed.tail()
@@ -67,7 +67,7 @@ def test_run_resumed_after_lost_worker_driver_and_engine_equals_an_uninterrupted
     assert (resumed.run / "checkpoint_00000011").is_dir()
     assert not list(resumed.run.glob("policy"))
 
-    # A user makes room; Ray Train, which knew of the checkpoint, does not miss it.
+    # A user deletes a checkpoint. Ray Train had recorded this checkpoint, and goes on without.
     shutil.rmtree(min(resumed.run.glob("checkpoint_0*")))
     resumed = start_recipe("grpo", "broken", *COMMON, *pace.overrides, "run.resume=true")
     assert resumed.wait() == 0, resumed.tail()

@@ -1,4 +1,4 @@
-"""A reward model in Ray workers of its own, alone and mixed with a rule."""
+"""A reward model in Ray workers, alone and mixed with a rule."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def requests(*solutions: str) -> list[ScoringRequest]:
 
 @pytest.fixture(scope="module")
 def pool(path: str) -> Iterator[RewardPool]:
-    """Two workers that mix the reward model with rules, of which `obeyed` does what a response says."""
+    """Two workers with the reward model and rules. The rule `obeyed` does the act named by a response."""
     config = {
         "_target_": "rl_plugins.rewards.mixing.WeightedSum",
         "rewards": {
@@ -89,7 +89,7 @@ def test_reward_workers_see_a_shared_gpu_or_none(share: float) -> None:
     def free() -> float:
         return float(ray.available_resources().get("GPU", 0))
 
-    # The GPUs are GPUs in name. What workers of before had comes back some time after their end.
+    # The GPUs are GPUs in name. The resources of an ended worker return some time after the end.
     gpus = ray.cluster_resources()["GPU"]
     wait_until(lambda: free() == gpus, "the GPUs to be free", state=lambda: f"free: {free()}")
     config = {"_target_": "integration_tests.rewards.visible_gpus"}

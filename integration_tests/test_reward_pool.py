@@ -1,4 +1,4 @@
-"""RewardPool over Ray actors: parallel, in order, and alive after rewards that hang, die or give no number."""
+"""RewardPool over Ray actors: parallel, in order, and alive after rewards that hang, die or return no number."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rl_plugins.tests.patience import patient
 
 pytestmark = pytest.mark.usefixtures("running_ray")
 HERE = "rl_plugins.tests.rewards.sample_rewards"
-# Deadlines for rewards that hang. The other rewards of such a test take no more than milliseconds.
+# Deadlines for hanging rewards. The other rewards of such a test take only milliseconds.
 SHORT = {"deadline_s": patient(1.0), "grace_s": patient(1.0)}
 
 
 @pytest.fixture(scope="module")
 def obeying_pool() -> Iterator[RewardPool]:
-    """Scores a response by its length, unless the response names a deed."""
+    """Pool with the length of a response as score; a response may also name an act of the reward."""
     with pool(f"{HERE}.obey", num_workers=2, chunk_size=3, **SHORT) as shared:
         yield shared
 
@@ -69,7 +69,7 @@ def test_score_blames_the_culprits_of_a_chunk_alone(obeying_pool: RewardPool, mo
 
 
 def test_score_blames_no_slow_sample_for_the_time_of_the_chunk(obeying_pool: RewardPool) -> None:
-    # Longer than the hard deadline, for each of the two workers.
+    # Longer than the hard deadline, in each of the two workers.
     assert outcomes(obeying_pool.score(requests(*["slow"] * 24))) == [1.0] * 24
 
 

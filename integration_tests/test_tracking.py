@@ -1,4 +1,4 @@
-"""What a team finds on its MLflow server after a run, and how it goes on from the champion."""
+"""Results of a run on a team's MLflow server, and the next run from the champion."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_server_records_a_run_and_the_next_run_starts_from_the_registered_champi
     assert len(json.loads((files / "samples" / "step_00000004.json").read_text())["data"]) == 32
     newest = json.loads((files / "checkpoints" / "step_00000004.json").read_text())
     assert newest["path"] == str(first.run / "checkpoint_00000004") == run.data.tags["checkpoint.path"]
-    # What is downloaded of a run is a folder whose best checkpoint can be exported anywhere.
+    # The download of a run is a folder. Its best checkpoint can be exported on any machine.
     best = best_of(first.run, "val/reward")
     assert [path.name for path in files.glob("best_*")] == [best.name]
     assert json.loads((files / best.name / "metric.json").read_text()) == json.loads((best / "metric.json").read_text())

@@ -1,4 +1,4 @@
-"""A tracking server that goes away in mid-run: training goes on, and a server that comes back gets everything."""
+"""A tracking server is lost in mid-run: training goes on, and the returning server gets everything."""
 
 from __future__ import annotations
 
@@ -105,5 +105,5 @@ def assert_server_has_all_of(run: Recipe, server: Server) -> None:
 
 
 def said(run: Recipe) -> list[str]:
-    """The lines in which the run speaks of its tracking."""
+    """Return the lines of the run's output about tracking."""
     return [line for line in run.log.read_text().splitlines() if "MLflow" in line or "urllib3" in line]

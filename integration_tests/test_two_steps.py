@@ -27,12 +27,12 @@ ALGORITHMS = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.
 NAMES = [
     *two_steps.STAGES, *(name for name in ALGORITHMS if name not in two_steps.STAGES), *two_steps.OVER_FSDP
 ]  # fmt: skip
-# One run of every kind of stage, and of what changes the course of a step.
+# One run of every kind of stage, and of every option with an effect on the course of a step.
 CORE = {
     "sft", "reward_modeling", "dpo", "online_dpo", "prime", "ppo", "grpo", "grpo_conversation", "grpo_lora",
     "on_policy_distillation", f"grpo{two_steps.FSDP}",
 }  # fmt: skip
-# What only some runs measure.
+# Metrics of some runs only.
 ALSO = {
     "grpo": {"time/check_weights", "memory/engine_awake", "memory/engine_asleep"},
     "grpo_mixture": {"curriculum/seen", "curriculum/reward", "curriculum/learnability"},
@@ -45,7 +45,7 @@ ALSO = {
     "forward_kl_distillation": {"time/teacher_log_probs"},
     "dpo": {"train/accuracy", "train/margin", "time/ref_log_probs"},
     "online_dpo": {"train/accuracy", "train/margin", "train/uniform_groups"},
-    # No second model: the time is that of passes of the policy with its adapter off.
+    # No second model: the time is the time of the policy's passes without the adapter.
     "grpo_lora": {"train/kl", "time/ref_log_probs"},
     "ppo_lora": {"train/critic/loss", "train/critic/lr", "time/update_critic"},
 }
@@ -60,7 +60,7 @@ def params(*names: str) -> list[Any]:
 def wait_for(
     request: pytest.FixtureRequest, workplace: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Path]]:
-    """Waits for a run. The runs of all selected tests are made in the order of these tests."""
+    """Wait for a run. The order of the selected tests is the order of their runs."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     names = dict.fromkeys(str(item.callspec.params["run"]) for item in items)
     folder = tmp_path_factory.mktemp("recipes")
@@ -73,7 +73,7 @@ def wait_for(
 
 @pytest.fixture
 def folder(wait_for: Callable[[str], Path], run: str) -> Path:
-    """The folder of the test's run, which has ended."""
+    """The folder of the test's run, after the end of the run."""
     return wait_for(run)
 
 
@@ -84,14 +84,14 @@ def test_two_steps_of(run: str, folder: Path, workplace: Path) -> None:
     sampled = {"train/reward", "train/entropy", "train/rollout_gap_max"} if samples else set()
     for metric in {"train/loss", "train/gradient_norm", "train/lr"} | sampled | ALSO.get(name, set()):
         assert list(series[metric]) == [1, 2], metric
-        # A critic that starts at 0 explains nothing of returns that are all alike.
+        # A critic that starts at 0 explains nothing of equal returns.
         assert all(map(math.isfinite, series[metric].values())) or metric.endswith("explained_variance"), metric
     if sampled:
         assert max(series["train/rollout_gap_max"].values()) < 1e-3
     exported = folder / ("reward_model" if name.startswith("reward_modeling") else "policy")
     if (exported / "adapter_model.safetensors").is_file():
         weights = load_file(exported / "adapter_model.safetensors")
-        # A score's bias is not learnt from pairs: it cancels.
+        # Pairs do not teach a score's bias: the bias cancels.
         assert all(weight.any() for key, weight in weights.items() if "lora_B" in key or key.endswith("score.weight"))
         return
     before, after = (load_file(path / "model.safetensors") for path in (workplace / "tiny", exported))
@@ -113,7 +113,7 @@ def test_conversations_have_several_turns(run: str, folder: Path) -> None:
 def test_export_checkpoint_merges_the_adapter_of_a_policy(
     run: str, folder: Path, workplace: Path, tmp_path: Path
 ) -> None:
-    """As the run itself; the checkpoint holds the adapter alone, and is exported as an adapter on request."""
+    """Export as the run does. The checkpoint holds the adapter alone, and an option exports the adapter."""
     export_checkpoint(folder / "checkpoint_00000002", tmp_path / "merged")
     assert_equal_weights(folder / "policy", tmp_path / "merged", "model.safetensors")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
@@ -129,7 +129,7 @@ def test_export_checkpoint_merges_the_adapter_of_a_policy(
 def test_export_checkpoint_writes_the_adapter_of_a_reward_model(
     run: str, folder: Path, workplace: Path, tmp_path: Path
 ) -> None:
-    """As the run itself, whose option `run.export_lora=adapter` is in the checkpoint's configuration."""
+    """Export as the run does: `run.export_lora=adapter` is in the checkpoint's configuration."""
     export_checkpoint(folder / "checkpoint_00000002", tmp_path / "exported")
     assert_equal_weights(folder / "reward_model", tmp_path / "exported", "adapter_model.safetensors")
     base = load_scalar_head(str(workplace / "tiny"), dtype=torch.float32)

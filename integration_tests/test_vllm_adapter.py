@@ -1,4 +1,4 @@
-"""The resident vLLM engine that is sent the adapter of a policy alone."""
+"""The resident vLLM engine with updates of a policy's adapter alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_plugins.weights.source import ModuleWeightSource
 
 
 def adapted(workplace: Path, seed: int) -> Any:
-    """A policy whose adapter changes it."""
+    """A policy with an effective adapter."""
     model = add_adapter(load_policy(workplace), LoraConfig(rank=LORA_RANK, alpha=20))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -37,7 +37,7 @@ def test_update_weights_brings_another_adapter(adapter_engine: VLLMRollout, work
         assert sum(map(len, source.adapter_files().values())) < 0.3 * sum(meta.nbytes for meta in source.metadata())
         adapter_engine.update_weights(source, version)
         assert adapter_engine.prompt_log_probs(PROBE) == pytest.approx(log_probs_of(model, PROBE), abs=1e-4)
-        # An adapter outlives a sleep; cached prefixes of the one before do not outlive an update.
+        # An adapter outlives a sleep; cached prefixes of the earlier adapter do not outlive an update.
         adapter_engine.sleep()
         samples = adapter_engine.generate([PROBE], SamplingConfig(num_samples=2, max_tokens=8), [version])
         assert set(samples.policy_versions.tolist()) == {version}

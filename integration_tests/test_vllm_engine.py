@@ -42,7 +42,7 @@ SEEDS = [1, 2]
 
 
 class _DyingSource(ModuleWeightSource):
-    """Ends its process after the first shard of a weight update."""
+    """Weights of a sender whose process ends after the first shard of an update."""
 
     def shards(self) -> Iterator[tuple[str, int, Tensor]]:
         shards = super().shards()
@@ -62,7 +62,7 @@ class _Worker:
 
 @pytest.fixture(scope="module")
 def policy(workplace: Path) -> Any:
-    """The policy, in float32, with other weights than those that the engine starts with. Not to be changed."""
+    """The policy, in float32, with weights different from the engine's first weights. Tests must not change it."""
     policy = load_policy(workplace)
     change(policy, seed=0)
     return policy
@@ -105,7 +105,7 @@ def test_sleep_frees_memory_that_update_weights_brings_back(
     bfloat16_engine.wake_up(["kv_cache"])
     assert responses(bfloat16_engine) == before
     assert_engine_has(bfloat16_engine, policy)
-    # The KV cache is taken page by page, as it is written.
+    # The KV cache gets its pages one by one, with the writes.
     assert process.memory_info().rss < awake - 0.9 * GIB
 
 
@@ -236,6 +236,6 @@ def test_update_weights_through_shared_memory_changes_groups_in_flight(
             np.abs(np.array(log_probs) - log_probs_of(one, prompt + response)[len(prompt) - 1 :])
             for one in (before, policy)
         )
-        # Means, as of one log-prob bfloat16 leaves little.
+        # Means, because a single log-prob is too inexact in bfloat16.
         assert max(with_old[:20].mean(), with_new[20:].mean()) < 0.1
         assert min(with_old[20:].mean(), with_new[:20].mean()) > 0.5, "the weights hardly differ"

@@ -1,4 +1,4 @@
-"""Two steps of every recipe, for workers and engines that all runs share."""
+"""Two steps of every recipe, in the same workers and engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
 
 PAIRS = "data.train_files=[FOLDER/train_pairs.parquet]"
 REWARD = "reward.functions.default={_target_: integration_tests.rewards.shortness}"
-# What a recipe cannot run without.
+# Required options of each recipe.
 EXTRAS = {
     "gdpo": ["reward.functions.default={_target_: integration_tests.rewards.short_and_even}"],
     "on_policy_distillation": ["teacher.path=FOLDER/other"],
@@ -17,7 +17,7 @@ EXTRAS = {
 }
 
 
-# Recipes of stages, by their configuration and what they train on.
+# Recipes of stages, by their configuration and data.
 STAGES: dict[str, tuple[str, list[str]]] = {
     "sft": ("sft", []),
     "prime": ("prime", []),
@@ -25,7 +25,7 @@ STAGES: dict[str, tuple[str, list[str]]] = {
     **{name: ("preference_optimization", [f"loss.name={name}", PAIRS]) for name in PREFERENCE_LOSSES},
     "online_dpo": ("online_preference_optimization", []),
     **{f"grpo_zero_{stage}": ("grpo", [f"strategy.zero_stage={stage}"]) for stage in (1, 2)},
-    # The same file twice, as if they were two.
+    # The same file twice, in place of two files.
     "grpo_mixture": (
         "grpo",
         [
@@ -35,10 +35,10 @@ STAGES: dict[str, tuple[str, list[str]]] = {
             "two: {files: [WORKPLACE/data/train.parquet]}}",
         ],
     ),
-    # At this rate the adapter has moved the log-probs by more than the gap that is allowed after its first step.
+    # At this rate, the adapter has moved the log-probs by more than the allowed gap after its first step.
     "grpo_lora": ("grpo", ["model.lora.rank=4", "optimizer.lr=1e-2", "algorithm.kl.coefficient=0.01"]),
     "ppo_lora": ("ppo", ["model.lora.rank=4", "critic.lora.rank=2", "optimizer.lr=1e-2"]),
-    # The policy of the tests hardly ever ends a response by itself.
+    # The policy of the tests almost never ends a response.
     **{
         f"{name}_conversation": (
             config,
@@ -56,10 +56,11 @@ STAGES: dict[str, tuple[str, list[str]]] = {
 }
 
 
-# Recipes that are run over FSDP2, too, with further options; all others are run over ZeRO-3 alone.
+# Recipes for runs over FSDP2, too, with further options; all other recipes run over ZeRO-3 alone.
 FSDP = "_fsdp"
 OVER_FSDP = {
-    f"grpo{FSDP}": [],
+    # Two copies of the models, which stay in host memory.
+    f"grpo{FSDP}": ["strategy.workers_per_copy=1", "strategy.offload.policy=cpu", "strategy.offload.reference=cpu"],
     f"rloo{FSDP}": ["strategy.sequence_parallel=2"],
     f"ppo{FSDP}": ["strategy.tensor_parallel=2"],
     f"reward_modeling_lora{FSDP}": [],
@@ -76,9 +77,9 @@ def recipe(run: str, workplace: Path, folder: Path) -> list[str]:
         f"data.train_files=[{workplace}/data/train.parquet]", "data.max_prompt_tokens=28", "sampling.max_tokens=8",
         "batch.prompts_per_step=8", "batch.samples_per_prompt=4", "batch.updates_per_step=2", "optimizer.lr=1e-3",
         "placement.device=cpu", f"strategy.name={'fsdp' if run.endswith(FSDP) else 'zero'}",
-        # All runs share the engines, which are made before any run has an adapter.
+        # All runs share the engines, and the engines exist before the first run with an adapter.
         "rollout.engines=per_worker", "rollout.check_updates=1", "rollout.lora=merged",
-        # Rewards that differ from sample to sample, so that there are groups and pairs to learn from.
+        # Rewards differ from sample to sample: the groups and pairs have something to teach.
         *(() if config == "reward_modeling" else (REWARD,)),
         *(extra.replace("WORKPLACE", str(workplace)).replace("FOLDER", str(folder)) for extra in extras),
         *OVER_FSDP.get(run, []),

@@ -190,12 +190,14 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
     def _shard(self, name: str, model: nn.Module) -> None:
         """Shard a model with the weights of rank 0: an adapter is random, and other ranks may have no weights."""
         whole = take_tensors(model)
+        if not self.is_global_zero:
+            whole.clear()
         if self._group_size > 1:
             cut_over_group(model, name, self.device_mesh["tensor_parallel"])
         on_host, on_cuda = self._offload.on_host(name), self.root_device.type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=on_cuda) if on_host else None
         shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)], offload)
-        deal_tensors(model, whole if self.is_global_zero else {}, self.root_device, on_host=on_host)
+        deal_tensors(model, whole, self.root_device, on_host=on_host)
 
     @override
     def model_to_device(self) -> None:

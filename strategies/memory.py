@@ -6,12 +6,14 @@ The tensor objects and all references to the objects stay valid. `HostMemory` mo
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+CHUNK_BYTES = 2**28
+"""Size of a chunk of host memory: 256 MiB."""
 
 
 class TrainingMemory:
@@ -54,16 +56,20 @@ class TrainingMemory:
 class HostMemory:
     """Holds the contents of device storages until `give_back`.
 
-    The host buffers are kept for the next call. The buffers are pinned, because copies from pinned memory are faster.
+    The contents lie one behind the other in chunks of host memory, which are kept for the next call. Chunks are pinned,
+    because copies from and to pinned memory are faster and do not wait for each other. PyTorch rounds a pinned
+    allocation up to a power of two and never returns the memory to the system, so chunks have this size.
 
     Args:
         device_type: type of the device to free memory on; tensors on other devices are left unchanged.
+        chunk_bytes: size of a chunk.
     """
 
-    def __init__(self, device_type: str = "cuda") -> None:
-        self._device_type = device_type
-        self._taken: list[tuple[torch.UntypedStorage, Tensor]] = []
-        self._buffers: dict[int, list[Tensor]] = defaultdict(list)
+    def __init__(self, device_type: str = "cuda", chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._device_type, self._chunk_bytes = device_type, chunk_bytes
+        self._chunks: list[Tensor] = []
+        self._used_bytes = 0
+        self._taken: list[tuple[torch.UntypedStorage, list[Tensor]]] = []
 
     def nbytes(self, tensors: Iterable[Tensor]) -> int:
         """Return the number of bytes of device memory to be freed by `take`."""
@@ -75,9 +81,10 @@ class HostMemory:
         The tensors must not be read or written until `give_back`.
         """
         for storage in self._storages(tensors):
-            copy = self._buffer(storage.nbytes())
-            copy.copy_(_bytes_of(storage), non_blocking=True)
-            self._taken.append((storage, copy))
+            pieces = list(self._host_pieces(storage.nbytes()))
+            for piece, part in zip(pieces, _parts_of(storage, pieces), strict=True):
+                piece.copy_(part, non_blocking=True)
+            self._taken.append((storage, pieces))
         self._wait_for_copies()
         for storage, _ in self._taken:
             storage.resize_(0)
@@ -86,12 +93,13 @@ class HostMemory:
 
     def give_back(self) -> None:
         """Copy all storages back to the device."""
-        while self._taken:
-            storage, copy = self._taken.pop()
-            storage.resize_(copy.numel())
-            _bytes_of(storage).copy_(copy, non_blocking=True)
-            self._buffers[copy.numel()].append(copy)
+        for storage, pieces in self._taken:
+            storage.resize_(sum(piece.numel() for piece in pieces))
+            for piece, part in zip(pieces, _parts_of(storage, pieces), strict=True):
+                part.copy_(piece, non_blocking=True)
         self._wait_for_copies()
+        self._taken.clear()
+        self._used_bytes = 0
 
     @property
     def _on_cuda(self) -> bool:
@@ -112,11 +120,20 @@ class HostMemory:
                 seen.add(storage.data_ptr())
                 yield storage
 
-    def _buffer(self, nbytes: int) -> Tensor:
-        if self._buffers[nbytes]:
-            return self._buffers[nbytes].pop()
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device_type == "cuda")
+    def _host_pieces(self, nbytes: int) -> Iterator[Tensor]:
+        """Yield the next bytes of host memory, `nbytes` in all."""
+        while nbytes:
+            index, offset = divmod(self._used_bytes, self._chunk_bytes)
+            if index == len(self._chunks):
+                pinned = self._device_type == "cuda"
+                self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=pinned))
+            piece = self._chunks[index][offset : offset + nbytes]
+            self._used_bytes += piece.numel()
+            nbytes -= piece.numel()
+            yield piece
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _parts_of(storage: torch.UntypedStorage, pieces: list[Tensor]) -> Sequence[Tensor]:
+    """Return the bytes of a storage in parts of the sizes of the pieces."""
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole.split([piece.numel() for piece in pieces])

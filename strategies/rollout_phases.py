@@ -45,7 +45,7 @@ class RolloutPhases:
         # Version of the rollout engine's weights; None if the policy has changed since the last update.
         self._version: int | None = None
         self._updates = 0
-        # True after a loss of engines that share the GPUs of the ranks.
+        # True after a loss. Engines that share the GPUs of the ranks start again when the GPUs are free.
         self._engines_missing = False
         self.engines_lost = 0
 
@@ -146,12 +146,7 @@ class RolloutPhases:
         """
         engine, phases, memory = self.engine, self._training.phase_log, self.memory
         slept: MemoryChange | None = None
-        if self._engines_missing:
-            self._start_lost_engines(engine)
-        with phases.measure("offload"):
-            if engine.sleeps:
-                self._free("offload optimizer", memory.offload_optimizer, memory.optimizer_bytes())
-            self._wake_up(engine, "weights")
+        self._make_room_for_weights(engine)
         checked_log_probs = self._bring_up_to_date(engine, version)
         with phases.measure("offload"):
             if engine.sleeps:
@@ -178,6 +173,22 @@ class RolloutPhases:
             phases.note("engine_asleep", slept.after)
             slept.check("sleep of the rollout engine")
 
+    def _make_room_for_weights(self, engine: RolloutEngine) -> None:
+        """Free the optimizer states, and let the rollout engine allocate its weights. Start lost engines before."""
+        memory = self.memory
+        if self._engines_missing:
+            if engine.sleeps:
+                memory.offload_optimizer()
+                memory.offload_parameters()
+                self._training.ranks.wait()
+            engine.prepare(self._training.ranks)
+            memory.reload()
+            self._engines_missing = False
+        with self._training.phase_log.measure("offload"):
+            if engine.sleeps:
+                self._free("offload optimizer", memory.offload_optimizer, memory.optimizer_bytes())
+            self._wake_up(engine, "weights")
+
     def _bring_up_to_date(self, engine: RolloutEngine, version: int) -> tuple[list[float], float] | None:
         """Update the rollout engine's weights if the policy has changed; check every `check_updates`-th update.
 
@@ -186,8 +197,7 @@ class RolloutPhases:
         """
         if self._version is not None:
             return None
-        with self._training.phase_log.measure("update_weights"):
-            self._update_weights(engine, version)
+        self._update_weights(engine, version)
         self._version = version
         self._updates += 1
         if not engine.check_updates or self._updates % engine.check_updates:
@@ -200,30 +210,23 @@ class RolloutPhases:
 
     def _update_weights(self, engine: RolloutEngine, version: int) -> None:
         for _ in range(MAX_LOSSES):
-            lost = False
-            try:
-                engine.update_weights(self._training.weight_source(), version)
-            except EngineLost:
-                lost = True
-            if not self._training.ranks.any(lost):
+            with self._training.phase_log.measure("update_weights"):
+                try:
+                    engine.update_weights(self._training.weight_source(), version)
+                    lost = False
+                except EngineLost:
+                    lost = True
+                lost_on_any_rank = self._training.ranks.any(lost)
+            if not lost_on_any_rank:
                 return
             self._drop_lost_engines()
+            self._make_room_for_weights(engine)
         raise lost_too_often()
 
     def _drop_lost_engines(self) -> None:
         self.engines_lost += self.engine.drop_lost_engines()
         self._engines_missing = True
         self.weights_changed()
-
-    def _start_lost_engines(self, engine: RolloutEngine) -> None:
-        """Start lost engines again, on devices without memory of training."""
-        if engine.sleeps:
-            self.memory.offload_optimizer()
-            self.memory.offload_parameters()
-            self._training.ranks.wait()
-        engine.prepare(self._training.ranks)
-        self.memory.reload()
-        self._engines_missing = False
 
     def _wake_up(self, engine: RolloutEngine, memory: str) -> None:
         """Let the rollout engine allocate memory between two waits for all ranks.
@@ -247,7 +250,7 @@ class RolloutPhases:
         ids_1T = torch.tensor([PROBE], device=self._training.phase_log.device)
         logits_TV = self._training.model_engine(POLICY)(input_ids=ids_1T).logits[0, :-1]
         log_probs_T = logits_TV.float().log_softmax(-1).gather(-1, ids_1T[0, 1:, None]).squeeze(-1)
-        return log_probs_T.tolist(), tolerance_of(logits_TV.dtype)
+        return log_probs_T.tolist(), tolerance_of(logits_TV.dtype, logits_TV.device.type)
 
 
 def lost_too_often() -> EngineLost:

@@ -136,7 +136,8 @@ class Algorithm:
         entropy: bonus for entropy.
         modifiers: modifiers of the policy loss.
         correction: correction of the gap between the policy that sampled and the policy that is trained; an object or a
-            name in `ROLLOUT_CORRECTIONS`.
+            name in `ROLLOUT_CORRECTIONS`. None is no correction; recipes replace null with `token_tis` if the rollout
+            engine quantizes weights or KV cache.
         shaping: changes to the scores before advantages are computed.
         group_filter: dynamic sampling; None trains on every group.
         resampling: draw the samples to train on by their rewards; None trains on each sample once.
@@ -157,7 +158,7 @@ class Algorithm:
     kl: KLConfig = field(default_factory=KLConfig)
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     modifiers: LossModifiers = field(default_factory=LossModifiers)
-    correction: str | RolloutCorrection = "none"
+    correction: str | RolloutCorrection | None = None
     shaping: RewardShaping = field(default_factory=RewardShaping)
     group_filter: GroupFilter | None = None
     resampling: Resampling | None = None
@@ -215,7 +216,8 @@ class Algorithm:
     @cached_property
     def rollout_correction(self) -> RolloutCorrection:
         """Correction of the gap between rollout and training."""
-        return ROLLOUT_CORRECTIONS[self.correction] if isinstance(self.correction, str) else self.correction
+        correction = self.correction or "none"
+        return ROLLOUT_CORRECTIONS[correction] if isinstance(correction, str) else correction
 
     @cached_property
     def _advantage_inputs(self) -> list[str]:

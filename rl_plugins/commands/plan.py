@@ -251,7 +251,7 @@ def workload_of(
         max_num_seqs=config.rollout.max_num_seqs,
         prefix_caching=config.rollout.prefix_caching,
         kv_cache_bytes=config.rollout.cpu_kv_cache_gib * GIB,
-        bucket_bytes=config.rollout.bucket_mb * 2**20,
+        bucket_bytes=config.engine_limits["bucket_mb"] * 2**20,
     )
 
 

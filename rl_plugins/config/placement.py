@@ -103,7 +103,7 @@ class PlacementConfig(Settings):
         device: `cpu`, `cuda`, or `auto`.
         strategy: how Ray places the training workers: `PACK`, on few machines; `SPREAD`, on many; `STRICT_PACK`, on
             one; `STRICT_SPREAD`, each on another machine.
-        cpus_per_worker: Ray CPUs of a training worker.
+        cpus_per_worker: Ray CPUs of a training worker, and number of its threads.
         rollout: place of the vLLM engines: `colocated`, on the training workers' devices; `split`, on their own. Each
             worker has a GPU, and a split engine has `rollout.tensor_parallel_size` GPUs.
         engine_cpus: Ray CPUs of a split engine; on CPU, of each of its processes.

@@ -80,6 +80,15 @@ class RecipeConfig(Settings):
     debug: DebugConfig = field(default_factory=DebugConfig)
     algorithm: Any = None
 
+    def __post_init__(self) -> None:
+        """Check all settings, and choose the correction for the gap between rollout engine and training."""
+        super().__post_init__()
+        if not isinstance(self.algorithm, dict) or self.algorithm.get("correction", "none") is not None:
+            return
+        # With a staleness, the ratios of the loss are ratios to the sampling policies already.
+        gap = self.rollout.quantizes and not self.schedule.max_staleness
+        self.algorithm["correction"] = "token_tis" if gap else "none"
+
     @property
     def generates(self) -> bool:
         """True if the stage samples from its model, in training or in validation. A reward model does not."""
@@ -123,7 +132,22 @@ class RecipeConfig(Settings):
     @property
     def rollout_sleep(self) -> str:
         """Memory freed by the engines while the workers train: the option `rollout.sleep`, or its default."""
-        return self.rollout.sleep or ("none" if self.schedule.max_staleness else "kv_cache")
+        if self.rollout.sleep or self.schedule.max_staleness:
+            return self.rollout.sleep or "none"
+        adapter_alone = self.model.lora.rank > 0 and self.rollout.lora == "adapter"
+        return "all" if self.on_gpus and not adapter_alone else "kv_cache"
+
+    @property
+    def engine_limits(self) -> dict[str, Any]:
+        """Memory and deadlines of a vLLM engine with defaults that depend on the device, by the name of the option."""
+        rollout, on_gpus = self.rollout, self.on_gpus
+        return {
+            "gpu_memory_utilization": rollout.gpu_memory_utilization
+            or (0.9 if self.placement.rollout == "split" else 0.4),
+            "bucket_mb": rollout.bucket_mb or (256 if on_gpus else 64),
+            "ready_timeout_s": rollout.ready_timeout_s or (900.0 if on_gpus else 300.0),
+            "stall_timeout_s": rollout.stall_timeout_s or (900.0 if on_gpus else 120.0),
+        }
 
     @property
     def rollout_dtype(self) -> str:

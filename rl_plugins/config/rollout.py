@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+import ast
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
 
-from rl_plugins.config.settings import ABOVE_0, ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, Range, Settings, one_of
+from rl_plugins.config.settings import ABOVE_0, ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, Range, Settings, one_of, or_null
+from rl_plugins.errors import ConfigError
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can reserve memory."""
+
+OWN_ARGUMENTS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "rollout.dtype",
+    "max_model_len": "data.max_prompt_tokens and sampling.max_tokens",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "enable_prefix_caching": "rollout.prefix_caching",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enable_sleep_mode": "rollout.sleep",
+    "enable_lora": "model.lora.rank and rollout.lora",
+    "max_lora_rank": "model.lora.rank",
+    "logprobs_mode": None,
+    "weight_transfer_config": "rollout.transport",
+    "worker_extension_cls": None,
+    "distributed_executor_backend": None,
+    "use_tqdm_on_load": None,
+}
+"""Arguments of vLLM's engine that the package sets, with the option for the argument, if there is one."""
 
 _ENGINES = Range(
     "use per_worker, or a number of at least 1",
@@ -23,32 +50,23 @@ class EngineOptions(Settings):
     Attributes:
         max_num_seqs: largest number of responses sampled at once.
         prefix_caching: share the KV cache of common prefixes. Every weight update drops the cache.
-        gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA).
         cpu_kv_cache_gib: size of the KV cache in GiB (CPU).
         tensor_parallel_size: number of devices of the engine; on CPU, of its processes.
         check_updates: number of weight updates between two comparisons of the engine with the policy, tensor by tensor
             and by the log-probs of a short prompt; 0 disables comparisons.
         transport: weight transport: `auto`, `shared_memory` (CPU, one machine), `gloo` (CPU, several machines), `ipc`
             (CUDA, colocated), or `nccl` (CUDA, split).
-        bucket_mb: memory for weights in transit, in MiB (unused by `shared_memory`, which writes to the final place).
-        ready_timeout_s: deadline for the start of the engine, in seconds.
         generate_timeout_s: deadline for the sampling of one step, in seconds.
-        stall_timeout_s: longest time without an answer, in seconds. An engine without an answer for longer is lost: it
-            is started again, and the other engines get its prompts.
         update_timeout_s: deadline for each call of a weight update, in seconds.
     """
 
     max_num_seqs: Annotated[int, AT_LEAST_1] = 256
     prefix_caching: bool = True
-    gpu_memory_utilization: Annotated[float, ABOVE_0_TO_1] = 0.4
     cpu_kv_cache_gib: Annotated[int, AT_LEAST_1] = 1
     tensor_parallel_size: Annotated[int, AT_LEAST_1] = 1
     check_updates: Annotated[int, NOT_NEGATIVE] = 0
     transport: Annotated[str, one_of("auto", "shared_memory", "gloo", "ipc", "nccl")] = "auto"
-    bucket_mb: Annotated[int, AT_LEAST_1] = 64
-    ready_timeout_s: Annotated[float, ABOVE_0] = 300.0
     generate_timeout_s: Annotated[float, ABOVE_0] = 1800.0
-    stall_timeout_s: Annotated[float, ABOVE_0] = 120.0
     update_timeout_s: Annotated[float, ABOVE_0] = 300.0
 
 
@@ -64,9 +82,20 @@ class RolloutConfig(EngineOptions):
         dtype: dtype of the engine's weights; null follows `model.precision`.
         sleep: memory freed by vLLM engines while the workers train: `kv_cache`; `all`, which also frees the weights,
             so every rollout needs all weights again; `none`, which saves the time to allocate the KV cache. Null is
-            `kv_cache`, or `none` with `schedule.max_staleness`, because engines then sample at the same time.
+            `none` with `schedule.max_staleness`, because engines then sample at the same time; else `all` on GPUs if
+            all weights are sent, because `kv_cache` would copy the weights to the host and back; else `kv_cache`.
         lora: weights sent to vLLM for a policy with an adapter: `adapter`, which the engine adds to the weights of
             `model.path` at every token, or `merged`, all weights with the adapter merged into them.
+        gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA); null is 0.4, or 0.9 with
+            `placement.rollout=split`.
+        bucket_mb: memory for weights in transit, in MiB (unused by `shared_memory`, which writes to the final place);
+            null is 64, or 256 on GPUs.
+        ready_timeout_s: deadline for the start of the engine, in seconds; null is 300, or 900 on GPUs.
+        stall_timeout_s: longest time without an answer, in seconds; null is 120, or 900 on GPUs, where the first batch
+            compiles kernels. An engine without an answer for longer is lost: it is started again, and the other
+            engines get its prompts.
+        vllm: further arguments of vLLM's engine (`vllm.EngineArgs`), such as `max_num_batched_tokens`,
+            `kv_cache_dtype`, `quantization`, `speculative_config` or `compilation_config`.
     """
 
     engine: Annotated[str, one_of("vllm", "transformers")] = "vllm"
@@ -74,3 +103,60 @@ class RolloutConfig(EngineOptions):
     dtype: Annotated[str | None, one_of(None, "float32", "bfloat16", "float16")] = None
     sleep: Annotated[str | None, one_of(None, "kv_cache", "all", "none")] = None
     lora: Annotated[str, one_of("merged", "adapter")] = "adapter"
+    gpu_memory_utilization: Annotated[float | None, or_null(ABOVE_0_TO_1)] = None
+    bucket_mb: Annotated[int | None, or_null(AT_LEAST_1)] = None
+    ready_timeout_s: Annotated[float | None, or_null(ABOVE_0)] = None
+    stall_timeout_s: Annotated[float | None, or_null(ABOVE_0)] = None
+    vllm: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check all settings.
+
+        Raises:
+            ConfigError: A setting is out of its range, or `vllm` has an argument that vLLM does not know, or that the
+                package sets.
+        """
+        super().__post_init__()
+        check_engine_arguments(self.vllm)
+
+    @property
+    def quantizes(self) -> bool:
+        """True if the engine computes with fewer bits than the trainer, so its log-probs differ."""
+        cache = str(self.vllm.get("kv_cache_dtype", "auto"))
+        return self.vllm.get("quantization") is not None or cache not in ("auto", "bfloat16", "float16", "float32")
+
+
+def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check the names of arguments of vLLM's engine, without an import of vLLM.
+
+    Raises:
+        ConfigError: vLLM does not know an argument, or the package sets the argument.
+    """
+    for name in arguments:
+        if name in OWN_ARGUMENTS:
+            option = OWN_ARGUMENTS[name]
+            way_out = f"use {option}" if option else "leave it out"
+            raise ConfigError(f"vllm.{name}: the package sets this argument of vLLM: {way_out}")
+        known = engine_argument_names()
+        if known and name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            raise ConfigError(
+                f"vllm.{name}: the installed vLLM has no such engine argument: "
+                + (f"did you mean {' or '.join(close)}?" if close else "see vllm.EngineArgs")
+            )
+
+
+@cache
+def engine_argument_names() -> frozenset[str]:
+    """Return the fields of `vllm.EngineArgs` from vLLM's source; no fields if vLLM is not installed."""
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    (record,) = [
+        node
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+    ]
+    fields = [node.target for node in record.body if isinstance(node, ast.AnnAssign)]
+    return frozenset(target.id for target in fields if isinstance(target, ast.Name))

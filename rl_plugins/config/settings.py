@@ -39,12 +39,18 @@ class Range:
 
 AT_LEAST_1 = Range("must be at least 1", lambda value: value >= 1)
 ABOVE_0 = Range("must be above 0", lambda value: value > 0)
-ABOVE_0_OR_NULL = Range("must be above 0, or null", lambda value: value is None or value > 0)
 NOT_NEGATIVE = Range("must be 0 or more", lambda value: value >= 0)
 ABOVE_0_TO_1 = Range("must be above 0 and at most 1", lambda value: 0 < value <= 1)
 FROM_0_TO_BELOW_1 = Range("must be from 0 to below 1", lambda value: 0 <= value < 1)
 FROM_0_TO_1 = Range("must be between 0 and 1", lambda value: 0 <= value <= 1)
 
+
+def or_null(limit: Range) -> Range:
+    """Return a range with null in addition."""
+    return Range(f"{limit.demand}, or null", lambda value: value is None or limit.holds(value))
+
+
+ABOVE_0_OR_NULL = or_null(ABOVE_0)
 GPUS = Range(
     "must be from 0 to 1, or a whole number of GPUs", lambda value: 0 <= value <= 1 or (value > 1 and value % 1 == 0)
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -70,13 +72,13 @@ def columns_of(config: RecipeConfig) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
-    """Call the reward once for each data source. Rewards with GPUs are called in the reward workers only.
+    """Call the reward once for each data source, and see no GPU, as in reward workers without GPUs.
+
+    Rewards with GPUs are called in the reward workers only: this process would keep memory of a GPU of a worker.
 
     Returns:
         Replies of environments to the policy.
     """
-    from rl_plugins.rewards.inline import check_reward
-    from rl_plugins.rewards.records import ScoringRequest
     from rl_plugins.rewards.routing import check_routes
 
     first_of_source: dict[str, Row] = {}
@@ -84,11 +86,21 @@ def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
         first_of_source.setdefault(row["data_source"], row)
     if not first_of_source:
         return []
-    replies: list[Message] = []
     check_routes(config.reward.functions, first_of_source)
+    if config.launcher == "local":
+        return _replies(config, first_of_source)
     if config.reward.gpus:
-        # This process would keep memory of a GPU that belongs to a worker.
         return []
+    with _gpus_hidden():
+        return _replies(config, first_of_source)
+
+
+def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row]) -> list[Message]:
+    """Call the reward for a row of each data source, and return the replies of environments."""
+    from rl_plugins.rewards.inline import check_reward
+    from rl_plugins.rewards.records import ScoringRequest
+
+    replies: list[Message] = []
     for source, row in first_of_source.items():
         ground_truth = row["reward_model"].get("ground_truth")
         # Every reward should be able to read the correct answer.
@@ -109,6 +121,18 @@ def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
                     "score. Choose another reward, such as reward=correct_and_format, or other names"
                 )
     return replies
+
+
+@contextmanager
+def _gpus_hidden() -> Iterator[None]:
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _details_used(algorithm: object) -> list[tuple[str, str]]:

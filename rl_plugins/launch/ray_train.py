@@ -188,8 +188,8 @@ def train_worker(arguments: dict[str, Any]) -> None:
 
     config = parse_config(arguments["config"])
     device = config.placement.device
-    if device == "cpu":
-        torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
+    # With GPUs, optimizer steps of `strategy.offload.policy=cpu` use the threads.
+    torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
     scorer = scorer_of(config)
     rollout: RolloutEngine | None = arguments["rollout"]
     if rollout is None:
@@ -322,7 +322,6 @@ def vllm_rollout(config: RecipeConfig) -> VLLMRollout:
             max_model_len=config.data.max_prompt_tokens + config.sampling.max_tokens,
             max_num_seqs=rollout.max_num_seqs,
             tensor_parallel_size=rollout.tensor_parallel_size,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
             threads=engine_threads(config, hosts),
             cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
             prefix_caching=rollout.prefix_caching,
@@ -330,11 +329,10 @@ def vllm_rollout(config: RecipeConfig) -> VLLMRollout:
             check_updates=rollout.check_updates,
             transport=weight_transport(rollout.transport, device, split=split, hosts=hosts),
             lora_rank=config.model.lora.rank if rollout.lora == "adapter" else 0,
-            bucket_mb=rollout.bucket_mb,
-            ready_timeout_s=rollout.ready_timeout_s,
             generate_timeout_s=rollout.generate_timeout_s,
-            stall_timeout_s=rollout.stall_timeout_s,
             update_timeout_s=rollout.update_timeout_s,
+            vllm=rollout.vllm,
+            **config.engine_limits,
         ),
         num_engines=config.num_engines,
         num_gpus=rollout.tensor_parallel_size if config.on_gpus else 0,

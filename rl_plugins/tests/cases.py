@@ -1,4 +1,4 @@
-"""Many cases in one test: an error says in which case it was raised."""
+"""Many cases in one test: an error names its case."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def case(name: object) -> Iterator[None]:
-    """Add the name of a case to every exception that leaves the block."""
+    """Add the name of a case to every exception raised in the block."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""What all unit tests share."""
+"""Fixtures of all unit tests."""
 
 import logging
 import socket
@@ -25,7 +25,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Wait for these imports before the test's time begins."""
+    """Wait for the server's imports before the test's time begins."""
     if _runs_ranks(item):
         await_server()
     return (yield)
@@ -44,7 +44,7 @@ def _exact_norms() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _levels_of_loggers() -> Iterator[None]:
-    """A command that a test calls may silence libraries in its process, which is this one."""
+    """Restore the levels of loggers: a command in the test's process may silence libraries."""
     levels = {name: logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric")}
     yield
     for name, level in levels.items():
@@ -53,7 +53,7 @@ def _levels_of_loggers() -> Iterator[None]:
 
 @pytest.fixture
 def refused_address() -> Iterator[str]:
-    """An address of this machine where nothing listens, and where no other process can listen meanwhile."""
+    """An address of this machine without a listener. No other process can listen there meanwhile."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{silent.getsockname()[1]}"
@@ -61,7 +61,7 @@ def refused_address() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def sqlite_without_sync() -> Iterator[None]:
-    """Files of SQLite are not forced to the disk: MLflow does that a hundred times to make a store."""
+    """Let SQLite write without a flush to disk: MLflow flushes a hundred times for a new store."""
     from sqlalchemy import Engine, event
 
     def set_up(connection: Connection, _: object) -> None:

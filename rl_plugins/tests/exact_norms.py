@@ -1,6 +1,6 @@
 """RMS norms of float64 states in float64.
 
-transformers computes them in float32, which leaves seven digits of a gradient and hides what differs after them.
+transformers computes these norms in float32. Float32 keeps seven digits of a gradient and hides smaller differences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NORMS: tuple[type[torch.nn.Module], ...] = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RM
 
 @contextmanager
 def exact_norms() -> Iterator[None]:
-    """For gradients that shall agree to more; in this process."""
+    """Compute norms in float64 in this process, for comparisons of gradients beyond the digits of float32."""
     with ExitStack() as patches:
         for norm in _NORMS:
             patches.enter_context(mock.patch.object(norm, "forward", _exact(norm.forward)))

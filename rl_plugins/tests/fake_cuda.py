@@ -1,8 +1,8 @@
-"""Fake cuda device for machines without a GPU: tensors of the CPU that say they are on `cuda:0`.
+"""Fake cuda device for machines without a GPU: tensors of the CPU with the device `cuda:0`.
 
 Inside `FakeCuda`, code computes real numbers, an operation over tensors of both devices raises, and `waits` has the
-operations for which the host would wait for the GPU. FakeTensorMode would need a device guard for cuda as soon
-as gradients are computed, and builds of torch for the CPU have none.
+operations with a wait of the host for the GPU. FakeTensorMode would need a device guard for cuda for gradients, and
+builds of torch for the CPU have no such guard.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
 
 
 class FakeCuda(TorchFunctionMode):
-    """Context in which `device="cuda"` is a device of its own.
+    """Context with `device="cuda"` as a separate device.
 
     Attributes:
-        waits: Names of the operations that made the host wait for the fake GPU.
+        waits: Names of the operations with a wait of the host for the fake GPU.
     """
 
     def __init__(self) -> None:
@@ -117,12 +117,12 @@ class FakeCuda(TorchFunctionMode):
 
 
 class _Devices(TorchDispatchMode):
-    """Device of each tensor. Tensors that share memory share their device."""
+    """Device of each tensor. Tensors with shared memory share their device."""
 
     def __init__(self, waits: list[str]) -> None:
         super().__init__()
         self._waits = waits
-        # The storages are kept, so that no other storage gets their address.
+        # The storages are kept: no other storage gets their address.
         self._known: dict[int, tuple[torch.UntypedStorage, torch.device | None]] = {}
 
     def of(self, tensor: Tensor) -> torch.device:
@@ -133,7 +133,7 @@ class _Devices(TorchDispatchMode):
         self._known[storage._cdata] = storage, device
 
     def _find(self, tensor: Tensor) -> torch.device | None:
-        """Return None for a tensor that torch itself has made inside an operation: such a tensor fits any device."""
+        """Return None for a tensor made by torch inside an operation: such a tensor fits any device."""
         return self._known.get(tensor.untyped_storage()._cdata, (None, CPU))[1]
 
     def __torch_dispatch__(
@@ -159,7 +159,7 @@ class _Devices(TorchDispatchMode):
                 self.put(made, device)
         if func in _BETWEEN_DEVICES or not on_gpu:
             return result
-        # A tensor that torch has made inside an operation gets the device of the first operation that uses it.
+        # A tensor made by torch inside an operation gets the device of the first operation that uses the tensor.
         for tensor in tensors:
             if tensor.ndim and self._find(tensor) is None:
                 self.put(tensor, CUDA)

@@ -15,12 +15,12 @@ Test = Callable[..., None]
 def for_each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Test], Test]:
     """Call a test function once for each case, as one test of pytest.
 
-    It reads like `pytest.mark.parametrize`, and is for cases that differ in numbers only: the work of pytest for one
-    item takes longer than most of them. Fixtures are made once for all cases.
+    The decorator reads like `pytest.mark.parametrize`, and is for cases with different numbers only: the work of pytest
+    for one item takes longer than most of these cases. Fixtures are made once for all cases.
 
     Args:
-        names: The arguments that the cases give to the test function: one, or several.
-        cases: The values: one for each case, or tuples of as many as there are names.
+        names: Names of the test function's arguments for the cases: one, or several.
+        cases: Values: one for each case, or tuples with one value for each name.
     """
     keys = (names,) if isinstance(names, str) else names
     rows = [(values,) if isinstance(names, str) else tuple(values) for values in cases]

@@ -1,4 +1,4 @@
-"""Deadlines of tests: they end what hangs, and nothing else depends on them."""
+"""Deadlines of tests: a deadline ends a hanging test, and has no other effect."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "1"))
-"""Factor of every deadline in the tests, for machines that are slow or busy."""
+"""Factor of every deadline in the tests, for slow or busy machines."""
 
 
 def patient(seconds: float) -> float:
-    """Seconds that a test waits for something that always comes."""
+    """Return the seconds of a wait for a certain event."""
     return seconds * TIME_SCALE
 
 
@@ -21,10 +21,10 @@ def wait_until(
     """Ask again and again until a condition holds.
 
     Args:
-        holds: Function whose result is true when the condition holds.
-        awaited: What the caller waits for, for the message.
+        holds: Function with a true result when the condition holds.
+        awaited: Name of the awaited event, for the message.
         seconds: Deadline, before `TEST_TIME_SCALE`.
-        state: Function that says more about the state when the deadline has passed, such as the end of a log.
+        state: Function for more details after the deadline, such as the end of a log.
 
     Raises:
         AssertionError: If the condition does not hold before the deadline.

@@ -1,7 +1,7 @@
-"""What a function may leave changed in the process that runs it, set back for the next function.
+"""State of a process that a function may change, restored for the next function.
 
-What a function patches, such as attributes of modules, it gives back itself. Process groups that it has made stay:
-tensors that are sharded over the same ranks in a later function are given operations that know the old groups.
+A function restores its own patches, such as attributes of modules. Process groups of a function stay, because torch
+uses the operations of the old groups for tensors sharded over the same ranks in a later function.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RankState:
         self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         self._random: tuple[Any, Any, Any] = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self._linear = torch.nn.functional.linear
-        # Of what has been imported nothing will be garbage, and to look at it would copy the pages of the fork.
+        # No imported object becomes garbage, and a look at these objects would copy the pages of the fork.
         gc.freeze()
 
     def restore(self) -> None:
@@ -48,9 +48,9 @@ class RankState:
         np.random.set_state(numpy)
         torch.set_rng_state(default)
         torch.set_num_threads(1)
-        # What stage 3 of ZeRO leaves: a function of torch that it has replaced, and modules whose passes it has seen.
+        # State left by stage 3 of ZeRO: a replaced function of torch, and the modules of its passes.
         torch.nn.functional.linear = self._linear
         FWD_MODULE_STACK.clear()
-        # Engines of this function end. What is left has been imported or is kept.
+        # Engines of this function end. The other objects are imported or kept.
         gc.collect()
         gc.freeze()

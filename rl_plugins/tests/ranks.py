@@ -1,9 +1,9 @@
-"""Processes for tests that need several ranks, or one with a process group and a DeepSpeed of its own.
+"""Processes for tests with several ranks, or with one rank, a process group and DeepSpeed.
 
-They are forked from a server that has imported what takes its time to import and has done nothing else: a process that
-has run a backward pass or an OpenMP loop must not fork. They stay until the end of the test run, and are sent one
-function after the other: process groups and DeepSpeed's backend are made once. After each function the process is set
-back, see `rank_state.py`. When a rank fails or hangs, all of them are killed, and the next function gets new ones.
+The processes are forks of a server. The server has only imported the libraries with long imports: a process must not
+fork after a backward pass or an OpenMP loop. The forks stay until the end of the test run and get one function after
+the other: process groups and DeepSpeed's backend are made once. After each function the state of the process is
+restored, see `rank_state.py`. When a rank fails or hangs, all forks are killed, and the next function gets new forks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IMPORTED = [
     "rl_plugins.tests.rank_state", "rl_plugins.tests.rollout.cuda_stubs", "rl_plugins.tests.stages.canned",
 ]  # fmt: skip
 _START_S = 120.0
-# What the other ranks still have to say after one has failed: their collectives fail at once.
+# Time for the other ranks after the failure of a rank: their collectives fail at once.
 _AFTER_FAILURE_S = 20.0
 
 _resident: dict[int, _Ranks] = {}
@@ -44,8 +44,8 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def start_server() -> None:
-    """Start the process that the ranks are forked from, without waiting for its imports."""
-    # DeepSpeed chooses its accelerator when it is imported.
+    """Start the server of the ranks, without a wait for the imports."""
+    # DeepSpeed chooses its accelerator at its import.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _context.set_forkserver_preload(_IMPORTED)
     forkserver.ensure_running()
@@ -53,7 +53,7 @@ def start_server() -> None:
 
 @cache
 def await_server() -> None:
-    """Wait for the imports of the process that the ranks are forked from."""
+    """Wait for the imports of the server of the ranks."""
     start_server()
     process = _context.Process(target=_nothing)
     process.start()
@@ -67,14 +67,14 @@ def _nothing() -> None:
 def run_ranks(
     function: Callable[..., Any], *arguments: Any, world_size: int = 2, timeout_s: float = 250
 ) -> list[tuple[Any, str]]:
-    """`function(rank, *arguments)` in `world_size` processes of one thread; what each returned and printed.
+    """Run `function(rank, *arguments)` in `world_size` processes of one thread; return each result and output.
 
     The ranks have a process group over gloo. RANK, WORLD_SIZE and the group's port on this machine are in the
     environment of each, as nodes of one process.
 
     Args:
-        function: What each rank runs; a function of a module.
-        arguments: Its further arguments.
+        function: Function of a module, called in each rank.
+        arguments: Further arguments of the function.
         world_size: Number of ranks.
         timeout_s: Deadline, before `TEST_TIME_SCALE`.
 
@@ -141,7 +141,7 @@ class _Ranks:
         return [(pickle.loads(results[rank]), text) for rank, text in enumerate(printed)]
 
     def _results(self, timeout_s: float) -> tuple[dict[int, bytes], list[int]]:
-        """What ranks have returned, pickled, and the ranks that ended without a result, in their order in time."""
+        """Return the pickled results of ranks, and the ranks that ended without a result, in their order in time."""
         results: dict[int, bytes] = {}
         failed: list[int] = []
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
@@ -158,20 +158,20 @@ class _Ranks:
         return results, failed
 
     def _dump_stacks(self, rank: int) -> None:
-        """Have a rank that hangs write where it is, which ends it."""
+        """End a hanging rank, which writes its stacks at its end."""
         process = self._processes[rank]
         assert process.pid is not None
         os.kill(process.pid, signal.SIGABRT)
         process.join(patient(_AFTER_FAILURE_S))
 
     def kill(self) -> None:
-        """End them at once."""
+        """Kill the ranks at once."""
         for process in self._processes:
             process.kill()
         self.end()
 
     def end(self) -> None:
-        """End them when they have done what they do; they may have something to write, such as their coverage."""
+        """End the ranks after their work, because a rank may still write a file, such as its coverage."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -182,7 +182,7 @@ class _Ranks:
 
 
 def _without_list_of_modules(text: str) -> str:
-    """Leave out what faulthandler writes after the stacks: the names of two hundred modules."""
+    """Remove the last part of faulthandler's output, after the stacks: the names of two hundred modules."""
     return re.sub(r"^Extension modules: .*\n", "", text, flags=re.MULTILINE)
 
 
@@ -198,9 +198,9 @@ def _serve(rank: int, world_size: int, connection: Connection, log: str) -> None
     _print_to(log)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)
-    # They hold semaphores, which a process that is killed does not give back.
+    # Progress bars hold semaphores, and a killed process does not release semaphores.
     transformers.logging.disable_progress_bar()
-    # In a process group transformers writes on rank 0 alone, and each rank has a folder of its own.
+    # In a process group transformers writes on rank 0 alone, and each rank has another folder.
     canned.other_model()
     _join(rank, world_size, connection)
     calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -219,7 +219,7 @@ def _serve(rank: int, world_size: int, connection: Connection, log: str) -> None
             except BaseException:
                 traceback.print_exc()
                 _flush()
-                # The parent takes the end of the process for its failure, and so do the other ranks.
+                # The parent and the other ranks take the end of the process for its failure.
                 os._exit(1)
             _flush()
             idle.set()
@@ -243,7 +243,7 @@ def _join(rank: int, world_size: int, connection: Connection) -> None:
     os.environ |= {
         "MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "RANK": str(rank),
         "NODE_RANK": str(rank), "LOCAL_RANK": "0",
-        # DeepSpeed compiles optimizers that no test uses, for which the compiler would be imported.
+        # DeepSpeed compiles optimizers that no test uses, and would import the compiler.
         "TORCHDYNAMO_DISABLE": "1",
     }  # fmt: skip
     timeout = timedelta(seconds=patient(250))
@@ -251,7 +251,7 @@ def _join(rank: int, world_size: int, connection: Connection) -> None:
 
 
 def _receive(connection: Connection, calls: queue.SimpleQueue[bytes | None], idle: threading.Event) -> None:
-    """Pass calls on; without a parent the process ends, whatever it is doing."""
+    """Pass calls on; end the process at once when the parent has gone."""
     try:
         while True:
             call = connection.recv_bytes()
@@ -269,7 +269,7 @@ def _print_to(file: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())
     os.close(log)
-    # Where the stacks of a rank that hangs or crashes are written.
+    # File for the stacks of a rank that hangs or crashes.
     faulthandler.enable(sys.stderr)
 
 

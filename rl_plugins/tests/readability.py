@@ -23,7 +23,7 @@ WORDS = {
     "they": ("they", "them", "their", "those", "these"),
     "it": ("it", "its"),
 }
-"""Name of a rate, and the words that it counts."""
+"""Name of a rate, and the words in the rate."""
 INDIRECT_STARTS = frozenset({"what", "whether", "how", "those", "who", "where", "which"})
 STAGE = "PolicyOptimization"
 
@@ -118,13 +118,13 @@ class Source:
         return found
 
     def depth(self, name: str) -> int:
-        """Return the number of own classes from a class up to its highest own base, itself included."""
+        """Return the number of own classes from a class up to its highest own base, with both ends."""
         if name not in self.classes:
             return 0
         return 1 + max((self.depth(base) for base in _bases(self.classes[name][0])), default=0)
 
     def methods(self, name: str) -> set[str]:
-        """Return the names of the methods that own classes give to the objects of a class."""
+        """Return the names of the methods of a class and its bases in the project."""
         if name not in self.classes:
             return set()
         definition = self.classes[name][0]
@@ -141,7 +141,7 @@ class Source:
                     yield from (argument for argument in every if argument.annotation is not None)
 
     def lonely(self) -> list[str]:
-        """Return the modules that only one other module imports, and that module is in the same room."""
+        """Return the modules with only one importing module, if this module is in the same room."""
         names = {_module_name(path): path for path in self.modules}
         importers: dict[str, set[str]] = {}
         for path, tree in self.trees.items():
@@ -169,7 +169,7 @@ class Source:
         }
 
     def repeated_classes(self) -> list[str]:
-        """Return the names of classes that are defined twice."""
+        """Return the names of classes with two definitions."""
         return sorted(name for name, definitions in self.classes.items() if len(definitions) > 1)
 
 

@@ -1,4 +1,4 @@
-"""FakeCuda raises where a GPU would, and counts where the host would wait."""
+"""FakeCuda raises where a GPU would, and counts the waits of the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory really goes: measured by the kernel's account of this process, not by what was asked for."""
+"""Freed memory: measured by the kernel's account of this process, not by the size of the request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_discard_frees_memory_until_the_next_write() -> None:
     discard(values)
     assert before - psutil.Process().memory_info().rss > 0.9 * SIZE
     assert resident_bytes(values) == 0
-    # Whole pages only: what shares its page with others stays.
+    # Whole pages only: a tensor on a page with other data stays.
     assert values.sum() <= 7 * 8192
     discard(values)
     values[SIZE // 2 : SIZE // 2 + 10000] = 3

@@ -1,4 +1,4 @@
-"""The processes of `run_ranks`: they stay, are set back after each function, and say why one of them has failed."""
+"""Processes of `run_ranks`: kept for all functions, restored after each function, with the error of a failed rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Pytest plugin that keeps tests fast: a test over the limit of its tier fails, unless `ALLOWED` gives a reason.
 
-The seconds of a test are those of its set-up, call and teardown. A slow or busy machine changes no outcome: a test that
-is over the limit is measured against the limit times the slowdown of the machine at that moment.
+The seconds of a test are the seconds of its set-up, call and teardown. A slow or busy machine changes no outcome: the
+limit of a test over its limit is multiplied by the slowdown of the machine at this moment.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Generator
 
 import pytest
 
-LIMITS_S = {"unit": 5.0, "integration": 60.0}
-"""Seconds that a test of a tier may take."""
+LIMITS_S = {"unit": 5.0, "integration": 60.0, "gpu": 600.0}
+"""Largest seconds of a test in a tier."""
 ALLOWED: dict[str, tuple[float, str]] = {
     "rl_plugins/tests/callbacks/test_compiled_blocks.py::test_compiled_blocks_train_to_the_same_weights[fsdp-2-1]": (
         20.0,
@@ -38,18 +38,18 @@ ALLOWED: dict[str, tuple[float, str]] = {
         "a run that is left alone, and one whose processes start five times",
     ),
 }
-"""For the id of a test: seconds that the test may take, and the reason."""
+"""For the id of a test: limit in seconds, and the reason."""
 PROBE_S = 0.2
-"""Seconds that `slowdown` computes on the quiet machine that the limits are made for."""
+"""Seconds of `slowdown`'s computation on a quiet machine, the basis of the limits."""
 _PROBE_ROUNDS = 9_000_000
 _SPENT = pytest.StashKey[float]()
 
 
 def slowdown() -> float:
-    """Return how many times as long as on a quiet machine a test takes now; at least 1.
+    """Return the time of a test now, divided by its time on a quiet machine; at least 1.
 
-    Speed and load count: how long one thread takes to compute, and how many processes wait for a core, which hold up
-    the processes that a test waits for.
+    Speed and load count: the seconds of one thread's computation, and the number of processes waiting for a core, which
+    delay the awaited processes of a test.
     """
     start = time.perf_counter()
     total = 0
@@ -61,7 +61,7 @@ def slowdown() -> float:
 
 
 def limit_of(item: pytest.Item) -> float:
-    """Return the seconds that a test may take."""
+    """Return the limit of a test in seconds."""
     if item.nodeid in ALLOWED:
         return ALLOWED[item.nodeid][0]
     return max(limit for tier, limit in LIMITS_S.items() if tier == "unit" or item.get_closest_marker(tier))
@@ -86,7 +86,7 @@ def excess(item: pytest.Item, seconds: float) -> str | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let the teardown of a test that took too long fail."""
+    """Let the teardown of a slow test fail."""
     report = yield
     item.stash[_SPENT] = item.stash.get(_SPENT, 0.0) + call.duration
     if call.when == "teardown" and report.passed:

@@ -84,16 +84,15 @@ class VLLMActor:
         self._config = config
         self._llm = LLM(**config.engine_arguments())
         self._llm.update_weight_version("0")
-        if config.device == "cuda":
-            # On CUDA the engine runs in a separate process.
-            end_with([process.sentinel for process in multiprocessing.active_children()])
+        # On CUDA the engine core has a process of its own.
+        if children := multiprocessing.active_children():
+            end_with([child.sentinel for child in children])
         self._loop = EngineLoop(self._llm)
         self._adapter: Any = None
         # Reason why the engine cannot sample; None if the engine can sample.
         self._unusable: str | None = None
-        if config.device == "cpu" and config.sleeps:
-            # vLLM writes the whole KV cache at the start.
-            self._llm.collective_rpc("give_back", args=(False,))
+        if config.sleeps:
+            self._sleep_after_start()
         self._barrier = RequestBarrier()
         # Submitted groups of each rank before collection, in the order of submission.
         self._groups: dict[int, list[str]] = {}
@@ -102,6 +101,17 @@ class VLLMActor:
         self._calls = 0
         self._updating = False
         self._in_session = False
+
+    def _sleep_after_start(self) -> None:
+        """Leave the memory to the trainers until the first rollout phase, which sends the weights."""
+        if self._config.device == "cpu":
+            # vLLM writes the whole KV cache at the start.
+            self._llm.collective_rpc("give_back", args=(False,))
+            return
+        with_weights = self._config.sleep == "all"
+        self._llm.sleep(level=2 if with_weights else 1)
+        if with_weights:
+            self._unusable = "its weights were given back"
 
     async def ready(self) -> str:
         """Return vLLM's version once the engine has started."""
@@ -253,6 +263,9 @@ class VLLMActor:
     async def start_weight_update(self) -> None:
         """Start an update. The engine does not sample until `set_policy_version`."""
         self._check_session()
+        if self._updating:
+            # The loss of another engine ended the last update early.
+            await self.finish_weight_update()
         self._loop.hold()
         self._llm.start_weight_update()
         self._updating = True

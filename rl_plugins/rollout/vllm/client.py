@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.errors import ConfigError, EngineLost
+from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost
 from rl_plugins.memory import MemoryChange
 from rl_plugins.ranks import Ranks, barrier, broadcast
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
@@ -29,6 +29,10 @@ from rl_plugins.weights.gloo import GlooSender
 from rl_plugins.weights.layout import dtype_named
 from rl_plugins.weights.shared_memory import ElementRange, ReceiverLost, SharedMemorySender
 from rl_plugins.weights.source import AdaptedWeightSource, WeightSource
+
+if TYPE_CHECKING:
+    from rl_plugins.rollout.vllm.cuda_transport import IpcSender
+    from rl_plugins.rollout.vllm.nccl import NcclSender
 
 
 class VLLMRollout:
@@ -56,7 +60,7 @@ class VLLMRollout:
         self._fleet = Fleet(config, self.name, num_engines, num_gpus)
         self._sampling = FleetSampling(self._fleet)
         self._send: Callable[[int], None] | None = None
-        self._sender: SharedMemorySender | GlooSender | None = None
+        self._sender: SharedMemorySender | GlooSender | IpcSender | NcclSender | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the connections: a copy in another process finds the actors by name."""
@@ -252,13 +256,14 @@ class VLLMRollout:
         from rl_plugins.rollout.vllm.cuda_transport import SeveralEngines, make_cuda_sender
 
         clients = [CudaWeightClient(self._fleet, engine) for engine in self._fleet.living]
-        return make_cuda_sender(
+        self._sender = make_cuda_sender(
             self.config,
             source,
             client=SeveralEngines(clients, self.config.tensor_parallel_size) if len(clients) > 1 else clients[0],
             rank=self._fleet.rank,
             num_engines=len(clients),
         )
+        return self._sender.send
 
     def _disconnect(self) -> None:
         if self._sender is not None:
@@ -311,7 +316,10 @@ class CudaWeightClient:
 
     def _call(self, method: str, *arguments: Any) -> None:
         timeout_s, phase = self._fleet.config.update_timeout_s, f"weight update ({method})"
-        self._fleet.begin(self._engine, method, *arguments, timeout_s=timeout_s, phase=phase)()
+        try:
+            self._fleet.begin(self._engine, method, *arguments, timeout_s=timeout_s, phase=phase)()
+        except DeadlineExceeded as late:
+            raise self._fleet.mark_lost(self._engine, silent=True) from late
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Open the transport."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from rl_plugins.config.rollout import ADAPTER_RANKS, EngineOptions
-from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, one_of
+from rl_plugins.config.rollout import ADAPTER_RANKS, EngineOptions, check_engine_arguments
+from rl_plugins.config.settings import ABOVE_0, ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, one_of
 from rl_plugins.errors import ConfigError
 
 CPU_ENVIRONMENT = {
@@ -18,8 +18,21 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
+INTERRUPTIBLE_NCCL = "interruptible_nccl"
+"""Name of the engines' side of the transport `nccl` in vLLM's registry of weight-transfer backends."""
+
 CPU_BLOCK = 32
 """Tokens of a KV cache block on CPU. Prompts share whole blocks; vLLM's 128 tokens exceed many prompts."""
+
+CPU_ARGUMENTS = {
+    "quantization": "plain_weights",
+    "block_size": CPU_BLOCK,
+    "enforce_eager": True,
+    # Prompts run in one piece. Between pieces vLLM resets the generators of seeded requests, and generators on CPU do
+    # not support the reset.
+    "enable_chunked_prefill": False,
+}
+"""Arguments of engines on CPU."""
 
 
 @dataclass
@@ -38,6 +51,10 @@ class VLLMConfig(EngineOptions):
             an update must then precede the next sampling). `kv_cache` on CUDA moves the weights to the host.
         lora_rank: rank of the policy's adapter, if updates send the adapter alone and the engine applies the adapter to
             the weights of `model`. 0: updates send all weights, with an adapter merged into the weights.
+        bucket_mb: memory for weights in transit, in MiB.
+        ready_timeout_s: deadline for the start of the engine, in seconds.
+        stall_timeout_s: longest time without an answer, in seconds.
+        vllm: further arguments of vLLM's engine.
     """
 
     model: str
@@ -49,6 +66,10 @@ class VLLMConfig(EngineOptions):
     enforce_eager: bool = False
     sleep: Annotated[str, one_of("none", "kv_cache", "all")] = "kv_cache"
     lora_rank: Annotated[int, NOT_NEGATIVE] = 0
+    bucket_mb: Annotated[int, AT_LEAST_1] = 64
+    ready_timeout_s: Annotated[float, ABOVE_0] = 300.0
+    stall_timeout_s: Annotated[float, ABOVE_0] = 120.0
+    vllm: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check all settings.
@@ -67,6 +88,9 @@ class VLLMConfig(EngineOptions):
                 "sleep=all frees the weights, and an update of the adapter alone does not send the weights: use "
                 "sleep=kv_cache, or lora_rank=0"
             )
+        check_engine_arguments(self.vllm)
+        if fixed := sorted(self.vllm.keys() & CPU_ARGUMENTS.keys() if on_cpu else ()):
+            raise ConfigError(f"vllm.{fixed[0]}: engines on CPU have a value of their own: leave it out")
         if self.lora_rank > ADAPTER_RANKS[-1]:
             raise ConfigError(
                 f"lora_rank={self.lora_rank}: vLLM applies adapters of rank {ADAPTER_RANKS[-1]} at most: use "
@@ -75,7 +99,7 @@ class VLLMConfig(EngineOptions):
 
     @property
     def backend(self) -> str:
-        """Name of the weight-transfer backend in vLLM's registry."""
+        """Weight transport; `auto` is replaced."""
         if self.transport != "auto":
             return self.transport
         return "shared_memory" if self.device == "cpu" else "ipc"
@@ -119,27 +143,20 @@ class VLLMConfig(EngineOptions):
             "use_tqdm_on_load": False,
             # The ratio of the policy loss needs log-probs after temperature, top-k and top-p.
             "logprobs_mode": "processed_logprobs",
-            "weight_transfer_config": {"backend": self.backend},
+            "weight_transfer_config": {"backend": INTERRUPTIBLE_NCCL if self.backend == "nccl" else self.backend},
             "worker_extension_cls": "rl_plugins.rollout.vllm.plugin.WorkerExtension",
         }
-        if self.tensor_parallel_size > 1:
-            arguments["distributed_executor_backend"] = "rl_plugins.rollout.vllm.executor.OneForAllExecutor"
+        executor = "OneProcessExecutor" if self.tensor_parallel_size == 1 else "OneForAllExecutor"
+        arguments["distributed_executor_backend"] = f"rl_plugins.rollout.vllm.executor.{executor}"
         if self.lora_rank:
             largest = next(rank for rank in ADAPTER_RANKS if rank >= self.lora_rank)
             arguments |= {"enable_lora": True, "max_lora_rank": largest}
         if self.device == "cpu":
-            return {
-                **arguments,
-                "quantization": "plain_weights",
-                "block_size": CPU_BLOCK,
-                "enforce_eager": True,
-                # Prompts run in one piece. Between pieces vLLM resets the generators of seeded requests, and generators
-                # on CPU do not support the reset.
-                "enable_chunked_prefill": False,
-            }
+            return {**arguments, **CPU_ARGUMENTS, **self.vllm}
         return {
             **arguments,
             "enforce_eager": self.enforce_eager,
             "enable_sleep_mode": self.sleeps,
             "gpu_memory_utilization": self.gpu_memory_utilization,
+            **self.vllm,
         }

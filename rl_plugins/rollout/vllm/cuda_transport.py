@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import ParamMeta
+from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, VLLMWeightSyncClient
 from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.rollout.vllm.nccl import NcclSender, UpdateClient
 from rl_plugins.weights.source import WeightSource
 
 
@@ -70,19 +71,47 @@ class SeveralEngines:
         self._each("set_policy_version", [(version,)] * len(self._clients))
 
     def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        with ThreadPoolExecutor(len(self._clients)) as threads:
-            calls = [
-                threads.submit(getattr(client, method), *own)
-                for client, own in zip(self._clients, arguments, strict=True)
-            ]
-        for call in calls:
+        threads = ThreadPoolExecutor(len(self._clients))
+        calls = [
+            threads.submit(getattr(client, method), *own) for client, own in zip(self._clients, arguments, strict=True)
+        ]
+        # Over NCCL, the other engines wait for a lost engine.
+        threads.shutdown(wait=False)
+        for call in as_completed(calls):
             call.result()
+
+
+class IpcSender:
+    """The side of a training rank in updates over CUDA IPC, with the methods of `NcclSender`.
+
+    Args:
+        info: rank and size of the bucket.
+        client: client of the engines.
+        source: weights of the policy.
+    """
+
+    def __init__(self, info: TrainerInitInfo, *, client: VLLMWeightSyncClient, source: VLLMWeightSource) -> None:
+        self._rank, self._client = info.rank, UpdateClient(client)
+        self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
+
+    def send(self, version: int) -> None:
+        """Send the weights and set their version. Collective.
+
+        Raises:
+            EngineLost: an engine was lost. The next update needs a new sender.
+        """
+        self._engine.send_weights()
+        if self._rank == 0:
+            self._client.set_policy_version(version)
+
+    def close(self) -> None:
+        """Do nothing: the engines release a bucket at the end of each update."""
 
 
 def make_cuda_sender(
     config: VLLMConfig, source: WeightSource, *, client: Any, rank: int, num_engines: int = 1
-) -> Callable[[int], None]:
-    """Return a function that sends the weights and sets their version. Every rank calls both functions.
+) -> IpcSender | NcclSender:
+    """Return the sender of a rank. Every rank calls the function, and the methods of the sender.
 
     Args:
         config: settings of the engines.
@@ -92,34 +121,26 @@ def make_cuda_sender(
         num_engines: number of engines.
     """
     bucket_bytes = config.bucket_mb * 2**20
-    info: Any
     if config.backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         # vLLM does not split tensors: the buffer must hold the largest tensor, often the embedding.
         largest = max(meta.dtype.itemsize * math.prod(meta.shape) for meta in source.metadata())
-        info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(bucket_bytes, largest))
-    else:
-        import ray
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        own = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(bucket_bytes, largest))
+        return IpcSender(own, client=client, source=_Source(source))
+    import ray
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            port = listener.getsockname()[1]
-        info = NCCLTrainerInitInfo(
-            rank=rank,
-            # The address of the host name is often the loopback address.
-            master_address=ray.util.get_node_ip_address(),
-            master_port=port,
-            world_size=1 + num_engines * config.tensor_parallel_size,
-            packed=True,
-            packed_buffer_size_bytes=bucket_bytes,
-        )
-    engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=_Source(source))
-
-    def send(version: int) -> None:
-        engine.send_weights()
-        if rank == 0:
-            client.set_policy_version(version)
-
-    return send
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port = listener.getsockname()[1]
+    shared = NCCLTrainerInitInfo(
+        rank=rank,
+        # The address of the host name is often the loopback address.
+        master_address=ray.util.get_node_ip_address(),
+        master_port=port,
+        world_size=1 + num_engines * config.tensor_parallel_size,
+        packed=True,
+        packed_buffer_size_bytes=bucket_bytes,
+    )
+    return NcclSender(shared, client=client, source=_Source(source))

@@ -1,7 +1,7 @@
-"""Executor for engines of several processes: when one process ends, all end immediately, and Ray restarts the engine.
+"""Executors of vLLM with processes that end together: when one process of an engine ends, all end, and Ray restarts it.
 
 vLLM's shutdown takes seconds. Calls of the engine during the shutdown fail with errors that look like a mistake of the
-caller.
+caller. And the process of vLLM's engine core would outlive a killed actor, and keep the memory of its GPU.
 """
 
 from __future__ import annotations
@@ -13,15 +13,35 @@ from collections.abc import Callable, Sequence
 from threading import Thread
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+
+class OneProcessExecutor(UniProcExecutor):
+    """vLLM's executor in the process of the engine core. The process ends with the process of the actor."""
+
+    def _init_executor(self) -> None:
+        end_with_parent()
+        super()._init_executor()
 
 
 class OneForAllExecutor(MultiprocExecutor):
-    """vLLM's multi-process executor. The executor's process ends as soon as one worker process ends."""
+    """vLLM's multi-process executor. Its process ends with the process of the actor, or with one worker process."""
+
+    def _init_executor(self) -> None:
+        end_with_parent()
+        super()._init_executor()
 
     def start_worker_monitor(self, inline: bool = False) -> None:
         """Watch the workers, instead of vLLM's monitor."""
         sentinels = [worker.proc.sentinel for worker in self.workers]
         end_with(sentinels, unless=lambda: getattr(self, "shutting_down", False))
+
+
+def end_with_parent() -> None:
+    """End this process when the process that started it has ended. An actor's process has no such parent."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        end_with([parent.sentinel])
 
 
 def end_with(sentinels: Sequence[int], unless: Callable[[], bool] = lambda: False) -> None:

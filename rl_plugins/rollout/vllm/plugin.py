@@ -6,6 +6,7 @@
   update or sleep.
 - The `shared_memory` weight-transfer backend is the CPU counterpart of vLLM's CUDA IPC.
 - The `gloo` weight-transfer backend is the CPU counterpart of vLLM's NCCL.
+- The `interruptible_nccl` weight-transfer backend is vLLM's NCCL, with an end for lost engines (`nccl.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from rl_plugins.memory import MemoryChange, discard, resident_bytes, return_free_memory
 from rl_plugins.processor import multiplies_bfloat16
+from rl_plugins.rollout.vllm.config import INTERRUPTIBLE_NCCL
 from rl_plugins.weights.gloo import GlooReceiver
 from rl_plugins.weights.shared_memory import ElementRange, SharedMemoryReceiver
 
@@ -204,6 +206,7 @@ class VLLMGlooReceiver(WeightTransferEngine[GlooInitInfo, SharedMemoryUpdateInfo
 
 
 WeightTransferEngineFactory.register_engine(GLOO, VLLMGlooReceiver)
+WeightTransferEngineFactory.register_engine(INTERRUPTIBLE_NCCL, "rl_plugins.rollout.vllm.nccl", "NcclReceiver")
 
 
 class WorkerExtension:

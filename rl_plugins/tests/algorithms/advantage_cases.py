@@ -1,4 +1,4 @@
-"""Every advantage estimator with inputs in which every special case occurs."""
+"""Every advantage estimator, with inputs for every special case."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ OVER_THE_BATCH = {
 
 
 def make_inputs(case: str, seed: int) -> Inputs:
-    """Float64; the mask of invalid samples is not empty, so that only `valid_B` leaves out invalid samples."""
+    """Return float64 inputs. The mask of invalid samples is not empty: only `valid_B` leaves out invalid samples."""
     batch = make_batch(seed)
     invalid = ~batch.valid[:, None]
     mask = torch.where(invalid, (torch.arange(batch.mask.shape[1]) < batch.lengths[:, None]).double(), batch.mask)
@@ -96,5 +96,5 @@ def estimate(case: str, inputs: Inputs, **options: Any) -> tuple[Tensor, Tensor]
 
 
 def select(inputs: Inputs, samples: Tensor) -> Inputs:
-    """These samples only, in this order."""
+    """Return the inputs of these samples only, in this order."""
     return {name: tensor[samples] for name, tensor in inputs.items()}

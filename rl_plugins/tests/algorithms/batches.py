@@ -1,4 +1,4 @@
-"""Random batches in which every special case occurs."""
+"""Random batches with every special case."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make_batch(seed: int, width: int = 12) -> Batch:
     lengths[samples[1:4]] = torch.tensor([width, width, 6])
     mask = (torch.arange(width) < lengths[:, None]).double()
     mask[samples[1], 3:6] = 0  # An observation in the middle ...
-    mask[samples[2], 8:] = 0  # ... and at the end, where the score sits.
+    mask[samples[2], 8:] = 0  # ... and at the end, at the position of the score.
     mask = mask * valid[:, None]
     log_probs, advantages = -normal(count, width).abs(), normal(count, width)
     # Ratios on both sides of every clip range, and log-ratios beyond +-20.

@@ -1,4 +1,4 @@
-"""Every policy loss with options that reach its branches, on a random batch."""
+"""Every policy loss, with options for all its branches, on a random batch."""
 
 from __future__ import annotations
 

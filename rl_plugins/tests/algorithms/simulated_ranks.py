@@ -1,4 +1,4 @@
-"""Runs a collective function on several ranks, one thread each."""
+"""Runs of a collective function on several ranks, one thread each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def run_with_all_gather(num_ranks: int, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
-    """`function(rank, all_gather)` of every rank; `all_gather(x)` returns the x of all ranks, in their order.
+    """Call `function(rank, all_gather)` for every rank; `all_gather(x)` returns the x of all ranks, in rank order.
 
     An error of one rank ends all ranks and is raised here. When a rank calls `all_gather` less often than the other
     ranks, this raises BrokenBarrierError.
@@ -53,7 +53,7 @@ def run_with_all_gather(num_ranks: int, function: Callable[[int, Callable[[Any],
 
 
 def run_on_ranks(num_ranks: int, function: Callable[[int, Collective, Collective], Any]) -> list[Any]:
-    """`function(rank, sum_over_ranks, gather_over_ranks)` of every rank."""
+    """Call `function(rank, sum_over_ranks, gather_over_ranks)` for every rank."""
 
     def on_rank(rank: int, all_gather: Callable[[Any], list[Any]]) -> Any:
         return function(
@@ -81,7 +81,7 @@ class SimulatedRanks(Ranks):
 
 
 def run_with_ranks(num_ranks: int, function: Callable[[SimulatedRanks], Any]) -> list[Any]:
-    """`function(ranks)` of every rank."""
+    """Call `function(ranks)` for every rank."""
 
     def on_rank(rank: int, all_gather: Callable[[Any], list[Any]]) -> Any:
         return function(SimulatedRanks(rank, num_ranks, all_gather=all_gather))

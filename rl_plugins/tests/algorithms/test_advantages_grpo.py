@@ -1,4 +1,4 @@
-"""GRPO's advantages against plain loops, and the properties that hold for any rewards."""
+"""GRPO's advantages against plain loops, and their properties for any rewards."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_grpo_advantages_do_not_change_with_a_constant_added_to_a_group(
 ) -> None:
     rewards, groups = flatten(nested)
     shifts = data.draw(st.lists(st.integers(-1000, 1000), min_size=len(nested), max_size=len(nested)))
-    # Small multiples of 1/8, so that the shifted rewards are exact and every difference is an error of the estimator.
+    # Small multiples of 1/8: the shifted rewards are exact, and every difference is an error of the estimator.
     rewards = [round(reward * 8) / 8 for reward in rewards]
     shifted = [reward + shifts[group] for reward, group in zip(rewards, groups, strict=True)]
     torch.testing.assert_close(

@@ -16,7 +16,7 @@ ESTIMATORS = (optimal_token_baseline, tir_optimal_token_baseline)
 
 
 def inputs_of(rewards: Any, mask: Any, energies: Any) -> Inputs:
-    """One group. The probability of every token is 1/2, so that the squared norm equals `energies`."""
+    """One group. The probability of every token is 1/2: the squared norm equals `energies`."""
     mask = torch.tensor(mask).double()
     return {
         "token_level_rewards_BT": torch.tensor(rewards).double(),
@@ -50,7 +50,7 @@ def in_loops(inputs: Inputs, compact: bool, zero_tail: bool) -> Tensor:
             here = [rows[j][position] for j in siblings if position in rows[j]]
             energies = [w for _, w, _ in here]
             if compact:
-                # A response that has ended stays in the denominator with its sum of energies.
+                # An ended response stays in the denominator with its sum of energies.
                 energies += [max(w for _, w, _ in rows[j].values()) for j in siblings if 0 < len(rows[j]) <= position]
             baseline = sum(g * w for g, w, _ in here) / (sum(energies) + 1e-8)
             in_tail = zero_tail and len(rows[i]) > longest_of_others and position >= longest_of_others
@@ -85,7 +85,7 @@ def test_optimal_token_baselines_match_a_computation_by_hand(estimator: Any) -> 
     advantages, returns = estimator(**inputs)
     torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
     assert returns.tolist() == [[4, 4, 4], [8, 8, 0]]
-    # The tail's own return as baseline teaches nothing; the other response's energy of 4 in the denominator does.
+    # The tail's return as baseline gives 0; the other response's energy of 4 in the denominator does not.
     expected[0, 2] = 0 if estimator is optimal_token_baseline else 4 - 3 * 4 / (3 + 4)
     torch.testing.assert_close(estimator(**inputs, zero_tail=False)[0], expected, rtol=1e-6, atol=1e-6)
 

@@ -80,7 +80,7 @@ def test_advantages_do_not_depend_on_the_order_of_samples(case: str, seed: int) 
 @for_each("case", CASES)
 @for_each("groups_of_rank_0", [(5, 90), (), (1, 2, 3, 5, 7, 90), (3,)])
 def test_advantages_on_two_ranks_equal_advantages_on_one_rank(case: str, groups_of_rank_0: tuple[int, ...]) -> None:
-    """Also when one rank has no sample or no valid sample, and when ranks are padded to different widths."""
+    """The property also holds for a rank without valid samples, and for ranks padded to different widths."""
     inputs = make_inputs(case, 1)
     together = estimate(case, inputs)
     on_rank_0 = torch.isin(inputs["groups_B"], torch.tensor(groups_of_rank_0, dtype=torch.long))
@@ -141,7 +141,7 @@ CENTRED = ["grpo", "grpo, batch", "grpo, none", "rloo", "gpg", "max_rl"]
 """Cases whose advantages sum to 0 over a group of two samples or more."""
 
 SHIFT_INVARIANT = ["grpo", "grpo, batch", "grpo, none", "grpo_passk, plain", "grpo_passk", "rloo", "opo", "gdpo"]
-"""Cases that ignore a constant added to the rewards of a group (`grpo, batch`: to the rewards of all groups)."""
+"""Cases without effect of a constant added to the rewards of a group (`grpo, batch`: of all groups)."""
 
 ZERO_FOR_EQUAL_REWARDS = [*CENTRED, "grpo_passk", "grpo_passk, plain", "opo", "gdpo", "reinforce_plus_plus_baseline"]
 
@@ -157,7 +157,7 @@ def one_token_each(nested: list[list[float]], lengths: int = 1, dtype: torch.dty
     }
 
 
-# Multiples of 1/8: sums and differences are exact, so that every difference is an error of the estimator.
+# Multiples of 1/8: sums and differences are exact, and every difference is an error of the estimator.
 eighths = st.integers(-800, 800).map(lambda n: n / 8)
 groups_of_rewards = st.lists(st.lists(eighths, min_size=2, max_size=6), min_size=1, max_size=5)
 

@@ -27,7 +27,7 @@ def estimate(name: str, rewards: Any, mask: Any, **options: Any) -> tuple[Tensor
 
 
 def test_reinforce_plus_plus_discounts_over_sampled_tokens_only() -> None:
-    """The third position is an observation: its reward does not count, and it takes no step in time."""
+    """The third position is an observation: its reward does not count, and the position is no step in time."""
     rewards, mask = [[1.0, 2.0, 50.0, 4.0, 60.0]], [[1, 1, 0, 1, 0]]
     advantages, returns = estimate("reinforce_plus_plus", rewards, mask, gamma=0.5)
     assert returns.tolist() == [[1 + 0.5 * 4, 2 + 0.5 * 4, 0, 4, 0]]  # 3, 4, 4: mean 11/3, unbiased variance 1/3.
@@ -140,7 +140,7 @@ def test_whiten_only_centres_a_single_token_without_eps() -> None:
 @for_each("size", [2, 3, 7, 10, 1001])
 @for_each("dtype", [torch.float32, torch.float64])
 def test_whiten_gives_zero_for_equal_values(value: float, size: int, dtype: torch.dtype) -> None:
-    """The rounding error of their mean would be divided by the root of eps."""
+    """Equal values have a variance of 0: the root of eps would divide the rounding error of their mean."""
     white = whiten(torch.full((size, 3), value, dtype=dtype), torch.ones(size, 3), one_rank)
     assert (white.abs() < 1e-20).all()
 

@@ -103,7 +103,7 @@ LOSS_CASES: list[tuple[str, dict[str, Any]]] = [
     ("clip_cov", {}),
     ("kl_cov", {"coefficient": 0.7}),
 ]
-# The formulas bound no log-ratio there; the functions do, so that nothing overflows.
+# The formulas bound no log-ratio there; the functions do, against overflow.
 UNBOUNDED = ("clip_cov", "kl_cov", "gmpo", "dro", "gspo")
 
 
@@ -138,7 +138,7 @@ def test_policy_loss_gradients_agree_with_the_second_implementation(name: str, o
         sums_B: NDArray[np.float64] = np.where(mask_BT, loss_BT, 0).sum(axis=1)
         return sums_B
 
-    # A row's losses depend on that row alone: one difference per column gives the gradient of all rows.
+    # A row's losses depend on the same row alone: one difference per column gives the gradient of all rows.
     step = 1e-6
     expected = np.zeros_like(mask_BT, dtype=np.float64)
     for column in range(mask_BT.shape[1]):

@@ -53,7 +53,7 @@ def test_aggregate_gives_the_same_loss_and_gradient_for_any_split(
 
 @for_each("mode", AGGREGATIONS)
 def test_aggregate_without_valid_tokens_is_zero_and_has_a_gradient(mode: str) -> None:
-    """A rank whose micro-batch holds nothing valid still runs its backward pass."""
+    """A rank with a micro-batch without valid tokens still runs its backward pass."""
     values = torch.full((2, 3), torch.nan, requires_grad=True)
     mask = torch.zeros(2, 3)
     counts = GlobalCounts(*local_counts(mask).tolist())

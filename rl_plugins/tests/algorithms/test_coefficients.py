@@ -1,4 +1,4 @@
-"""Coefficients that stay fixed, or follow a measure, and their states in checkpoints."""
+"""Coefficients with a fixed value or with a measure to follow, and their states in checkpoints."""
 
 from __future__ import annotations
 

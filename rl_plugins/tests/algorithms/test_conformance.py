@@ -1,8 +1,8 @@
 """Every policy loss with every aggregation and rollout correction: splitting a batch does not change its gradient.
 
 The gradient with respect to the log-probs of a mini-batch is the same in 1, 2 and 4 micro-batches, on 1 and 2 ranks,
-and with more or less padding (which may hold anything), though each part is computed without a look at the others. The
-gradient of a model is the same if its samples go through it as a row in place of a padded batch.
+and with more or less padding of any content, though each part is computed without the other parts. The gradient of a
+model is the same with its samples in one row and in a padded batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAMPLES, TOKENS = len(LENGTHS), max(LENGTHS)
 # Losses that are functions of the log-probs of sampled tokens.
 LOSSES = [name for name, function in POLICY_LOSSES.items() if "top_log_probs_BTK" not in required_inputs(function, {})]
 LOSS_OPTIONS: dict[str, dict[str, Any]] = {"dro": {"beta": 0.3}, "clip_cov": {"clip_low": 0.2}}
-# Shares that choose some of so few tokens.
+# Shares large enough to choose some of so few tokens.
 SELECTION_OPTIONS = {"clip_cov": {"share": 0.2, "low": 0.0, "high": 5.0}, "kl_cov": {"share": 0.2}}
 OWN_COLUMNS = ("log_probs_BT", "old_log_probs_BT", "rollout_log_probs_BT", "ref_log_probs_BT", "advantages_BT",
                "response_mask_BT", "entropy_BT", "rollout_weights_BT", "loss_mask_BT", "selected_BT")  # fmt: skip
@@ -61,7 +61,7 @@ def mini_batch(seed: int = 0) -> dict[str, Tensor]:
 
 
 def prepared(algorithm: Algorithm, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with the inputs that the stage computes once for the whole mini-batch."""
+    """Return the batch with the stage's inputs for the whole mini-batch, computed once."""
     correction, batch = algorithm.rollout_correction, dict(batch)
     if correction.bypass:
         batch["old_log_probs_BT"] = batch["rollout_log_probs_BT"]
@@ -165,7 +165,7 @@ def test_policy_losses_do_not_depend_on_the_split_with_any_modifier(policy_loss:
 
 @pytest.mark.parametrize("policy_loss", LOSSES)
 def test_policy_losses_have_the_same_model_gradient_packed_and_padded(policy_loss: str) -> None:
-    """Through all that samples may see of each other in a model: attention, positions, the output head."""
+    """The comparison covers every path between samples in a model: attention, positions, the output head."""
     algorithm = algorithm_of(policy_loss, "seq-mean-token-mean", entropy=EntropyConfig(0.01))
     padded, packed = (model_gradient(algorithm, packed=packed) for packed in (False, True))
     assert any(gradient.abs().max() > 0 for gradient in padded)

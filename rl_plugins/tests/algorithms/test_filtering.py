@@ -1,4 +1,4 @@
-"""`GroupFilter` keeps the groups that give a gradient; `resample` draws samples by the weights of their rewards."""
+"""`GroupFilter` keeps the groups with a gradient; `resample` draws samples by the weights of their rewards."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_process_rewards_with_an_outcome_sum_to_the_outcome() -> None:
     given: dict[str, Any] = {"log_probs_BT": log_probs, "reference_log_probs_BT": zeros, "response_mask_BT": mask}
     whole = process_rewards(**given, outcomes_B=torch.ones(1), granularity="whole", beta=0.1)
     torch.testing.assert_close(whole, torch.tensor([[0.0, 0.0, 0.0, 1.0]]))
-    # With lam 1, each token but the last has the part of the outcome that earlier tokens leave.
+    # With lam 1, each token but the last has the remainder of the outcome after the earlier tokens.
     spread = process_rewards(**given, outcomes_B=torch.ones(1), lam=1.0, beta=0.1)
     torch.testing.assert_close(spread, torch.tensor([[1.0, 0.9, 1.1, 0.0]]))
 
@@ -248,7 +248,7 @@ def test_best_of_n_weights_match_a_computation_by_hand() -> None:
         groups_B=torch.tensor([3, 3, 8, 8, 1]),
         valid_B=torch.tensor([True, True, True, True, False]),
     )
-    # The worse of two is the best of two draws (with replacement) half as often as it is drawn; equals are both best.
+    # The worse of two is the best of two draws (with replacement) half as often as drawn; equals are both best.
     assert weights.tolist() == [1.0, 2.0, 2.0, 2.0, 0.0]
 
 

@@ -1,4 +1,4 @@
-"""`INPUTS` describes every input, and a function gets the inputs that its signature names."""
+"""`INPUTS` describes every input, and a function gets the inputs named by its signature."""
 
 from __future__ import annotations
 

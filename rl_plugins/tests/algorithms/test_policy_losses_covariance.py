@@ -1,4 +1,4 @@
-"""The tokens that the covariance losses select: which and how many, for any ranks and any order."""
+"""The tokens selected by the covariance losses: choice and number, for any ranks and any order."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_policy_losses_ignore_masked_entries(name: str, garbage: float) -> None:
 
 @for_each("name", POLICY_LOSSES)
 def test_policy_losses_stay_finite_for_extreme_log_ratios(name: str) -> None:
-    """A token that was all but impossible for one of the policies must not end the run."""
+    """A token with a probability near 0 under one of the policies must not end the run."""
     batch = in_float32(make_batch(2))
     batch.old[:, 0::2] -= 200
     batch.log_probs[:, 1::2] -= 200
@@ -60,7 +60,7 @@ def test_policy_losses_have_the_same_gradient_for_any_split(name: str, mode: str
     tokens, sequences = local_counts(batch.mask).tolist()
 
     def loss_over(split: list[list[int]]) -> Tensor:
-        """The loss of all micro-batches; ranks average their gradients."""
+        """Return the loss of all micro-batches; ranks average their gradients."""
         counts = GlobalCounts(tokens, sequences, ranks=len(split))
         losses, start = [], 0
         for size in (size for rank in split for size in rank):

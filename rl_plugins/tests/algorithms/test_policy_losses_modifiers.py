@@ -56,7 +56,7 @@ def test_off_policy_sequence_mask_depends_on_each_row_alone(rows: slice) -> None
     ("share", "kept"), [(0.2, [4.0]), (0.25, [3.0, 4.0]), (0.5, [2.0, 3.0, 4.0]), (1.0, [0.0, 1.0, 2.0, 3.0, 4.0])]
 )
 def test_top_entropy_mask_matches_a_computation_by_hand(share: float, kept: list[float]) -> None:
-    """The quantile of five values lies on one of them where share is a multiple of a quarter."""
+    """The quantile of five values is one of the values if share is a multiple of a quarter."""
     entropy = torch.tensor([[3.0, 0.0, 9.0], [1.0, 4.0, 2.0]])
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
     result = top_entropy_mask(entropy_BT=entropy, response_mask_BT=mask, share=share)
@@ -74,7 +74,7 @@ def test_top_entropy_mask_keeps_tokens_above_the_quantile_of_all_ranks(
     entropy = batch.advantages.abs().round(decimals=1)
     valid = batch.mask.bool()
     quantile = np.quantile(entropy[valid].numpy(), 1 - share)
-    # The quantile lies on a value, or one bit above or below it.
+    # The quantile is a value, or one bit above or below the value.
     expected = valid & (entropy >= quantile - 1e-9)
     entropy = entropy.masked_fill(~valid, torch.nan)
     shards, masks = entropy.split(sizes), batch.mask.split(sizes)

@@ -46,7 +46,7 @@ BY_HAND: list[tuple[str, dict[str, Any], float, float, float, float, float, dict
     # DRO: 1/2 beta x^2 - A l.
     ("dro", {"beta": 0.5}, 0.5, 0.25, 2.0, 0.25 * log(2) ** 2 - 2 * log(0.25), -0.5 * log(2) - 2, {}),
     ("dro", {"beta": 2.0}, 0.25, 0.5, -1.0, log(2) ** 2 + log(0.5), 2 * log(2) + 1, {"ppo_kl": -log(2)}),
-    # SAPO: at ratio 1 the slope is that of REINFORCE; away from it, less.
+    # SAPO: at ratio 1 the slope is the slope of REINFORCE; elsewhere, less.
     ("sapo", {}, 0.5, 0.5, 2.0, -2 * 4 * 0.5, -2.0, {}),
     ("sapo", {}, 0.5, 0.5, -2.0, 2 * 4 / 1.05 * 0.5, 2.0, {}),
     ("sapo", {}, 0.2, 0.4, 1.0, -4 * sigmoid(1), -4 * 2 * sigmoid(1) * sigmoid(-1), {}),

@@ -1,4 +1,4 @@
-"""Registry of functions: the project's own, and functions that installed packages add through entry points."""
+"""Registry of functions: the functions of the project, and functions of installed packages with entry points."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_plugins.algorithms.registry import Registry
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry[object]:
-    """A package on sys.path that adds `added` and tries to replace `own`."""
+    """A package on sys.path. The package adds `added` and tries to replace `own`."""
     (tmp_path / "plugin_package.py").write_text("def added():\n    return 'added'\n")
     info = tmp_path / "plugin_package-1.0.dist-info"
     info.mkdir()

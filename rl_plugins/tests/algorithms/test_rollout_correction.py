@@ -27,7 +27,7 @@ from rl_plugins.tests.loops import for_each
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 LOG2 = math.log(2)
-# By hand: two sequences with an observation and padding, and an empty one. The ratios are powers of two.
+# By hand: two sequences with an observation and padding, and an empty sequence. The ratios are powers of two.
 MASK = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
 RATIOS = torch.tensor([[2.0, 9.0, 0.5, 4.0], [0.25, 1.0, 9.0, 9.0], [9.0] * 4], dtype=torch.float64)
 ROLLOUT = torch.full((3, 4), -3.0, dtype=torch.float64)

@@ -21,10 +21,10 @@ def row(*numbers: float) -> torch.Tensor:
     ("value", "old", "target", "loss", "gradient", "clipped"),
     [
         (1.2, 1.0, 2.0, 0.32, -0.8, 0),  # Inside the range.
-        (1.5, 1.0, 2.0, 0.125, -0.5, 0),  # At its edge.
+        (1.5, 1.0, 2.0, 0.125, -0.5, 0),  # At the edge of the range.
         (1.75, 1.0, 2.0, 0.125, 0.0, 1),  # Further than the range, towards the return: the error at 1.5.
         (0.25, 1.0, 0.0, 0.125, 0.0, 1),  # The same downwards: the error at 0.5.
-        (0.25, 1.0, 2.0, 1.53125, -1.75, 0),  # Further, away from the return: its own error.
+        (0.25, 1.0, 2.0, 1.53125, -1.75, 0),  # Further from the return: the error of the value without clipping.
         (1.75, 1.0, 0.0, 1.53125, 1.75, 0),
         (2.0, 2.0, 2.0, 0.0, 0.0, 0),
     ],

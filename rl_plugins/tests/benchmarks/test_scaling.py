@@ -12,7 +12,7 @@ from rl_plugins.planning.step_time import step_time
 from rl_plugins.planning.workload import Plan
 from rl_plugins.tests.planning.test_step_time import DEVICE, WORK
 
-# Processes that do not get in each other's way, and that read and multiply one after the other.
+# Independent processes, which read and multiply one after the other.
 CPU = replace(DEVICE, cores=8)
 PLAN = Plan(2, 2, zero_stage=2, offload="stay")
 EVEN = StepSamples(WORK.prompts, WORK.samples, WORK.prompt_tokens, lambda rng: int(WORK.response_tokens))
@@ -34,7 +34,7 @@ def test_corrected_phase_times_simulate_to_the_measured_step_time():
         "time/update_weights": weights,
         "time/step": rollout + update + weights + rest,
     }
-    # The first step, which warms up, does not count.
+    # The first step is a warm-up and does not count.
     metrics = {name: {1: 100 * value, 2: value, 3: value} for name, value in row.items()}
     times = corrected_phase_times(planned_phase_times(WORK, PLAN, CPU, 8), WORK, PLAN, CPU, metrics)
     out = simulate(times, Workers(2, 2), SamplingSchedule(), EVEN, steps=2)

@@ -1,4 +1,4 @@
-"""The simulator against runs that can be computed by hand."""
+"""The simulator against runs computed by hand."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_simulate_overlap_of_equal_sampling_and_training_halves_the_step(stalene
 
 
 def test_simulate_staleness_counts_the_version_that_sampled_each_token():
-    # Twenty tokens while two steps train: half of them are sampled by the version after the one they began with.
+    # Twenty tokens while two steps train: half of them are sampled by the version after their first one.
     times = PhaseTimes(1.0, 0.0, 0.0, 0.0, train_fixed_s=10.0)
     out = simulate(times, APART, SamplingSchedule(2), StepSamples(4, 1, 0, in_turn(20)), steps=6)
     assert out.step_s == pytest.approx(10)
@@ -95,7 +95,7 @@ def test_simulate_carries_stragglers_over_up_to_max_staleness():
 
 
 def test_simulate_colocated_engines_wait_while_trainers_train():
-    # The engine's time is proportional to its responses, so that two batches at once gain nothing.
+    # The engine's time is proportional to its responses: two batches at once gain nothing.
     times = PhaseTimes(0.0, 0.25, 0.0, 0.0, train_fixed_s=10.0)
     out = simulate(times, Workers(1, 1), SamplingSchedule(1), StepSamples(4, 1, 0, in_turn(10)), steps=4)
     assert out.step_s == pytest.approx(20)

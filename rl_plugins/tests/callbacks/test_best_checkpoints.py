@@ -92,7 +92,7 @@ def test_best_checkpoints_refuse_an_unknown_metric_by_name(tmp_path: Path) -> No
 def test_policy_checkpoint_killed_at_any_moment_leaves_a_loadable_checkpoint(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that ends while it writes, renames or removes a checkpoint; the next process resumes and cleans up."""
+    """A process ends while it writes, renames or removes a checkpoint; the next process resumes and cleans up."""
 
     class Killed(BaseException):
         pass

@@ -1,4 +1,4 @@
-"""Checkpoints: the random state of the worker's own device."""
+"""Checkpoints: the random state of the worker's device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_plugins.tests.stages import canned
 
 
 def trainer_on(device: torch.device, checkpoint: Path) -> Any:
-    """What a checkpoint reads of a trainer, whose worker has a device."""
+    """Attributes of a trainer for a checkpoint. The trainer's worker has a device."""
     strategy = SimpleNamespace(root_device=device, barrier=lambda name: None)
     return SimpleNamespace(
         strategy=strategy,

@@ -44,7 +44,7 @@ def save(folder: RunFolder) -> Callable[..., Path]:
 
 
 def stored(run: TrackedRun) -> dict[str, str]:
-    """The checkpoints in the store, by the content of their one file."""
+    """Return the checkpoints in the store, by the content of their one file."""
     local = Path(run.client.download_artifacts(run.run_id, ""))
     return {path.name: (path / "state" / "weights").read_text() for path in sorted(local.glob("best_*"))}
 

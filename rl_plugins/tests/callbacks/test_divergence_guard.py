@@ -35,7 +35,7 @@ BELOW_ANY_KL.ppo_kl = -1.0
 
 
 def bad_at(*steps: int) -> Any:
-    """A stage whose gradient norm is NaN at these steps."""
+    """A stage with a gradient norm of NaN at these steps."""
     stage = build_stage(STEPS)
     alter(stage, dict.fromkeys(steps, BAD))
     return stage

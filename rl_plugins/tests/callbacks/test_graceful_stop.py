@@ -1,4 +1,4 @@
-"""A run that is asked to stop ends after the step with a checkpoint, and a resumed run has the same bits."""
+"""A run asked to stop ends after the step with a checkpoint, and a resumed run has the same bits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_graceful_stop_passes_a_second_sigterm_to_the_previous_handler(tmp_path:
     try:
         twice = AfterStep([1], terminate_twice)
         stage = build_stage(STEPS)
-        # Lightning's own handler stands before the one that was there.
+        # Lightning's handler comes before the earlier handler.
         with pytest.raises(SystemExit):
             train(stage, callbacks(tmp_path, twice))
     finally:

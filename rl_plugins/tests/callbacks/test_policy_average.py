@@ -1,4 +1,4 @@
-"""The average is the one computed by hand, has no effect on training, and is part of checkpoints."""
+"""The average equals a computation by hand, has no effect on training, and is part of checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def by_hand(seen: list[dict[str, Tensor]], start: dict[str, Tensor]) -> dict[str
 
 
 def run(folder: Path, stage: Any, **options: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
-    """Train; the trainer, the average, and the average by hand."""
+    """Train; return the trainer, the average, and the average by hand."""
     seen: list[dict[str, Tensor]] = []
 
     def look(trainer: Any, module: Any) -> None:

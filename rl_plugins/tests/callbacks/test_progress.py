@@ -34,7 +34,7 @@ def trainer_of(**metrics: float) -> Any:
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets the clock of the progress; no time goes by between two calls."""
+    """Function to set the clock of the progress; no time passes between two calls."""
 
     def set_time(seconds: float) -> None:
         monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: seconds))

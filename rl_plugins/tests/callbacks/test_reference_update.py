@@ -1,4 +1,4 @@
-"""A reference that follows the policy is rolled back with the policy, and moves on from there."""
+"""A reference with updates from the policy is rolled back with the policy, and moves on from there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def weights_of(trainer: Any, engine: str) -> Weights:
 
 
 def roll_back(folder: Path, strategy: Any, **options: Any) -> None:
-    """The reference moves at step 3, step 4 diverges, and the newest checkpoint is that of step 2."""
+    """The reference moves at step 3, step 4 diverges, and the newest checkpoint is the checkpoint of step 2."""
     stage = build_stage(4, policy=str(folder.parent / "policy"), algorithm=Algorithm(kl=KLConfig(0.1)))
     alter(stage, {4: {"train/gradient_norm": math.nan}})
     seen: list[tuple[int, Weights, Weights]] = []

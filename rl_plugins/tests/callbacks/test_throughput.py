@@ -29,7 +29,7 @@ def test_throughput_counts_trained_and_sampled_tokens_and_flops(packing: bool) -
     trained = [row for row in rows if "throughput/mfu" in row]
     timed = [row for row in rows if "time/step" in row]
     assert len(trained) == 4
-    # Two passes over all prompts, each of which comes twice in an epoch.
+    # Two passes over all prompts. Each prompt comes twice in an epoch.
     tokens = [
         row["throughput/trained_tokens_per_s"] * own["time/step"] for row, own in zip(trained, timed, strict=True)
     ]

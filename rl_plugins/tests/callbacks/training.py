@@ -25,7 +25,7 @@ from rl_plugins.tests.stages.test_stage import Log
 
 
 class AfterStep(Callback):
-    """Calls `act(trainer, stage)` after certain steps."""
+    """Callback with a call of `act(trainer, stage)` after certain steps."""
 
     def __init__(self, steps: Sequence[int], act: Callable[[Trainer, Any], object]) -> None:
         self.steps, self.act = steps, act
@@ -37,7 +37,7 @@ class AfterStep(Callback):
 
 
 def alter(stage: Any, values: Mapping[int, Mapping[str, float]]) -> None:
-    """Replace metrics of a stage, for each step the first time that the step ends."""
+    """Replace metrics of a stage at the first end of each step."""
     track, left = stage.track, dict(values)
 
     def altered(metrics: Mapping[str, float]) -> None:

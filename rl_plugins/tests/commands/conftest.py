@@ -15,7 +15,7 @@ def root() -> Path:
 
 @pytest.fixture
 def write_samples(tmp_path):
-    """A function that writes a file as `generate` does, from `{(data source, question, truth): responses}`."""
+    """Function that writes a file as `generate` does, from `{(data source, question, truth): responses}`."""
 
     def write(name, rows):
         content = [

@@ -35,7 +35,7 @@ def test_evaluate_prints_and_writes_measures_by_data_source(write_samples, capsy
 def test_evaluate_compares_the_second_file_with_the_first_prompt_by_prompt(write_samples, capsys):
     many = {("sums", f"{n}+0=", str(n)): [str(n), "x"] for n in range(40)}
     better = {key: [key[2], key[2]] if int(key[2]) % 2 else value for key, value in many.items()}
-    # Another order, and a prompt that only one file has.
+    # Another order, and a prompt in one file only.
     better = {("sums", "9+9=", "18"): ["18", "18"], **dict(reversed(better.items()))}
     paths = [write_samples("first.parquet", many), write_samples("second.parquet", better)]
     assert main(["evaluate", *map(str, paths), "--reward", "exact_match"]) == 0
@@ -73,7 +73,7 @@ def test_evaluate_counts_failed_rewards_and_refuses_too_many(write_samples, tmp_
     assert main(command) == 0
     assert "failed rewards: 1 raised" in capsys.readouterr().out
     measures = json.loads(path.with_suffix(".evaluation.json").read_text())["measures"]
-    # There is no measure of four samples where three were scored; the mean is the mean of the three.
+    # No measure of four samples exists for three scores; the mean is the mean of the three scores.
     assert "maj@4" not in measures["words"] and measures["words"]["mean@4"]["value"] == pytest.approx(1 / 3)
     assert main([*command, "--max-failure-rate", "0"]) == 2
     assert "1 of 12 rewards failed" in capsys.readouterr().err

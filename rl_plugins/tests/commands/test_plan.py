@@ -67,7 +67,7 @@ def test_plan_has_the_precision_of_a_run_on_the_device(model, capsys):
         ("++placement.rollout=colocated", "placement.rollout=colocated"),
         ("batch.updates_per_step=16", "placement.num_workers=2"),
         ("rollout.tensor_parallel_size=4", "rollout.tensor_parallel_size=4"),
-        # A policy that samples ahead of training needs log-probs of the whole distribution: top_p=1.
+        # Sampling ahead of training needs log-probs of the whole distribution: top_p=1.
         ("sampling.top_p=0.9", "schedule.max_staleness=0"),
     ],
 )

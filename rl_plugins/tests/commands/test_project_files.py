@@ -76,7 +76,7 @@ def test_files_to_send_without_the_program_git_are_all_light_files(
 def test_files_to_send_fails_if_git_refuses_the_repository(
     project: Path, below: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # No settings of this machine that allow folders of other users.
+    # No settings of this machine: a setting may allow folders of other users.
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")

@@ -106,7 +106,7 @@ def test_connect_raises_after_the_deadline_for_a_silent_server(monkeypatch):
 
 
 class Guarded(BaseHTTPRequestHandler):
-    """A server that requires a token."""
+    """A server with a required token."""
 
     def do_GET(self) -> None:
         self.send_error(401, "Unauthorized: Missing authentication token")

@@ -99,14 +99,14 @@ def test_prepare_jsonl_test_share_holds_out_prompts(tmp_path):
     assert not {row["prompt"][0]["content"] for row in train} & {row["prompt"][0]["content"] for row in test}
     assert {row["extra_info"]["split"] for row in test} == {"test"}
     assert main(["validate", str(out / "train.parquet"), "--test", str(out / "test.parquet")]) == 0
-    # With a test file, all test rows come from that file.
+    # With a test file, all test rows come from the test file.
     both = ["jsonl", "--train", path, "--test", path, "--output", str(out), *fields, "--test-share", "0.2"]
     assert main(both) == 0
     assert [len(load_rows(out / f"{split}.parquet")) for split in ("train", "test")] == [1000, 1000]
 
 
 def save_to_disk(folder: Path, rows: list[Any], files: int = 2) -> None:
-    """Write the files that `Dataset.save_to_disk` of Hugging Face's `datasets` writes."""
+    """Write the files of `Dataset.save_to_disk` in Hugging Face's `datasets`."""
     folder.mkdir(parents=True)
     table, names = pa.Table.from_pylist(rows), [f"data-{n:05d}-of-{files:05d}.arrow" for n in range(files)]
     for number, name in enumerate(names):

@@ -45,7 +45,7 @@ def test_curriculum_serves_sometimes_solved_prompts_more_often():
     middle = sum(40 <= row < 80 for batch in batches[50:] for row in batch) / (100 * PER_STEP)
     # A third of the usual half, and nearly all of the drawn half.
     assert 0.6 < middle < 0.7
-    # The part that is not drawn still serves every prompt.
+    # The other part still serves every prompt.
     counts = Counter(row for batch in batches for row in batch)
     assert len(counts) == ROWS and min(counts.values()) >= 4
 

@@ -50,7 +50,7 @@ def assert_same(a: Experience, b: Experience) -> None:
 
 
 def sample(experience: Experience, index: int) -> dict[str, Any]:
-    """All fields and columns of a sample, without padding."""
+    """Fields and columns of a sample, without padding."""
     prompt, response = int(experience.prompt_lengths[index]), int(experience.response_lengths[index])
     found: dict[str, Any] = {"prompt_ids": experience.prompts[index, experience.prompts.shape[1] - prompt :].tolist()}
     for name in TENSOR_FIELDS[1:]:

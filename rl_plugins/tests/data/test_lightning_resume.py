@@ -1,4 +1,4 @@
-"""A run that is resumed from any checkpoint gets exactly the rows of a run that was not stopped."""
+"""A run resumed from any checkpoint gets exactly the rows of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Recorder(pl.LightningModule):
 
 
 class Rewarded(Recorder):
-    """Tells the curriculum that odd prompts are sometimes solved, and even ones never."""
+    """Report to the curriculum: odd prompts are sometimes solved, even prompts never."""
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
@@ -65,7 +65,7 @@ class Rewarded(Recorder):
 
 
 class SaveOnException(pl.Callback):
-    """Saves a checkpoint when the run fails."""
+    """Callback to save a checkpoint when the run fails."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,7 +75,7 @@ class SaveOnException(pl.Callback):
 
 
 class SaveAtEachHook(pl.Callback):
-    """Saves a checkpoint at the end of each batch, epoch and validation."""
+    """Callback to save a checkpoint at the end of each batch, epoch and validation."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -134,7 +134,7 @@ VALIDATIONS = [("validation", STEPS), ("validation", 2 * STEPS)]
 
 
 def check_resume(tmp_path, make_data, checkpoints, module=Recorder, **options):
-    """Resume from checkpoints (hook, number of batches) of one run; returns the run that was not stopped."""
+    """Resume from checkpoints (hook, number of batches) of one run; return the uninterrupted run."""
     saved = SaveAtEachHook(tmp_path)
     whole = fit(tmp_path, make_data(), module(), saved, **options)
     assert whole.seen == fit(tmp_path, make_data(), module(), **options).seen, "saving changes the order"
@@ -147,7 +147,7 @@ def check_resume(tmp_path, make_data, checkpoints, module=Recorder, **options):
 
 
 def check_resume_after_an_exception(tmp_path, make_data, whole, step, module=Recorder, **options):
-    """Resume a run whose batch number `step` failed; `whole` is the run that was not stopped."""
+    """Resume a run after its failure at batch number `step`; `whole` is the uninterrupted run."""
     path = tmp_path / f"exception-{step}.ckpt"
     with pytest.raises(Stopped):
         fit(tmp_path, make_data(), module(fail_at=step), SaveOnException(path), **options)

@@ -49,7 +49,7 @@ def test_mixture_batches_hold_no_row_twice_and_passes_are_whole(weights, per_ste
         served += batch
     for part in order.parts:
         own = [row for row in served if part.first <= row < part.first + part.rows]
-        # After a few passes, every row has come as often as any other, give or take one.
+        # After a few passes, every row has come as often as any other, with a difference of at most one.
         counts = Counter(own)
         assert max(counts.values()) - min(counts[row] for row in range(part.first, part.first + part.rows)) <= 2
 

@@ -1,4 +1,4 @@
-"""Pairs and judged responses: batches, dropped rows, and errors that name file, row and field."""
+"""Pairs and judged responses: batches, dropped rows, and errors with file, row and field."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def validation_batch(rows: Any, tokenizer: Any, **options: Any) -> Any:
 
 
 def test_preference_data_module_validates_on_prompts_or_pairs(row, pair_row, tokenizer):
-    # Prompts that are to be answered need no responses.
+    # Prompts for sampling need no responses.
     batch = validation_batch([row(0), row(1)], tokenizer)
     assert isinstance(batch, PromptBatch) and batch.rows == [0, 1]
     batch = validation_batch([pair_row(0), pair_row(1)], tokenizer, validate_on="pairs")

@@ -59,7 +59,7 @@ def test_prepare_addition_writes_pairs(tmp_path, tokenizer):
     assert main(["addition", "--output", str(output), *sizes, "--pairs"]) == 0
     assert main(["addition", "--output", str(tmp_path / "plain"), *sizes]) == 0
     for name in ("train", "test", "dev"):
-        # The files that are there without pairs are the same with them.
+        # The files written without pairs are the same with pairs.
         assert pq.read_table(output / f"{name}.parquet").equals(pq.read_table(tmp_path / "plain" / f"{name}.parquet"))
     assert not list((tmp_path / "plain").glob("*_pairs.parquet"))
     for name, size in {"train": 80, "dev": 20}.items():

@@ -1,4 +1,4 @@
-"""Steps and labels: positions of labels, dropped rows, and errors that name file, row and field."""
+"""Steps and labels: positions of labels, dropped rows, and errors with file, row and field."""
 
 from __future__ import annotations
 

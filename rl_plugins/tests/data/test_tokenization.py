@@ -1,4 +1,4 @@
-"""Messages to a policy have the tokens that the chat template gives to the whole conversation."""
+"""Messages to a policy have the tokens of the chat template for the whole conversation."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Killed(Exception):
 
 
 class Engine:
-    """An engine whose responses depend on prompt and seed, and that is killed after some calls."""
+    """An engine with responses that depend on prompt and seed. The engine is killed after some calls."""
 
     def __init__(self, calls=100):
         self.calls, self.prompts = calls, []
@@ -81,7 +81,7 @@ def test_generate_resumes_a_killed_run_to_the_same_file(tmp_path, rows):
     with pytest.raises(Killed):
         make(broken, rows, Engine(calls=2))
     assert not broken.exists()
-    # A process that is killed while it writes leaves such a file.
+    # A process killed while it writes leaves such a file.
     (tmp_path / "broken.parquet.parts" / ".part_00002.parquet.99.tmp").write_text("half")
     rest = Engine()
     assert [made["parts"] for made in make(broken, rows, rest)] == [1]
@@ -148,7 +148,7 @@ def test_fingerprint_depends_on_weights_and_not_on_the_folder(tmp_path):
         (tmp_path / name / "model.safetensors").write_bytes(bytes(10**6 - 1) + bytes([name == "other"]))
     one, same, other = (fingerprint(str(tmp_path / name)) for name in ("one", "same", "other"))
     assert one == same
-    # One byte is not seen; training changes nearly all of them.
+    # A change of one byte is not seen; training changes nearly all bytes.
     trained = tmp_path / "other" / "model.safetensors"
     trained.write_bytes(b"\1" * 10**6)
     assert fingerprint(str(tmp_path / "other")) != one and other in (one, other)

@@ -43,7 +43,7 @@ def test_best_at_and_majority_at_are_means_over_all_subsets():
 
 def test_majority_at_of_many_samples_is_near_the_mean_over_all_subsets():
     scores, answers = SCORES * 4, ANSWERS * 4
-    # Three of six samples say b, whose mean is 0; the more vote, the surer it wins.
+    # Three of six samples say b, with a mean of 0; with more votes, b wins more often.
     assert majority_at(scores, answers, 1) == pytest.approx(fmean(SCORES))
     assert majority_at(scores, answers, 24) == pytest.approx(0.0)
     random = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""Options that a recipe refuses: the overrides, and words that the message must have."""
+"""Options refused by a recipe: the overrides, and required words of the message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations of recipes in milliseconds, for tests that need many: Hydra composes each recipe once."""
+"""Configurations of recipes in milliseconds, for tests with many of them: Hydra composes each recipe once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def compose_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def configured(recipe: str, *overrides: str) -> RecipeConfig:
     """Return `parse_config(compose_config(recipe, overrides))`.
 
-    Hydra composes only the overrides that choose a file of a group, add an option or remove one. The others are put
-    into the values that it made.
+    Hydra composes only the overrides that choose a file of a group, add an option or remove one. Values of the other
+    overrides replace values in Hydra's result.
     """
     composed = [override for override in overrides if _is_for_hydra(override)]
     values = deepcopy(_own_values(recipe, tuple(composed)))
@@ -46,7 +46,7 @@ def configured(recipe: str, *overrides: str) -> RecipeConfig:
 
 
 def message_of(check: Callable[[], object]) -> str:
-    """Return the message of the ConfigError that a check raises; that nothing is refused if it raises none."""
+    """Return the message of the ConfigError raised by a check; without an error, return "nothing is refused"."""
     try:
         check()
     except ConfigError as error:
@@ -61,7 +61,7 @@ def _is_for_hydra(override: str) -> bool:
 
 @cache
 def _own_values(recipe: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """The groups of a recipe that differ from the schema: the fewer values, the faster `parse_config`."""
+    """Return the groups of a recipe with changes to the schema: `parse_config` is faster with fewer values."""
     defaults: Any = OmegaConf.to_container(OmegaConf.structured(RecipeConfig))
     values: Any = OmegaConf.to_container(compose_config_once(recipe, overrides))
     return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}

@@ -1,4 +1,4 @@
-"""A folder with everything a run needs, and with everything that can be wrong with it; made without torch."""
+"""A folder with good and bad files for runs, made without torch."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ def raises(solution_str, ground_truth):
 
 def needs_text(solution_str):
     return float(solution_str[0] == "4")
+
+def sees_gpus(solution_str):
+    raise ValueError("CUDA_VISIBLE_DEVICES=" + repr(__import__("os").environ.get("CUDA_VISIBLE_DEVICES")))
 
 def insists(solution_str):
     return "again"

@@ -1,4 +1,4 @@
-"""Outputs of nvidia-smi as a driver prints them, in place of a driver that is not here."""
+"""Outputs of nvidia-smi as a driver prints them, for machines without a driver."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, output: str, files: int) -> None:
 
 
 def machine(*names: str, mig: tuple[int, ...] = (), **facts: Any) -> GpuMachine:
-    """A good machine with these GPUs, for runs on CUDA 13, and with other facts where they are given."""
+    """Return a good machine with these GPUs, for runs on CUDA 13, with the given facts in place of good facts."""
     listed = tuple(
         Gpu(index, f"GPU-{index}5c93b3a", name, 81559, 81004, "580.95.05", index in mig)
         for index, name in enumerate(names)

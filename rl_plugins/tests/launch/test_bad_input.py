@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,14 +34,14 @@ def _in_workplace(workplace: Path, _composed_once: None, monkeypatch: pytest.Mon
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     # The variable HF_HUB_OFFLINE is read once, when the library is imported.
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    # The functions under test set these for their process.
+    # The tested functions set these variables for their process.
     for name, value in {"OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu", "HYDRA_FULL_ERROR": "1"}.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the launchers that were called. The launchers themselves do nothing."""
+    """Names of the called launchers. The launchers do nothing."""
     calls: list[str] = []
     monkeypatch.setattr(ray_train, "train", lambda *_: calls.append("ray"))
     monkeypatch.setattr(local, "train", lambda *_: calls.append("local"))
@@ -63,17 +64,17 @@ def grpo(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | str | None]:
 
 
 def compose(*overrides: str) -> str:
-    """Return the message of the ConfigError that composing the good and the given options raises."""
+    """Return the message of the ConfigError for the composition of the good and the given options."""
     return message_of(lambda: parse_config(compose_config("grpo", [*GOOD, *overrides])))
 
 
 def check(*overrides: str) -> str:
-    """Return the message of the ConfigError that `run_recipe` raises with the good and the given options."""
+    """Return the message of `run_recipe`'s ConfigError for the good and the given options."""
     return message_of(lambda: run_recipe(configured("grpo", *GOOD, *overrides)))
 
 
 def missing_words(message: str, overrides: list[str], expected: list[str]) -> list[str]:
-    """Return one line for each expected text that is not in the message, and one if the message has several lines."""
+    """Return one line for each expected text missing in the message, and one line for a message of several lines."""
     lines = [f"{overrides}: {words!r} is not in {message!r}" for words in expected if words not in message]
     return [*lines, f"{overrides}: {message!r} is of several lines"] if "\n" in message else lines
 
@@ -87,7 +88,7 @@ def test_compose_config_and_parse_config_name_the_option_and_the_way_out(subject
 
 
 def test_explain_gives_the_same_message_under_a_debugger(monkeypatch):
-    # Makes OmegaConf chain its errors, as a debugger does.
+    # Makes OmegaConf chain its errors, as with a debugger.
     monkeypatch.setenv("OC_CAUSE", "1")
     wrong = []
     for overrides, expected in [*COMPOSING["types and missing values"], COMPOSING["unknown options"][0]]:
@@ -126,12 +127,19 @@ def test_run_recipe_refuses_a_tracking_server_that_does_not_answer(started, refu
     assert missing_words(check(*overrides), overrides, words) == [] and started == []
 
 
-def test_check_prompts_calls_no_reward_with_gpus_in_this_process():
+def test_check_prompts_calls_rewards_without_gpus(monkeypatch):
+    """A reward must not take memory of a worker's GPU in this process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
     def check(*options: str) -> str:
-        reward = ["reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=raises"]
+        reward = ["reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=sees_gpus"]
         return message_of(lambda: check_prompts(configured("grpo", *GOOD, *reward, *options)))
 
-    assert "no key" in check() and check("reward.gpus=0.5") == "nothing is refused"
+    assert "CUDA_VISIBLE_DEVICES=''" in check() and os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert check("reward.gpus=0.5") == "nothing is refused"
+    assert "CUDA_VISIBLE_DEVICES='0,1'" in check(*IN_ONE_PROCESS)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert "CUDA_VISIBLE_DEVICES=''" in check() and "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def test_run_recipe_asks_a_hub_that_cannot_be_reached_once(started, monkeypatch, refused_address):

@@ -12,7 +12,7 @@ import pytest
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.build_lock import clear_stale_build_locks
 
-# Takes the lock as torch.utils.file_baton.FileBaton does, and keeps it until it is ended.
+# Takes the lock as torch.utils.file_baton.FileBaton does, and keeps the lock until the end of the process.
 BUILDER = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print(flush=True); time.sleep(600)"
 
 

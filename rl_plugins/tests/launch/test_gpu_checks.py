@@ -80,7 +80,7 @@ FAULTS: list[tuple[GpuMachine, list[str], list[str]]] = [
     (machine(H100, variables=EXPANDABLE), SPLIT, [GOOD]),
     (machine(H100, variables=EXPANDABLE), ["rollout.engine=transformers"], [GOOD]),
 ]  # fmt: skip
-"""Facts about a machine, overrides, and words that the message must have."""
+"""Facts about a machine, overrides, and required words of the message."""
 
 
 @cache

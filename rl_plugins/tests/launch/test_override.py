@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl_plugins.override import override
 
-# Characters of names of folders, above all those with a meaning in Hydra's grammar.
+# Characters in names of folders, above all characters with a meaning in Hydra's grammar.
 NAMES = st.text(st.sampled_from(" \t\n\"'\\()[]{}#&~=,:$/.-+%@?|*!<>;`^ß語01_aeinult") | st.characters(codec="utf-8"))
 
 

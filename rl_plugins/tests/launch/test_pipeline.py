@@ -45,7 +45,7 @@ def good(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> list[RecipeConfig]:
-    """The configurations of the stages that ran. Each stage only makes the folder of its model."""
+    """Configurations of the stages that ran. Each stage only makes the folder of its model."""
     ran: list[RecipeConfig] = []
 
     def run_recipe(config: RecipeConfig, *_: object) -> None:

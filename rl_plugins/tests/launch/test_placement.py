@@ -1,4 +1,4 @@
-"""What a run asks of Ray, and the messages about what no machine has."""
+"""Requests of a run to Ray, and the messages about requests larger than every machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def grpo(*overrides: str) -> RecipeConfig:
 
 
 def grpo_roles(device: str, *overrides: str) -> dict[str, tuple[Any, ...]]:
-    """Count, CPUs, GPUs and strategy of the roles of a run, by their names."""
+    """Return count, CPUs, GPUs and strategy of the roles of a run, by their names."""
     roles = roles_of(grpo(f"placement.device={device}", *overrides))
     return {role.name: (role.count, role.cpus, role.gpus, role.strategy) for role in roles}
 

@@ -23,7 +23,7 @@ from rl_plugins.tests.launch.configurations import configured
 
 @pytest.fixture
 def _precision_of_products() -> Iterator[None]:
-    """Restore the precision of products of float32 numbers, which is set for the whole process."""
+    """Restore the precision of float32 products, a setting of the whole process."""
     before = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(before)
@@ -57,7 +57,7 @@ def test_set_device_keeps_the_precision_for_the_record_of_the_run(tmp_path: Path
 
 
 class _Started(Exception):
-    """The launcher has come to its first heavy step."""
+    """Error of a launcher at its first heavy step."""
 
 
 @pytest.mark.parametrize(("device", "precision"), [("cpu", "32-true"), ("cuda", "bf16-mixed")])

@@ -1,4 +1,4 @@
-"""The commands that the quickstart prints can be copied into a shell."""
+"""A shell accepts the commands printed by the quickstart."""
 
 from __future__ import annotations
 

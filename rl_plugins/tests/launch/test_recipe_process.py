@@ -1,4 +1,4 @@
-"""A recipe as a process of its own: the words it prints, its status, and the libraries that it has not loaded."""
+"""A recipe in a separate process: its output, its status, and the libraries not loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_plugins.tests.launch.test_bad_input import GOOD, IN_ONE_PROCESS
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.repository.test_import_weight import HEAVY
 
-# Runs one command line after the other in a process that imports the command once.
+# Runs one command line after the other in one process, with one import of the command.
 COMMANDS = """
 import contextlib, io, json, os, sys
 from rl_plugins.launch import command_line
@@ -54,14 +54,14 @@ CHANGED = ["batch.prompts_per_step=7", "algorithm=rloo", "--config-name", "quick
 
 @dataclass
 class Outcome:
-    """How a command line ended.
+    """End of a command line.
 
     Attributes:
-        status: of the process.
-        out: what it printed.
-        err: what it said on stderr.
-        modules: that the process had loaded by then.
-        policies: values of OMP_WAIT_POLICY whenever the command looked for torch, which was not loaded.
+        status: status of the process.
+        out: standard output.
+        err: standard error.
+        modules: modules loaded at the end.
+        policies: values of OMP_WAIT_POLICY at each search for torch before the import of torch.
     """
 
     status: int
@@ -72,7 +72,7 @@ class Outcome:
 
     @property
     def loaded(self) -> set[str]:
-        """The heavy libraries that the process has loaded by then."""
+        """Return the loaded heavy libraries."""
         return set(self.modules) & HEAVY
 
 
@@ -93,7 +93,7 @@ def outcomes(command_lines: list[list[str]], cwd: Path) -> list[Outcome]:
 
 @pytest.fixture(scope="module")
 def answered(workplace: Path) -> dict[str, Outcome]:
-    """How the command lines ended that something wrong or a question ends early, by their names."""
+    """Outcomes, by name, of the command lines with an early end: by an error or a question."""
     command_lines = {
         "help": ["--help"],
         "job": ["--cfg", "job", "--config-name", "gsm8k_grpo"],

@@ -1,4 +1,4 @@
-"""`rl-plugins sync` of a run that ended during an outage: the content of the store and of the run's folder."""
+"""`rl-plugins sync` of a run with its end in an outage: the content of the store and of the run's folder."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def folder(store: str, tmp_path: Path) -> RunFolder:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The examples of the registered policies. The transformers flavour of MLflow, which is slow, is not used."""
+    """Collect the examples of registered policies, without MLflow's transformers flavour, which is slow."""
     examples: list[str] = []
 
     def register_policy(run: TrackedRun, policy: Path, name: str, evaluation: object, example: str) -> str:
@@ -119,7 +119,7 @@ def test_sync_to_another_store_makes_a_new_run(empty_store: Path, folder: RunFol
 def no_mlflow() -> Iterator[str]:
     """The address of a server of another kind."""
     server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    # How often the server looks whether it is to end.
+    # Interval of the server's checks for its end.
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"

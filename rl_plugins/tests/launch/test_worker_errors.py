@@ -33,7 +33,7 @@ def test_after_exception_writes_other_errors_down_while_restarts_are_left(tmp_pa
     said = "training worker 0 failed (OSError: disk). The workers start again from checkpoint_00000003, restart 1 of 1"
     assert capsys.readouterr().out == f"run: {said}. For tracebacks see {folder.failures}\n"
     assert said in folder.failures.read_text() and "worker 1:" in folder.failures.read_text()
-    # The next one ends the run, and Ray Train raises it.
+    # The next error ends the run, and Ray Train raises this error.
     failures.after_exception(None, errors)
     assert capsys.readouterr().out == "" and folder.times_failed() == 1
 

@@ -18,7 +18,7 @@ class VarlenCall(NamedTuple):
 
 
 class PlainVarlen:
-    """Computes the same as `varlen_attn`, without waiting for the device. Axes as in `packed_attention`.
+    """Compute the same as `varlen_attn`, without waiting for the device. Axes as in `packed_attention`.
 
     Attributes:
         calls: Arguments of all calls.
@@ -41,7 +41,7 @@ class PlainVarlen:
         window_size: tuple[int, int],
         enable_gqa: bool,
     ) -> Tensor:
-        """Compute attention in which the last query of a sample sees the last key of the sample."""
+        """Compute attention in which the last query of a sample attends to the last key of the sample."""
         self.calls.append(VarlenCall((cu_seq_q, cu_seq_k), (max_q, max_k), window_size, enable_gqa))
         sample_M, after_M = _places(len(query), cu_seq_q)
         sample_F, after_F = _places(len(key), cu_seq_k)

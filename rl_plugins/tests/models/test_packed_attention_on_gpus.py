@@ -80,7 +80,7 @@ def test_packed_sdpa_by_the_kernel_equals_samples_by_themselves(
 
 
 def waits_of_a_pass(layers: int, dtype: torch.dtype, positions: list[int]) -> list[str]:
-    """Return the operations of a forward and a backward pass for which the host waits for the fake GPU."""
+    """Return the operations of a forward and a backward pass with a wait of the host for the fake GPU."""
     with FakeCuda() as gpu:
         model = packed(num_hidden_layers=layers).to("cuda", dtype)
         positions_M = torch.tensor(positions, device="cuda")

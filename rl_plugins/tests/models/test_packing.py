@@ -116,7 +116,7 @@ def test_packed_log_probs_of_one_sample_equal_padded_log_probs() -> None:
 
 
 class RunningMean(nn.Module):
-    """A causal model with a state that runs through all samples, under a head of zeros."""
+    """A causal model with a state across all samples, under a head of zeros."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Memory against sums made by hand, of a model with a million parameters in all its matrices."""
+"""Memory against sums made by hand, for a model with a million parameters in all its matrices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_model_shape_parameters_by_hand():
         # Weights are whole, masters and two moments of four bytes are divided by two workers.
         (1, "bf16-true", 2 * P + 12 * P / 2),
         (2, "32-true", 4 * P + 12 * P / 2),
-        # Weights and gradients are divided, too; all tensors are so small that they are whole beside their parts.
+        # Weights and gradients are divided, too. All tensors are small: each is whole beside its parts.
         (3, "bf16-true", 2 * P / 2 + 2 * P + 12 * P / 2 + 2 * P / 2),
         # FSDP2: all in bfloat16; or float32 shards.
         (0, "bf16-true", 6 * P / 2),
@@ -72,9 +72,9 @@ def test_trainer_memory_of_an_adapter_has_states_of_the_adapter_only():
 def test_trainer_memory_of_an_update_by_hand():
     plan = Plan(2, 1, zero_stage=2, offload="stay")
     parts = trainer_memory(WORK, plan, GPU)["update"]
-    # A micro-batch of a prompt and its two responses. Of a block and a token in bfloat16: two norms of 4 + 2 + 2 bytes,
-    # and two bytes each of q, of twice what attention gives, of four times the MLP's width, and, as 96 tokens of a row
-    # make samples of 128, of 4 / 3 times k and v.
+    # A micro-batch of a prompt and its two responses. Bytes of a block and a token in bfloat16: two norms of 4 + 2 + 2
+    # bytes, and two bytes each of q, of twice attention's output, of four times the MLP's width, and of 4 / 3
+    # times k and v, because 96 tokens of a row make samples of 128.
     block = 2 * 64 * 8 + 2 * (3 * 64 + 4 * 128 + 4 / 3 * 2 * 64)
     ends = 64 * 8 + 2 * (2 * 64 + 3 * 128)
     assert parts["activations"] == pytest.approx(96 * (2 * block + ends))
@@ -93,7 +93,7 @@ def test_trainer_memory_of_stage_1_has_whole_gradients_with_several_micro_batche
 
 
 def test_trainer_memory_of_a_large_model_peaks_in_the_optimizer_step():
-    # It works with the gradients in float32.
+    # The optimizer step works with the gradients in float32.
     work = replace(WORK, micro_batch_tokens=1, prompts=1, samples=1, prompt_tokens=1, response_tokens=1, max_tokens=1)
     parts = trainer_memory(work, Plan(1, 1, zero_stage=2, offload="stay"), GPU)["update"]
     assert "activations" not in parts and parts["float32 gradients"] == 4 * P
@@ -106,7 +106,7 @@ def test_engine_memory_on_a_cpu_by_hand():
     weights, token = 2 * P, 2 * 2 * 64 * 2
     memory = engine_memory(WORK, plan, CPU)
     packed = 2 * WORK.policy.multiplied
-    # Four responses; prompts are not longer than a block of the cache, so that nothing of them is shared.
+    # Four responses; prompts are not longer than a block of the cache: no block is shared.
     cache = 4 * 64 * token
     assert memory["start"]["packed weights"] + memory["start"]["freed by loading"] == weights
     assert memory["start"]["KV cache"] == 2**20

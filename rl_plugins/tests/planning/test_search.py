@@ -1,4 +1,4 @@
-"""The search over placements: order, given options, and the reason of a placement that does not fit."""
+"""The search over placements: order, given options, and the reason for a placement too large for the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes against models of transformers, and activations against the tensors that autograd keeps."""
+"""Shapes against models of transformers, and activations against the tensors kept by autograd."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_adapter_counts_the_trained_parameters_of_peft():
 
 
 def kept_by_autograd(config, dtype, *, same_prompt):
-    """Bytes of the tensors that a packed pass keeps for the backward pass, without parameters."""
+    """Return the bytes of the tensors kept by a packed pass for the backward pass, without parameters."""
     model = AutoModelForCausalLM.from_config(config).to(dtype).train()
     use_packed_attention(model)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -68,7 +68,7 @@ def kept_by_autograd(config, dtype, *, same_prompt):
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage  # alive, so that no other takes its place
+            kept[storage.data_ptr()] = storage  # alive: no other storage takes its address
         return tensor
 
     ids = torch.randint(0, config.vocab_size, (4, 64))

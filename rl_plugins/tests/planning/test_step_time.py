@@ -26,7 +26,7 @@ APART = Plan(1, 1, colocated=False, zero_stage=1, engine_share=0.9)
 
 
 def test_rollout_seconds_take_the_longer_of_reading_and_multiplying():
-    # Prompts, too short to share a block, and twenty tokens of four responses that see twenty others on average.
+    # Prompts, too short to share a block, and twenty tokens of four responses. A token sees twenty others on average.
     prefill = 40 * (2 * N + 4 * 100 * 5) / 1e6
     multiplying = 4 * (2 * N + 4 * 100 * 20) / 1e6
     assert rollout_seconds(WORK, APART, DEVICE) == pytest.approx(prefill + 20 * (multiplying + 0.5 + 4 * 0.25))

@@ -13,7 +13,7 @@ from rl_plugins.run_folder import RunFolder
 
 @pytest.fixture
 def started(monkeypatch):
-    """The configurations that `run_recipe` was given; nothing is trained."""
+    """Configurations given to `run_recipe`; nothing is trained."""
     configs = []
 
     def run_recipe(config, _):

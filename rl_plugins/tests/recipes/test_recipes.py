@@ -1,4 +1,4 @@
-"""Every recipe composes, fits the schema, describes a step that comes out even, and stays short and explained."""
+"""Every recipe composes, fits the schema, describes a step with whole micro-batches, and stays short and explained."""
 
 from __future__ import annotations
 

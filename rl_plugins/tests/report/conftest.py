@@ -1,4 +1,4 @@
-"""The folder of a run that the tests of the report share."""
+"""The folder of a run, shared by the tests of the report."""
 
 from __future__ import annotations
 

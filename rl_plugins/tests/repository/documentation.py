@@ -1,6 +1,6 @@
 """The pages of the documentation, the sources of the package, and checks of the shell commands in pages.
 
-Pages made from docstrings have tests of their own (test_algorithm_docs).
+Pages made from docstrings have other tests (test_algorithm_docs).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MADE = {page: text for page, text in PAGES.items() if text.startswith("<!-- Writ
 WRITTEN = {page: text for page, text in PAGES.items() if page not in MADE}
 
 _PIPELINES = {"sft_rm_ppo"}
-# Programs that are not of this project: their arguments are not checked.
+# Programs of other projects: their arguments are not checked.
 _FOREIGN = {".", ".venv/bin/pre-commit", "cp", "docker", "kubectl", "mlflow", "pip", "ray", "rm", "sbatch"}
-# Words that stand for the reader's own.
+# Words in place of a reader's words.
 _PLACEHOLDERS = {"...", "key=value"}
 
 
@@ -39,7 +39,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def sources() -> list[Path]:
-    """Every file of the package, without its tests."""
+    """Return every file of the package, without its tests."""
     tops = ("rl_plugins", "strategies", "callbacks", "recipes")
     return [path for top in tops for path in (ROOT / top).rglob("*.py") if "tests" not in path.parts]
 
@@ -50,14 +50,14 @@ def syntax_tree(path: Path) -> ast.Module:
 
 
 def text_of(node: ast.expr) -> str | None:
-    """A string of the code, with … for what is put into it; None for another expression."""
+    """Return a string of the code, with … for inserted values; None for another expression."""
     if isinstance(node, ast.JoinedStr):
         return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def check_command(words: list[str]) -> None:
-    """Check a command against what it starts."""
+    """Check a command against the started program."""
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
     program, *arguments = [word for word in words if word not in _PLACEHOLDERS]
@@ -94,7 +94,7 @@ def _check_module(module: str, *arguments: str) -> None:
 
 
 def _check_recipe(recipe: str, arguments: list[str]) -> None:
-    """Check that options compose with a recipe, without the groups that only the reader's own folder has."""
+    """Check the composition of options with a recipe, without the groups in the reader's folder only."""
     parser = ArgumentParser(allow_abbrev=False, exit_on_error=False)
     for flag in ("--cfg", "--config-name", "--config-dir"):
         parser.add_argument(flag)
@@ -110,7 +110,7 @@ def _check_recipe(recipe: str, arguments: list[str]) -> None:
 
 
 def _check_subcommand(name: str, *arguments: str) -> None:
-    """Check a line of `rl-plugins` with the command's own parser."""
+    """Check a line of `rl-plugins` with the parser of its command."""
     command = importlib.import_module(f"rl_plugins.commands.{name}")
     parser = ArgumentParser(prog=name)
     command.add_arguments(parser)
@@ -130,7 +130,7 @@ def _check_make(arguments: list[str]) -> None:
 
 
 def _check_script(script: Path, arguments: list[str]) -> None:
-    """Check that a script knows the flags, or that its configuration has the options."""
+    """Check that a script knows the flags, or that the script's configuration has the options."""
     _check_flags(arguments, script.read_text(encoding="utf-8"))
     file = script.with_name("config.yaml")
     known = OmegaConf.load(file).keys() if file.is_file() else ()
@@ -139,7 +139,7 @@ def _check_script(script: Path, arguments: list[str]) -> None:
 
 
 def _check_flags(arguments: list[str] | tuple[str, ...], source: str) -> None:
-    """Check that each flag stands in the source of the program."""
+    """Check that the source of the program contains each flag."""
     for word in arguments:
         flag = word.partition("=")[0]
         assert not flag.startswith("--") or flag == "--help" or f'"{flag}"' in source, f"{flag} is unknown"

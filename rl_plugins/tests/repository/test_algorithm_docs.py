@@ -30,7 +30,7 @@ from rl_plugins.launch.command_line import compose_config
 RECIPES = (
     "grpo", "ppo", "prime", "preference_optimization", "online_preference_optimization", "reward_modeling",
 )  # fmt: skip
-# Makes the pages, of one algorithm only, and prints which of the engines' libraries are loaded then.
+# Makes the pages, of one algorithm only, and prints the loaded libraries of the engines.
 GENERATE = """
 import sys
 from types import SimpleNamespace
@@ -55,13 +55,13 @@ def generate(root):
 
 @pytest.fixture(scope="module")
 def generator(generate):
-    """A module of the package that writes the pages, by its name."""
+    """Return a module of the page generator, by its name."""
     return lambda name: importlib.import_module(f"generator.{name}")
 
 
 @pytest.fixture(scope="module")
 def texts(root):
-    """Name and text of every page; another test compares them with what the generator writes."""
+    """Return name and text of every page; another test compares them with the generator's output."""
     return {path.name: path.read_text(encoding="utf-8") for path in (root / "docs" / "algorithms").glob("*.md")}
 
 
@@ -70,7 +70,7 @@ def test_generate_check_finds_every_page_current(generate, capsys):
 
 
 def test_generate_loads_no_library_of_an_engine(root):
-    # In a process of its own: this one has loaded the engines' libraries.
+    # In a separate process: this process has loaded the engines' libraries.
     outcome = subprocess.run([sys.executable, "-c", GENERATE], cwd=root, capture_output=True, text=True)
     assert outcome.stdout.strip() == "set()", outcome.stdout + outcome.stderr
 
@@ -147,7 +147,7 @@ def test_page_shows_the_command_of_the_most_suitable_recipe(texts, name, begin):
 
 
 def commands_of(texts) -> dict[str, list[list[str]]]:
-    """The overrides of every command line of the pages, by the recipe that it starts."""
+    """Return the overrides of every command line of the pages, by the recipe of the command."""
     found: dict[str, list[list[str]]] = {}
     for text in texts.values():
         for line in re.findall(r"```bash\npython -m (.*?)\n```", text, re.DOTALL):

@@ -15,7 +15,7 @@ from rl_plugins.tests.launch.nvidia_smi import H100
 
 @pytest.fixture
 def message(monkeypatch: pytest.MonkeyPatch, root: Path):
-    """Function that runs requirements/check_gpu.py for a build of torch and returns the message of its end."""
+    """Function that runs requirements/check_gpu.py for a build of torch and returns the message at its end."""
     monkeypatch.delenv(gpus.VISIBLE, raising=False)
     monkeypatch.setattr(gpus, "driver_cuda", lambda: (13, 0))
 
@@ -47,4 +47,8 @@ def test_check_gpu_refuses_a_machine_without_a_visible_gpu(message, monkeypatch)
 
 def test_make_gpu_checks_before_the_tests(root):
     planned = subprocess.run(["make", "-n", "gpu"], cwd=root, capture_output=True, text=True, check=True).stdout
-    assert planned.splitlines() == ["python requirements/check_gpu.py", "python -m pytest -m gpu --timeout 1800"]
+    assert planned.splitlines() == [
+        "python requirements/check_gpu.py",
+        "python -m integration_tests.gpu.without_vllm",
+        "python -m pytest -m gpu --timeout 1800",
+    ]

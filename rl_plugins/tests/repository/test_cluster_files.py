@@ -1,4 +1,4 @@
-"""The files in examples/cluster are well-formed, and the recipes in them compose."""
+"""The files in examples/cluster are well-formed, and their recipes compose."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def placed(command: list[str]) -> list[Role]:
 
 
 def check_is_tight(roles: list[Role], machine: dict[str, float], machines: int) -> None:
-    """It fits, and would not on one machine less."""
+    """Check that the roles fit the machines, and do not fit one machine less."""
     check_fit(roles, [machine] * machines, "the cluster")
     with pytest.raises(ConfigError, match="Lower placement"):
         check_fit(roles, [machine] * (machines - 1), "the cluster")
@@ -94,7 +94,7 @@ def test_slurm_script_is_a_job_whose_run_fits_the_machines():
     gpus = int(options["nodes"]) * int(options["gpus-per-node"])
     assert f"placement.num_workers={gpus} " in text and f"--num-gpus {options['gpus-per-node']} " in text
     (command,) = re.findall(r"python -m rl_plugins\.recipes.*?(?=\"\$@\")", text, re.DOTALL)
-    # What the shell puts in is a word to the recipe.
+    # A value inserted by the shell is one word for the recipe.
     words = shlex.split(re.sub(r"\$\{[^}]*\}|\$\w+", "word", command.replace("\\\n", " ")))
     check_command(words)
     machine = {"CPU": float(options["cpus-per-task"]), "GPU": float(options["gpus-per-node"])}
@@ -104,7 +104,7 @@ def test_slurm_script_is_a_job_whose_run_fits_the_machines():
 def test_slurm_script_takes_variables_from_slurm_and_the_user(tmp_path):
     text = (FOLDER / "slurm.sh").read_text(encoding="utf-8")
     used = set(re.findall(r"\$\{?([A-Z_]+)", text))
-    # Those of Slurm are set for every job that asks for --nodes and --cpus-per-task; the user's have an error message.
+    # Slurm sets SLURM_ variables for jobs with --nodes and --cpus-per-task; the user's variables have an error message.
     assert used == {"SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK", "ENVIRONMENT", "SHARED"}
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "activate").touch()

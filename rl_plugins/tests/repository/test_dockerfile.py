@@ -1,4 +1,4 @@
-"""The Dockerfile installs the lock for GPUs, runs as a user without rights, and copies only files that exist."""
+"""The Dockerfile installs the lock for GPUs, runs as a user without rights, and copies only existing files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Commands and Python blocks of README and docs run, and the options that the pages name exist.
+"""Commands and Python blocks of README and docs run, and the options named by the pages exist.
 
-Python blocks of a page are run one after the other in a temporary folder. Every command of a shell block is checked
-against the program that it starts: the options of a recipe compose, a module or script exists and knows the flags, and
-so on. Paths of the repository exist.
+Python blocks of a page run one after the other in a temporary folder. Every command of a shell block is checked against
+its program: the options of a recipe compose, a module or script exists and knows the flags, and so on. Paths of the
+repository exist.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from rl_plugins.tests.cases import case
 from rl_plugins.tests.repository.documentation import MADE, ROOT, WRITTEN, blocks, check_command
 
-# Makes the files that the blocks of a page expect in the folder where the blocks run, from the blocks themselves.
+# Makes the files for the blocks of a page in the folder of the blocks, from the blocks themselves.
 GIVEN: dict[str, Callable[[Path, list[str]], object]] = {
     "docs/rewards.md": lambda folder, code: (folder / "my_reward.py").write_text(code[0]),
 }
@@ -30,7 +30,7 @@ NOT_OPTIONS = {
     "strategy.model",  # an attribute of Lightning's strategies
     "reward_model.ground_truth",  # a column of the data
 }
-# Mappings whose keys are those of a function.
+# Mappings with the arguments of a function as keys.
 FREE = ("algorithm.advantage_options.", "algorithm.policy_loss_options.", "loss.options.", "reward.functions.")
 
 
@@ -93,7 +93,7 @@ def test_check_command_refuses_a_wrong_command(command, error):
 
 @cache
 def documented_options() -> set[str]:
-    """Every option in the tables that are made from the schema and the algorithms, and the groups above them."""
+    """Return every option in the tables made from the schema and the algorithms, and the groups above them."""
     rows = r"^\| `(?:\+\+)?([a-z_0-9.]+)` \|"
     options = {option for text in MADE.values() for option in re.findall(rows, text, re.MULTILINE)}
     return options | {option[: dot.start()] for option in options for dot in re.finditer(r"\.", option)}

@@ -34,7 +34,7 @@ TOP_LEVEL_ROOMS = ("callbacks", "recipes", "strategies")
 
 
 def room_of(module: str) -> str | None:
-    """The room of `rl_plugins.<room>...`; None on the ground floor (the root and its single modules)."""
+    """Return the room of `rl_plugins.<room>...`; None on the ground floor (the root and its single modules)."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[1] in FLOORS else None
 
@@ -53,7 +53,7 @@ def imported_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def crossings(root: Path) -> list[tuple[str, str | None, str | None]]:
-    """Place, own room and imported room of every import that leaves its room."""
+    """Yield place, own room and imported room of every import from another room."""
     folders = [root / room if room in TOP_LEVEL_ROOMS else root / "rl_plugins" / room for room in FLOORS]
     # `python -m rl_plugins` is a door from outside, above all floors.
     files = [

@@ -1,4 +1,4 @@
-"""Configuration errors must show within a second, so the package's root must not load what takes ten."""
+"""Configuration errors must show within a second: the package's root must not load libraries with long imports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Calls of vLLM, DeepSpeed and Ray fit the installed packages, also calls that only a GPU reaches.
+"""Calls of vLLM, DeepSpeed and Ray fit the installed packages, also calls on a GPU only.
 
-vLLM's build for CPUs has the Python files of the build for GPUs, so a changed name or argument fails here. Imported
-names are found in the source of the package. Methods of objects stand in the tables below.
+vLLM's build for CPUs has the Python files of the build for GPUs: a changed name or argument fails here. Imported names
+are found in the source of the package. The tables below contain methods of objects.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-# The imports take many seconds, which belong to no test.
+# The imports take many seconds, outside the time of any test.
 import deepspeed.runtime.engine  # noqa: F401
 import ray.train.torch
 import vllm.v1.worker.gpu_model_runner
@@ -46,7 +46,8 @@ METHODS = {
         "add_lora(request)",
         "step()",
     ],
-    "vllm.v1.executor.multiproc_executor:MultiprocExecutor": ["start_worker_monitor(inline=False)"],
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor": ["start_worker_monitor(inline=False)", "_init_executor()"],
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor": ["_init_executor()"],
     "vllm.distributed.weight_transfer.base:TrainerWeightTransferEngine": ["send_weights()", "shutdown()"],
     "vllm.distributed.weight_transfer.base:WeightTransferEngine": [
         "init_transfer_engine(init_info)",
@@ -78,7 +79,7 @@ METHODS = {
     "ray.actor:ActorClass": ["options(name='engine', num_cpus=0, num_gpus=0.3, max_restarts=-1, runtime_env=None)"],
     "ray.util.placement_group:PlacementGroup": ["ready()"],
 }
-"""By class: calls of the package, written as in its source."""
+"""By class: calls in the package, written as in the source."""
 
 ATTRIBUTES = {
     "vllm:LLM": ["llm_engine"],
@@ -100,11 +101,11 @@ ATTRIBUTES = {
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ["optimizer", "single_partition_of_fp32_groups"],
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": ["optimizer", "fp32_groups_flat_partition"],
 }
-"""By class: attributes of its objects that the package reads."""
+"""By class: attributes of objects, read by the package."""
 
 
 def calls_of(source: str) -> Iterator[tuple[str, ast.Call | None]]:
-    """Yield each name of a library in a module's source, with its call, or None for a name that is not called."""
+    """Yield each name of a library in a module's source, with its call, or None for a name without a call."""
     tree = ast.parse(source)
     names: dict[str, str] = {}
     for node in ast.walk(tree):

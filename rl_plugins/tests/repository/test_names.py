@@ -1,4 +1,4 @@
-"""The names that `rl_plugins` itself offers."""
+"""The names of `rl_plugins`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source stays readable: limits on the figures that `python -m rl_plugins.tests.readability` prints."""
+"""The source stays readable: limits on the figures of `python -m rl_plugins.tests.readability`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from rl_plugins.tests.readability import Prose, Source
 
 LIMITS = {"what": 2.0, "that": 7.0, "they": 5.0, "it": 13.0, "indirect starts %": 3.0, "arguments with of %": 0.5}
-"""Largest figures of the prose of a room."""
+"""Largest figures of the prose of a room, or of a folder of tests."""
+TESTS = ("rl_plugins/tests", "integration_tests")
 STRUCTURE = {
     "longest module": 480,
     "modules with one importer in their room": 40,
@@ -26,14 +27,26 @@ def source(root: Path) -> Source:
     return Source(root)
 
 
-def test_prose_of_each_room_keeps_the_limits(source: Source) -> None:
-    too_large = {
+def above_limits(prose: dict[str, Prose]) -> dict[str, tuple[float, float]]:
+    """Return the figures above their limits: "room: figure" to value and limit."""
+    return {
         f"{room}: {name}": (round(value, 1), limit)
-        for room, prose in source.prose().items()
-        for name, value in prose.figures().items()
+        for room, counts in prose.items()
+        for name, value in counts.figures().items()
         if value > (limit := LIMITS[name])
     }
-    assert too_large == {}, "room: figure, and its limit; see CONTRIBUTING.md for how to write"
+
+
+def test_prose_of_each_room_keeps_the_limits(source: Source) -> None:
+    assert above_limits(source.prose()) == {}, "room: figure, and its limit; see CONTRIBUTING.md for how to write"
+
+
+def test_prose_of_the_tests_keeps_the_limits(root: Path) -> None:
+    prose = {folder: Prose() for folder in TESTS}
+    for folder, counts in prose.items():
+        for file in (root / folder).rglob("*.py"):
+            counts.add(file.read_text(encoding="utf-8"))
+    assert above_limits(prose) == {}, "folder: figure, and its limit; see CONTRIBUTING.md for how to write"
 
 
 def test_structure_keeps_the_limits(source: Source) -> None:

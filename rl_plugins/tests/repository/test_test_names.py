@@ -1,4 +1,4 @@
-"""Names of tests say which function or behaviour is tested: no word that stands for another one, and not too long."""
+"""Names of tests say the tested function or behaviour: no word in place of another one, and not too long."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def faults(tree: ast.Module) -> Iterator[str]:
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """The modules of tests, by their paths in the repository."""
+    """Return the modules of tests, by their paths in the repository."""
     files = [file for folder in FOLDERS for file in (root / folder).rglob("test_*.py")]
     return {str(file.relative_to(root)): file for file in sorted(files)}
 

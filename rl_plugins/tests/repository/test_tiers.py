@@ -10,7 +10,7 @@ ROW = re.compile(r"^\| `(test_\w+)` \| ([a-z, ]+) \| (.+) \|$", re.MULTILINE)
 
 
 def tiers(file: Path) -> str:
-    """The tiers of the tests in a module: those that its marks give."""
+    """Return the tiers of the tests in a module, from the module's marks."""
     text = file.read_text(encoding="utf-8")
     if re.search(r"^pytestmark = .*mark\.extended", text, re.MULTILINE):
         return "extended"

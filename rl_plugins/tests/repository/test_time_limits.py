@@ -1,4 +1,4 @@
-"""A test that takes longer than its tier allows fails, whatever the speed of the machine."""
+"""A test over the limit of its tier fails, at any speed of the machine."""
 
 from __future__ import annotations
 

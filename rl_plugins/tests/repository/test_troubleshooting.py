@@ -1,4 +1,4 @@
-"""The messages that docs/troubleshooting.md quotes are those of the code, and every expired deadline has an entry."""
+"""The code contains the messages quoted in docs/troubleshooting.md, and every expired deadline has an entry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = WRITTEN["docs/troubleshooting.md"]
 
 
 class Texts(NamedTuple):
-    """Texts of the code: all, and the ones that `DeadlineExceeded` is raised with."""
+    """Texts of the code: all texts, and the texts of `DeadlineExceeded`."""
 
     known: set[str]
     of_deadlines: list[str]
@@ -33,7 +33,7 @@ def texts() -> Texts:
 
 
 def quoted() -> list[str]:
-    """The entries that are messages."""
+    """Return the entries with messages."""
     return [quote.strip("` ") for quote in re.findall(r"^(`+.+`+)\n:   ", PAGE, re.MULTILINE)]
 
 

@@ -29,7 +29,7 @@ def shipped(root: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel_names(root, tmp_path_factory) -> set[str]:
-    # A build leaves its products in the tree it builds from, so it gets a copy.
+    # A build leaves its products in the tree, and therefore gets a copy of the tree.
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, source)

@@ -64,7 +64,7 @@ class Meeting:
 
 
 def pass_time() -> None:
-    """Move the clock of the running event loop past every deadline that a coroutine has at present."""
+    """Move the clock of the running event loop past every present deadline of a coroutine."""
     loop: Any = asyncio.get_running_loop()
     before = loop.time
     loop.time = lambda: before() + 1e6
@@ -169,7 +169,7 @@ async def obey_async(solution_str: str) -> Any:
         except asyncio.CancelledError:
             if solution_str == "await expire":
                 raise
-            # The deadline of the loop ends a coroutine that ignores the cancellation.
+            # The deadline of the loop ends a coroutine without reaction to the cancellation.
             signal.setitimer(signal.ITIMER_REAL, 0.05)
             await asyncio.sleep(600)
     await asyncio.sleep(0)

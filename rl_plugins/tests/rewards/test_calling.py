@@ -20,7 +20,7 @@ from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.tests.patience import patient
 
 HERE = "rl_plugins.tests.rewards.sample_rewards"
-# Deadline for calls that return, and for calls that raise the alarm by themselves.
+# Deadline for calls with a result, and for calls with an alarm of their own.
 DEADLINE_S = patient(60)
 
 
@@ -320,7 +320,7 @@ def test_run_with_deadline_takes_the_seconds_of_the_function_from_an_outer_timer
         left = signal.getitimer(signal.ITIMER_REAL)[0]
     finally:
         signal.setitimer(signal.ITIMER_REAL, *before)
-    # 5000 s less the 2000 s of the function, and the time of the test itself.
+    # 5000 s less the 2000 s of the function, and the time of the test.
     assert 2500.0 < left <= 3000.0
 
 
@@ -336,7 +336,7 @@ def test_run_with_deadline_sets_no_timer_in_another_thread_or_without_deadline()
 @pytest.mark.usefixtures("_tracer")
 def test_run_with_deadline_does_not_interrupt_a_debugger() -> None:
     def step_into_debugger() -> str:
-        sys.settrace(trace)  # what breakpoint() does
+        sys.settrace(trace)  # as breakpoint() does
         signal.raise_signal(signal.SIGALRM)
         return "stepped"
 

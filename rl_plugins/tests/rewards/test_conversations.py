@@ -41,7 +41,7 @@ class Scripted(canned.CannedRollout):
 
     Args:
         said: Prompt to responses.
-        loses: Requests, counted from 1, that an engine takes with it when it is lost.
+        loses: Requests, counted from 1, that the engine loses by its death.
     """
 
     def __init__(self, said: dict[str, list[str]] = SAID, loses: Sequence[int] = ()) -> None:
@@ -222,7 +222,7 @@ def test_policy_learns_from_the_sampled_tokens_of_a_conversation(staleness: int,
         policy,
         tokenizer=tokenizer,
         scorer=InlineScorer({"_target_": f"{__name__}.talkative"}),
-        # An untrained policy ends few responses by itself.
+        # An untrained policy ends few responses.
         sampling=SamplingConfig(max_tokens=30, num_samples=3, stop_token_ids=tuple(range(60, 200))),
         environment=EnvironmentConfig(max_turns=4),
         schedule=Schedule(staleness),
@@ -237,10 +237,10 @@ def test_policy_learns_from_the_sampled_tokens_of_a_conversation(staleness: int,
         metrics = stage.metrics[step]
         assert metrics["train/turns"] > 1 and metrics["train/reward"] > 0
         if not staleness:
-            # The trainer gives each token the log-prob that the token was sampled with.
+            # The trainer gives each token the log-prob from its sampling.
             assert metrics["train/rollout_gap_max"] < 1e-4
 
 
 def talkative(solution_str: str, turns_left: int) -> object:
-    """A reward that continues the conversation after a response of odd length."""
+    """Continue the conversation after a response of odd length."""
     return "and?" if turns_left and len(solution_str) % 2 else 1.0 + len(solution_str)

@@ -16,7 +16,7 @@ from rl_plugins.rewards.inline import default_scorer
 from rl_plugins.tests.patience import patient
 
 HERE = "rl_plugins.tests.rewards.sample_rewards"
-# Deadline for calls that return, and for calls that raise the alarm by themselves.
+# Deadline for calls with a result, and for calls with an alarm of their own.
 DEADLINE_S = patient(60)
 
 

@@ -1,43 +1,44 @@
-"""CUDA, CUDA IPC and NCCL on CPU, for vLLM's own code of weight updates on both sides.
+"""CUDA, CUDA IPC and NCCL on CPU, for vLLM's code of weight updates on both sides.
 
-vLLM's trainer engines, workers, packing, IPC and communicators run as they are. Only calls of drivers are replaced:
-tensors on `cuda` are on the CPU, a stream waits for its own operations of NCCL only, memory is shared through files,
-and NCCL's library is gloo. A thread is on one GPU, which has a made-up UUID. Training ranks and workers of engines are
-threads or processes.
+vLLM's trainer engines, workers, packing, IPC and communicators run without change. Only calls of drivers are replaced:
+tensors on `cuda` are on the CPU, a stream waits only for its NCCL operations, files are the shared memory,
+and a store carries the messages of NCCL. A thread is on one GPU, which has a made-up UUID. Training ranks and workers
+of engines are threads or processes.
 
 Example:
     with cuda_on_cpu():                                     # in every process
         engine = StubEngine("ipc", ["GPU-0"], policy)       # the engine with its workers, and the client of the engine
         with on_gpu("GPU-0"):                               # the training rank
-            send = make_cuda_sender(config, source, client=engine, rank=0)
-            send(1)
+            sender = make_cuda_sender(config, source, client=engine, rank=0)
+            sender.send(1)
         engine.calls                                        # names of the calls, in their order
         engine.workers[0].model.weights()                   # the new weights
 
 Several ranks: each function of `run_ranks` enters `cuda_on_cpu()` and `on_gpu(f"GPU-{rank}")`, and rank 0 has the
-engines. A worker that opens the memory of another GPU than its own fails. `StubEngine.fail` lets a call fail before a
-worker takes part; the operations of NCCL then wait until the communicator is aborted, as on a GPU.
+engines. A worker fails if it opens the memory of another GPU. `StubEngine.fail` lets a call fail before a worker takes
+part; the operations of NCCL then wait until the communicator is aborted, as on a GPU.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import gc
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import TCPStore
 from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.distributed.device_communicators import pynccl
@@ -47,9 +48,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.v1.worker.gpu_worker import Worker
 
-from rl_plugins.tests.patience import patient
+from rl_plugins.rollout.vllm import plugin  # noqa: F401
+from rl_plugins.rollout.vllm.config import VLLMConfig
 
-GROUP_TIMEOUT_S = 60.0
 _HOST = "127.0.0.1"
 
 
@@ -67,7 +68,7 @@ _thread = _Thread()
 
 
 class _CudaOnCpu(TorchFunctionMode):
-    """Makes tensors of the device `cuda` on the CPU."""
+    """Make tensors of the device `cuda` on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -97,7 +98,7 @@ def _properties(device: object = None) -> SimpleNamespace:
 
 
 class _Stream(threading.local):
-    """A stream. Threads stand for processes, so each thread has operations of its own."""
+    """A stream. Threads stand for processes: each thread has separate operations."""
 
     def __init__(self, device: object = None) -> None:
         self.cuda_stream = next(_numbers)
@@ -142,7 +143,7 @@ class _SharedMemory:
         """Replace `reduce_tensor`: move the memory of a tensor into a file, and return the handle."""
         path = self._folder / f"memory{next(_numbers)}"
         tensor.data = _mapped(str(path), tensor.nbytes, tensor.dtype, tensor.shape).copy_(tensor)
-        # The seventh place is the index of the device, which vLLM overwrites.
+        # The seventh item is the index of the device, which vLLM overwrites.
         return None, (str(path), tensor.nbytes, tensor.dtype, tuple(tensor.shape), _thread.gpu, None, 0)
 
     @staticmethod
@@ -155,7 +156,7 @@ class _SharedMemory:
 
 
 def _mapped(path: str, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Return a file as a tensor. The file is made if it is missing."""
+    """Return a file as a tensor. A missing file is made."""
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8).view(dtype).view(*shape)
 
 
@@ -163,41 +164,49 @@ def _mapped(path: str, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) ->
 
 
 class _Operation:
-    """A broadcast that ends when all ranks take part, or when this rank aborts its communicator."""
+    """An operation with its end when all ranks take part, or when this rank aborts its communicator."""
 
-    def __init__(self, communicator: _Communicator, works: Sequence[Any], memory: Tensor) -> None:
-        self._aborted, self._works, self._memory = communicator.aborted, works, memory
+    def __init__(self, communicator: _Communicator, name: str) -> None:
+        self._communicator, self._name = communicator, name
+        communicator.store.add(name, 1)
 
     def wait(self) -> None:
-        while not self._aborted.wait(0.001):
-            if all(work.is_completed() for work in self._works):
-                return
+        communicator = self._communicator
+        while communicator.store.add(self._name, 0) < communicator.world_size and not communicator.aborted.wait(0.001):
+            pass
 
 
 class _Communicator:
-    """One rank of a group over gloo."""
+    """One rank of a group. A store carries the messages of ranks."""
 
     def __init__(self, port: int, rank: int, world_size: int) -> None:
-        self.rank, self.aborted = rank, threading.Event()
-        store = PrefixStore("nccl", TCPStore(_HOST, port, is_master=False))
-        self._gloo: Any = ProcessGroupGloo(store, rank, world_size, timedelta(seconds=patient(GROUP_TIMEOUT_S)))
+        self.rank, self.world_size, self.aborted = rank, world_size, threading.Event()
+        self.store = TCPStore(_HOST, port, is_master=False)
+        self._operations = itertools.count()
+        self.join().wait()
+
+    def join(self) -> _Operation:
+        """Start an operation without data, such as the first sum of a new communicator."""
+        return _Operation(self, f"operation {next(self._operations)}")
 
     def broadcast(self, address: int, nbytes: int, root: int) -> _Operation:
-        """Start a broadcast of memory."""
-        memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
-        # Gloo's sender does not wait for the receivers. The barrier does.
-        return _Operation(self, [self._gloo.broadcast(memory, root), self._gloo.barrier()], memory)
-
-    def start_all_reduce(self) -> _Operation:
-        """Start the sum that warms a communicator up. Nobody reads its result."""
-        return _Operation(self, [self._gloo.barrier()], torch.empty(0))
+        """Start a broadcast of memory. A receiver has the data at once: on the CPU, vLLM's next line reads the data."""
+        name = f"operation {next(self._operations)}"
+        if self.rank == root:
+            self.store.set(f"data of {name}", ctypes.string_at(address, nbytes))  # type: ignore[arg-type]
+            return _Operation(self, name)
+        while not self.store.check([f"data of {name}"]):
+            if self.aborted.wait(0.001):
+                return _Operation(self, name)
+        ctypes.memmove(address, self.store.get(f"data of {name}"), nbytes)
+        return _Operation(self, name)
 
 
 class _NCCL:
-    """The functions of NCCL's library that vLLM's communicator calls."""
+    """The functions of NCCL's library called by vLLM's communicator."""
 
-    communicators: list[_Communicator]
-    """Communicators of this process that are not aborted, of all threads."""
+    communicators: ClassVar[list[_Communicator]] = []
+    """Communicators of all threads of this process, except aborted ones."""
 
     def __init__(self, library: str | None = None) -> None:
         self._bytes_of = {number: dtype.itemsize for dtype, number in ncclDataTypeEnum._torch_to_nccl_map().items()}
@@ -225,22 +234,20 @@ class _NCCL:
     def ncclAllReduce(
         self, send: Any, receive: Any, count: int, dtype: int, op: int, comm: _Communicator, stream: Any
     ) -> None:
-        _streams[stream.value].pending.append(comm.start_all_reduce())
+        _streams[stream.value].pending.append(comm.join())
 
     def ncclBroadcast(
         self, send: Any, receive: Any, count: int, dtype: int, root: int, comm: _Communicator, stream: Any
     ) -> None:
         assert not comm.aborted.is_set(), "the communicator is aborted"
         operation = comm.broadcast(receive.value, count * self._bytes_of[dtype], root)
-        if comm.rank == root:
-            _streams[stream.value].pending.append(operation)
-        else:
-            # The next operations of the stream read the memory, and on the CPU they run at once.
-            operation.wait()
+        _streams[stream.value].pending.append(operation)
 
     def ncclCommAbort(self, comm: _Communicator) -> None:
+        assert not comm.aborted.is_set(), "the communicator is aborted already"
         comm.aborted.set()
-        self.communicators.remove(comm)
+        if comm in self.communicators:
+            self.communicators.remove(comm)
 
 
 _stores: list[TCPStore] = []
@@ -251,15 +258,14 @@ def cuda_on_cpu() -> Iterator[list[_Communicator]]:
     """Replace the calls of CUDA and NCCL in this process.
 
     Yields:
-        Communicators of this process that nobody has aborted.
+        Communicators of this process that are not aborted.
     """
     with ExitStack() as stack:
         memory = _SharedMemory(Path(stack.enter_context(TemporaryDirectory(prefix="cuda-ipc-"))))
         reductions = torch.multiprocessing.reductions
-        communicators: list[_Communicator] = []
         stubs: dict[Any, dict[str, Any]] = {
             torch.accelerator: {
-                # vLLM makes `cuda:N` of a number, and leaves a device as it is.
+                # vLLM makes `cuda:N` of a number, and does not change a device.
                 "current_device_index": lambda: torch.device("cpu"),
                 "device_index": lambda device: nullcontext(),
                 "synchronize": lambda device=None: _current_stream().synchronize(),
@@ -276,42 +282,40 @@ def cuda_on_cpu() -> Iterator[list[_Communicator]]:
             ipc_engine: {"reduce_tensor": memory.export, "rebuild_cuda_tensor": memory.open},
             packed_tensor: {"reduce_tensor": memory.export},
             pynccl: {"NCCLLibrary": _NCCL, "current_stream": _current_stream},
-            _NCCL: {"communicators": communicators},
         }
         for owner, replaced in stubs.items():
             for name, value in replaced.items():
-                stack.enter_context(patch.object(owner, name, value, create=owner is _NCCL))
+                stack.enter_context(patch.object(owner, name, value))
         # vLLM keeps its streams.
         packed_tensor._get_streams.cache_clear()
         stack.callback(packed_tensor._get_streams.cache_clear)
         stack.callback(_stores.clear)
-        yield communicators
-        for communicator in list(communicators):
-            communicator.aborted.set()
+        stack.callback(_NCCL.communicators.clear)
+        # Stores of earlier groups in wait for the garbage collection delay the connections of a new store.
+        gc.collect()
+        yield _NCCL.communicators
 
 
 # Engines ----------------------------------------------------------------------------------------------------------
 
 
 class StubModel(torch.nn.Module):
-    """Parameters with the names, dtypes and shapes of a module; loads weights as vLLM's models do."""
+    """A copy of a module with other weights, which loads weights as vLLM's models do."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
-        self._own_names = {name: name.replace(".", "_") for name, _ in module.named_parameters()}
-        for name, parameter in module.named_parameters():
-            layer = torch.nn.Module()
-            layer.weight = torch.nn.Parameter(torch.zeros_like(parameter), requires_grad=False)
-            self.add_module(self._own_names[name], layer)
+        self.module = copy.deepcopy(module).requires_grad_(False)
+        for parameter in self.module.parameters():
+            parameter.zero_()
 
     def load_weights(self, weights: Any) -> None:
         for name, tensor in weights:
-            parameter = self.get_parameter(f"{self._own_names[name]}.weight")
+            parameter = self.module.get_parameter(name)
             getattr(parameter, "weight_loader", _copy)(parameter, tensor)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights by the names of the module."""
-        return {name: self.get_parameter(f"{own}.weight") for name, own in self._own_names.items()}
+        """Return the weights by name."""
+        return dict(self.module.named_parameters())
 
 
 def _copy(param: Tensor, loaded_weight: Tensor) -> None:
@@ -322,14 +326,14 @@ class StubWorker(Worker):
     """vLLM's worker on a GPU, with weight updates only.
 
     Args:
-        backend: `ipc` or `nccl`.
+        transport: `ipc` or `nccl`.
         gpu: UUID of the worker's GPU.
         rank: number of the worker in its engine.
         world_size: number of workers of the engine.
-        model: module whose names and shapes the worker's model has.
+        model: module with the names and shapes of the worker's model.
     """
 
-    def __init__(self, backend: str, gpu: str, rank: int, world_size: int, model: torch.nn.Module) -> None:
+    def __init__(self, transport: str, gpu: str, rank: int, world_size: int, model: torch.nn.Module) -> None:
         self.gpu, self.rank = gpu, rank
         self.vllm_config = VllmConfig()
         self.vllm_config.parallel_config = SimpleNamespace(  # type: ignore[assignment]
@@ -339,8 +343,12 @@ class StubWorker(Worker):
         record_metadata_for_reloading(self.model)
         self.model_runner: Any = SimpleNamespace(reset_lora_state=lambda: None)
         self._weight_update_active = self._weight_update_is_draft = False
+        arguments = VLLMConfig("model", device="cuda", transport=transport).engine_arguments()
         self.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
-            WeightTransferConfig(backend=backend), self.vllm_config, torch.device("cpu"), self.model
+            WeightTransferConfig(**arguments["weight_transfer_config"]),
+            self.vllm_config,
+            torch.device("cpu"),
+            self.model,
         )
 
 
@@ -348,18 +356,18 @@ class StubEngine:
     """The actor of an engine with all workers, and vLLM's client of the engine in one. A call runs on all workers.
 
     Args:
-        backend: `ipc` or `nccl`.
+        transport: `ipc` or `nccl`.
         gpus: UUID of the GPU of each worker.
-        model: module whose names and shapes the workers' models have.
+        model: module with the names and shapes of the workers' models.
 
     Attributes:
         workers: workers in the order of their ranks.
         calls: names of the calls so far.
-        payloads: first argument of each call that has one, by name of the call.
+        payloads: first argument of each call with arguments, by name of the call.
     """
 
-    def __init__(self, backend: str, gpus: Sequence[str], model: torch.nn.Module) -> None:
-        self.workers = [StubWorker(backend, gpu, rank, len(gpus), model) for rank, gpu in enumerate(gpus)]
+    def __init__(self, transport: str, gpus: Sequence[str], model: torch.nn.Module) -> None:
+        self.workers = [StubWorker(transport, gpu, rank, len(gpus), model) for rank, gpu in enumerate(gpus)]
         self.calls: list[str] = []
         self.payloads: dict[str, list[Any]] = {}
         self.version: int | None = None

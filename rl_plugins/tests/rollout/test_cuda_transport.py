@@ -1,18 +1,24 @@
-"""Weight updates over CUDA IPC and NCCL: vLLM's own code on both sides, on CPU."""
+"""Weight updates over CUDA IPC and NCCL: vLLM's code on both sides, on CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("vllm")
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from rl_plugins.errors import DeadlineExceeded, EngineLost
+from rl_plugins.rollout.vllm.client import CudaWeightClient
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.cuda_transport import SeveralEngines, make_cuda_sender
+from rl_plugins.tests.patience import wait_until
 from rl_plugins.tests.ranks import run_ranks
-from rl_plugins.tests.rollout.cuda_stubs import StubEngine, cuda_on_cpu, on_gpu
+from rl_plugins.tests.rollout.cuda_stubs import StubEngine, StubModel, cuda_on_cpu, on_gpu
 from rl_plugins.weights.source import ModuleWeightSource
 
 GPUS = ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]
@@ -32,12 +38,18 @@ def make_policy() -> torch.nn.Module:
     return model
 
 
-def config_of(backend: str, **settings: Any) -> VLLMConfig:
-    return VLLMConfig("model", device="cuda", transport=backend, bucket_mb=1, **settings)
+def sender_of(
+    transport: str, policy: torch.nn.Module, engines: list[StubEngine], source: Any = ModuleWeightSource, rank: int = 0
+) -> Any:
+    """Return the sender of a rank to engines of equal size."""
+    processes = len(engines[0].workers) if engines else 1
+    config = VLLMConfig("model", device="cuda", transport=transport, bucket_mb=1, tensor_parallel_size=processes)
+    client = SeveralEngines(engines, processes)
+    return make_cuda_sender(config, source(policy), client=client, rank=rank, num_engines=len(engines))
 
 
 def update_calls(chunks: int) -> list[str]:
-    """Return the calls of a weight update in their order."""
+    """Return the calls of a weight update in order."""
     return ["start_weight_update", *["update_weights"] * chunks, "finish_weight_update", "set_policy_version"]
 
 
@@ -55,14 +67,13 @@ def test_make_cuda_sender_gives_an_engine_the_weights_of_each_update(backend: st
     policy = make_policy()
     engine = StubEngine(backend, GPUS[:1], policy)
     addresses = {name: weight.data_ptr() for name, weight in engine.workers[0].model.weights().items()}
-    with on_gpu(GPUS[0]):
-        send = make_cuda_sender(config_of(backend), ModuleWeightSource(policy), client=engine, rank=0)
-        send(1)
+    with on_gpu(GPUS[0]), closing(sender_of(backend, policy, [engine])) as sender:
+        sender.send(1)
         assert_has_weights(engine, policy, 1)
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.add_(1)
-        send(2)
+        sender.send(2)
     assert_has_weights(engine, policy, 2)
     # CUDA graphs replay addresses.
     assert addresses == {name: weight.data_ptr() for name, weight in engine.workers[0].model.weights().items()}
@@ -70,41 +81,125 @@ def test_make_cuda_sender_gives_an_engine_the_weights_of_each_update(backend: st
     assert engine.calls == ["init_weight_transfer_engine", *update, *update]
 
 
-def test_several_engines_over_nccl_have_separate_ranks(communicators: list[Any]) -> None:
+def test_several_engines_over_nccl_have_separate_ranks_and_leave_the_group_with_the_sender(
+    communicators: list[Any],
+) -> None:
     policy = make_policy()
     engines = [StubEngine("nccl", GPUS[:2], policy), StubEngine("nccl", GPUS[2:], policy)]
-    config = config_of("nccl", tensor_parallel_size=2)
-    with on_gpu("GPU-trainer"):
-        client = SeveralEngines(engines, 2)
-        send = make_cuda_sender(config, ModuleWeightSource(policy), client=client, rank=0, num_engines=2)
-        send(7)
-    assert sorted(communicator.rank for communicator in communicators) == [0, 1, 2, 3, 4]
+    with on_gpu("GPU-trainer"), closing(sender_of("nccl", policy, engines)) as sender:
+        sender.send(7)
+        assert sorted(communicator.rank for communicator in communicators) == [0, 1, 2, 3, 4]
     for engine in engines:
         assert_has_weights(engine, policy, 7)
         assert engine.calls == ["init_weight_transfer_engine", *update_calls(1)]
+    wait_until(lambda: not communicators, "all processes to free their communicators", 60)
 
 
-def _send_over_ipc(rank: int, workers: list[list[str]]) -> list[list[str]]:
+@pytest.mark.usefixtures("communicators")
+def test_nccl_receiver_drops_the_tensors_of_a_failed_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy()
+    engine = StubEngine("nccl", GPUS[:1], policy)
+    load = StubModel.load_weights
+
+    def fail_before_the_bias(model: StubModel, weights: Any) -> None:
+        for name, tensor in weights:
+            if "bias" in name:
+                raise MemoryError("no memory for the bias")
+            load(model, [(name, tensor)])
+
+    monkeypatch.setattr(StubModel, "load_weights", fail_before_the_bias)
+    with on_gpu("GPU-trainer"):
+        sender = sender_of("nccl", policy, [engine])
+        with pytest.raises(MemoryError, match="no memory for the bias"):
+            sender.send(1)
+        sender.close()
+    waiting = [layer for layer in engine.workers[0].model.modules() if get_layerwise_info(layer).can_load()]
+    assert waiting == []
+
+
+@pytest.mark.parametrize("call", ["update_weights", "init_weight_transfer_engine"])
+def test_send_over_nccl_raises_if_an_engine_is_lost_and_the_other_engine_gets_the_next_update(
+    communicators: list[Any], call: str
+) -> None:
+    policy, passed = make_policy(), []
+
+    class Source(ModuleWeightSource):
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in super().__iter__():
+                yield name, tensor
+                passed.append(name)
+
+    living, lost = (StubEngine("nccl", [gpu], policy) for gpu in GPUS[:2])
+    lost.fail(call, EngineLost("engine 1 is lost"))
+    with on_gpu("GPU-trainer"):
+        sender = sender_of("nccl", policy, [living, lost], Source)
+        with pytest.raises(EngineLost, match="engine 1 is lost"):
+            sender.send(1)
+        sender.close()
+        # Other ranks gather the weights with rank 0.
+        assert passed == [name for name, _ in policy.named_parameters()]
+        assert living.version is None
+        if call == "init_weight_transfer_engine":
+            return
+        wait_until(lambda: not communicators, "both sides to free their communicators", 60)
+        with closing(sender_of("nccl", policy, [living])) as sender:
+            sender.send(2)
+    assert_has_weights(living, policy, 2)
+
+
+def _send_over_ipc(rank: int, workers: list[list[str]], lost: int | None = None) -> list[list[str]]:
     """Send the weights from this rank on its GPU; return the calls of each engine.
 
     Args:
         rank: number of this rank.
         workers: GPU of each worker of each engine.
+        lost: number of the engine lost in the update.
     """
     policy = make_policy()
     with cuda_on_cpu(), on_gpu(GPUS[rank]):
         # Rank 0 alone calls engines.
         engines = [StubEngine("ipc", gpus, policy) for gpus in workers] if rank == 0 else []
-        config = config_of("ipc", tensor_parallel_size=len(workers[0]))
-        client = SeveralEngines(engines, len(workers[0]))
-        send = make_cuda_sender(config, ModuleWeightSource(policy), client=client, rank=rank, num_engines=len(workers))
-        send(4)
-        for engine in engines:
-            assert_has_weights(engine, policy, 4)
+        if engines and lost is not None:
+            engines[lost].fail("update_weights", EngineLost(f"engine {lost} is lost"))
+        sender = sender_of("ipc", policy, engines, rank=rank)
+        if lost is not None and rank == 0:
+            with pytest.raises(EngineLost, match=f"engine {lost} is lost"):
+                sender.send(4)
+        else:
+            sender.send(4)
+            for engine in engines:
+                assert_has_weights(engine, policy, 4)
         return [engine.calls for engine in engines]
 
 
 @pytest.mark.parametrize("workers", [[GPUS[:2]], [GPUS[:1], GPUS[1:2]]], ids=["one engine", "two engines"])
-def test_make_cuda_sender_over_ipc_gives_each_worker_memory_of_the_same_gpu(workers: list[list[str]]) -> None:
+def test_send_over_ipc_gives_each_worker_memory_of_the_same_gpu(workers: list[list[str]]) -> None:
     (calls, _), _ = run_ranks(_send_over_ipc, workers)
     assert calls == [["init_weight_transfer_engine", *update_calls(2)]] * len(workers)
+
+
+def test_send_over_ipc_ends_on_all_ranks_if_an_engine_is_lost() -> None:
+    (calls, _), _ = run_ranks(_send_over_ipc, [GPUS[:1], GPUS[1:2]], 1, timeout_s=30)
+    assert calls[1] == ["init_weight_transfer_engine", "start_weight_update", "update_weights"]
+
+
+def test_cuda_weight_client_takes_an_engine_without_an_answer_for_lost() -> None:
+    lost = []
+
+    class Fleet:
+        config = VLLMConfig("model", device="cuda", update_timeout_s=7)
+
+        def begin(self, engine: int, method: str, *, timeout_s: float, phase: str) -> Any:
+            def wait() -> None:
+                raise DeadlineExceeded(f"waited {timeout_s:g} s in {phase}")
+
+            return wait
+
+        def mark_lost(self, engine: int, *, silent: bool) -> EngineLost:
+            lost.append((engine, silent))
+            return EngineLost(f"engine {engine} is lost")
+
+    fleet: Any = Fleet()
+    with pytest.raises(EngineLost, match="engine 3 is lost"):
+        CudaWeightClient(fleet, 3).start_weight_update()
+    assert lost == [(3, True)]

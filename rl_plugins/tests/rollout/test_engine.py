@@ -1,4 +1,4 @@
-"""The records that cross the engine protocol."""
+"""The records of the engine protocol."""
 
 from __future__ import annotations
 

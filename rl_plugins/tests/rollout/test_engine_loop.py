@@ -17,7 +17,7 @@ from rl_plugins.tests.patience import patient
 
 
 class LLM:
-    """An engine that finishes the requests named in `finishing` in a step, and notes other calls."""
+    """An engine, which finishes the requests in `finishing` in a step, and records other calls."""
 
     def __init__(self) -> None:
         self.llm_engine = self
@@ -64,14 +64,14 @@ def actor_with(llm: Any) -> Any:
 
 
 def submit_groups(actor: Any, *tickets: int) -> None:
-    """As `submit` does for rank 0."""
+    """Submit groups as `submit` does for rank 0."""
     names = [f"0-{ticket}" for ticket in tickets]
     actor._loop.start(dict.fromkeys(names, ([1], None)))
     actor._groups.setdefault(0, []).extend(names)
 
 
 async def give_turns() -> None:
-    """Let all other tasks of the event loop run until each of them waits; none needs as many turns."""
+    """Let all other tasks of the event loop run until each of them waits; no task needs as many turns."""
     for _ in range(100):
         await asyncio.sleep(0)
 
@@ -153,8 +153,23 @@ def test_sleep_holds_unfinished_requests_until_go_on() -> None:
         llm.finishing = {"0-0"}
         await give_turns()
         assert not collecting.done()
-        # As the weight update does that follows.
+        # A later weight update would call this, too.
         await actor._loop.go_on()
         assert (await result_of(collecting))[0] == {0: [2]}
 
     asyncio.run(run())
+
+
+def test_start_weight_update_ends_an_update_that_stopped_with_the_loss_of_another_engine() -> None:
+    calls: list[str] = []
+    llm = LLM()
+    llm.start_weight_update = lambda: calls.append("start")  # type: ignore[attr-defined]
+    llm.finish_weight_update = lambda weight_version: calls.append("finish")  # type: ignore[attr-defined]
+
+    async def run() -> None:
+        actor = actor_with(llm)
+        await actor.start_weight_update()
+        await actor.start_weight_update()
+
+    asyncio.run(run())
+    assert calls == ["start", "finish", "start"]

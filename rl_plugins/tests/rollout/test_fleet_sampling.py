@@ -1,4 +1,4 @@
-"""FleetSampling: a rank's numbers of the engines that sample for this rank."""
+"""FleetSampling: a rank's numbers of the engines that sample for the rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.unit
 
 
 class Fleet:
-    """Two engines, the first assigned to the rank. Each answers with one token and its working time in seconds."""
+    """Two engines, the first assigned to the rank. Each returns one token and its working time in seconds."""
 
     def __init__(self) -> None:
         self.rank, self.engines_of_rank, self.busy_s, self.on_lost = 0, [0], [4.0, 60.0], None

@@ -18,12 +18,12 @@ def node(number: int) -> str:
 
 
 def ranks(nodes: int, gpus: int) -> list[RankGPU]:
-    """Ranks that fill machines, one machine after the other."""
+    """Return ranks on full machines, one machine after the other."""
     return [RankGPU(node(number), str(gpu)) for number in range(nodes) for gpu in range(gpus)]
 
 
 def seen(places: list[dict]) -> list[tuple[str, str]]:
-    """Machine of each engine, and its visible GPUs."""
+    """Return the machine and the visible GPUs of each engine."""
     return [(place["scheduling_strategy"].node_id, place["environment"]["CUDA_VISIBLE_DEVICES"]) for place in places]
 
 

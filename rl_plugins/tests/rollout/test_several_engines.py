@@ -64,13 +64,8 @@ def test_make_cuda_sender_makes_a_buffer_that_holds_the_largest_tensor(
     from rl_plugins.weights.source import ModuleWeightSource
 
     seen: list[Any] = []
-
-    class Factory:
-        @staticmethod
-        def trainer_init(info: Any, **_: Any) -> None:
-            seen.append(info)
-
-    monkeypatch.setattr(cuda_transport, "WeightTransferTrainerFactory", Factory)
+    for sender in ("IpcSender", "NcclSender"):
+        monkeypatch.setattr(cuda_transport, sender, lambda info, **_: seen.append(info))
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
     source = ModuleWeightSource(torch.nn.Embedding(600, 1024))
     config = VLLMConfig("model", device="cuda", transport=backend, bucket_mb=1)

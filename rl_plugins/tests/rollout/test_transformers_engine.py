@@ -1,4 +1,4 @@
-"""The in-process engine: exact log-probs, seeds that belong to samples, and every way to end a response."""
+"""The in-process engine: exact log-probs, seeds of samples, and every way to end a response."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersRol
 
 @torch.no_grad()
 def next_token_logits(model: torch.nn.Module, prompt: list[int], response: list[int]) -> Tensor:
-    """The logits that each response token was drawn from, float32 [T, V]."""
+    """Return the logits of each drawn response token, float32 [T, V]."""
     logits: Tensor = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
     return logits[len(prompt) - 1 : -1]
 
@@ -99,7 +99,7 @@ def test_processed_log_probs_keep_top_k_and_top_p_tokens_and_are_normalised(top_
         within = sum(row[token] for token in order)
         kept, mass = [], 0.0
         for token in order:
-            # The smallest set whose share reaches top_p: keep while what came before is below it.
+            # The smallest set with a share of top_p: keep while the share of the tokens before is smaller.
             if mass / within < top_p:
                 kept.append(token)
             mass += row[token]

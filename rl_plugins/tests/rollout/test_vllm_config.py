@@ -1,4 +1,4 @@
-"""vLLM's settings, without vLLM: which transports run where, and what the engine's process is told."""
+"""vLLM's settings, without vLLM: the transports of each device, and the settings of the engine's process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_backend_of_auto_transport_follows_the_device(device: Any, transport: An
     config = VLLMConfig("m", device=device, transport=transport)
     assert config.backend == backend
     arguments = config.engine_arguments()
-    assert arguments["weight_transfer_config"] == {"backend": backend}
-    # The ratio of the policy loss needs the log-probs of what was really sampled from.
+    assert arguments["weight_transfer_config"] == {"backend": "interruptible_nccl" if backend == "nccl" else backend}
+    # The ratio of the policy loss needs the log-probs of the sampled distribution.
     assert arguments["logprobs_mode"] == "processed_logprobs"
 
 
@@ -43,7 +43,7 @@ def test_engine_on_cpu_has_plain_weights_and_one_thread() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_engine_arguments_name_our_executor_if_tensor_parallel(device: Any) -> None:
-    assert "distributed_executor_backend" not in VLLMConfig("m", device=device).engine_arguments()
-    arguments = VLLMConfig("m", device=device, tensor_parallel_size=2).engine_arguments()
-    assert arguments["distributed_executor_backend"] == "rl_plugins.rollout.vllm.executor.OneForAllExecutor"
+def test_engine_arguments_name_the_executor_of_one_or_several_processes(device: Any) -> None:
+    for size, executor in ((1, "OneProcessExecutor"), (2, "OneForAllExecutor")):
+        arguments = VLLMConfig("m", device=device, tensor_parallel_size=size).engine_arguments()
+        assert arguments["distributed_executor_backend"] == f"rl_plugins.rollout.vllm.executor.{executor}"

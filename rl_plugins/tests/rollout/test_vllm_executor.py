@@ -10,12 +10,13 @@ import pytest
 
 from rl_plugins.tests.patience import patient
 
-# Importing vLLM takes many seconds, and these modules use no more of it than this.
+# The import of vLLM takes many seconds, and these modules use only the parts replaced here.
 STUBS = """
 import sys
 from types import SimpleNamespace
 class EngineDeadError(Exception): pass
 sys.modules["vllm.v1.executor.multiproc_executor"] = SimpleNamespace(MultiprocExecutor=object)
+sys.modules["vllm.v1.executor.uniproc_executor"] = SimpleNamespace(UniProcExecutor=object)
 sys.modules["vllm.inputs.engine"] = SimpleNamespace(tokens_input=lambda prompt: prompt)
 sys.modules["vllm.v1.engine.exceptions"] = SimpleNamespace(EngineDeadError=EngineDeadError)
 """
@@ -53,7 +54,7 @@ print("goes on")
 
 
 def run_script(script: str) -> SimpleNamespace:
-    """Exit code and standard output of a process that runs a script; none may end with an error of its own."""
+    """Return exit code and standard output of a script's process; the process must not end with an error of its own."""
     ended = subprocess.run(
         [sys.executable, "-c", STUBS + script], capture_output=True, text=True, timeout=patient(60), check=False
     )

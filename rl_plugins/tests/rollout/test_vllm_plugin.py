@@ -1,4 +1,4 @@
-"""Products of an engine on CPU use a packed copy of the weights: it follows them, and it can be given up."""
+"""Products of an engine on CPU use a packed copy of the weights: updates change the copy, and the copy can be freed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_plugins.rollout.vllm.plugin import PackedProducts, VLLMSharedMemoryRecei
 
 
 class Layer(nn.Module):
-    """What of a linear layer of vLLM its method uses."""
+    """The parts of vLLM's linear layer used by the layer's method."""
 
     packed: Any
 
@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 
 def close(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether a product is right, as far as its dtype can say it."""
+    """Return True if a product is right within the precision of its dtype."""
     bias = torch.zeros(len(weight)) if bias is None else bias
     expected = nn.functional.linear(x.double(), weight.double(), bias.double())
     summed = nn.functional.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
@@ -73,7 +73,7 @@ def test_drop_packed_frees_the_memory_of_the_packed_copies() -> None:
     layers = [Layer(512, 2048, torch.float32) for _ in range(16)]
     model, x = nn.ModuleList(layers), torch.randn(4, 512)
     weights = sum(layer.weight.nbytes for layer in layers)
-    # What oneDNN keeps for itself is there after the first time.
+    # The memory kept by oneDNN exists after the first time.
     layers[0](x)
     drop_packed(model)
 

@@ -1,4 +1,4 @@
-"""One RL step without sampling: fixed responses and scores, and an optimizer that keeps the gradients it is given."""
+"""One RL step without sampling: fixed responses and scores, and an optimizer that records its gradients."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ tokenizer: Any = build_tokenizer()
 
 
 def score(response: str) -> float | None:
-    """The reward of a response; None where it fails."""
+    """Return the reward of a response; None for a failure."""
     return None if "!" in response else 0.1 * len(response) + 0.25
 
 
@@ -65,7 +65,7 @@ PROCESS_REWARDS = ProcessRewardConfig(optimizer=OptimizerConfig(lr=0.01, gradien
 
 
 class CannedRollout(SynchronousGroups):
-    """A rollout engine with fixed responses; notes its calls."""
+    """A rollout engine with fixed responses and a record of its calls."""
 
     keeps_weights = True
     check_updates = 0
@@ -117,7 +117,7 @@ class CannedScorer:
 
 
 class Recorder(torch.optim.SGD):
-    """Keeps the gradients of every step."""
+    """An optimizer that records the gradients of every step."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.01)
@@ -145,7 +145,7 @@ class OwnPolicy(LightningModule):
 
 
 class Keeping(PolicyOptimization):
-    """Keeps what every step trained on, and the metrics."""
+    """A stage that records the samples of every step, and the metrics."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -214,7 +214,7 @@ def prompt_batch(texts: list[str]) -> PromptBatch:
 
 
 class Prompts:
-    """A data set that has every prompt twice."""
+    """A data set with every prompt twice."""
 
     fingerprint = "canned"
     texts = 2 * PROMPTS
@@ -228,7 +228,7 @@ class Prompts:
 
 
 class DrawingLoader(DataLoader[Any]):
-    """Serves the batches as they are; `draw` returns the first batch again."""
+    """Loader of the given batches without change; `draw` returns the first batch again."""
 
     def __init__(self, batches: list[Any]) -> None:
         super().__init__(batches, batch_size=None)  # type: ignore[arg-type]
@@ -239,13 +239,13 @@ class DrawingLoader(DataLoader[Any]):
 
 
 def loader(batches: list[Any]) -> Any:
-    """Serves the batches as they are."""
+    """Return a loader of the batches without change."""
     return DrawingLoader(batches)
 
 
 @cache
 def other_model() -> str:
-    """Folder of a model that is not the policy: reference, teacher, or start of the critic."""
+    """Folder of a model other than the policy: reference, teacher, or start of the critic."""
     folder = Path(tempfile.mkdtemp(prefix="canned-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return str(save_tiny_policy(folder, hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=5))
@@ -267,7 +267,7 @@ def quiet_trainer(strategy: Any, **options: Any) -> Trainer:
 
 
 def metrics_of(stage: Any) -> dict[str, float]:
-    """Metrics that a stage will track; not through Lightning's log, which takes as long as the rest of a small step."""
+    """Metrics of a stage, not through Lightning's log, which takes as long as the rest of a small step."""
     metrics: dict[str, float] = {}
     stage.track = metrics.update
     return metrics
@@ -284,7 +284,7 @@ def gradients(
     process_reward_model: ProcessRewardConfig = PROCESS_REWARDS,
     **options: Any,
 ) -> tuple[list[list[Tensor]], dict[str, float]]:
-    """The gradients of each update of one RL step, those of other models after the policy's, and the step's metrics."""
+    """Return the gradients of each update of one RL step, first the policy's, then other models', and the metrics."""
     own = OwnPolicy()
     of_others: list[list[Tensor]] = []
 
@@ -332,7 +332,7 @@ CASES = [*AGGREGATIONS, "batch scale", *RECIPES]
 
 @cache
 def algorithm_of(case: str) -> tuple[Algorithm, int]:
-    """An aggregation, a scale or a recipe as an algorithm, and its updates in a step."""
+    """Return an algorithm for an aggregation, a scale or a recipe, and the number of updates in a step."""
     if case in AGGREGATIONS:
         return Algorithm(aggregation=case, scale_factor=BUDGET), 1
     if case == "batch scale":
@@ -343,5 +343,5 @@ def algorithm_of(case: str) -> tuple[Algorithm, int]:
 
 
 def rank_gradients(rank: int, algorithm: Algorithm, updates: int) -> tuple[list[list[Tensor]], dict[str, float]]:
-    """`gradients` of one of two ranks. Each rank alone would cut its tokens into another number of micro-batches."""
+    """Return `gradients` of one of two ranks. Each rank alone would cut its tokens into other micro-batches."""
     return gradients(algorithm, tokens_per_micro_batch=45, updates_per_step=updates, rank=rank, world_size=2)

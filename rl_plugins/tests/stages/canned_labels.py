@@ -1,4 +1,4 @@
-"""One step of reward modelling on fixed pairs or steps, with an optimizer that keeps the gradients it is given."""
+"""One step of reward modelling on fixed pairs or steps, with an optimizer that records its gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAIRS = [
     ("7", "x", "y", 3.0),
     ("2+2+2", "six", "seven of them", 0.5),
 ]
-# Prompt, and its steps with their labels.
+# Prompt, and the steps with labels.
 STEPS: list[tuple[str, list[tuple[str, float | None]]]] = [
     ("1+1", [("one and one", 1.0), ("is 2", 1.0)]),
     ("12+30", [("42.", 0.0)]),
@@ -101,7 +101,7 @@ def strategy_of(rank: int, world_size: int) -> Any:
 def gradients(
     case: str, *, tokens_per_micro_batch: int = 10**6, packing: bool = True, rank: int = 0, world_size: int = 1
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """The gradient of one step, and its metrics."""
+    """Return the gradient of one step, and the metrics."""
     own = OwnRewardModel()
     stage = stage_of(own, case, tokens_per_micro_batch=tokens_per_micro_batch, packing=packing)
     metrics = canned.metrics_of(stage)
@@ -130,7 +130,7 @@ def rank_results(rank: int) -> dict[str, Any]:
     """`gradients` and `validation` of every case, as one of two ranks."""
     return {
         case: (
-            # Uneven micro-batches: the ranks' own budgets would give different numbers of them.
+            # Uneven micro-batches: separate budgets of the ranks would give different numbers of micro-batches.
             gradients(case, tokens_per_micro_batch=60, rank=rank, world_size=2),
             validation(case, UNEVEN, rank, tokens_per_micro_batch=60),
         )

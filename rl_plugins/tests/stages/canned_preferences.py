@@ -33,7 +33,7 @@ JUDGED = [
     ("7", "x", False),
     ("2+2+2", "seven of them", False),
 ]
-# Loss, its options, and whether the data is pairs.
+# Loss, options, and True for data of pairs.
 CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "dpo": ("dpo", {"beta": 0.7, "label_smoothing": 0.1}, True),
     "rpo by length": ("rpo", {"beta": 2.0, "nll_weight": 0.5, "length_normalized": True}, True),
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "kto": ("kto", {"beta": 0.3, "undesirable_weight": 0.7}, False),
 }
 ON_TWO_RANKS = ("rpo by length", "orpo", "kto on pairs", "kto")
-# With this policy the KL of mismatched pairs is above 0, so KTO's reference point is not at its bound.
+# With this policy the KL of mismatched pairs is above 0: KTO's reference point is not at its bound.
 SEED = 15
 EVERYTHING = list(range(len(PAIRS)))
 
@@ -75,7 +75,7 @@ def strategy_of(rank: int, world_size: int, **options: Any) -> Any:
 
 
 def stage_of(model: Any, stage_class: Any = PreferenceOptimization, **options: Any) -> Any:
-    """A stage on a model, with the settings of all these tests."""
+    """A stage with a model and the settings of all these tests."""
     sampling = SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE)
     name = "sampling" if issubclass(stage_class, OnlinePreferenceOptimization) else "eval_sampling"
     arguments = {
@@ -100,7 +100,7 @@ def fit(stage: Any, batches: list[Any], rank: int, world_size: int) -> dict[str,
 def gradients(
     case: str, *, tokens_per_micro_batch: int = 10**6, packing: bool = True, rank: int = 0, world_size: int = 1
 ) -> tuple[list[list[Tensor]], dict[str, float]]:
-    """The gradient of one step on given responses, and its metrics."""
+    """Return the gradient of one step on given responses, and the metrics."""
     loss, loss_options, pairs = CASES[case]
     own = canned.OwnPolicy(SEED)
     batching: dict[str, Any] = {"tokens_per_micro_batch": tokens_per_micro_batch, "packing": packing}
@@ -113,7 +113,7 @@ def gradients(
 def online_gradients(
     prompts: list[str], *, rank: int = 0, world_size: int = 1, **options: Any
 ) -> tuple[list[list[Tensor]], dict[str, float]]:
-    """The gradients of one step on samples, and its metrics."""
+    """Return the gradients of one step on samples, and the metrics."""
     own = canned.OwnPolicy(SEED)
     stage = stage_of(own, OnlinePreferenceOptimization, **options)
     metrics = fit(stage, [canned.prompt_batch(prompts[rank::world_size])], rank, world_size)
@@ -134,7 +134,7 @@ ONLINE: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 def rank_results(rank: int) -> dict[str, Any]:
     """The gradients of every case, as one of two ranks."""
-    # Uneven micro-batches: the ranks' own budgets would give different numbers of them.
+    # Uneven micro-batches: separate budgets of the ranks would give different numbers of micro-batches.
     options: dict[str, Any] = {"tokens_per_micro_batch": 45, "rank": rank, "world_size": 2}
     results: dict[str, Any] = {case: gradients(case, **options) for case in ON_TWO_RANKS}
     for case, (prompts, of_case) in ONLINE.items():

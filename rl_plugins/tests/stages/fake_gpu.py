@@ -1,4 +1,4 @@
-"""Stages of one process that train on a fake GPU."""
+"""Stages of one process with training on a fake GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_plugins.tests.stages import canned
 
 
 class FakeGpu(CPUAccelerator):
-    """Accelerator that lets Lightning train on `cuda:0` of a machine without a GPU."""
+    """Accelerator for Lightning's training on `cuda:0` of a machine without a GPU."""
 
     @override
     def setup_device(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The figures of docs/architecture.md are those of the code."""
+"""The figures of docs/architecture.md equal the figures of the code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def figures() -> Any:
     spec = importlib.util.spec_from_file_location("figures", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Its dataclasses look up the module.
+    # Dataclasses of the program look up the module.
     sys.modules["figures"] = module
     spec.loader.exec_module(module)
     return module

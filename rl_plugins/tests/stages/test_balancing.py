@@ -53,7 +53,7 @@ def evened(experience: Experience, mini_batches: int, ranks: Ranks) -> Experienc
     keys = [(int(experience.groups[group[0]]),) for group in groups]
     sets = gather_sets(keys, GROUP, tokens_of(experience), ranks)
     turns = even_order(sets, mini_batches, ranks.world_size)
-    # `redistribute_groups`, which has no samples, gives ranks the same groups.
+    # `redistribute_groups` has no samples, and gives ranks the same groups.
     names = [experience.columns["name"][group[0]] for group in groups]
     dealt = redistribute(experience, groups, turns, ranks)
     assert redistribute_groups(names, turns, ranks) == dealt.columns["name"][::GROUP]
@@ -77,7 +77,7 @@ def test_redistribute_sends_chosen_sets_to_ranks_in_turn(world_size: int) -> Non
         return list(dealt.columns["name"])
 
     of_ranks = run_with_ranks(world_size, on_rank)
-    # The sets of all ranks, taken in turn, are the chosen sets in their order.
+    # The sets of all ranks, taken in turn, are the chosen sets in order.
     prompts = [[name.split("/")[0] for name in names[::GROUP]] for names in of_ranks]
     in_turn = [prompts[place % world_size][place // world_size] for place in range(len(wanted))]
     assert in_turn == [str(prompt) for prompt in wanted]
@@ -119,7 +119,7 @@ def test_even_shares_of_repeated_sets_are_even() -> None:
 
 
 class NoExchange(SimulatedRanks):
-    """A rank that may not send."""
+    """A rank that must not send."""
 
     @override
     def exchange(self, parcels: list[T]) -> list[T]:

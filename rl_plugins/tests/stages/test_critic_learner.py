@@ -30,7 +30,7 @@ OPTIMIZER = OptimizerConfig(lr=0.02, warmup_steps=1, gradient_clip=CLIP)
 
 @cache
 def trained_in_workers() -> canned.Keeping:
-    """A stage that has trained a critic beside a policy, with the samples of each step."""
+    """A stage after training of a critic beside a policy, with the samples of each step."""
     stage: canned.Keeping = canned.ppo(canned.Keeping, critic=CriticConfig(canned.other_model(), OPTIMIZER))
     strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
     trainer = canned.quiet_trainer(strategy, precision="64-true")
@@ -54,7 +54,7 @@ def training(**changes: Any) -> CriticTraining:
 
 
 def learn(learner: CriticLearner, steps: list[Experience], rank: int = 0, ranks: int = 1) -> list[Learnt]:
-    """The updates of a process that has every `ranks`-th row of the samples."""
+    """Return the updates of a process with every `ranks`-th row of the samples."""
     learnt = []
     for experience in steps:
         for number, mini_batch in enumerate(experience.chunk(UPDATES), 1):
@@ -124,9 +124,9 @@ def test_critic_actor_learn_waits_for_all_ranks_and_updates_in_order(tmp_path: P
     ]
 
     async def updates_that_began_are_done() -> None:
-        # Tasks that have just been made hand in their rows.
+        # New tasks send their rows.
         await asyncio.sleep(0)
-        # The actor works in the order of its calls, so a save comes after every update that has begun.
+        # The actor works in the order of its calls: a save comes after every started update.
         await actor.save(tmp_path)
 
     async def ranks() -> list[Learnt]:
@@ -140,7 +140,7 @@ def test_critic_actor_learn_waits_for_all_ranks_and_updates_in_order(tmp_path: P
         assert not second.done()
         late = [await actor.learn(0, 0, 2, steps[0][:5], counts[0], True), await second]
         assert [await task for task in early] == late
-        # An update that fails, fails for all ranks.
+        # A failing update fails for all ranks.
         steps[0].returns = None
         both = [actor.learn(2, rank, 2, steps[0], counts[0], True) for rank in range(2)]
         failures = await asyncio.gather(*both, return_exceptions=True)

@@ -39,7 +39,7 @@ class CannedSource:
 
 
 class Keeping(PolicyOptimization):
-    """Keeps the rows of each step, and the metrics."""
+    """A stage that records the rows of each step, and the metrics."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(canned.OwnPolicy(), **options)

@@ -1,4 +1,4 @@
-"""Inputs that the stage computes for an algorithm or an option, and their use in the update."""
+"""Inputs computed by the stage for an algorithm or an option, and their use in the update."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rl_plugins.tests.stages import canned, canned_preferences
 
 
 class Keeping(PolicyOptimization):
-    """Keeps the experience of every step, and the metrics."""
+    """A stage that records the experience of every step, and the metrics."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -90,7 +90,7 @@ def test_group_filter_replaces_uniform_groups_by_groups_of_the_next_prompts() ->
     assert asked == ["1+1", "12+30", "100+1", "1+1"]
     assert experience.groups.unique().numel() == 4
     assert stage.metrics[0]["train/generation_batches"] == 2
-    # Metrics of samples are those of all samples, filtered or not.
+    # Metrics of samples count all samples, with the filtered samples.
     assert stage.metrics[0]["train/uniform_groups"] == pytest.approx(3 / 11)
 
 
@@ -145,7 +145,7 @@ def test_reward_model_scores_are_added_to_the_scores_of_the_rules(tmp_path: Path
         return filled(train(Algorithm(), reward_model=config).collected[0].scores)
 
     rules, of_model = filled(train(Algorithm()).collected[0].scores), scores(1.0, 0.0)
-    # One number for each response, read at its last token, whatever stands around it.
+    # One number for each response, read at its last token, with any tokens around.
     prompt, response = canned.tokenizer.encode("12+30"), canned.tokenizer.encode("42.")
     alone = model.eval()(torch.tensor([prompt + response])).logits[0, -1, 0]
     torch.testing.assert_close(of_model[3], alone.detach())
@@ -154,7 +154,7 @@ def test_reward_model_scores_are_added_to_the_scores_of_the_rules(tmp_path: Path
 
 
 class WithoutNumbersScorer(RewardModelScorer):
-    """Scores every fourth sample NaN."""
+    """Reward model scorer with a score of NaN for every fourth sample."""
 
     @override
     def _model_scores(self, samples: Experience) -> Tensor:
@@ -212,7 +212,7 @@ def test_rollout_correction_weighs_and_rejects_before_advantages() -> None:
     torch.testing.assert_close(weights_BT[mask_BT], gap_BT.exp().clamp(max=2.0)[mask_BT])
     assert {"train/rollout/ess", "train/rollout/chi2_token", "train/rollout/k3"} <= stage.metrics[0].keys()
     assert stage.metrics[0]["train/rollout/rejected"] == 0
-    # The rollout log-probs are -1 for each token, far from those of the policy: all samples are rejected.
+    # The rollout log-probs are -1 for each token, far from the log-probs of the policy: all samples are rejected.
     rejecting = train(Algorithm(correction="geo_rs"))
     assert rejecting.metrics[0]["train/rollout/rejected"] == 1 and not rejecting.collected[0].response_mask.any()
 

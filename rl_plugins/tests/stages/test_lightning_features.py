@@ -170,7 +170,7 @@ def test_gradient_clip_val_of_the_trainer_bounds_the_gradient(tmp_path: Path) ->
     [
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by norm only"),
         ({"accumulate_grad_batches": 2}, "tokens_per_micro_batch"),
-        # Lightning takes the flag 16-mixed for bf16-mixed where there is no GPU.
+        # Without a GPU, Lightning takes the flag 16-mixed for bf16-mixed.
         ({"plugins": [MixedPrecision("16-mixed", "cpu")]}, "bf16-mixed"),
         ({"precision": "16-true"}, "use bf16-true"),
     ],

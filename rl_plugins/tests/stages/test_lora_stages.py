@@ -1,4 +1,4 @@
-"""Stages that train an adapter: the policy with its adapter off is the reference."""
+"""Stages with a trained adapter: the policy with the adapter off is the reference."""
 
 from __future__ import annotations
 

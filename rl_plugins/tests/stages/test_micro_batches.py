@@ -1,4 +1,4 @@
-"""Micro-batches: each sample once, an equal number on all ranks, and within the budget where a sample fits."""
+"""Micro-batches: each sample once, an equal number on all ranks, and within the budget if a sample fits."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ groups = st.lists(
 
 
 def lengths_of(groups: list[tuple[int, list[int]]]) -> Lengths:
-    """The lengths of samples. Each group is the length of a prompt and those of its responses."""
+    """Return the lengths of samples. Each group has the length of a prompt and the lengths of its responses."""
     prompts = torch.tensor([prompt for prompt, responses in groups for _ in responses])
     responses = torch.tensor([length for _, responses in groups for length in responses])
     sizes = torch.tensor([len(responses) for _, responses in groups])
@@ -121,7 +121,7 @@ def first(lengths: Lengths, size: int) -> Lengths:
 
 
 def run(lengths: Lengths, part: Tensor) -> int:
-    """Tokens of a micro-batch in which prompts are shared."""
+    """Return the tokens of a micro-batch with shared prompts."""
     firsts = {int(lengths.first_B[i]): int(lengths.prompts_B[i]) for i in part.tolist()}
     return sum(firsts.values()) + int(lengths.responses_B[part].sum())
 
@@ -142,14 +142,14 @@ def test_cutter_counts_shared_prompts_once(ranks: list[list[tuple[int, list[int]
 
 def test_cutter_keeps_samples_of_a_prompt_together_within_the_budget() -> None:
     lengths = lengths_of([(10, [5, 5, 5, 5]), (10, [5, 5, 5, 5])])
-    # Four responses, their prompt, and three eighths of it, rounded up.
+    # Four responses, their prompt, and three eighths of the prompt, rounded up.
     (parts,) = cut_each([lengths], 34, packing=True, together=True)
     assert [sorted(part.tolist()) for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     # Without sharing, two samples fit.
     assert len(cut_each([lengths], 34, packing=True)[0]) == 4
     (parts,) = cut_each([lengths], 23, packing=True, together=True)
     assert [run(lengths, part) for part in parts] == [20, 20, 20, 20]
-    # A rank that needs fewer micro-batches than another one cuts the largest bundle, not all of them.
+    # A rank with fewer micro-batches than another one cuts the largest bundle, not all bundles.
     short = lengths_of([(4, [1, 1, 1, 1]), (2, [1, 1, 1, 1])])
     parts = cut_each([lengths, short], 23, packing=True, together=True)[1]
     assert sorted(sorted(i // 4 for i in part.tolist()) for part in parts) == [[0, 0], [0, 0], [1, 1], [1, 1]]

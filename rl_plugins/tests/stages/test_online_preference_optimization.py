@@ -18,7 +18,7 @@ from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned, canned_preferences
 from rl_plugins.tests.stages.test_preference_optimization import assert_same, plain_log_prob
 
-# Of canned.RESPONSES: one response of 1+1 is empty, one of 12+30 fails, and those of 4+4 score alike.
+# Of canned.RESPONSES: one response of 1+1 is empty, one of 12+30 fails, and the responses of 4+4 score alike.
 BEST_AND_WORST = {"1+1": ("twenty-two", "2"), "12+30": ("forty", "42."), "100+1": ("a longer one", "z")}
 
 
@@ -79,7 +79,7 @@ def test_online_dpo_gradient_equals_the_definition_for_any_micro_batches(budget:
     loss = dpo(**inputs, beta=0.7)[0].mean()
     assert_same(gradient, list(torch.autograd.grad(loss, list(model.parameters()))), 1e-9)
     assert metrics["train/loss"] == pytest.approx(float(loss.detach())) and metrics["train/examples"] == 3
-    # 3 of the 11 samples that could be scored.
+    # 3 of the 11 scored samples.
     assert metrics["train/uniform_groups"] == pytest.approx(3 / 11)
     assert metrics["train/reward_raised"] == 1
 

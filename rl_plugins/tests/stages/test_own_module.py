@@ -1,4 +1,4 @@
-"""A policy that is the user's LightningModule: its model, optimizer and schedules are used."""
+"""The user's LightningModule as a policy: its model, optimizer and schedules are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient of an update equals that of a GRPO in one function, and depends on neither micro-batches nor ranks."""
+"""The gradient of an update equals a GRPO in one function, for any micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_both_responses_of_a_preference_pair_share_a_micro_batch(
     def counted(self: PreferenceLearner, name: str, samples: Any) -> Tensor:
         if torch.is_grad_enabled():
             mask = samples.trimmed().attention_mask
-            # Packed, the responses of a pair run their prompt once.
+            # Packed, the responses of a pair share one pass of the prompt.
             once = int(mask.sum() - samples.prompt_lengths.sum() // 2)
             sizes.append((len(mask), once if packing else mask.numel()))
             assert samples.groups[: len(samples) // 2].equal(samples.groups[len(samples) // 2 :])

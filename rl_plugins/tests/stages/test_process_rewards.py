@@ -189,7 +189,7 @@ def test_process_reward_model_starts_from_the_policy_and_learns(tmp_path: Path) 
     module = stage(path, process_reward_model=config, optimizer=OptimizerConfig(lr=1e-4))
     first = fit(module, steps=1)
     assert first["train/process_reward_model/lr"] == pytest.approx(0.02)
-    # The bound is far below the norm, and the norm that is logged is the one before clipping.
+    # The bound is far below the norm, and the logged norm is the norm before clipping.
     assert first["train/process_reward_model/gradient_norm"] > 1e-3
     pairs = zip(module.process_reference.parameters(), build_model().parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)

@@ -84,7 +84,7 @@ def definition(case: str) -> tuple[list[Tensor], dict[str, float]]:
 @pytest.mark.parametrize("case", list(PLAIN))
 def test_reward_model_gradient_equals_the_definition_for_any_micro_batches(case: str) -> None:
     expected, plain_metrics = definition(case)
-    # A bias adds the same to both scores: only centring sees it.
+    # A bias adds the same to both scores: only centring changes with the bias.
     assert all(gradient.abs().max() > 0 for gradient in expected)
     seen = []
     for budget, packing in ((BUDGETS[0], False), *((budget, True) for budget in BUDGETS)):
@@ -118,7 +118,7 @@ def test_both_responses_of_a_reward_model_pair_share_a_micro_batch(
     def counted(self: RewardModeling, samples: Any) -> Tensor:
         assert not torch.is_inference_mode_enabled()
         mask = samples.attention_mask
-        # Packed, the responses of a pair run their prompt once.
+        # Packed, the responses of a pair share one pass of the prompt.
         once = int(mask.sum() - samples.prompt_lengths.sum() // 2)
         sizes.append((len(mask), once if packing else mask.numel()))
         return scores(self, samples)

@@ -1,4 +1,4 @@
-"""A stage that samples ahead: the groups of each step, their age, and late, lost and filtered groups."""
+"""A stage with sampling ahead: the groups of each step, their age, and late, lost and filtered groups."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from rl_plugins.weights.source import WeightSource
 
 
 class Distant(canned.CannedRollout):
-    """A rollout engine on another machine. It notes its requests.
+    """A rollout engine on another machine. The engine records its requests.
 
     Args:
-        slow: Prompts that finish only when `collect` requires their group, or has no other group to return.
-        loses_at: Calls of `collect` in which the engine is lost.
+        slow: Prompts with an end only when `collect` requires their group, or has no other group to return.
+        loses_at: Calls of `collect` with the loss of the engine.
     """
 
     sleeps = False
@@ -86,10 +86,10 @@ class Distant(canned.CannedRollout):
 
 
 class Remote(Distant):
-    """Holds finished groups until `fetch`.
+    """An engine that keeps finished groups until `fetch`.
 
     Args:
-        loses_fetched: Calls of `fetch` that find no group.
+        loses_fetched: Calls of `fetch` without a group.
     """
 
     def __init__(self, slow: Sequence[str] = (), loses_fetched: Sequence[int] = ()) -> None:
@@ -118,7 +118,7 @@ class Remote(Distant):
 
 
 class Keeping(canned.Keeping):
-    """Gives the prompts of each step, and the age of their tokens."""
+    """A stage that records the prompts of each step, and the age of the tokens."""
 
     @property
     def texts(self) -> list[list[str]]:
@@ -138,7 +138,7 @@ TEXTS = ["1+1", "12+30", "100+1", "1+1"]
 
 
 class Loader:
-    """Two prompts a batch, over and over."""
+    """Batches of two prompts, without an end."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts, self.drawn = texts, 0
@@ -187,7 +187,7 @@ def test_steps_train_on_prompts_in_order_with_tokens_as_old_as_max_staleness(sta
     stage = train(engine, Schedule(staleness))
     assert stage.texts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
     assert stage.ages == [[min(step, staleness)] for step in range(4)]
-    # No group is requested that no step will train on.
+    # Each requested group is trained on in some step.
     assert engine.asked == TEXTS * 2
     if staleness:
         assert [metrics["rollout/staleness"] for metrics in stage.metrics] == [min(s, staleness) for s in range(4)]
@@ -207,7 +207,7 @@ def test_groups_lost_before_fetch_are_sampled_again(staleness: int) -> None:
     engine = Remote(loses_fetched=[2])
     stage = train(engine, Schedule(staleness))
     assert stage.texts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
-    # The groups of the steps that had samples there are requested twice, and their samples are new.
+    # The groups of the steps with samples there are requested twice, and the samples are new.
     assert stage.ages == [[0], [0], [0], [staleness]]
     assert len(engine.asked) == 8 + 2 * (1 + staleness)
     with pytest.raises(EngineLost, match="rollout engines were lost 5 times in one phase"):
@@ -234,7 +234,7 @@ def test_groups_of_a_lost_engine_are_sampled_again(staleness: int) -> None:
     stage = train(engine, Schedule(staleness))
     assert stage.texts == [["1+1", "12+30"], ["100+1", "1+1"]] * 2
     assert [metrics["rollout/engines_lost"] for metrics in stage.metrics] == [0, 1, 0, 0]
-    # The two groups that were being sampled are requested twice.
+    # The two groups in progress at the loss are requested twice.
     assert len(engine.asked) == 10
 
 
@@ -247,7 +247,7 @@ def test_group_filter_replaces_uniform_groups_by_groups_in_flight() -> None:
     texts = ["1+1", "4+4", "12+30", "100+1"]
     engine = Distant()
     stage = train(engine, Schedule(1), steps=2, texts=texts, algorithm=Algorithm(group_filter=GroupFilter()))
-    # The samples of 4+4 score alike: the third group in flight takes its place.
+    # The samples of 4+4 score alike: the third group in flight replaces this group.
     assert stage.texts[0] == ["1+1", "12+30"]
     assert stage.metrics[0]["train/generation_batches"] == 2
     assert engine.asked[:5] == ["1+1", "4+4", "12+30", "100+1", "1+1"]
@@ -256,7 +256,7 @@ def test_group_filter_replaces_uniform_groups_by_groups_in_flight() -> None:
 def test_max_token_age_masks_tokens_of_older_policies() -> None:
     stage = train(Distant(slow=["12+30"]), Schedule(1, ahead=0.5, max_token_age=0), steps=3)
     assert stage.texts == [["1+1", "100+1"], ["12+30", "1+1"], ["1+1", "12+30"]]
-    # The groups that began before are in the batch, and all their tokens are masked.
+    # The groups started before are in the batch, and all tokens of the groups are masked.
     assert stage.ages == [[0], [0], [0]]
     shares = [metrics["train/rollout/too_old"] for metrics in stage.metrics]
     assert shares[0] == 0 and 0 < shares[1] < 1
@@ -304,7 +304,7 @@ class BesideAnother(SingleDeviceRolloutStrategy):
 
 
 class NotesBegins(Keeping):
-    """Tells the strategy when groups begin."""
+    """A stage that records in the strategy's ranks when groups begin."""
 
     @override
     def make_parts(self, strategy: Strategy) -> None:
@@ -321,7 +321,7 @@ class NotesBegins(Keeping):
 
 
 class NotesSubmits(Distant):
-    """Notes how many groups each call brings."""
+    """An engine that records the number of groups of each call."""
 
     def __init__(self) -> None:
         super().__init__()

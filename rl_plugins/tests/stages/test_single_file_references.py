@@ -32,7 +32,7 @@ from rl_plugins.tests.stages import canned
 
 FOLDER = Path(__file__).parents[3] / "docs" / "references"
 STEPS, UPDATES, PASSES, SAMPLES = 2, 2, 2, 3
-# Rates at which the ratios and values of a few updates leave their clip ranges, and a bound below the gradients' norms.
+# Rates with ratios and values outside the clip ranges after a few updates, and a bound below the gradients' norms.
 POLICY_RATE, CRITIC_RATE, GRADIENT_CLIP = 0.02, 0.05, 0.1
 TOLERANCE = 1e-9
 
@@ -47,12 +47,12 @@ def own_random_numbers() -> Iterator[None]:
 
 @pytest.fixture
 def single_file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of docs/references that the parameter names."""
+    """The module of docs/references named by the parameter."""
     name = f"single_file_{request.param}"
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{request.param}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
+    # Dataclasses look up the module.
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
@@ -119,7 +119,7 @@ def samples_of(experience: Experience) -> dict[str, Tensor]:
 
 
 def options(**others: Any) -> dict[str, Any]:
-    """Settings of the single files that are equal to those of `run_stage`."""
+    """Settings of the single files, equal to the settings of `run_stage`."""
     return {
         "samples_per_prompt": SAMPLES,
         "temperature": canned.TEMPERATURE,
@@ -259,7 +259,7 @@ def test_group_advantages_keep_the_score_of_a_sample_without_a_group(single_file
 
 
 class SmallNumbers(random.Random):
-    """Draws 0 or 1: sums of these are learned in fewer steps than sums of all digits."""
+    """Draw 0 or 1: sums of 0 and 1 are learned in fewer steps than sums of all digits."""
 
     @override
     def randrange(self, *_: Any) -> int:

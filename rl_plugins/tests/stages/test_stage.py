@@ -1,4 +1,4 @@
-"""Stages: optimizer, clock, precision, reference, checkpoints, and options that are refused."""
+"""Stages: optimizer, clock, precision, reference, checkpoints, and refused options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLING = SamplingConfig(max_tokens=8, num_samples=3)
 
 
 class Log(DummyLogger):
-    """Keeps the logged metrics."""
+    """A logger that records the metrics."""
 
     def __init__(self) -> None:
         super().__init__()

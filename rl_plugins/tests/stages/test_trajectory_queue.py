@@ -1,4 +1,4 @@
-"""The queue of groups: groups to request, groups that a step must wait for, and the state in a checkpoint."""
+"""The queue of groups: groups to request, groups to wait for in a step, and the state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_take_is_first_in_first_out_with_max_staleness_1() -> None:
     assert queue.due(0) == []
     assert rows(queue, 2, version=0) == [0, 1]
     assert queue.start(4, version=1) == [4, 5]
-    # Groups that began under version 0 cannot wait for version 2.
+    # Groups with a start under version 0 cannot wait for version 2.
     assert queue.due(1) == [2, 3]
 
 
@@ -74,7 +74,7 @@ def test_unfinished_group_is_left_for_one_more_step() -> None:
     assert queue.due(1) == [1]
     assert queue.unfinished(queue.due(1)) == [1]
     queue.finish({3: answer(3), 4: answer(4), 1: answer(1)})
-    # A group that is due comes before finished groups that are not due.
+    # A group due in this step comes before finished groups due later.
     assert rows(queue, 2, version=1) == [1, 11]
 
 

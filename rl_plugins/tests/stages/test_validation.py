@@ -70,7 +70,7 @@ def test_validation_with_several_samples_logs_best_and_majority() -> None:
     stage, metrics = validate(3)
     names = {f"val/canned/{name}_at_3{end}" for name in ("mean", "best", "maj") for end in ENDS}
     assert {name for name in metrics if "canned" in name} == names
-    # The failed sample of a prompt is left out of all metrics, and its prompt out of those of three samples.
+    # The metrics leave out the failed sample of a prompt, and the metrics of three samples leave out the prompt.
     whole: list[Any] = [row for row in scores(3) if None not in row]
     assert len(whole) == 3
     counted = [response for row in canned.RESPONSES.values() for response in row if "!" not in response]

@@ -17,7 +17,7 @@ from rl_plugins.tests.stages import canned
 
 
 class Inspect(PolicyOptimization):
-    """Looks at the engines before they are torn down."""
+    """Stage that checks the engines before the end of training."""
 
     folder: Path
 

@@ -13,7 +13,7 @@ from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.stages import canned, canned_preferences
 
-# Class, options, and the data of each step: rows, or prompts of which one of two ranks has no pair.
+# Class, options, and the data of each step: rows, or prompts without a pair on one of two ranks.
 CASES: dict[str, tuple[Any, dict[str, Any], list[list[Any]]]] = {
     "dpo": (PreferenceOptimization, {"loss_options": {"beta": 0.5}}, [[0, 1, 2, 3, 4, 5], [5, 2, 0, 1]]),
     "kto": (PreferenceOptimization, {"loss": "kto"}, [[0, 1, 2, 3]]),
@@ -22,7 +22,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[list[Any]]]] = {
 
 
 class OwnPolicy(canned.OwnPolicy):
-    """A float32 policy with SGD, which does not amplify rounding errors as Adam does."""
+    """A float32 policy with SGD. Adam would amplify rounding errors, SGD does not."""
 
     def __init__(self) -> None:
         super().__init__(canned_preferences.SEED)

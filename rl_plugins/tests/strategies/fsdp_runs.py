@@ -1,4 +1,4 @@
-"""Runs of PPO under FSDP2 on CPU, by the ranks of a layout: what `test_fsdp.py` compares."""
+"""Runs of PPO under FSDP2 on CPU, by the ranks of a layout, for comparisons in `test_fsdp.py`."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from rl_plugins.tests.models.memory import at_once
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.strategies.moving import WatchingRollout, moving
 
-# Rows that two ranks cannot share evenly.
+# Rows without an even division between two ranks.
 SIZES = {"hidden_size": 32, "intermediate_size": 49, "initializer_range": 0.2}
-# Blocks that two ranks can share.
+# Blocks with an even division between two ranks.
 EVEN_SIZES = SIZES | {"intermediate_size": 50}
 STEPS = 2
 
 Weights = dict[str, Tensor]
 Course = list[tuple[Weights, Weights, tuple[float, float]]]
-"""Of each step, the weights of policy and critic after it, and the norms of their last gradients."""
+"""Weights of policy and critic after each step, and the norms of the last gradients."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks train, and what they share.
+    """Number of training ranks, and the division of models and samples between them.
 
     Args:
         world_size: Number of ranks.
-        strategy: Options of `FSDPStrategy`; None for a single device without it.
-        copies: How many times each prompt is in a batch, so that every rank has some.
+        strategy: Options of `FSDPStrategy`; None for a single device without the strategy.
+        copies: Number of copies of each prompt in a batch, large enough to give every rank a prompt.
         updates: Updates in a step.
     """
 
@@ -75,7 +75,7 @@ class Layout:
 
 ALONE = Layout(1)
 TWO = Layout(2)
-# Two groups of two ranks: those of a group share the blocks of their models.
+# Two groups of two ranks: the ranks of a group share the blocks of their models.
 GROUPS = Layout(4, {"tensor_parallel": 2}, copies=2, updates=1)
 ONE_GROUP = Layout(2, {"tensor_parallel": 2})
 # Two copies of the models, each in the shards of two ranks.
@@ -86,7 +86,7 @@ SEQUENCE = Layout(2, {"sequence_parallel": 2})
 
 
 class Damped(OptimizerConfig):
-    """AdamW that makes no large step of a gradient that is only rounding."""
+    """AdamW without large steps for gradients with rounding errors only."""
 
     def adamw(self, parameters: Any) -> dict[str, Any]:
         configured = super().adamw(parameters)
@@ -95,7 +95,7 @@ class Damped(OptimizerConfig):
 
 
 class Recorded(PolicyOptimization):
-    """Keeps its course; may go on from a checkpoint `start`, and leaves one of its first step in `leave`."""
+    """A stage that records its course; it may start from a checkpoint `start`, and save the first step in `leave`."""
 
     folder: Path
     start: Path | None = None
@@ -134,7 +134,7 @@ def trained(
     precision: Any = None,
     **options: Any,
 ) -> Recorded:
-    """A stage that a rank has trained in several micro-batches and clipped updates; `options` are the stage's."""
+    """Return a stage after training in several micro-batches and clipped updates; `options` are stage options."""
     settings: dict[str, Any] = {"lr": lr, "gradient_clip": 0.05}
     module = stage(
         str(folder / "policy"),
@@ -158,7 +158,7 @@ def trained(
 
 
 class Inspected(Recorded):
-    """Checks its engines in place of training."""
+    """A stage with checks of its engines in place of training."""
 
     check: str
 
@@ -174,7 +174,7 @@ class Inspected(Recorded):
         self.trainer.should_stop = True
 
     def check_sharding(self, strategy: FSDPStrategy) -> None:
-        """All engines are sharded, block by block; frozen ones are only run."""
+        """Check that all engines are sharded, block by block, and frozen engines only run."""
         for model in (self.policy, self.critic, self.reference):
             layers = model.model.layers
             assert all(isinstance(module, FSDPModule) for module in (model, *layers))
@@ -183,7 +183,7 @@ class Inspected(Recorded):
         assert not any(parameter.requires_grad for parameter in self.reference.parameters())
 
     def check_loading(self, strategy: FSDPStrategy) -> None:
-        """Rank 0 has loaded whole models, the other ranks nothing; now all have shards, of the weights of rank 0."""
+        """Rank 0 has loaded whole models, the other ranks nothing; now all ranks have shards of rank 0's weights."""
         models = {"policy": self.policy, "critic": self.critic, "reference": self.reference}
         whole = {name: sum(p.numel() * p.itemsize for p in model.parameters()) for name, model in models.items()}
         assert self.loaded_bytes == (whole if strategy.is_global_zero else dict.fromkeys(whole, 0))
@@ -198,7 +198,7 @@ class Inspected(Recorded):
         assert frequencies[0] == 1 and frequencies.device == strategy.root_device
 
     def check_copies(self, strategy: FSDPStrategy) -> None:
-        """Both copies are whole, and two ranks hold the same shards."""
+        """Check that both copies are whole, and that two ranks hold the same shards."""
         own = {name: part.clone() for name, part in strategy.shards("policy")}
         of_all: list[Any] = [None] * self.trainer.world_size
         torch.distributed.all_gather_object(of_all, own)
@@ -222,7 +222,7 @@ class Inspected(Recorded):
                 assert tiled[start : start + len(part)].isnan().all()
                 tiled[start : start + len(part)] = part
             assert torch.equal(tiled.view(meta.shape), whole[meta.name])
-        # Some tensor has rows that the ranks do not share evenly.
+        # Some tensor has rows without an even division between the ranks.
         assert any(meta.shape[0] % self.trainer.world_size for meta in metadata)
 
     def check_blend_weights(self, strategy: FSDPStrategy) -> None:
@@ -248,7 +248,7 @@ class Inspected(Recorded):
             strategy.load_checkpoint(self.folder / "before")
 
     def check_load_checkpoint(self, strategy: FSDPStrategy) -> None:
-        """Folders that are no checkpoint, or no whole one, are refused."""
+        """Folders without a checkpoint, or with an incomplete checkpoint, are refused."""
         saved = self.folder / "saved"
         self.trainer.save_checkpoint(saved)
         with pytest.raises(CheckpointError, match=r"not a checkpoint of this package: .*lightning\.ckpt"):
@@ -285,14 +285,14 @@ def inspect(rank: int, layout: Layout, folder: Path, check: str) -> None:
 
 
 def course_with_moved_memory(rank: int, layout: Layout, folder: Path, options: dict[str, Any]) -> Course:
-    """As `course`; trained engines move to the host while the rollout engine samples."""
+    """Return `course`; trained engines move to the host while the rollout engine samples."""
     strategy = moving(layout.make_strategy(rollout=WatchingRollout()))
     return trained(layout, rank, folder, strategy=strategy, **options).course
 
 
 def course_with_adapters(rank: int, layout: Layout, folder: Path, options: dict[str, Any]) -> Course:
-    """The course of a rank that trains adapters of policy and critic; the reference is the policy without adapter."""
-    # Ranks whose random numbers differ have one adapter all the same: rank 0's.
+    """Return the course of a rank with adapters of policy and critic; the reference is the policy without adapter."""
+    # The random numbers of ranks differ, but all ranks get the adapter of rank 0.
     torch.manual_seed(rank)
     module = trained(layout, rank, folder, **ADAPTERS, **options)
     assert "reference" not in module.named_models()
@@ -309,7 +309,7 @@ def check_dtypes_of_adapters(rank: int, layout: Layout, folder: Path) -> None:
     assert trained_dtypes == {torch.float32} and frozen_dtypes == {torch.bfloat16}
 
 
-# Steps that are too small for bfloat16 weights.
+# Steps too small for bfloat16 weights.
 SMALL: dict[str, Any] = {"steps": 1, "lr": 1e-6}
 
 

@@ -1,4 +1,4 @@
-"""A strategy that moves the memory of trained engines while the rollout engine samples, as on CUDA; here on CPU."""
+"""A strategy for tests on CPU: the memory of trained engines moves while the rollout engine samples, as on CUDA."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rl_plugins.weights.source import WeightSource
 
 
 class WatchingRollout(canned.CannedRollout):
-    """Receives the weights as a real engine does, and checks that models hold no memory when it samples.
+    """A rollout engine with a copy of the weights. The engine checks in each sampling that models hold no memory.
 
     The optimizer's memory is free when the weights are sent. If an optimizer's master weights shared memory with the
-    weights, the weights would be freed before they are read.
+    weights, the weights would be freed before the copy.
     """
 
     strategy: Any = None
     received: Mapping[str, Tensor] = MappingProxyType({})
     on_host: Sequence[str] = ()
-    """Names of the models that held no memory in the last phase."""
+    """Names of the models without memory in the last phase."""
 
     @override
     def update_weights(self, source: WeightSource, version: int) -> None:
@@ -50,7 +50,7 @@ class WatchingRollout(canned.CannedRollout):
         self.on_host = [name for name, model in models.items() if all(is_freed(p) for p in model.parameters())]
         host.give_back()
         assert (held := host.nbytes(tensors)) > 0
-        # What was expected in advance is what there was to free.
+        # The expected bytes equal the freed bytes.
         assert memory.optimizer_bytes() + memory.parameter_bytes() == held
         weights = dict(self.strategy.weight_source())
         assert self.received.keys() == weights.keys()
@@ -61,22 +61,22 @@ class WatchingRollout(canned.CannedRollout):
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor that is not empty is gone: of a parameter of ZeRO-3, of its shard."""
+    """Return True if a tensor with elements has no memory; for a parameter of ZeRO-3, check the shard."""
     tensor = getattr(tensor, "ds_tensor", tensor)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() > 0 and local.untyped_storage().nbytes() == 0
 
 
 def tensors_to_move(memory: TrainingMemory) -> list[Tensor]:
-    """All tensors of models and optimizers that are on the host while the rollout engine samples."""
+    """Return all tensors of models and optimizers on the host while the rollout engine samples."""
     return [*memory.optimizer_tensors(), *memory.model_tensors()]
 
 
 def moving(strategy: ZeroStrategy | FSDPStrategy) -> Any:
-    """The strategy, which has a `WatchingRollout`, made to move memory of the CPU.
+    """Return the strategy, with a `WatchingRollout`, changed to move memory of the CPU.
 
-    Only storages that can be resized can be moved: all of CUDA, but on CPU not those of memory-mapped files, such as
-    the frozen weights beside an adapter under stages 1 and 2 of ZeRO.
+    Only resizable storages can be moved: all of CUDA, but on CPU not the storages of memory-mapped files, such
+    as the frozen weights beside an adapter under stages 1 and 2 of ZeRO.
     """
     strategy.rollout_phases.memory.host = HostMemory("cpu")
     engine: Any = strategy.rollout_phases.engine

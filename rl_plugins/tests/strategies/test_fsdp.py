@@ -19,7 +19,6 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.strategies.fsdp import blocks
 from rl_plugins.strategies.fsdp_checkpoint import read_weights
-from rl_plugins.strategies.memory import HostMemory
 from rl_plugins.strategies.tensor_parallel import plan_of
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies import fsdp_runs
@@ -46,7 +45,7 @@ def sizes_of(layout: Layout) -> dict[str, Any]:
 
 
 def run(function: Callable[..., Course], layout: Layout, *arguments: Any) -> Course:
-    """The course of the ranks of a layout, which all of them know."""
+    """Return the course of the ranks of a layout; all ranks have the same course."""
     return run_ranks(function, layout, *arguments, world_size=layout.world_size)[0][0]
 
 
@@ -62,7 +61,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.fixture(params=["two_ranks", "groups"])
 def trained(request: pytest.FixtureRequest) -> Trained:
-    """Two ranks that share nothing, or two groups of ranks with tensor parallelism."""
+    """Two ranks without tensor parallelism, or two groups of ranks with tensor parallelism."""
     of_layout: Trained = request.getfixturevalue(request.param)
     return of_layout
 
@@ -143,7 +142,7 @@ def test_bf16_mixed_keeps_small_steps_in_float32_shards(trained: Trained) -> Non
 
 
 def test_bf16_true_gives_the_gradient_norms_of_bf16_mixed(trained: Trained) -> None:
-    """Both have the gradient of the same weights, one of them from float32 masters."""
+    """Both runs have the gradient of the same weights, one of them from float32 masters."""
     (_, _, norms), (_, _, mixed_norms) = (
         *run(fsdp_runs.bf16_true_course, trained.layout, trained.folder),
         *trained.bf16_mixed_course,
@@ -229,18 +228,3 @@ def test_blocks_are_named_by_transformers_or_members_of_the_outermost_lists() ->
     model._no_split_modules = ["Linear"]  # type: ignore[assignment]
     linears = [expert for block in model.layers for expert in block.experts]  # type: ignore[union-attr]
     assert blocks(model) == linears[::-1]
-
-
-def test_host_memory_gives_tensors_back_in_place() -> None:
-    whole = torch.arange(6.0)
-    part = whole[2:4]
-    memory = HostMemory("cpu")
-    assert memory.nbytes([part, whole, part]) == 24
-    memory.take([part, whole])
-    assert whole.untyped_storage().nbytes() == 0
-    memory.give_back()
-    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
-    part.zero_()
-    assert whole.tolist() == [0, 1, 0, 0, 4, 5]
-    memory.give_back()
-    assert whole.tolist() == [0, 1, 0, 0, 4, 5]

@@ -24,7 +24,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class FakeRanks(NamedTuple):
-    """Two ranks with fake devices, and the devices of what rank 0 has broadcast."""
+    """Two ranks with fake devices, and the devices of rank 0's broadcasts."""
 
     mesh: DeviceMesh
     sent: list[torch.device]

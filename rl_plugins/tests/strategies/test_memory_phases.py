@@ -1,4 +1,4 @@
-"""The order of the memory phases, what each must give back, and when weights are checked: without any model."""
+"""The order of the memory phases, the freed memory of each, and the checks of weights: without any model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLING = SamplingConfig(max_tokens=1)
 
 
 class RecordingEngine(SynchronousGroups):
-    """Notes every call in a list that it shares with the strategy."""
+    """An engine that records every call in a list shared with the strategy."""
 
     log_prob_tolerance = 1e-3
 
@@ -59,7 +59,7 @@ class RecordingEngine(SynchronousGroups):
 
     def prompt_log_probs(self, prompt: list[int]) -> list[float]:
         self.calls.append("prompt_log_probs")
-        # The model `Policy` says the same of every token.
+        # The model `Policy` returns the same for every token.
         return [-(torch.tensor(10.0).log().item()) + self.gap for _ in prompt[1:]]
 
     def sleep(self) -> MemoryChange | None:
@@ -87,7 +87,7 @@ class Memory(PhaseLog):
 
 
 class NotingRanks(Ranks):
-    """One rank, which notes when ranks agree."""
+    """One rank, which records the agreements of ranks."""
 
     def __init__(self, calls: list[str]) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class NotingRanks(Ranks):
 
 
 class Policy(torch.nn.Module):
-    """A model that says the same of every token."""
+    """A model with the same output for every token."""
 
     def __init__(self, calls: list[str]) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Policy(torch.nn.Module):
 
 
 class Offloaded(TrainingMemory):
-    """Gives up 4 GiB of optimizer states and 3 of parameters."""
+    """Training memory with 4 GiB of optimizer states and 3 of parameters to offload."""
 
     def __init__(self, device: Memory, calls: list[str], stuck: str) -> None:
         self._device, self._calls, self._stuck = device, calls, stuck
@@ -160,14 +160,14 @@ class Strategy:
 
 
 def roll_out(strategy: Strategy, version: int = 1) -> list[str]:
-    """One rollout; the calls that it made."""
+    """Run one rollout; return its calls."""
     strategy.calls.clear()
     with strategy.rollout_phases.phase(version) as engine:
         engine.generate([], SAMPLING, None)
     return list(strategy.calls)
 
 
-# Ranks agree that all are as far: an engine may be on the device of another one.
+# Ranks agree on the end of each phase: an engine may be on the device of another rank.
 FIRST = ["offload optimizer", "agree", "wake_up weights", "agree", "update_weights 1", "agree"]
 REST = ["offload parameters", "agree", "wake_up kv_cache", "agree", "generate", "sleep", "agree", "reload"]
 
@@ -196,6 +196,9 @@ def test_run_sampling_lets_the_engine_sleep_after_all_ranks_agree() -> None:
     assert strategy.calls[-5:] == ["generate", "agree", "sleep", "agree", "reload"]
 
 
+RESTART = ["offload optimizer", "offload parameters", "agree", "prepare", "reload"]
+
+
 def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training() -> None:
     strategy = Strategy(RecordingEngine())
     losses = iter([True, False])
@@ -205,11 +208,23 @@ def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training(
             raise EngineLost("killed")
 
     strategy.rollout_phases.run_sampling(1, sample)
-    restart = ["offload optimizer", "offload parameters", "agree", "prepare", "reload"]
-    start = strategy.calls.index("prepare") - 3
-    assert strategy.calls[start : start + len(restart)] == restart
-    assert strategy.calls[start + len(restart) :][: len(FIRST)] == FIRST
+    again = strategy.calls[strategy.calls.index("prepare") - 3 :]
+    assert again[: len(RESTART + FIRST)] == RESTART + FIRST
     assert strategy.calls.count("prepare") == 1
+
+
+def test_rollout_phase_starts_engines_that_are_lost_in_an_update() -> None:
+    class Engine(RecordingEngine):
+        losses = iter([True, False])
+
+        @override
+        def update_weights(self, source: WeightSource, version: int) -> None:
+            super().update_weights(source, version)
+            if next(self.losses):
+                raise EngineLost("killed")
+
+    strategy = Strategy(Engine())
+    assert roll_out(strategy) == FIRST + RESTART + FIRST + REST
 
 
 def test_rollout_phase_offloads_updates_and_reloads_in_order() -> None:
@@ -242,7 +257,7 @@ def test_rollout_phase_raises_when_offload_frees_nothing(what: str) -> None:
     strategy = Strategy(RecordingEngine(), stuck=what)
     with pytest.raises(MemoryNotFreed, match=rf"phase 'offload {what}' freed 0 MiB instead of"):
         roll_out(strategy)
-    # The engine has not taken the room that is not there.
+    # The engine does not take memory that was not freed.
     assert "wake_up kv_cache" not in strategy.calls and "generate" not in strategy.calls
 
 

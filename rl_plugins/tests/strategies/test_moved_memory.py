@@ -1,4 +1,4 @@
-"""Training whose memory moves to the host while the rollout engine samples: every strategy in every precision."""
+"""Training with a move of memory to the host while the rollout engine samples: all strategies, all precisions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOVES_FROZEN = STRATEGIES[2:]
 
 
 def strategy_named(name: str) -> Any:
-    """The strategy `zero-1` to `zero-3`, or `fsdp`, with a rollout engine that receives the weights."""
+    """The strategy `zero-1` to `zero-3`, or `fsdp`, with a rollout engine for the weights."""
     place = "while_sampling" if name in MOVES_FROZEN else "stay"
     options: dict[str, Any] = {"rollout": WatchingRollout(), "timeout_s": 60, "offload": {"reference": place}}
     return FSDPStrategy(**options) if name == "fsdp" else ZeroStrategy(stage=int(name[-1]), **options)

@@ -1,4 +1,4 @@
-"""Where engines keep their states, as DeepSpeed is told, and what is refused."""
+"""Places of engine states, in DeepSpeed's settings, and the refused options."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PLACES = Offload({"policy": "cpu", "critic": "nvme", "reference": "cpu", "teache
 
 
 def test_offload_gives_each_engine_the_place_of_the_option() -> None:
-    assert PLACES.of_trained("policy") == {"offload_optimizer": {"device": "cpu"}}
+    assert PLACES.of_trained("policy") == {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
     assert PLACES.of_trained("critic") == {"offload_optimizer": {"device": "nvme", "nvme_path": "/x/critic"}}
-    assert PLACES.of_frozen("reference") == {"offload_param": {"device": "cpu"}}
+    assert PLACES.of_frozen("reference") == {"offload_param": {"device": "cpu", "pin_memory": True}}
     assert PLACES.of_frozen("teacher") == {"offload_param": {"device": "nvme", "nvme_path": "/x/teacher"}}
     assert PLACES.of_trained("prm") == PLACES.of_frozen("reward_model") == {}
 

@@ -1,4 +1,4 @@
-"""Phases: their seconds add up, also those of a phase that raises; nested phases are refused."""
+"""Phases: the seconds of all phases add up, also of a phase with an error; nested phases are refused."""
 
 from __future__ import annotations
 

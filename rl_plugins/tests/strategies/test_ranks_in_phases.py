@@ -1,7 +1,7 @@
-"""Memory phases of two ranks, one of which is late: an engine is on the device of both, and neither takes it early.
+"""Memory phases of two ranks, one of them late. An engine uses the devices of both ranks, and must wait for both.
 
-The ranks are threads. Rank 1 offloads only after rank 0 has gone on as far as it can, and the engine sleeps only after
-rank 1 has. So a missing wait of the ranks for each other shows in every run.
+The ranks are threads. Rank 1 offloads only after rank 0 has gone on as far as possible, and the engine sleeps after
+rank 1 has gone on. Every run then shows a missing wait of the ranks for each other.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ DEADLINE_S = patient(30)
 
 
 class Devices:
-    """The devices of two ranks, which one engine uses, and what went wrong."""
+    """The devices of two ranks, used by one engine, and a log of the errors."""
 
     def __init__(self) -> None:
         self.meeting = Barrier(2, timeout=DEADLINE_S)
-        # Rank 0 has offloaded, and waits for rank 1 or has gone on without it.
+        # Rank 0 has offloaded, and waits for rank 1 or has gone on without a wait.
         self.rank_0_passed = {"optimizer": Event(), "parameters": Event()}
         self.rank_1_passed_sleep = Event()
         self.held_by_rank_1 = {"optimizer", "parameters"}
@@ -40,7 +40,7 @@ class Devices:
 
 
 class MeetingRank(Ranks):
-    """A rank that meets the other one."""
+    """A rank with a meeting of both ranks."""
 
     def __init__(self, rank: int, meet: Any) -> None:
         super().__init__(rank, 2)
@@ -53,7 +53,7 @@ class MeetingRank(Ranks):
 
 
 class Side(canned.CannedRollout):
-    """One rank's side of the engine. Only that of rank 0 speaks to it."""
+    """One rank's side of the engine. Only the side of rank 0 calls the engine."""
 
     def __init__(self, rank: int, devices: Devices) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ class Side(canned.CannedRollout):
 
 
 class LateMemory(TrainingMemory):
-    """The memory of a rank. Rank 1 offloads after rank 0 has gone on as far as it can."""
+    """The memory of a rank. Rank 1 offloads after rank 0 has gone on as far as possible."""
 
     def __init__(self, rank: int, devices: Devices) -> None:
         super().__init__()
         self._rank, self._devices, self._offloaded = rank, devices, ""
 
     def pass_on(self) -> None:
-        """Note that rank 0 goes on after an offload."""
+        """Record that rank 0 goes on after an offload."""
         if self._rank == 0 and self._offloaded:
             self._devices.rank_0_passed[self._offloaded].set()
 

@@ -1,4 +1,4 @@
-"""Checkpoints hold the state of models that learn in other processes."""
+"""Checkpoints contain the state of models with training in other processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STRATEGIES: dict[str, Any] = {
 
 
 class Learner(torch.nn.Module, RemoteLearner):
-    """A learner whose state is a text; it is never run."""
+    """A learner with a text as its state; the learner never runs."""
 
     def __init__(self, learnt: str) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Learner(torch.nn.Module, RemoteLearner):
 
 
 def train(name: str, ranks: int, run: Path, policy: str, learnt: str, resume: Path | None = None) -> tuple[str, str]:
-    """The state of the learner after a step, and what the strategy says that it was given."""
+    """Return the learner's state after a step, and the entry of the strategy about the restored state."""
     stage = PolicyOptimization(
         policy,
         tokenizer=canned.tokenizer,

@@ -1,4 +1,4 @@
-"""Ranks that run parts of one row compute what each would compute of its own samples."""
+"""Ranks with parts of one row compute the same as each rank on its samples."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rl_plugins.models.stretches import boundaries
 from rl_plugins.strategies.sequence_parallel import SequenceShards, body_of, overlaps, part_of
 from rl_plugins.tests.ranks import run_ranks
 
-# Of each of four ranks, the lengths of its samples: one is longer than all others together, one rank has a token only.
+# Sample lengths of four ranks: one sample is longer than all others together, and one rank has a single token.
 LENGTHS = [[19], [2, 3], [1], [4, 1, 4]]
-# Where positions begin when some go on behind the prompt of the sample before them.
+# Starts of positions, if some samples continue after the prompt of the sample before.
 BEHIND_PROMPTS = [[0], [0, 1], [0], [0, 3, 2]]
 VARIANTS: dict[str, dict[str, Any]] = {
     "as many keys as queries": {"num_key_value_heads": 4},
@@ -57,7 +57,7 @@ def padded_of(lengths: list[int]) -> dict[str, Any]:
 
 
 def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """Logits of the real tokens, whose gradient is taken."""
+    """Logits of the real tokens, with gradients."""
     logits = model(**inputs, use_cache=False).logits
     real = logits[inputs["attention_mask"].bool()] if "attention_mask" in inputs else logits[0]
     (real.double() ** 2).sum().backward()
@@ -93,7 +93,7 @@ def compare(rank: int, options: dict[str, Any], dtype: torch.dtype, checkpointin
             torch.distributed.all_reduce(parameter.grad)
             error = (parameter.grad - gradient).norm() / gradient.norm()
             assert error < (1e-5 if dtype == torch.float32 else 0.05)
-    # No rank has more than its quarter of all tokens, whatever its samples.
+    # No rank has more than a quarter of all tokens, for any samples.
     tokens = sum(map(sum, LENGTHS))
     assert set(seen) <= {tokens // 4, tokens // 4 + 1}
     shards.remove()

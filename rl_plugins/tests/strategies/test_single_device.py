@@ -1,4 +1,4 @@
-"""One process, a real Lightning trainer: when the rollout engine gets new weights, and in which order things happen."""
+"""One process, a real Lightning trainer: the times of weight updates for the rollout engine, and the order of calls."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_update_weights_is_called_once_after_each_step() -> None:
         "connect 0/1",
         *first,  # the sanity check ...
         *NO_UPDATE,  # ... and the first step sample from the same weights
-        *(second + 2 * NO_UPDATE),  # validation after it, three batches
+        *(second + 2 * NO_UPDATE),  # the validation afterwards, three batches
         *NO_UPDATE,
         *(last + 2 * NO_UPDATE),
     ]
@@ -107,7 +107,7 @@ def test_sum_without_a_process_group_is_the_identity() -> None:
 
 
 def test_device_cuda_without_an_index_is_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.cuda.set_device` checks the index before it needs a GPU."""
+    """`torch.cuda.set_device` checks the index before the first use of a GPU."""
     selected: list[int] = []
     monkeypatch.setattr(torch._C, "_cuda_setDevice", selected.append, raising=False)
     strategy = SingleDeviceRolloutStrategy("cuda")

@@ -1,4 +1,4 @@
-"""ZeRO in one process over gloo: named engines, weights, and checkpoints that restore bit for bit."""
+"""ZeRO in one process over gloo: named engines, weights, and checkpoints with bitwise restores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_zero_strategy_engines_weight_sources_and_checkpoints(tmp_path: Path, st
 
 
 def test_teardown_leaves_module_and_optimizer_states_on_their_device() -> None:
-    """An export follows, which may not add tensors of two devices. Tensors on `meta` cannot be copied to the host."""
+    """A later export must not add tensors of two devices. Tensors on `meta` cannot be copied to the host."""
     module = LightningModule()
     module.policy = nn.Linear(2, 2, device="meta")
     parameters = list(module.policy.parameters())
@@ -37,7 +37,7 @@ def test_teardown_leaves_module_and_optimizer_states_on_their_device() -> None:
 
 
 def test_optimizer_steps_of_stage_3_are_in_groups_of_a_billion_parameters() -> None:
-    """One group of the whole shard would need its float32 gradients at once."""
+    """One group of the whole shard would need the float32 gradients of the shard at once."""
     for strategy, expected in ((ZeroStrategy(), 10**9), (ZeroStrategy(sub_group_size=5), 5)):
         assert isinstance(strategy.config, dict)
         assert strategy.config["zero_optimization"]["sub_group_size"] == expected

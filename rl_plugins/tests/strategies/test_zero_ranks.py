@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Callable[[str], Results]:
-    """Gives the results of a run, which is trained when a test first asks for it."""
+    """Function that returns the results of a run; the first call trains the run."""
 
     @cache
     def trained(name: str) -> Results:
@@ -54,14 +54,14 @@ def assert_equal(got: Results, expected: Results, first: int = 1, last: int = ST
     assert set(got["weights"]) == {"policy", "critic", "reference"}
     for engine, weights in got["weights"].items():
         for key, weight in weights.items():
-            # The keys' bias has hardly a gradient but rounding, as softmax does not see what all keys have in common;
-            # Adam's steps do not show that.
+            # The gradient of the keys' bias is almost only rounding, because softmax ignores a common part of all keys;
+            # Adam's steps are large nevertheless.
             atol = 1e-3 if key.endswith("k_proj.bias") else 1e-4
             torch.testing.assert_close(weight, expected["weights"][engine][key], rtol=1e-3, atol=atol, msg=key)
 
 
 def test_single_device_run_learns_clips_and_warms_up(results: Callable[[str], Results]) -> None:
-    """Without that, the comparisons would say nothing."""
+    """The comparisons need a run with learning, clipping and a warm-up."""
     steps = results("single")["steps"]
     assert list(steps) == list(range(1, STEPS + 1))
     assert all(values["gradient_norm"] > 0.5 and values["critic/gradient_norm"] > 0.3 for values in steps.values())
@@ -102,7 +102,7 @@ def test_offload_to_the_host_does_not_change_training(results: Callable[[str], R
     assert_equal(results(f"{run}-{stage}"), results("single"))
 
 
-# DeepSpeed builds its op first.
+# DeepSpeed builds an op first.
 @pytest.mark.timeout(1200)
 def test_offload_to_files_does_not_change_training(folder: Path, results: Callable[[str], Results]) -> None:
     try:
@@ -136,9 +136,9 @@ def test_bfloat16_weights_have_float32_masters(folder: Path, results: Callable[[
         for key, weight in weights.items():
             assert torch.equal(ours[key].bfloat16(), weight), (name, key)
         steps = torch.cat([(ours[key] - start[key].bfloat16()).flatten() for key in start])
-        # Updates that bfloat16 would have lost are there.
+        # Updates too small for bfloat16 are not lost.
         assert (steps != 0).float().mean() > 0.9 and steps.abs().max() < 1e-4
-    # The second went on from the first under another stage, with its moments: without them it would step elsewhere.
+    # The second run continued the first under another stage, with the moments: without moments, steps would differ.
     difference = torch.cat([(moved["bf16-2"][key] - moved["bf16-2-3"][key]).abs().flatten() for key in start])
     assert difference.mean() < 0.1 * steps.abs().mean()
 

@@ -1,4 +1,4 @@
-"""Which elements of which parameter lie where: the stretches of all workers tile every parameter once."""
+"""Places of the elements of each parameter: the stretches of all workers tile every parameter once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def partitions(workers: int) -> list[list[torch.Tensor]]:
 
 
 def slices(workers: int) -> list[list[dict[str, Any]]]:
-    """Addresses as DeepSpeed writes them."""
+    """Return addresses in DeepSpeed's form."""
     mappings: list[list[dict[str, Any]]] = []
     for worker in range(workers):
         mapping = []

@@ -16,7 +16,7 @@ SHAPES = [(1,), (2,), (3, 5), (7,), (4, 4), ()]
 
 
 def partitioned(rank: int, world_size: int, parts: int | None = None) -> nn.Module:
-    """Parameters `p0`, `p1`, ... of consecutive numbers, of which this rank holds its partition."""
+    """Return parameters `p0`, `p1`, ... of consecutive numbers. This rank holds its partition."""
     module = nn.Module()
     for index, shape in enumerate(SHAPES):
         numel = math.prod(shape)

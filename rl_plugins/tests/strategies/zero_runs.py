@@ -1,7 +1,7 @@
-"""Runs of PPO under ZeRO by one worker and by two, some of which resume from a checkpoint of another run.
+"""Runs of PPO under ZeRO by one worker and by two. Some runs resume from a checkpoint of another run.
 
-A run has a name in `RUNS`. It is trained in `FOLDER/<name>`, and its metrics and weights are written to
-`FOLDER/<name>.pt`.
+A run has a name in `RUNS`. Its folder is `FOLDER/<name>`, and the file `FOLDER/<name>.pt` contains the metrics and
+weights.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Run:
     """A run.
 
     Args:
-        strategy: Makes the strategy, given the folder of all runs.
+        strategy: Function that makes the strategy, given the folder of all runs.
         world_size: Number of workers.
-        resume: Name of the run from whose checkpoint this one goes on.
+        resume: Name of the run with the checkpoint to start from.
         steps: Last step.
         lr: Learning rate of the policy.
-        policy: Folder of the model that the run begins with.
-        precision: Of the trainer.
+        policy: Folder of the first model of the run.
+        precision: Precision of the trainer.
     """
 
     strategy: Callable[[Path], Any]
@@ -138,7 +138,7 @@ def in_files(name: str) -> Callable[[Path], ZeroStrategy]:
     )
 
 
-# Steps that are too small for bfloat16 weights.
+# Steps too small for bfloat16 weights.
 SMALL: dict[str, Any] = {"world_size": 2, "lr": 1e-5, "precision": "bf16-true"}
 
 RUNS: dict[str, Run] = {
@@ -151,13 +151,13 @@ RUNS: dict[str, Run] = {
     **{f"two-{stage}-one-{stage % 3 + 1}": Run(zero(stage % 3 + 1), resume=f"two-{stage}") for stage in STAGES},
     **{f"host-{stage}": Run(on_host(stage)) for stage in STAGES},
     **{f"moved-{stage}": Run(moved(stage)) for stage in STAGES},
-    # Optimizer steps in several groups of parameters, as the default gives a large model.
+    # Optimizer steps in several groups of parameters, as by default for a large model.
     "groups-3": Run(zero(3, sub_group_size=2000), world_size=2),
     "groups-3-one-3": Run(zero(3, sub_group_size=3000), resume="groups-3"),
     "bf16-2": Run(zero(2), **SMALL),
     "bf16-2-3": Run(zero(3), resume="bf16-2", **SMALL),
     "files-3": Run(in_files("files")),
-    # DeepSpeed leaves weights of less than 1 MB where they are.
+    # DeepSpeed does not move weights of less than 1 MB.
     "wide-single": Run(single, policy="wide", steps=1),
     "wide-3": Run(in_files("wide_files"), policy="wide", steps=1),
 }

@@ -23,7 +23,7 @@ from rl_plugins.tests.stages import canned
 
 
 class Inspect(PolicyOptimization):
-    """Looks at the engines before they are torn down, and checks that a checkpoint restores them bit for bit."""
+    """A stage that checks the engines before the end of training, and a bitwise restore from a checkpoint."""
 
     folder: Path
     weights: dict[str, Tensor]
@@ -43,7 +43,7 @@ class Inspect(PolicyOptimization):
         self.check_checkpoint(strategy)
 
     def check_blended(self, strategy: ZeroStrategy) -> None:
-        """The reference moves towards the policy, is run as what it has become, and comes back with a checkpoint."""
+        """The reference moves towards the policy, runs with the new weights, and comes back with a checkpoint."""
         before = weights_of(strategy, "reference")
         self.trainer.save_checkpoint(self.folder / "before")
         tokens = torch.arange(6)[None]
@@ -100,7 +100,7 @@ class Inspect(PolicyOptimization):
         self.check_retention()
 
     def check_retention(self) -> None:
-        """An engine that a checkpoint no longer holds is named, and the newest checkpoint that holds all."""
+        """The error names an engine missing in a checkpoint, and the newest checkpoint with all engines."""
         run = RunFolder(self.folder / "run")
         for step in (1, 2, 3):
             self.trainer.save_checkpoint(run.checkpoint(step) / "state")

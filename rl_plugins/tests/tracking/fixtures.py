@@ -17,7 +17,7 @@ from rl_plugins.tracking.store import import_mlflow
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory, sqlite_without_sync: None) -> str:
-    """URI of an SQLite store that has all tables."""
+    """URI of an SQLite store with all tables."""
     uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
     import_mlflow()
     from mlflow import MlflowClient

@@ -75,7 +75,7 @@ def test_tracking_of_a_resumed_run_has_no_gap_and_no_repeated_point(store, folde
     first = Trained(folder, tracking(RunDescription(params={"lr": 0.1})))
     first.steps(1, 3)
     first.tracking.finalize("failed")
-    # The killed process has written these steps, and not sent them; later steps are repeated with other values.
+    # The killed process has written these steps without sending; later steps are repeated with other values.
     for step in (4, 5):
         JsonLinesLogger(folder.metrics).log_metrics({"loss": float(step)}, step)
     second = Trained(folder, tracking(RunDescription(params={"lr": 0.2})))

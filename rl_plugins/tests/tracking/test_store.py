@@ -37,7 +37,7 @@ sys.exit(repr(failures) if failures else 0)
 
 
 def test_import_mlflow_by_three_threads_at_once() -> None:
-    # In a process that has not imported MLflow. Without `import_mlflow` the threads' imports fail every time.
+    # In a process without an import of MLflow. Without `import_mlflow` the threads' imports fail every time.
     done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, timeout=patient(120))
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""`UnsentMetrics`: the points of the metrics file that an MLflow store lacks."""
+"""`UnsentMetrics`: the points of the metrics file missing in an MLflow store."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_reset_skips_the_steps_that_the_store_has(log, unsent):
 
 
 def log_rolled_back(log: JsonLinesLogger) -> list[tuple[str, int, float]]:
-    """Steps 1 to 5, rolled back to 2, killed at 4 and resumed from 3, to 5 again; the points that count or did."""
+    """Steps 1 to 5, rolled back to 2, killed at 4 and resumed from 3, to 5 again. Return all points."""
     steps = [(step, float(step)) for step in range(1, 5)]
     again = [(step, 10.0 * step) for step in (3, 4, 5)]
     for step, value in [*steps, (5, math.inf)]:
@@ -88,12 +88,12 @@ def test_reset_after_a_roll_back_sends_every_missing_point(tmp_path):
 
 
 def check_reset(log: JsonLinesLogger, unsent: UnsentMetrics, taken: int) -> None:
-    """Log points with a roll-back among them, of which the store has the first ones."""
+    """Log points with a roll-back. The store has the first points."""
     points = log_rolled_back(log)
     unsent.reset({name: max(step for other, step, _ in points[:taken] if other == name) for name, *_ in points[:taken]})
     missing, sent = points[taken:], take(unsent)
     assert [point for point in sent if point in missing] == missing
-    # Points that a roll-back repeats may be sent twice, because the store does not tell how many of them there are.
+    # Points repeated after a roll-back may be sent twice, because the store does not give their number.
     assert all(point in points[6:taken] for point in sent if point not in missing)
     unsent.reset({"a": 5, "guard/rollbacks": 2})
     log.log_metrics({"a": 60.0}, 6)

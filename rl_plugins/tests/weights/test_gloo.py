@@ -16,7 +16,7 @@ from rl_plugins.tests.patience import patient
 from rl_plugins.weights.gloo import GlooReceiver, GlooSender, buckets
 from rl_plugins.weights.source import ModuleWeightSource, WeightMeta
 
-# Of every wait for the other side. No test passes by it: a wait that reaches it fails its test.
+# Deadline of every wait for the other side. Passing tests never use the whole time.
 DEADLINE_S = patient(120)
 
 
@@ -77,14 +77,14 @@ class ThreadEngine:
 
 
 class AbsentEngine(ThreadEngine):
-    """An engine that never connects."""
+    """An engine without a connection."""
 
     def load(self, version: int) -> Callable[[], None]:
         return lambda: None
 
 
 class RecordingSource(ModuleWeightSource):
-    """Weights that note the names of the tensors that were walked."""
+    """Weights with a record of the names of the tensors read."""
 
     walked: list[str]
 
@@ -195,7 +195,7 @@ def test_send_raises_the_error_of_a_process_that_leaves_and_not_the_broken_conne
 
 def test_send_raises_deadline_exceeded_if_an_engine_never_connects() -> None:
     sender = make_sender(ModuleWeightSource(make_model(0)), AbsentEngine(make_model(1), make_model(2)))
-    # Only the wait for what never comes is short.
+    # Only the wait for an absent engine is short.
     sender._timeout_s = 0.6
     with pytest.raises(DeadlineExceeded, match="rank 0 waited 1 s for the rollout engines to connect for new weights"):
         sender.send(1)
@@ -213,7 +213,7 @@ def test_send_raises_the_error_of_an_engine_that_cannot_load_and_updates_the_oth
     with pytest.raises(ValueError, match="no room"):
         sender.send(1)
     good = [copy for place, pair in enumerate(models) if place != bad_place for copy in pair]
-    # A new sender first waits until an engine is done with the update of before.
+    # A new sender first waits for the end of the engine's earlier update.
     others = [engine for engine in engines if engine is not bad]
     second = make_sender(ModuleWeightSource(policy), *others)
     assert all(have_equal_weights(policy, copy) for copy in good)

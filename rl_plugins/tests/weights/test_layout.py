@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint go, found by watching a load."""
+"""Places of the tensors of a checkpoint, found in a recorded load."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_share_parameters_keeps_values_and_ties_and_lets_another_mapping_write()
 
 
 def place(load: Load) -> list[Piece]:
-    """The pieces of a tensor "w" that `load` brings into a [8, 6] parameter of ones; staged ones have no count."""
+    """Return the pieces of a tensor "w" after `load` into a [8, 6] parameter of ones; staged pieces have no count."""
     model = torch.nn.Linear(6, 8, bias=False).requires_grad_(False)
     model.weight.data.fill_(1)
     memory = share_parameters(model)
@@ -75,7 +75,7 @@ def test_place_weights_finds_slices_and_several_pieces() -> None:
         lambda p, t: p.data[:2].copy_(t[:2]),  # in part
         lambda p, t: p.data[:, 0].fill_(0),  # something else
         lambda p, t: (p.data[:4].copy_(t), p.data[3:].fill_(0)),  # in part something else
-        lambda p, t: (p.data[:4].copy_(t), p.data[4:].fill_(t.sum())),  # something computed beside it
+        lambda p, t: (p.data[:4].copy_(t), p.data[4:].fill_(t.sum())),  # a sum computed during the load
         lambda p, t: None,  # nothing
         lambda p, t: torch.empty(4, 6).copy_(t),  # elsewhere
         lambda p, t: p.data[:4].copy_(t[:1].expand(4, 6)),  # repeated

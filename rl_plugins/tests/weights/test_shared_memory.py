@@ -21,7 +21,7 @@ from rl_plugins.weights.check import WeightsDiffer
 from rl_plugins.weights.shared_memory import ElementRange, ReceiverLost, SharedMemoryReceiver, SharedMemorySender
 from rl_plugins.weights.source import ModuleWeightSource, WeightMeta
 
-# Of every wait for the other side that ends by itself.
+# Deadline of waits for the other side; in passing tests, such waits end before.
 DEADLINE_S = patient(60)
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -42,7 +42,7 @@ FUSED = {"query": (0, 6), "key": (6, 9), "value": (9, 12)}
 
 
 def make_module(seed: int) -> torch.nn.Module:
-    """The trainer's parameters, of many sizes and dtypes, all their bits random."""
+    """Return the trainer's parameters, of many sizes and dtypes, with random bits."""
     generator = torch.Generator().manual_seed(seed)
     result = torch.nn.Module()
     for name, (shape, dtype) in SHAPES.items():
@@ -55,7 +55,7 @@ def make_module(seed: int) -> torch.nn.Module:
 
 
 class EngineModel(torch.nn.Module):
-    """What an engine makes of the same weights: fused, transposed, padded, and in another dtype."""
+    """The form of the same weights in an engine: fused, transposed, padded, and in another dtype."""
 
     fused: torch.nn.Parameter
     odd: torch.nn.Parameter
@@ -98,7 +98,7 @@ class EngineModel(torch.nn.Module):
 
 
 class EngineInThread:
-    """The engine as rank 0 sees it."""
+    """The engine on the side of rank 0."""
 
     def __init__(self, model: EngineModel | None = None) -> None:
         self.model = model or EngineModel()
@@ -107,7 +107,7 @@ class EngineInThread:
         self._pool = ThreadPoolExecutor(1)
 
     def init(self, init_info: dict[str, Any]) -> None:
-        # An engine does one thing at a time: this comes after the update of before.
+        # An engine does one thing at a time: this call runs after the earlier update.
         self._pool.submit(lambda: self.receiver.expect(**init_info)).result(timeout=DEADLINE_S)
 
     def load(self, version: int) -> Callable[[], None]:
@@ -176,14 +176,14 @@ def _no_named_memory_is_left() -> Iterator[None]:
 
 
 def mapped_named_memory() -> set[str]:
-    """Paths of named shared memory that this process has mapped."""
+    """Return the paths of named shared memory in this process."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {line[line.index("/dev/shm/") :] for line in maps if "/dev/shm/" in line}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_send_writes_weights_that_are_bit_equal(world_size: int) -> None:
-    # Every rank trusts only its own part: elsewhere its copy is of other weights.
+    # Every rank trusts only its part: elsewhere the rank's copy has other weights.
     copies = [make_module(0) for _ in range(world_size)]
     for rank, copy in enumerate(copies):
         _spoil_other_parts(copy, rank, world_size)
@@ -202,7 +202,7 @@ def test_send_writes_weights_that_are_bit_equal(world_size: int) -> None:
 
 def test_send_writes_frozen_tensors_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = ModuleWeightSource.metadata
-    # One of a fused parameter, one that is loaded by way of the staging memory, one with a place of its own.
+    # One part of a fused parameter, one tensor through the staging memory, one with a separate place.
     frozen = {"key", "turned", "odd"}
     monkeypatch.setattr(
         ModuleWeightSource,
@@ -297,7 +297,7 @@ def test_send_raises_the_error_of_an_engine_before_any_deadline() -> None:
 
     well, full = EngineInThread(), Full()
     (sender,) = make_senders([make_module(0)], well, full)
-    # A wait that ended by its deadline would raise ReceiverLost.
+    # A wait ended by its deadline would raise ReceiverLost.
     with pytest.raises(MemoryError, match="no room"):
         sender.send(1)
     with pytest.raises(ConnectionError, match=r"rank 0 (ended|has left)|lost its connection"):
@@ -321,7 +321,7 @@ def test_check_names_the_engine_and_the_tensor_that_differ() -> None:
     shards = [ModuleWeightSource(source, rank, 2) for rank, source in enumerate(sources)]
     for sender, source in zip(senders, shards, strict=True):
         sender.check(source, ask)
-    # Of `key`, which lies in the middle of a fused parameter, and in the second rank's half.
+    # Elements of `key`, which lies in the middle of a fused parameter, and in the second rank's half.
     engines[1].model.fused.data[8, 49] = 0
     senders[0].check(shards[0], ask)
     with pytest.raises(WeightsDiffer, match=r"key of rollout engine 1 differs .* elements 75 to 149"):
@@ -348,7 +348,7 @@ def test_give_back_frees_the_weights_until_the_next_send() -> None:
     assert 0 < engine.receiver.give_back() < before
     assert engine.receiver.resident_bytes < before
     assert not model.fused.any() and not model.padded[:5].any()
-    # What no rank writes is still there.
+    # Bytes without a write by any rank are unchanged.
     assert model.own.eq(0.5).all() and model.padded[5:].eq(3).all()
     send(senders, 2)
     assert_received(engine, make_module(0))

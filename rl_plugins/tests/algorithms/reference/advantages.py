@@ -1,4 +1,4 @@
-"""Advantages and returns; both 0 where the mask is 0 and for invalid samples."""
+"""Advantages and returns; both are 0 where the mask is 0 and for invalid samples."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def max_rl(
     valid_B: Bools,
     eps: float = 1e-6,
 ) -> Pair:
-    """(R - mean) / (mean + eps), by the group's own mean also in a group of one, which therefore gets 0."""
+    """(R - mean) / (mean + eps), with the group's mean; a group of one gets 0."""
     rewards_B = totals(token_level_rewards_BT, valid_B)
     advantages_B = np.zeros(len(rewards_B))
     for members in groups_of(groups_B, valid_B):
@@ -282,7 +282,7 @@ def tir_optimal_token_baseline(
     zero_tail: bool = True,
     eps: float = 1e-8,
 ) -> Pair:
-    """Position s is the s-th generated token; who has ended stays in the denominator with all that he summed."""
+    """Position s is the s-th generated token; an ended response stays in the denominator with its whole sum."""
     mask_BT = only_valid(response_mask_BT, valid_B)
     returns_BT = rewards_to_go(token_level_rewards_BT, mask_BT)
     energy_BT = score_energy(mask_BT, old_log_probs_BT, sum_pi_squared_BT, rollout_weights_BT)
@@ -313,26 +313,26 @@ def resampling_weights(*, rewards_B: Floats, kind: str = "power", power: float =
 
 
 def resampling_probabilities(*, weights_B: Floats) -> Floats:
-    """How likely each sample is in one draw."""
+    """Probability of each sample in one draw."""
     raised = [float(weight) + 1e-8 for weight in weights_B]
     return np.array([weight / math.fsum(raised) for weight in raised])
 
 
 def resample(*, weights_B: Floats, generator: np.random.Generator) -> Ints:
-    """As many draws as samples, with replacement."""
+    """Draw as many samples as the batch has, with replacement."""
     chosen_B = generator.choice(len(weights_B), size=len(weights_B), p=resampling_probabilities(weights_B=weights_B))
     return chosen_B.astype(np.int64)
 
 
 def totals(token_level_rewards_BT: Floats, valid_B: Bools) -> Floats:
-    """R_i over all positions; NaN for invalid samples, so that any use of it shows."""
+    """R_i over all positions; NaN for invalid samples, because NaN makes any use visible."""
     return np.array(
         [math.fsum(row) if ok else math.nan for row, ok in zip(token_level_rewards_BT, valid_B, strict=True)]
     )
 
 
 def groups_of(groups_B: Ints, valid_B: Bools) -> list[list[int]]:
-    """The valid members of each group that has any."""
+    """Valid members of each group with valid members."""
     members: dict[int, list[int]] = {}
     for i, group in enumerate(groups_B):
         if valid_B[i]:
@@ -341,7 +341,7 @@ def groups_of(groups_B: Ints, valid_B: Bools) -> list[list[int]]:
 
 
 def group_normalised(rewards_B: Floats, groups_B: Ints, valid_B: Bools, scale: str, eps: float) -> Floats:
-    """Minus the group's mean, by the standard deviation of the group, of all samples, or by nothing."""
+    """Rewards minus the group's mean, divided by the standard deviation of the group, of all samples, or by nothing."""
     everyone = [float(rewards_B[i]) for i in range(len(rewards_B)) if valid_B[i]]
     advantages_B = np.zeros(len(rewards_B))
     for members in groups_of(groups_B, valid_B):
@@ -388,7 +388,7 @@ def score_energy(mask_BT: Bools, old_BT: Floats, sum_pi_squared_BT: Floats, weig
 
 
 def lone_tail(lengths: dict[int, int]) -> tuple[int | None, int]:
-    """Who is strictly longest in a group, if anybody, and the length of the second."""
+    """Strictly longest member of a group, or None, and the length of the second."""
     ordered = sorted(lengths, key=lambda i: lengths[i], reverse=True)
     if len(ordered) < 2 or lengths[ordered[0]] == lengths[ordered[1]]:
         return None, 0

@@ -1,4 +1,4 @@
-"""From a loss per token to one number."""
+"""Aggregation of a loss per token to one number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def aggregate(
     global_tokens: int | None = None,
     global_sequences: int | None = None,
 ) -> float:
-    """The local loss of one micro-batch; counts that are not given are those of these rows.
+    """Local loss of one micro-batch; missing counts are the counts of these rows.
 
     A sequence counts if it has a token.
     """

@@ -78,7 +78,7 @@ def kl_in_reward(scores: Array, log_probs: Array, reference: Array, mask: Array,
 
 
 def aggregate(values: Array, mask: Array, mode: str, scale_factor: float) -> float:
-    """Of the whole mini-batch, in one process."""
+    """Return the aggregated loss of the whole mini-batch, in one process."""
     total, tokens, sequences = 0.0, 0, 0
     for i in range(len(values)):
         chosen = [values[i, t] for t in range(mask.shape[1]) if mask[i, t]]

@@ -1,4 +1,4 @@
-"""Seeded random inputs that reach every branch of the formulas, by the argument names of the functions."""
+"""Seeded random inputs for every branch of the formulas, by the argument names of the functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Inputs = dict[str, NDArray[Any]]
 
-# Inputs that may hold anything where `response_mask_BT` is 0. Rewards may not: R_i sums over all positions.
+# Inputs with any value where `response_mask_BT` is 0. Rewards are not among them, because R_i sums over all positions.
 MASKED = (
     "log_probs_BT",
     "old_log_probs_BT",
@@ -25,7 +25,7 @@ MASKED = (
     "returns_BT",
 )
 
-# Inputs that may hold anything for an invalid sample.
+# Inputs with any value for an invalid sample.
 PER_SAMPLE = ("token_level_rewards_BT", "scores_B", "component_rewards_BK", "baseline_rewards_B")
 
 
@@ -40,19 +40,19 @@ def make_inputs(
 ) -> Inputs:
     """A batch of 24 samples, in a random order.
 
-    Groups: two of four ordinary samples, one of four whose best reward is shared, one of three equal rewards, one of
-    three zeros, one alone, one where a single sample of two is valid, one where none is.
+    Groups: two of four ordinary samples, one of four with two equal best rewards, one of three equal rewards, one of
+    three zeros, one alone, one with a single valid sample of two, one without a valid sample.
 
     Args:
         seed: The same seed gives the same batch.
         width: T, at least 10.
         components: K of `component_rewards_BK`.
         vocabulary: V of `logits_NV`.
-        extremes: Whether some log-ratios lie beyond +-20 (and differences from the reference beyond k3's bounds).
+        extremes: True for some log-ratios beyond +-20 (and differences from the reference beyond k3's bounds).
         groups_of_one: include groups with a single valid sample (pass@k refuses such groups).
 
     Returns:
-        float64 unless said otherwise. `response_mask_BT` (0 or 1) keeps the tokens of invalid samples, `loss_mask_BT`
+        float64 except the following. `response_mask_BT` (0 or 1) keeps the tokens of invalid samples, `loss_mask_BT`
         does not; `valid_B`, `is_positive_B`, `selected_BT` are bool; `groups_B`, `response_lengths_B` int64.
     """
     if width < 10:
@@ -86,8 +86,8 @@ def make_inputs(
     mask_BT[4, 2:8] = 0.0
     loss_mask_BT = mask_BT * valid_B[:, None]
 
-    # Rewards sit on the last token, be it an observation (row 3), plus a small reward on every sampled token where
-    # that does not spoil ties: in the first group only.
+    # Rewards are on the last token, also on an observation (row 3). A small reward is on every sampled token of the
+    # first group only, because the other groups need equal rewards.
     rewards_BT = np.zeros((samples, width))
     rewards_BT[np.arange(samples), np.maximum(lengths_B - 1, 0)] = scores_B
     rewards_BT[0:4] += 0.05 * rng.normal(size=(4, width)) * mask_BT[0:4]
@@ -104,14 +104,14 @@ def make_inputs(
     rollout_BT = np.minimum(old_BT + normal(0.1), -1e-3)
     advantages_BT = normal()
     advantages_BT[10], advantages_BT[11], advantages_BT[12] = 0.8, -0.8, 0.0
-    # One sequence that hardly moved and two that moved as one, up and down, for the ratios of sequences.
+    # One sequence almost without change, and two with the same change, up and down, for the ratios of sequences.
     log_probs_BT[13] = old_BT[13] + 1e-4 * rng.normal(size=width)
     rollout_BT[13] = old_BT[13] + 1e-4 * rng.normal(size=width)
     log_probs_BT[11], rollout_BT[11] = old_BT[11] - 1.4, old_BT[11] - 0.7
     old_BT[10] -= 1.0
     rollout_BT[10] = old_BT[10] - 0.7
-    # Probabilities that jump, with either sign of the advantage, for the trust regions of probabilities; and ratios
-    # of 30, beyond the cap and the dual clip.
+    # Large changes of probabilities, with either sign of the advantage, for the trust regions of probabilities; and
+    # ratios of 30, beyond the cap and the dual clip.
     jumps_T = np.array([-0.05, -0.05, -4.0, -4.0, -0.05, -3.45])
     origins_T = np.array([-4.0, -4.0, -0.05, -0.05, -3.45, -0.05])
     log_probs_BT[0, [0, 1, 2, 6, 7, 8]], old_BT[0, [0, 1, 2, 6, 7, 8]] = jumps_T, origins_T
@@ -159,7 +159,7 @@ def make_inputs(
     }
     order = rng.permutation(samples)
     inputs = {name: array[order] for name, array in inputs.items()}
-    # Rows of the logits are tokens of their own: ordinary, equal to the reference, far apart, with an impossible gap.
+    # Rows of the logits are separate tokens: ordinary, equal to the reference, far apart, with an impossible gap.
     logits_NV = 2 * rng.normal(size=(9, vocabulary))
     ref_logits_NV = 2 * rng.normal(size=(9, vocabulary))
     ref_logits_NV[0] = logits_NV[0] + 3.0
@@ -170,7 +170,7 @@ def make_inputs(
 
 
 def with_garbage(inputs: Inputs, garbage: float = float("nan")) -> Inputs:
-    """The same inputs with `garbage` where nothing may look: masked positions, and rewards of invalid samples."""
+    """Return the same inputs with `garbage` at unused places: masked positions, and rewards of invalid samples."""
     dirty = {name: array.copy() for name, array in inputs.items()}
     masked_BT, invalid_B = inputs["response_mask_BT"] == 0, ~inputs["valid_B"]
     for name in MASKED:
@@ -181,5 +181,5 @@ def with_garbage(inputs: Inputs, garbage: float = float("nan")) -> Inputs:
 
 
 def pick(inputs: Inputs, *names: str) -> Inputs:
-    """These inputs only, as keyword arguments."""
+    """Return the named inputs only, as keyword arguments."""
     return {name: inputs[name] for name in names}

@@ -17,9 +17,9 @@ def kl(
     response_mask_BT: Mask,
     frozen_log_probs_BT: Floats | None = None,
 ) -> Floats:
-    """0 where masked; a name that ends in + has the base's value and k2's gradient.
+    """KL estimate per token, 0 where masked; a name with + at its end has the base's value and k2's gradient.
 
-    `frozen_log_probs_BT` stands where the gradient is stopped (`log_probs_BT` when None), as in the policy losses.
+    `frozen_log_probs_BT` is used where the gradient is stopped (`log_probs_BT` when None), as in the policy losses.
     """
     frozen_BT = log_probs_BT if frozen_log_probs_BT is None else frozen_log_probs_BT
     kl_BT = np.zeros(response_mask_BT.shape)
@@ -34,7 +34,7 @@ def kl(
 
 
 def estimate(name: str, difference: float) -> float:
-    """Of one token, by the difference of log-probs, current minus reference."""
+    """KL estimate of one token, from the difference of log-probs, current minus reference."""
     if name in ("k1", "kl"):
         return difference
     if name == "abs":

@@ -1,4 +1,4 @@
-"""Statistics over the positions that count, and the array types of this package."""
+"""Statistics over the positions in the mask, and the array types of this package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Mask = NDArray[np.float64] | NDArray[np.bool_] | NDArray[np.int64]
 
 
 def positions(mask_BT: Mask) -> Iterator[tuple[int, int]]:
-    """The (sample, position) pairs that count, row by row."""
+    """(sample, position) pairs in the mask, row by row."""
     samples, width = mask_BT.shape
     for i in range(samples):
         for t in range(width):
@@ -35,7 +35,7 @@ def length(mask_T: Mask) -> int:
 
 
 def row_values(values_T: Floats, mask_T: Mask) -> list[float]:
-    """The values of one row at the positions that count."""
+    """Values of one row at the positions in the mask."""
     return [float(value) for value, entry in zip(values_T, mask_T, strict=True) if entry]
 
 
@@ -45,18 +45,18 @@ def mean(values: list[float]) -> float:
 
 
 def unbiased_variance(values: list[float]) -> float:
-    """Divided by n - 1: at least two values."""
+    """Variance with the divisor n - 1, for at least two values."""
     centre = mean(values)
     return math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1)
 
 
 def masked_mean(values_BT: Floats, mask_BT: Mask) -> float:
-    """Over all positions that count; 0 if there are none."""
+    """Mean over all positions in the mask; 0 for an empty mask."""
     return mean([float(values_BT[i, t]) for i, t in positions(mask_BT)])
 
 
 def whiten(*, values_BT: Floats, mask_BT: Mask, eps: float = 1e-8) -> Floats:
-    """(x - mean) / sqrt(variance + eps) over the positions that count, 0 elsewhere; one position is centred only."""
+    """(x - mean) / sqrt(variance + eps) over the positions in the mask, 0 elsewhere; one position is centred only."""
     chosen = [float(values_BT[i, t]) for i, t in positions(mask_BT)]
     centre = mean(chosen)
     scale = math.sqrt(unbiased_variance(chosen) + eps) if len(chosen) > 1 else 1.0

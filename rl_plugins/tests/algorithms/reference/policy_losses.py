@@ -1,7 +1,7 @@
 """Policy losses per token, 0 where the mask is 0.
 
-Values only. Where a formula stops the gradient, that part is computed from `frozen_log_probs_BT` (`log_probs_BT` when
-it is None): finite differences in `log_probs_BT` alone, with the frozen ones held, give the gradient that is meant.
+Values only. Where a formula stops the gradient, `frozen_log_probs_BT` (`log_probs_BT` when None) is the input: finite
+differences in `log_probs_BT` alone, with frozen log-probs held constant, give the intended gradient.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def off_policy_sequence_mask(
     response_mask_BT: Mask,
     threshold: float,
 ) -> Bools:
-    """Dropped are sequences of negative mean advantage whose mean log-prob fell by more than the threshold."""
+    """Drop sequences of negative mean advantage whose mean log-prob fell by more than the threshold."""
     keep_B = np.ones(len(response_mask_BT), dtype=bool)
     for i in range(len(keep_B)):
         fall = -mean(row_differences(log_probs_BT, old_log_probs_BT, response_mask_BT, i))

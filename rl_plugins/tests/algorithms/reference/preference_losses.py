@@ -87,7 +87,7 @@ def kto(
 
 
 def kto_reference_point(policy: list[Floats], reference: list[Floats]) -> float:
-    """Of the log-probs of all ranks."""
+    """Reference point from the log-probs of all ranks."""
     ratios = [
         float(a - b)
         for pair, ref_pair in zip(policy, reference, strict=True)

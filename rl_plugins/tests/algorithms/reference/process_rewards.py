@@ -42,7 +42,7 @@ def prime(
         outcomes = [math.fsum(token_level_rewards_BT[j]) for j in siblings]
         own = math.fsum(token_level_rewards_BT[i])
         summed_BT[i, sampled[-1]] += outcome_coefficient * left_out(own, outcomes)
-        # ... and the process rewards, on every token of those that have any.
+        # ... and the process rewards, on every token of samples with process rewards.
         means = [mean(row_values(process_rewards_BT[j], mask_BT[j])) for j in siblings if length(mask_BT[j])]
         for t in sampled:
             summed_BT[i, t] += process_coefficient * left_out(float(process_rewards_BT[i, t]), means)
@@ -117,7 +117,7 @@ def outcome_cross_entropy(*, returns_B: Floats, outcomes_B: Floats) -> Floats:
 def outcome_preference(
     *, returns_B: Floats, outcomes_B: Floats, groups_B: Ints, valid_B: Bools, best_of_n: str | None
 ) -> Floats:
-    """Of the valid samples, with their own returns as those before the update; 0 for the others."""
+    """Loss of the valid samples, with the samples' returns as returns before the update; 0 for invalid samples."""
     losses_B = np.zeros(len(returns_B))
     for i in range(len(returns_B)):
         if not valid_B[i]:

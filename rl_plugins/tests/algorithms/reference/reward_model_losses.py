@@ -1,4 +1,4 @@
-"""The losses of reward models, one pair or token at a time, by their textbook form."""
+"""Losses of reward models, one pair or token at a time, in the form of textbooks."""
 
 from __future__ import annotations
 

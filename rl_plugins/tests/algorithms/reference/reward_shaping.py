@@ -1,4 +1,4 @@
-"""Changes of the reward that look at its size or at the length of the response."""
+"""Changes of the reward by its size or by the length of the response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Correction of the gap between the trained policy and the one that sampled."""
+"""Correction of the gap between the trained policy and the sampling policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_plugins.tests.algorithms.reference.masked import Floats, Mask, clamp, ma
 class Rejection:
     """`mode` is token_k1..3, seq_sum_k1..3, seq_mean_k1..3 or seq_max_k2..3.
 
-    k2 and k3 take `threshold`; k1 takes `low` and `high`, or `threshold`, which means 1 / threshold to threshold.
+    k2 and k3 take `threshold`; k1 takes `low` and `high`, or `threshold` for the range 1 / threshold to threshold.
     """
 
     mode: str
@@ -62,7 +62,7 @@ def rejection_mask(
     response_mask_BT: Mask,
     rules: list[Rejection] | tuple[Rejection, ...],
 ) -> Floats:
-    """The response mask without tokens that a rule rejects; every rule is applied to the whole response mask."""
+    """Response mask without the tokens rejected by a rule; every rule is applied to the whole response mask."""
     differences_BT = gaps(log_probs_BT, rollout_log_probs_BT, response_mask_BT)
     mask_BT: Floats = np.zeros(response_mask_BT.shape)
     for i, t in positions(response_mask_BT):
@@ -107,7 +107,7 @@ def diagnostics(
     response_mask_BT: Mask,
     weights_BT: Floats | None = None,
 ) -> dict[str, float]:
-    """Nothing is clamped; means over samples leave out the empty ones; `ess` only with weights."""
+    """Metrics without clamps; means over samples leave out empty samples; `ess` needs weights."""
     differences_BT = gaps(log_probs_BT, rollout_log_probs_BT, response_mask_BT)
     samples = [i for i in range(len(response_mask_BT)) if any(response_mask_BT[i])]
     if not samples:

@@ -1,0 +1,94 @@
+"""Sections `single_device`, `zero1`, `zero2`, `zero3` and `fsdp`: the training of `training.py` in variants."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from integration_tests.gpu.without_vllm.cases import Case, Place, need
+from integration_tests.gpu.without_vllm.kernel import use_kernel_of_this_torch
+from integration_tests.gpu.without_vllm.training import Variant, train
+from rl_plugins.rollout.transformers_engine import TransformersRollout
+
+VARIANTS = {
+    "32-true": Variant("32-true"),
+    "bf16-mixed": Variant(),
+    "bf16-true": Variant("bf16-true"),
+    "stay": Variant(place="stay"),
+    "gradient checkpointing": Variant(gradient_checkpointing=True),
+    "lora 32-true": Variant("32-true", lora_rank=4),
+    "lora bf16-mixed": Variant(lora_rank=4),
+    "padded": Variant(packing=False),
+}
+_TIMEOUT_S = 60.0
+
+MakeStrategy = Callable[[TransformersRollout, Variant], Any]
+
+
+def single_device(place: Place) -> Iterable[Case]:
+    """Return the cases of one device without sharding. Nothing moves to the host."""
+    from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+
+    def make(engine: TransformersRollout, variant: Variant) -> SingleDeviceRolloutStrategy:
+        return SingleDeviceRolloutStrategy(place.device, rollout=engine)
+
+    return _cases(place, make, ["32-true", "bf16-mixed", "lora bf16-mixed"])
+
+
+def zero1(place: Place) -> Iterable[Case]:
+    """Return the cases of ZeRO 1."""
+    return _zero(place, 1)
+
+
+def zero2(place: Place) -> Iterable[Case]:
+    """Return the cases of ZeRO 2."""
+    return _zero(place, 2)
+
+
+def zero3(place: Place) -> Iterable[Case]:
+    """Return the cases of ZeRO 3."""
+    return _zero(place, 3)
+
+
+def _zero(place: Place, stage: int) -> Iterable[Case]:
+    def make(engine: TransformersRollout, variant: Variant) -> Any:
+        need("deepspeed", "ZeRO")
+        from rl_plugins.strategies.zero import ZeroStrategy
+
+        return ZeroStrategy(stage=stage, rollout=engine, offload={"policy": variant.place}, timeout_s=_TIMEOUT_S)
+
+    return _cases(place, make, VARIANTS)
+
+
+def fsdp(place: Place) -> Iterable[Case]:
+    """Return the cases of FSDP2."""
+
+    def make(engine: TransformersRollout, variant: Variant) -> Any:
+        from rl_plugins.strategies.fsdp import FSDPStrategy
+
+        return FSDPStrategy(rollout=engine, offload={"policy": variant.place}, timeout_s=_TIMEOUT_S)
+
+    return _cases(place, make, VARIANTS)
+
+
+def _cases(place: Place, make: MakeStrategy, names: Iterable[str]) -> Iterable[Case]:
+    _be_only_rank()
+    use_kernel_of_this_torch()
+    for name in names:
+        folder = place.folder / name.replace(" ", "-")
+        folder.mkdir()
+        yield Case(name, partial(train, replace(place, folder=folder), make, VARIANTS[name]))
+
+
+def _be_only_rank() -> None:
+    """Set the variables of a process group of one rank."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0",
+             "NODE_RANK": "0"}  # fmt: skip
+    for name, value in group.items():
+        os.environ.setdefault(name, value)

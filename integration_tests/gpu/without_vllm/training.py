@@ -1,0 +1,190 @@
+"""Three steps of GRPO in one process, in which the strategy proves its memory phases, updates, checkpoints and exports.
+
+`TransformersRollout` samples from a copy of the policy. Each update is compared with the policy, tensor by tensor and
+by log-probs. After the second step the weights are lost, and come back from a checkpoint. The third step trains on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from safetensors.torch import load_file
+from torch import Tensor
+from typing_extensions import override
+
+from integration_tests.gpu.without_vllm.cases import Place
+from integration_tests.rewards import shortness
+from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.config.models import LoraConfig, OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.prepare.tasks import addition_rows
+from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
+from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.contract import POLICY
+
+STEPS, SAVED = 3, 2
+_PROMPTS = 8
+# The policy of a GPU has 94 M parameters.
+_SIZES: dict[str, dict[str, Any]] = {
+    "cuda": {"hidden_size": 1024, "num_layers": 8, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 2816},
+    "cpu": {"hidden_size": 32, "intermediate_size": 48},
+}
+_LARGEST_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Options of a training.
+
+    Attributes:
+        precision: precision of the trainer.
+        place: place of the optimizer states and the policy while the rollout engine samples.
+        gradient_checkpointing: recompute activations.
+        lora_rank: rank of the adapter; 0 trains the model itself.
+        packing: run samples as one row without padding.
+    """
+
+    precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed"
+    place: Literal["while_sampling", "stay"] = "while_sampling"
+    gradient_checkpointing: bool = False
+    lora_rank: int = 0
+    packing: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the rollout engine."""
+        return torch.float32 if self.precision == "32-true" else torch.bfloat16
+
+
+class _Interrupted(PolicyOptimization):
+    """Keeps the metrics of each step, and loses the weights after step `SAVED`.
+
+    Attributes:
+        rows: metrics of each step.
+        final: weights after the last step.
+    """
+
+    policy: Any
+    saved: Path
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.rows: list[dict[str, float]] = []
+        self.final: dict[str, Tensor] = {}
+
+    @override
+    def track(self, metrics: Mapping[str, float]) -> None:
+        self.rows.append(dict(metrics))
+
+    @override
+    def end_step(self, metrics: Mapping[str, float]) -> None:
+        super().end_step(metrics)
+        if self.step == SAVED:
+            self._lose_and_restore()
+
+    def _lose_and_restore(self) -> None:
+        before = self._weights()
+        self.trainer.save_checkpoint(self.saved)
+        trained = {name for name, parameter in self.policy.named_parameters() if parameter.requires_grad}
+        for name, shard in self.strategy.shards(POLICY):
+            if name in trained:
+                shard.zero_()
+        assert _different(before, self._weights()), "zeros in the shards of the policy do not change its weights"
+        self.restore(self.saved)
+        assert not (lost := _different(before, self._weights())), f"a checkpoint does not bring back {lost[:3]}"
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.final = self._weights()
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.strategy.weight_source()}
+
+
+def train(
+    place: Place, strategy_of: Callable[[TransformersRollout, Variant], Any], variant: Variant
+) -> Mapping[str, Any]:
+    """Train, and check the results.
+
+    Args:
+        place: place of the section.
+        strategy_of: function that makes the strategy.
+        variant: options of the training.
+
+    Returns:
+        Seconds of phases, GiB of memory, and the largest gap between the log-probs of policy and rollout engine.
+
+    Raises:
+        AssertionError: a checkpoint, an export or a gap is wrong. The strategy has errors of its own.
+    """
+    torch.manual_seed(0)
+    folder, model = place.folder, place.folder / "model"
+    if not model.is_dir():
+        save_tiny_policy(model, initializer_range=0.03 if place.on_gpu else 0.2, **_SIZES[place.device])
+    engine = TransformersRollout(str(model), dtype=variant.dtype, device=place.device, check_updates=1)
+    stage = _Interrupted(
+        str(model),
+        tokenizer=build_tokenizer(),
+        scorer=shortness,
+        sampling=SamplingConfig(max_tokens=20, num_samples=4),
+        algorithm=Algorithm(kl=KLConfig(0.1)),
+        optimizer=OptimizerConfig(lr=1e-4),
+        gradient_checkpointing=variant.gradient_checkpointing,
+        lora=LoraConfig(rank=variant.lora_rank),
+        packing=variant.packing,
+        # Several micro-batches.
+        tokens_per_micro_batch=300,
+        max_steps=STEPS,
+    )
+    stage.saved = folder / "state"
+    rows = addition_rows(below=50, num_train=STEPS * _PROMPTS, num_test=1, seed=0)["train"]
+    trainer = Trainer(
+        strategy=strategy_of(engine, variant),
+        accelerator=place.device,
+        devices=1,
+        precision=variant.precision,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    data = PromptDataModule(rows, tokenizer=stage.tokenizer, prompts_per_step=_PROMPTS, max_prompt_tokens=26)
+    trainer.fit(stage, datamodule=data)
+    assert len(stage.rows) == STEPS
+    gap = max(row["train/rollout_gap_max"] for row in stage.rows)
+    assert gap < _LARGEST_GAP[variant.dtype], f"the log-probs of policy and rollout engine differ by {gap:.2g}"
+    _check_exports(stage, variant, folder)
+    return {"gap": gap, **_costs(stage.rows[-1])}
+
+
+def _check_exports(stage: _Interrupted, variant: Variant, folder: Path) -> None:
+    """Export after the fit, and compare the files with the last weights."""
+    stage.export(folder / "merged")
+    merged = load_file(folder / "merged" / "model.safetensors")
+    assert merged and not _different(merged, {name: tensor.cpu() for name, tensor in stage.final.items()})
+    if variant.lora_rank:
+        stage.export(folder / "adapter", adapter=True)
+        adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+        changes = [factor for name, factor in adapter.items() if "lora_B" in name]
+        assert changes and all(factor.any() for factor in changes), "the exported adapter has untrained factors"
+
+
+def _different(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors that differ."""
+    return [name for name, tensor in weights.items() if not torch.equal(tensor, others[name])]
+
+
+def _costs(metrics: Mapping[str, float]) -> dict[str, float]:
+    phases = ("offload", "update_weights", "rollout", "reload", "update_policy")
+    seconds = {f"{phase}_s": metrics[f"time/{phase}"] for phase in phases}
+    return {**seconds, **{f"{phase}_gib": metrics[f"memory/{phase}"] for phase in ("rollout", "update_policy")}}

@@ -1,0 +1,88 @@
+"""An engine core in a process of its own, as on CUDA: weights in flight, memory, and the end of processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from integration_tests.resident import (
+    assert_engine_has,
+    change,
+    hold_after,
+    inside,
+    load_policy,
+    log_probs_of,
+    steps_taken,
+)
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.rollout.engine import GroupRequest
+from rl_plugins.rollout.vllm.client import VLLMRollout
+from rl_plugins.rollout.vllm.config import CPU_ENVIRONMENT, VLLMConfig
+from rl_plugins.tests.patience import wait_until
+from rl_plugins.weights.source import ModuleWeightSource
+
+
+@pytest.fixture(scope="module")
+def engine(running_ray: Any, workplace: Path) -> Iterator[VLLMRollout]:
+    """An engine with an engine core in a process of its own."""
+    rollout = VLLMRollout(VLLMConfig(str(workplace / "tiny"), max_model_len=256))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        rollout.start()
+    rollout.connect(0, 1)
+    yield rollout
+    rollout.stop()
+
+
+def processes_of(rollout: VLLMRollout) -> tuple[psutil.Process, psutil.Process]:
+    """Return the process of the actor, and the process of the engine core."""
+    actor = psutil.Process(int(inside(rollout, lambda _: os.getpid())))
+    (core,) = [child for child in actor.children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
+    return actor, core
+
+
+def test_update_weights_pauses_an_engine_core_and_changes_groups_in_flight(
+    engine: VLLMRollout, workplace: Path
+) -> None:
+    policy, prompt = load_policy(workplace), [5, 6, 7]
+    source, before = ModuleWeightSource(policy), deepcopy(policy)
+    engine.update_weights(source, version=3)
+    assert_engine_has(engine, policy)
+    last = hold_after(engine, 20)
+    engine.submit([GroupRequest(0, prompt, seed=0)], SamplingConfig(num_samples=4, max_tokens=200))
+    wait_until(lambda: steps_taken(engine) == last, "20 steps of the engine")
+    change(policy, seed=4)
+    engine.update_weights(source, version=4)
+    (group,) = engine.fetch(list(engine.collect([0], 1).values()))
+    assert group is not None
+    for response, log_probs, versions in zip(
+        group.responses(), group.response_log_probs(), group.response_versions(), strict=True
+    ):
+        # The engine core takes steps until the pause reaches it.
+        old, new = versions.count(3), versions.count(4)
+        assert old >= 20 and new > 0 and versions == [3] * old + [4] * new
+        with_old, with_new = (log_probs_of(one, prompt + response)[len(prompt) - 1 :] for one in (before, policy))
+        assert np.allclose(log_probs[:old], with_old[:old], atol=1e-3)
+        assert np.allclose(log_probs[old:], with_new[old:], atol=1e-3)
+
+
+def test_generate_of_an_engine_core_repeats_the_samples_after_sleep(engine: VLLMRollout) -> None:
+    prompts, sampling = [[5, 6, 7], list(range(10, 50))], SamplingConfig(num_samples=2, max_tokens=12)
+    before = engine.generate(prompts, sampling, [1, 2]).responses()
+    freed = engine.sleep()
+    assert freed is not None and freed.expected > 0
+    engine.wake_up()
+    assert engine.generate(prompts, sampling, [1, 2]).responses() == before
+
+
+def test_engine_core_ends_with_a_killed_actor(engine: VLLMRollout) -> None:
+    actor, core = processes_of(engine)
+    actor.kill()
+    wait_until(lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE, "the end of the engine core", 30)

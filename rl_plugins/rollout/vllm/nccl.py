@@ -1,0 +1,190 @@
+"""Weight updates over NCCL by vLLM's own sender and receiver, which end when an engine or the sender is lost.
+
+NCCL waits without a deadline for all members of a group, so the loss of one member would stop all others for ever. The
+calls of the engines have deadlines. A failed call therefore makes rank 0 end the group: rank 0 aborts its communicator
+and writes `_END` into the store of the group, where the engines wait to abort their communicators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from threading import Event, Thread
+from typing import Any
+
+import torch
+from torch.distributed import Store
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+from vllm.distributed.utils import StatelessProcessGroup
+from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightSource
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferInitInfo,
+    NCCLWeightTransferUpdateInfo,
+)
+
+_END = "end"
+_FOREVER = timedelta(days=10_000)
+
+
+class UpdateClient:
+    """vLLM's `VLLMWeightSyncClient` protocol. The first failure stays here until the end of the update.
+
+    The ranks gather the weights together, so rank 0 must not leave an update before the other ranks. After a failure,
+    the engines are not called any more.
+
+    Args:
+        client: client of the engines; not used on ranks other than 0.
+        on_failure: function called after the first failure.
+    """
+
+    def __init__(self, client: VLLMWeightSyncClient, on_failure: Callable[[], None] = lambda: None) -> None:
+        self._client, self._on_failure = client, on_failure
+        self.failure: BaseException | None = None
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Open the transport."""
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        """Start an update."""
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Send one chunk of weights."""
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Finish the update."""
+        self._call("finish_weight_update", weight_version)
+
+    def set_policy_version(self, version: int) -> None:
+        """Set the policy version of future samples, or raise the failure of the update."""
+        self._call("set_policy_version", version)
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, error: BaseException) -> None:
+        """Keep an error, and tell the sender."""
+        self.failure = self.failure or error
+        self._on_failure()
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        if self.failure is None:
+            try:
+                getattr(self._client, method)(*arguments)
+            except BaseException as error:
+                # `set_policy_version` raises the error.
+                self.fail(error)
+
+
+class NcclSender:
+    """The side of a training rank: rank 0 broadcasts the weights to all engines.
+
+    Args:
+        info: addresses and sizes of the group.
+        client: client of the engines.
+        source: weights of the policy.
+    """
+
+    def __init__(self, info: NCCLTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource) -> None:
+        self._rank, self._source = info.rank, source
+        self._engine: NCCLTrainerWeightTransferEngine | None = None
+        self._over = Event()
+        self._client = UpdateClient(client, self._end_group)
+        self._connect(info)
+
+    def send(self, version: int) -> None:
+        """Send the weights and set their version. Collective.
+
+        Raises:
+            EngineLost: an engine was lost. The next update needs a new sender.
+        """
+        if self._engine is None or self._client.failure is not None:
+            # The iteration is collective.
+            for _ in self._source:
+                pass
+        else:
+            self._engine.send_weights()
+        if self._rank == 0:
+            self._client.set_policy_version(version)
+
+    def close(self) -> None:
+        """Leave the group. The engines leave the group, too, and free its memory."""
+        self._end_group()
+        if self._engine is not None:
+            self._engine.shutdown()
+
+    def _connect(self, info: NCCLTrainerInitInfo) -> None:
+        """Open the transport, or keep the failure of an engine until the end of the update."""
+        device = torch.accelerator.current_device_index()
+
+        def connect() -> None:
+            try:
+                with torch.accelerator.device_index(device):
+                    self._engine = NCCLTrainerWeightTransferEngine.trainer_init(
+                        info, client=self._client, source=self._source
+                    )
+            except BaseException as error:
+                self._client.fail(error)
+            finally:
+                self._over.set()
+
+        # Without all engines, NCCL waits in this thread until the end of the process.
+        Thread(target=connect, daemon=True, name="connect-to-engines").start()
+        self._over.wait()
+
+    def _end_group(self) -> None:
+        self._over.set()
+        group = None if self._engine is None else self._engine.model_update_group
+        if group is not None and not group.disabled:
+            _store_of(group).set(_END, "")
+            _abort(group)
+
+
+class NcclReceiver(NCCLWeightTransferEngine):
+    """The side of an engine, in each of its processes."""
+
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        """Join the group of a new sender, and wait in the background for the end of the group."""
+        super().init_transfer_engine(init_info)
+        Thread(target=_abort_at_end, args=(self.model_update_group,), daemon=True, name="end-of-nccl-group").start()
+
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        """Receive all weights.
+
+        Raises:
+            ConnectionError: the sender ended the group.
+        """
+        try:
+            super().receive_weights(update_info)
+            if self.model_update_group is None or self.model_update_group.disabled:
+                raise ConnectionError("rank 0 ended a weight update, because an engine was lost")
+        except BaseException:
+            # vLLM would add the tensors of the next update to the received tensors.
+            self.finish_weight_update()
+            raise
+
+
+def _abort_at_end(communicator: PyNcclCommunicator) -> None:
+    # An error means that the process of rank 0 has ended, and the store with it.
+    with suppress(RuntimeError):
+        _store_of(communicator).wait([_END], _FOREVER)
+    if not communicator.disabled:
+        _abort(communicator)
+
+
+def _store_of(communicator: PyNcclCommunicator) -> Store:
+    assert isinstance(communicator.group, StatelessProcessGroup), "vLLM makes the group from an address"
+    return communicator.group.store
+
+
+def _abort(communicator: PyNcclCommunicator) -> None:
+    """End all operations of a communicator, and free its memory. Later operations do nothing."""
+    # First, because another thread must start no operation on a freed communicator.
+    communicator.disabled = True
+    with torch.accelerator.device_index(communicator.device.index):
+        communicator.nccl.ncclCommAbort(communicator.comm)

@@ -1,0 +1,69 @@
+"""Defaults of rollout engines follow from the device and the placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.tests.launch.configurations import configured
+
+CPU = {"gpu_memory_utilization": 0.4, "bucket_mb": 64, "ready_timeout_s": 300.0, "stall_timeout_s": 120.0}
+GPU = {"gpu_memory_utilization": 0.4, "bucket_mb": 256, "ready_timeout_s": 900.0, "stall_timeout_s": 900.0}
+OWN = {"gpu_memory_utilization": 0.7, "bucket_mb": 3, "ready_timeout_s": 4.0, "stall_timeout_s": 5.0}
+
+
+def on(device: str, *options: str) -> RecipeConfig:
+    return configured("grpo", "model.path=model", f"placement.device={device}", *options)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "limits"),
+    [
+        ("cpu", (), CPU),
+        ("cuda", (), GPU),
+        ("cuda", ("placement.rollout=split",), {**GPU, "gpu_memory_utilization": 0.9}),
+        ("cuda", tuple(f"rollout.{name}={value}" for name, value in OWN.items()), OWN),
+    ],
+)
+def test_engine_limits_are_the_options_or_the_defaults_of_the_device(
+    device: str, options: tuple[str, ...], limits: dict[str, Any]
+) -> None:
+    assert on(device, *options).engine_limits == limits
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "sleep"),
+    [
+        ("cpu", (), "kv_cache"),
+        ("cuda", (), "all"),
+        ("cuda", ("model.lora.rank=8",), "kv_cache"),
+        ("cuda", ("model.lora.rank=8", "rollout.lora=merged"), "all"),
+        ("cuda", ("rollout.sleep=kv_cache",), "kv_cache"),
+        ("cuda", ("schedule.max_staleness=1",), "none"),
+    ],
+)
+def test_rollout_sleep_frees_the_weights_on_gpus_if_all_weights_are_sent(
+    device: str, options: tuple[str, ...], sleep: str
+) -> None:
+    assert on(device, *options).rollout_sleep == sleep
+
+
+@pytest.mark.parametrize(
+    ("options", "correction"),
+    [
+        ((), "none"),
+        (("+rollout.vllm.max_num_batched_tokens=4096",), "none"),
+        (("+rollout.vllm.kv_cache_dtype=auto",), "none"),
+        (("+rollout.vllm.kv_cache_dtype=fp8",), "token_tis"),
+        (("+rollout.vllm.quantization=fp8",), "token_tis"),
+        (("+rollout.vllm.quantization=fp8", "algorithm.correction=none"), "none"),
+        (("+rollout.vllm.quantization=fp8", "algorithm.correction=icepop"), "icepop"),
+        (("+rollout.vllm.quantization=fp8", "schedule.max_staleness=1"), "none"),
+    ],
+)
+def test_correction_is_truncated_importance_sampling_if_the_engine_quantizes(
+    options: tuple[str, ...], correction: str
+) -> None:
+    assert on("cuda", *options).algorithm["correction"] == correction

@@ -1,0 +1,49 @@
+"""Arguments of vLLM's engine in `rollout.vllm`: names are checked before vLLM is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rl_plugins.config.rollout import OWN_ARGUMENTS, RolloutConfig, check_engine_arguments, engine_argument_names
+from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.vllm.config import VLLMConfig
+
+
+def test_engine_argument_names_are_the_fields_of_vllm_and_cover_the_arguments_of_each_engine() -> None:
+    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
+    assert engine_argument_names() == {field.name for field in dataclasses.fields(arg_utils.EngineArgs)}
+    for device in ("cpu", "cuda"):
+        for size in (1, 2):
+            config = VLLMConfig("model", device=device, tensor_parallel_size=size, lora_rank=8)
+            assert config.engine_arguments().keys() <= engine_argument_names()
+
+
+def test_engine_arguments_contain_the_arguments_of_the_user() -> None:
+    own = {"max_num_batched_tokens": 4096, "kv_cache_dtype": "fp8", "enforce_eager": True}
+    arguments = VLLMConfig("model", device="cuda", vllm=own).engine_arguments()
+    assert {name: arguments[name] for name in own} == own
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("max_num_batched_token", "did you mean max_num_batched_tokens"),
+        ("zzzzzzzz", "no such engine argument: see vllm.EngineArgs"),
+        *[(name, f"use {option}" if option else "leave it out") for name, option in OWN_ARGUMENTS.items()],
+    ],
+)
+def test_check_engine_arguments_refuses_unknown_arguments_and_names_the_option_of_the_package(
+    name: str, message: str
+) -> None:
+    pytest.importorskip("vllm")
+    with pytest.raises(ConfigError, match=rf"vllm\.{name}: .*{message}"):
+        check_engine_arguments({name: 1})
+    with pytest.raises(ConfigError, match=rf"vllm\.{name}"):
+        RolloutConfig(vllm={name: 1})
+
+
+def test_vllm_config_refuses_arguments_with_a_fixed_value_on_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"vllm\.quantization: engines on CPU have a value of their own"):
+        VLLMConfig("model", vllm={"quantization": "fp8"})

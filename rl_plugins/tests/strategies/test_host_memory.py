@@ -1,0 +1,51 @@
+"""Storages on their way to the host and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rl_plugins.strategies.memory import HostMemory
+from rl_plugins.tests.loops import for_each
+
+
+@for_each("chunk_bytes", [1, 5, 24, 100])
+def test_host_memory_gives_tensors_back_in_place(chunk_bytes: int) -> None:
+    whole = torch.arange(6.0)
+    part = whole[2:4]
+    memory = HostMemory("cpu", chunk_bytes=chunk_bytes)
+    assert memory.nbytes([part, whole, part]) == 24
+    memory.take([part, whole])
+    assert whole.untyped_storage().nbytes() == 0
+    memory.give_back()
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+    part.zero_()
+    assert whole.tolist() == [0, 1, 0, 0, 4, 5]
+    memory.give_back()
+    assert whole.tolist() == [0, 1, 0, 0, 4, 5]
+
+
+def test_host_memory_uses_chunks_of_one_size_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch rounds other sizes of pinned memory up, and keeps unused memory."""
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def counted(*size: Any, **options: Any) -> torch.Tensor:
+        if options.get("device") is None:
+            sizes.append(size[0])
+        return empty(*size, **options)
+
+    memory = HostMemory("cpu", chunk_bytes=16)
+    states, weights = [torch.ones(3), torch.arange(7.0)], [torch.arange(2.0)]
+    monkeypatch.setattr(torch, "empty", counted)
+    for steps in range(3):
+        memory.take(states)
+        memory.take(weights)
+        assert memory.nbytes([*states, *weights]) == 0
+        memory.give_back()
+        assert states[1].tolist() == [steps, 1, 2, 3, 4, 5, 6] and weights[0].tolist() == [0, 1]
+        states[1][0] += 1
+    # 48 bytes.
+    assert sizes == [16] * 3
