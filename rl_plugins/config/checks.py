@@ -71,6 +71,17 @@ def _check_launcher(config: RecipeConfig) -> None:
 
 def _check_parallelism(config: RecipeConfig) -> None:
     strategy, workers = config.strategy, config.placement.num_workers
+    if config.model.compile and config.launcher == "ray":
+        if strategy.name == "zero" and strategy.zero_stage == 3:
+            raise ConfigError(
+                "model.compile=true: torch.compile cannot follow the hooks in which ZeRO-3 gathers parameters: add "
+                "strategy.zero_stage=2 or strategy.name=fsdp"
+            )
+        if strategy.tensor_parallel > 1:
+            raise ConfigError(
+                f"model.compile=true has not been tried with strategy.tensor_parallel={strategy.tensor_parallel}: set "
+                "strategy.tensor_parallel=1"
+            )
     if strategy.name == "fsdp" and strategy.zero_stage != 3:
         raise ConfigError(
             f"strategy.zero_stage={strategy.zero_stage}: FSDP2 always shards parameters, as stage 3 does: leave the "

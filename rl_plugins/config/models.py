@@ -68,12 +68,15 @@ class ModelConfig(Settings):
         precision: Lightning's precision flag: `32-true`, `bf16-true` or `bf16-mixed`. Null is `bf16-mixed` on GPUs,
             with master weights in float32, and `32-true` on CPU.
         gradient_checkpointing: compute activations again in the backward pass.
+        compile: compile the blocks of the models in the training workers with `torch.compile`. The first steps take
+            longer.
         lora: adapter of the policy; off by default.
     """
 
     path: str = MISSING
     precision: Annotated[str | None, one_of(None, "32-true", "bf16-true", "bf16-mixed")] = None
     gradient_checkpointing: bool = False
+    compile: bool = False
     lora: LoraConfig = field(default_factory=no_adapter)
 
 

@@ -12,6 +12,7 @@ from rl_plugins.callbacks.averages import PolicyAverage, ReferenceUpdate
 from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.checkpoint_artifacts import CheckpointReference
+from rl_plugins.callbacks.compiled_blocks import CompiledBlocks
 from rl_plugins.callbacks.divergence_guard import DivergenceGuard
 from rl_plugins.callbacks.graceful_stop import GracefulStop
 from rl_plugins.callbacks.progress import DataReport, StepProgress
@@ -43,6 +44,8 @@ def build_callbacks(
     """
     run = config.run
     callbacks: list[Callback] = [_guard(config, folder)]
+    if config.model.compile:
+        callbacks.append(CompiledBlocks())
     if config.debug.dump_rollouts:
         callbacks.append(RolloutDump(folder.rollouts, keep_last=config.debug.dump_rollouts))
     if config.debug.replay:

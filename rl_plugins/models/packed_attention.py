@@ -71,6 +71,8 @@ def has_packed_attention(model: Callable[..., Any]) -> bool:
     return getattr(config, "_attn_implementation", None) == PACKED_SDPA
 
 
+# `torch.compile` would compile attention anew for other lengths.
+@torch.compiler.disable
 def packed_sdpa(
     module: nn.Module,
     query: Tensor,

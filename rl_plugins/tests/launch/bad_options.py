@@ -54,6 +54,11 @@ CHECKS: dict[str, list[Case]] = {
         (["launcher=slurm"], ["launcher=slurm", "ray, local"]),
         (["launcher=local"], ["launcher=local", "rollout.engine=transformers"]),
         (["strategy.name=ddp"], ["strategy.name=ddp", "zero, fsdp"]),
+        (["model.compile=true"], ["model.compile=true", "strategy.zero_stage=2 or strategy.name=fsdp"]),
+        (
+            ["model.compile=true", "strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=2"],
+            ["strategy.tensor_parallel=2", "strategy.tensor_parallel=1"],
+        ),
         (
             ["strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=2", "model.lora.rank=4"],
             ["model.lora.rank=4", "tensor_parallel=1"],

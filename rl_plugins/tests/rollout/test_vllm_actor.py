@@ -1,0 +1,96 @@
+"""VLLMActor on CUDA: sleep of an engine that shares its GPU, and weight updates that end early."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+import vllm
+
+from rl_plugins.rollout.vllm.actor import VLLMActor
+from rl_plugins.rollout.vllm.config import VLLMConfig
+
+
+class LLM:
+    """Notes the calls of an engine."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.llm_engine, self.calls = self, ["start"]
+
+    def update_weight_version(self, version: str) -> None:
+        self.calls.append(f"version {version}")
+
+    def sleep(self, level: int, mode: str = "abort") -> None:
+        self.calls.append(f"sleep {level}" + (f" {mode}" if mode != "abort" else ""))
+
+    def abort_request(self, names: list[str]) -> None:
+        assert names == []
+
+    def collective_rpc(self, method: str) -> list[tuple[int, int]]:
+        self.calls.append(method)
+        return [(10, 4)]
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        self.calls.append(f"reset_prefix_cache {reset_running_requests}")
+        return True
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start_weight_update")
+
+    def finish_weight_update(self, weight_version: str | None) -> None:
+        self.calls.append("finish_weight_update")
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Start an actor without an engine."""
+    monkeypatch.setattr(vllm, "LLM", LLM)
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [])
+    return lambda **settings: VLLMActor(VLLMConfig("model", device="cuda", **settings))
+
+
+@pytest.mark.parametrize(
+    ("sleep", "transport", "calls", "unusable"),
+    [
+        ("all", "ipc", ["sleep 2"], "its weights were given back"),
+        ("kv_cache", "ipc", ["sleep 1"], None),
+        ("none", "ipc", [], None),
+        ("all", "nccl", [], None),
+    ],
+)
+def test_vllm_actor_sleeps_at_the_end_of_the_start_on_a_shared_gpu(
+    start: Callable[..., Any], sleep: str, transport: str, calls: list[str], unusable: str | None
+) -> None:
+    actor = start(sleep=sleep, transport=transport)
+    assert actor._llm.calls == ["start", "version 0", *calls]
+    assert actor._unusable == unusable
+
+
+def test_vllm_actor_keeps_unfinished_requests_while_a_shared_gpu_is_used_by_training(start: Callable[..., Any]) -> None:
+    actor = start(sleep="all")
+    actor._llm.calls.clear()
+    actor._loop._running.add("request")
+    change = asyncio.run(actor.sleep())
+    assert actor._llm.calls == [
+        "sleep 0 keep", "reset_prefix_cache True", "device_memory", "sleep 2 keep", "device_memory",
+    ]  # fmt: skip
+    assert change.expected == 4
+
+
+def test_start_weight_update_ends_an_update_that_the_loss_of_another_engine_has_stopped(
+    start: Callable[..., Any],
+) -> None:
+    async def start_twice() -> None:
+        await actor.begin_session()
+        await actor.start_weight_update()
+        await actor.start_weight_update()
+
+    actor = start(sleep="none")
+    asyncio.run(start_twice())
+    update = ["start_weight_update", "finish_weight_update", "reset_prefix_cache True", "start_weight_update"]
+    assert [call for call in actor._llm.calls if "version" not in call][-4:] == update
