@@ -8,6 +8,7 @@ the loader (a transposed tensor, for example) get separate memory, from which th
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -50,9 +51,11 @@ class SharedMemory:
 
     def __init__(self, size: int) -> None:
         # Not in /dev/shm, which containers keep small.
-        self.fd = os.memfd_create("rl_plugins-weights")
+        self.fd = os.memfd_create("rl_plugins-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.size = max(size, 1)
         os.ftruncate(self.fd, self.size)
+        # A process that uses memory beyond the end of a shortened file dies.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.bytes = map_shared(self.fd, self.size)
 
     @property

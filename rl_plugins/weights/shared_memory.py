@@ -3,16 +3,17 @@
 An engine keeps the parameters in shared memory (`layout.py`). In an update all ranks copy their shards at once while
 the engine waits. Each byte is copied once: there is no gather, no serialisation and no second copy.
 
-Each rank has a Unix socket to each process of an engine. The first update sends the file descriptor of the memory and
-the place of each tensor. Every update then exchanges two bytes: the engine is ready for writes, and the rank has
-finished writing. The exchange takes about 30 microseconds; a call of a Ray actor takes milliseconds. The sockets of a
-process close when the process dies.
+Each rank has a Unix socket to each process of an engine, and no other process gets one (`rank_connections.py`). The
+first update sends the file descriptor of the memory and the place of each tensor. Every update then exchanges two
+bytes: the engine is ready for writes, and the rank has finished writing. The exchange takes about 30 microseconds; a
+call of a Ray actor takes milliseconds. The sockets of a process close when the process dies.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ from rl_plugins.weights.layout import (
     share_parameters,
     views,
 )
+from rl_plugins.weights.rank_connections import SECRET_BYTES, RankListener, connect_to_engine
 from rl_plugins.weights.source import WeightMeta, WeightSource
 
 ElementRange = tuple[str, int, int]
@@ -102,19 +104,28 @@ class SharedMemorySender:
         self._keeps_weights = keeps_weights
         # Names of the frozen weights, after the first complete update.
         self._sent_frozen: set[str] = set()
-        names = broadcast([f"rl_plugins-weights-{uuid.uuid4().hex}" for _ in range(num_engines)])
+        names = [f"rl_plugins-weights-{uuid.uuid4().hex}" for _ in range(num_engines)]
+        names, secret = broadcast((names, secrets.token_hex(SECRET_BYTES)))
         lost = False
         if engines:
             tensors = [(meta.name, dtype_name(meta.dtype), list(meta.shape)) for meta in source.metadata()]
             for name, engine in zip(names, engines, strict=True):
                 try:
-                    engine.init({"name": name, "num_ranks": world_size, "tensors": tensors, "timeout_s": timeout_s})
+                    engine.init(
+                        {
+                            "name": name,
+                            "secret": secret,
+                            "num_ranks": world_size,
+                            "tensors": tensors,
+                            "timeout_s": timeout_s,
+                        }
+                    )
                 except EngineLost:
                     lost = True
         if broadcast(lost):
             raise EngineLost("an engine was lost while ranks connected to it")
         self._connections = [
-            (position, _EngineConnection(name, number, rank, timeout_s))
+            (position, _EngineConnection(_address(name, number), secret, rank, timeout_s))
             for position, name in enumerate(names)
             for number in range(num_receivers)
         ]
@@ -200,13 +211,10 @@ def _receiver_errors(loaded: Sequence[Callable[[], None]], position: int) -> Ite
 class _EngineConnection:
     """Connection of one rank to one process of an engine."""
 
-    def __init__(self, name: str, number: int, rank: int, timeout_s: float) -> None:
+    def __init__(self, name: str, secret: str, rank: int, timeout_s: float) -> None:
         self._rank, self._timeout_s = rank, timeout_s
         self._targets: dict[str, list[tuple[int, Tensor]]] | None = None
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(timeout_s)
-        self._socket.connect(_address(name, number))
-        self._socket.sendall(rank.to_bytes(_LENGTH_BYTES))
+        self._socket = connect_to_engine(name, bytes.fromhex(secret), rank, timeout_s)
 
     def wait_until_ready(self) -> None:
         waits_for = f"rank {self._rank} waited {self._timeout_s:.0f} s for the engine to stop for new weights"
@@ -260,8 +268,8 @@ class SharedMemoryReceiver:
         self._staged: list[tuple[str, Tensor]] = []
         self._direct: list[Piece] = []
         self._staging_pieces: list[Piece] = []
-        self._num_ranks, self._timeout_s = 0, 0.0
-        self._listener: socket.socket | None = None
+        self._timeout_s = 0.0
+        self._listener: RankListener | None = None
         self._ranks: dict[int, socket.socket] = {}
 
     @property
@@ -283,11 +291,14 @@ class SharedMemoryReceiver:
             self._memory.bytes[start : start + len(part)] = part
         return before - sum(len(part) for _, part in rest)
 
-    def expect(self, *, name: str, num_ranks: int, tensors: list[tuple[str, str, list[int]]], timeout_s: float) -> None:
+    def expect(
+        self, *, name: str, secret: str, num_ranks: int, tensors: list[tuple[str, str, list[int]]], timeout_s: float
+    ) -> None:
         """Disconnect from earlier ranks and listen for new ranks.
 
         Args:
             name: name by which ranks find the engine.
+            secret: secret of the run in hexadecimal digits. A rank proves with the secret that the rank is of this run.
             num_ranks: number of writing ranks.
             tensors: name, dtype and shape of each written tensor.
             timeout_s: deadline of every wait for a rank, in seconds.
@@ -301,11 +312,8 @@ class SharedMemoryReceiver:
         shapes = {meta.name: meta.shape for meta in metadata}
         staged = views(self._staging.bytes, weight_places.staged)
         self._staged = [(piece.name, flat.view(shapes[piece.name])) for piece, flat in staged]
-        self._num_ranks, self._timeout_s = num_ranks, timeout_s
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.settimeout(timeout_s)
-        self._listener.bind(_address(name, self._number))
-        self._listener.listen(num_ranks)
+        self._timeout_s = timeout_s
+        self._listener = RankListener(_address(name, self._number), bytes.fromhex(secret), num_ranks)
 
     def receive(self) -> None:
         """Let all ranks write, and wait for the end of all writes.
@@ -315,8 +323,8 @@ class SharedMemoryReceiver:
             ConnectionError: a rank ended.
         """
         try:
-            while len(self._ranks) < self._num_ranks:
-                self._accept()
+            if not self._ranks:
+                self._meet_ranks()
             for rank, connection in self._ranks.items():
                 _send(connection, _WORD, f"rank {rank} ended before a weight update")
             for rank, connection in self._ranks.items():
@@ -359,20 +367,11 @@ class SharedMemoryReceiver:
             for name, start, count in ranges
         ]
 
-    def _accept(self) -> None:
+    def _meet_ranks(self) -> None:
+        """Wait for the connections of all ranks, and send the places of all tensors."""
         if self._listener is None:
             raise ConnectionError("the engine has lost its connection to the ranks in an earlier weight update")
-        try:
-            connection, _ = self._listener.accept()
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the engine waited {self._timeout_s:.0f} s for {self._num_ranks} ranks to connect; "
-                f"ranks {sorted(self._ranks)} did"
-            ) from None
-        connection.settimeout(self._timeout_s)
-        waits_for = f"the engine waited {self._timeout_s:.0f} s for a rank to say which it is"
-        rank = int.from_bytes(_receive(connection, _LENGTH_BYTES, waits_for, "a rank ended while it connected"))
-        self._ranks[rank] = connection
+        self._ranks = self._listener.wait(self._timeout_s)
         places = {
             "sizes": [self._memory.size, self._staging.size],
             "direct": [asdict(piece) for piece in self._direct],
@@ -380,14 +379,16 @@ class SharedMemoryReceiver:
         }
         message = json.dumps(places).encode()
         length = len(message).to_bytes(_LENGTH_BYTES)
-        descriptors = [self._memory.fd, self._staging.fd]
-        _send(connection, length, f"rank {rank} ended before its first weight update", descriptors)
-        _send(connection, message, f"rank {rank} ended before its first weight update")
+        for rank, connection in self._ranks.items():
+            connection.settimeout(self._timeout_s)
+            ended = f"rank {rank} ended before its first weight update"
+            _send(connection, length, ended, [self._memory.fd, self._staging.fd])
+            _send(connection, message, ended)
 
     def disconnect(self) -> None:
         """Close all connections. The parameters stay in shared memory."""
-        for connection in (*self._ranks.values(), *([self._listener] if self._listener else [])):
-            connection.close()
+        if self._listener is not None:
+            self._listener.close()
         self._ranks, self._listener = {}, None
 
 
@@ -433,5 +434,4 @@ def _receive(connection: socket.socket, size: int, waits_for: str, ended: str) -
 
 
 def _address(name: str, number: int) -> str:
-    # An abstract address of Linux. A killed process leaves no file.
-    return f"\0{name}-{number}"
+    return f"{name}-{number}"

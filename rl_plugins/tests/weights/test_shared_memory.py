@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import DeadlineExceeded
+from rl_plugins.tests.other_user import needs_root, run_as_other_user
 from rl_plugins.tests.patience import patient
 from rl_plugins.weights.check import WeightsDiffer
 from rl_plugins.weights.shared_memory import ElementRange, ReceiverLost, SharedMemoryReceiver, SharedMemorySender
@@ -23,6 +24,26 @@ from rl_plugins.weights.source import ModuleWeightSource, WeightMeta
 
 # Deadline of waits for the other side; in passing tests, such waits end before.
 DEADLINE_S = patient(60)
+
+# Finds the sockets of an engine, as any user can, and takes the memory, as a rank does.
+TAKE_MEMORY = """
+names = {line.split("@")[1].strip() for line in open("/proc/net/unix") if "@" + sys.argv[1] in line}
+connections = []
+for name in names:
+    for rank in range(8):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(2)
+        connections.append(connection)
+        try:
+            connection.connect("\\0" + name)
+            connection.sendall(rank.to_bytes(8, "big"))
+            answer, descriptors, _, _ = socket.recv_fds(connection, 8, 2)
+        except OSError:
+            continue
+        if descriptors:
+            sys.exit("has the memory")
+print("no memory" if names else "no socket")
+"""
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "scalar": ((), torch.float32),
@@ -372,7 +393,15 @@ def test_send_raises_receiver_lost_after_the_deadline_if_the_engine_never_stops(
 
 def test_receive_raises_deadline_exceeded_if_no_rank_connects() -> None:
     engine = EngineInThread()
-    engine.init({"name": f"no-rank-connects-{uuid.uuid4().hex}", "num_ranks": 2, "tensors": [], "timeout_s": 0.1})
+    engine.init(
+        {
+            "name": f"no-rank-connects-{uuid.uuid4().hex}",
+            "secret": "00",
+            "num_ranks": 2,
+            "tensors": [],
+            "timeout_s": 0.1,
+        }
+    )
     with pytest.raises(DeadlineExceeded, match=r"for 2 ranks to connect; ranks \[\] did"):
         engine.receiver.receive()
 
@@ -390,6 +419,30 @@ def test_memory_of_the_weights_has_no_name() -> None:
     make_senders([make_module(0)], engine)
     for memory in (engine.receiver._memory, engine.receiver._staging):
         assert os.readlink(f"/proc/self/fd/{memory.fd}").startswith("/memfd:")
+
+
+@needs_root
+def test_send_keeps_the_weights_from_other_users_of_the_machine() -> None:
+    class Attacked(EngineInThread):
+        answer = ""
+
+        def init(self, init_info: dict[str, Any]) -> None:
+            super().init(init_info)
+            self.answer = run_as_other_user(TAKE_MEMORY, init_info["name"])
+
+    engine = Attacked()
+    send(make_senders([make_module(0), make_module(0)], engine), 1)
+    assert engine.answer == "no memory\n"
+    assert_received(engine, make_module(0))
+
+
+def test_memory_of_the_weights_keeps_one_size() -> None:
+    engine = EngineInThread()
+    make_senders([make_module(0)], engine)
+    for memory in (engine.receiver._memory, engine.receiver._staging):
+        for size in (0, memory.size + 1):
+            with pytest.raises(PermissionError):
+                os.ftruncate(memory.fd, size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
