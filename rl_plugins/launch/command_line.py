@@ -187,7 +187,7 @@ def run_recipe(
         print(f"{config.run.name}: {folder.path} has no checkpoint, so training starts from the beginning", flush=True)
     checkpoint = None if latest is None else str(latest)
     if config.launcher == "local":
-        from rl_plugins.launch.local import train
+        from rl_plugins.launch.training import train_in_this_process as train
     else:
         from rl_plugins.launch.ray_train import train
     with reported(folder):

@@ -1,11 +1,13 @@
 """Training in one process of a run: the parts that a recipe puts together, and the end of training.
 
 Each training worker makes a `TrainingRun` and calls `call_recipe`, which calls the function `train(run)` of a module in
-`rl_plugins/recipes`. The recipe gets the arguments of its stage and its data module from the run.
+`rl_plugins/recipes`. The recipe gets the arguments of its stage and its data module from the run. With the launcher
+`local`, this process is the only training worker: there is no Ray and no vLLM, so breakpoints work.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -14,14 +16,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
 from rl_plugins.callbacks.averages import PolicyAverage
 from rl_plugins.callbacks.checkpoint import callbacks_of
 from rl_plugins.callbacks.graceful_stop import GracefulStop
+from rl_plugins.callbacks.progress import redraw_interval_s
 from rl_plugins.config.models import RewardModelConfig
-from rl_plugins.config.recipe import COLLECTING_STAGES, RecipeConfig
+from rl_plugins.config.recipe import COLLECTING_STAGES, RecipeConfig, write_config
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
@@ -235,6 +239,41 @@ class TrainingRun:
             if not isinstance(pool, CriticPool):
                 check_same_tokens(self.tokenizer, pool.config.model, pool.config.role.replace("_", " "))
                 stage.further_metrics.append(pool.metrics)
+
+
+def train_in_this_process(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> None:
+    """Train with the launcher `local`.
+
+    Args:
+        config: options of the run.
+        folder: folder of the run.
+        checkpoint: folder of the checkpoint from which training continues; None starts from the beginning.
+    """
+    from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+
+    device = "cuda" if config.on_gpus else "cpu"
+    # transformers imports DeepSpeed to save a model, and DeepSpeed would print the selected device.
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    config.set_device(device)
+    write_config(config, folder.config)
+    run = TrainingRun(
+        config=config,
+        folder=folder,
+        strategy=SingleDeviceRolloutStrategy(device, rollout=transformers_rollout(config, device)),
+        scorer=scorer_of(config),
+        checkpoint=checkpoint,
+        in_ray=False,
+        redraw_s=redraw_interval_s(),
+        started=psutil.Process().create_time(),
+        trainer_options={"accelerator": device},
+    )
+    try:
+        run.call_recipe()
+    except SystemExit as ended:
+        # Lightning silently turns Ctrl-C into SystemExit.
+        if isinstance(ended.__context__, KeyboardInterrupt):
+            raise ended.__context__ from None
+        raise
 
 
 def scorer_of(config: RecipeConfig) -> Scorer | None:

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from rl_plugins.config.recipe import parse_config
-from rl_plugins.launch import local, preflight, ray_train
+from rl_plugins.launch import preflight, ray_train, training
 from rl_plugins.launch.command_line import compose_config, recipe_main, run_recipe
 from rl_plugins.launch.dry_run import check_prompts
 from rl_plugins.run_folder import RunFolder
@@ -44,7 +44,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the called launchers. The launchers do nothing."""
     calls: list[str] = []
     monkeypatch.setattr(ray_train, "train", lambda *_: calls.append("ray"))
-    monkeypatch.setattr(local, "train", lambda *_: calls.append("local"))
+    monkeypatch.setattr(training, "train_in_this_process", lambda *_: calls.append("local"))
     return calls
 
 
@@ -214,7 +214,7 @@ def test_recipe_main_prints_the_option_that_continues_a_stopped_run(grpo, monkey
     def stopped(config, folder, checkpoint):
         folder.stopped.write_text("after step 3: SIGTERM")
 
-    monkeypatch.setattr(local, "train", stopped)
+    monkeypatch.setattr(training, "train_in_this_process", stopped)
     assert grpo(*IN_ONE_PROCESS, f"run.output_dir={tmp_path}") == 75
     said = "grpo: stopped after step 3: SIGTERM. To continue, repeat the command with run.resume=true"
     assert capsys.readouterr().out.splitlines()[-1] == said

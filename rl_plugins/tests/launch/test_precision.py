@@ -11,9 +11,9 @@ import torch
 from omegaconf import OmegaConf
 
 from rl_plugins.config.recipe import RecipeConfig, parse_config, write_config
-from rl_plugins.launch import local, ray_train
+from rl_plugins.launch import ray_train
 from rl_plugins.launch.placement import pool_configs
-from rl_plugins.launch.training import TrainingRun
+from rl_plugins.launch.training import TrainingRun, train_in_this_process
 from rl_plugins.models.pool_actor import ModelActor, PoolConfig
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder
@@ -84,7 +84,7 @@ def test_local_launcher_on_a_gpu_uses_tensor_cores_and_records_the_precision(
     monkeypatch.setattr("rl_plugins.launch.training.scorer_of", lambda config: None)
     folder = RunFolder(tmp_path)
     for device, precision, products in (("cpu", "32-true", "highest"), ("cuda", "bf16-mixed", "high")):
-        local.train(on(device, "launcher=local", "rollout.engine=transformers"), folder, None)
+        train_in_this_process(on(device, "launcher=local", "rollout.engine=transformers"), folder, None)
         assert runs[-1].config.precision == OmegaConf.load(folder.config).model.precision == precision
         assert torch.get_float32_matmul_precision() == products
 
