@@ -18,21 +18,30 @@ from typing import Any
 
 import psutil
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping
 
-from rl_plugins.callbacks.averages import PolicyAverage
-from rl_plugins.callbacks.checkpoint import callbacks_of
+from rl_plugins.callbacks.averages import PolicyAverage, ReferenceUpdate
+from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint, callbacks_of
+from rl_plugins.callbacks.checkpoint_artifacts import CheckpointReference
+from rl_plugins.callbacks.compiled_blocks import CompiledBlocks
+from rl_plugins.callbacks.divergence_guard import DivergenceGuard
 from rl_plugins.callbacks.graceful_stop import GracefulStop
-from rl_plugins.callbacks.progress import redraw_interval_s
+from rl_plugins.callbacks.progress import DataReport, StepProgress, redraw_interval_s
+from rl_plugins.callbacks.report import Curves, RunReport
+from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
+from rl_plugins.callbacks.samples import RolloutTraces, SampleTable
+from rl_plugins.callbacks.system_metrics import SystemMetrics
+from rl_plugins.callbacks.throughput import Throughput
 from rl_plugins.config.models import RewardModelConfig
 from rl_plugins.config.recipe import COLLECTING_STAGES, RecipeConfig, write_config
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
-from rl_plugins.launch.callbacks import build_callbacks
 from rl_plugins.launch.instantiation import training_data
 from rl_plugins.launch.quiet import quiet_libraries
-from rl_plugins.launch.tracking import register, tracking_logger
+from rl_plugins.launch.tracking import best_upload, register, tracking_logger
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rewards.pool import RewardPool
@@ -42,6 +51,7 @@ from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.sampling import greedy
 from rl_plugins.stages.scoring import Scorer
 from rl_plugins.stages.stage import Stage
+from rl_plugins.strategies.contract import CRITIC
 from rl_plugins.tracking.loggers import JsonLinesLogger, mlflow_loggers
 
 _RECIPES = {
@@ -173,6 +183,73 @@ class TrainingRun:
 
     # Training ---------------------------------------------------------------------------------------------------
 
+    def callbacks(self) -> list[Callback]:
+        """Return the callbacks of the run.
+
+        The order is the divergence guard, changes of weights, checkpoints. So no checkpoint has diverged weights, and
+        every checkpoint has all changes.
+        """
+        config, folder, run, guard = self.config, self.folder, self.config.run, self.config.guard
+        callbacks: list[Callback] = [
+            DivergenceGuard(guard, action=guard.action, folder=folder.path, max_rollbacks=guard.max_rollbacks)
+        ]
+        if config.model.compile:
+            callbacks.append(CompiledBlocks())
+        if config.debug.dump_rollouts:
+            callbacks.append(RolloutDump(folder.rollouts, keep_last=config.debug.dump_rollouts))
+        if config.debug.replay:
+            callbacks.append(RolloutReplay(Path(config.debug.replay)))
+        if config.reference.update_every:
+            # Before the checkpoint callback, because a checkpoint contains the updated reference.
+            callbacks.append(ReferenceUpdate(every=config.reference.update_every, keep=config.reference.keep))
+        if config.average.keep:
+            callbacks.append(PolicyAverage(keep=config.average.keep))
+        callbacks.append(
+            PolicyCheckpoint(
+                folder.path,
+                every=run.checkpoint_every,
+                keep_last=run.keep_checkpoints,
+                report_to_ray=self.in_ray,
+                keep_models={CRITIC: config.critic.keep_checkpoints} if config.critic.keep_checkpoints else {},
+            )
+        )
+        if run.keep_best:
+            callbacks.append(
+                BestCheckpoints(folder.path, metric=run.best_metric, mode=run.best_mode, keep=run.keep_best)
+            )
+        if config.tracking.enabled:
+            # After the checkpoint callbacks, because the reference names their checkpoints.
+            callbacks += [CheckpointReference(folder.path), RolloutTraces(config.tracking.traces), Curves(folder.path)]
+            if config.tracking.upload_best:
+                callbacks.append(best_upload(config, folder))
+        if config.tracking.system_metrics:
+            callbacks.append(SystemMetrics())
+        callbacks += [
+            GracefulStop(
+                folder.path,
+                time_limit_s=run.time_limit_s,
+                started=self.started,
+                # The launcher disables the watcher on a local Ray, whose nodes are never preempted.
+                ray_notices=self.in_ray and os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER") != "0",
+            ),
+            Throughput(config.placement.peak_tflops),
+            DataReport(run.name),
+            SampleTable(folder.samples, rows=config.tracking.samples),
+            RunReport(folder.path),
+            StepProgress(run.steps, label=run.name, in_ray=self.in_ray, every_s=self.redraw_s),
+        ]
+        if run.target_reward is not None:
+            callbacks.append(
+                EarlyStopping(
+                    "val/reward",
+                    mode="max",
+                    stopping_threshold=run.target_reward,
+                    patience=run.steps,
+                    check_on_train_epoch_end=False,
+                )
+            )
+        return callbacks
+
     def trainer(self) -> Trainer:
         """Return a trainer with the strategy, the callbacks and the loggers of the run.
 
@@ -187,9 +264,7 @@ class TrainingRun:
             strategy=self.strategy,
             precision=config.precision,  # type: ignore[arg-type]
             logger=loggers,
-            callbacks=build_callbacks(
-                config, self.folder, in_ray=self.in_ray, redraw_s=self.redraw_s, started=self.started
-            ),
+            callbacks=self.callbacks(),
             # The stage stops after `run.steps` of its own steps.
             max_epochs=-1,
             val_check_interval=config.run.eval_every if validating else None,
