@@ -299,10 +299,10 @@ class ParentRun:
         Returns:
             True if the store has everything.
         """
-        # Imported here because `sync` imports Lightning, which this process otherwise does not need.
+        # Imported here because `tracking` imports Lightning, which this process otherwise does not need.
         from mlflow.exceptions import MlflowException
 
-        from rl_plugins.launch.sync import sync
+        from rl_plugins.launch.tracking import sync
 
         started = [stage for stage in self.stages.values() if stage.config.is_file()]
         try:

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch import tracking
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.sync import sync
+from rl_plugins.launch.tracking import sync
 from rl_plugins.run_folder import RunFolder, append_metrics
 from rl_plugins.tests.patience import patient
 from rl_plugins.tracking.run import TrackedRun
