@@ -20,8 +20,8 @@ from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.gpu_checks import check_gpus
 from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
-from rl_plugins.launch.job_folder import JOB_FOLDERS
 from rl_plugins.launch.placement import check_fit, roles_of
+from rl_plugins.launch.ray_train import JOB_FOLDERS
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
 from rl_plugins.tracking.store import check_store
