@@ -1,4 +1,4 @@
-"""`rl-plugins sync` of a run with its end in an outage: the content of the store and of the run's folder."""
+"""MLflow for a recipe's run: `rl-plugins sync` after an outage at the end of the run, and the description of a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from omegaconf import OmegaConf
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch import tracking
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.tracking import sync
+from rl_plugins.launch.tracking import describe_run, sync
 from rl_plugins.run_folder import RunFolder, append_metrics
+from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tests.patience import patient
 from rl_plugins.tracking.run import TrackedRun
 
@@ -142,3 +143,17 @@ def test_sync_to_a_wrong_address_changes_nothing_in_the_folder(
         with pytest.raises(ConfigError, match=message):
             sync(folder.path, uri, DEADLINE_S)
     assert folder.config.read_text() == config and folder.tracking_run.read_text() == "the run"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "expected"),
+    [
+        ("grpo", ["algorithm=rloo"], ("rloo", "ppo_clip", 2)),
+        ("grpo", ["algorithm=gspo", "launcher=local"], ("grpo", "gspo", 1)),
+        ("preference_optimization", [], (None, "dpo", 2)),
+    ],
+)
+def test_describe_run_names_algorithm_loss_and_workers(recipe, options, expected, tmp_path):
+    config = configured(recipe, "model.path=model", "placement.num_workers=2", *options)
+    params = describe_run(config, RunFolder(tmp_path)).params
+    assert tuple(params.get(name) for name in ("advantage", "loss", "workers")) == expected

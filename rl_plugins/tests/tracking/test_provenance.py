@@ -3,11 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 
-import pytest
-
-from rl_plugins.launch.tracking import describe_run
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tracking.provenance import git_tags, write_provenance
 
 
@@ -33,17 +29,3 @@ def test_write_provenance_outside_of_git_writes_the_versions(tmp_path, monkeypat
     folder = RunFolder(tmp_path)
     write_provenance(folder)
     assert folder.environment.is_file() and git_tags(folder) == {}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options", "expected"),
-    [
-        ("grpo", ["algorithm=rloo"], ("rloo", "ppo_clip", 2)),
-        ("grpo", ["algorithm=gspo", "launcher=local"], ("grpo", "gspo", 1)),
-        ("preference_optimization", [], (None, "dpo", 2)),
-    ],
-)
-def test_describe_run_names_algorithm_loss_and_workers(recipe, options, expected, tmp_path):
-    config = configured(recipe, "model.path=model", "placement.num_workers=2", *options)
-    params = describe_run(config, RunFolder(tmp_path)).params
-    assert tuple(params.get(name) for name in ("advantage", "loss", "workers")) == expected
