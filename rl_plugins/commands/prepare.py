@@ -32,7 +32,6 @@ from rl_plugins.data.prepare.conversion import (
 )
 from rl_plugins.data.prepare.files import read_records, write_rows, write_splits
 from rl_plugins.data.prepare.tasks import TASKS
-from rl_plugins.override import override
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -136,6 +135,8 @@ def _print_files(files: dict[Path, int], row: Row, recipe: str) -> None:
     print(f"\nAn example of a row:\n{json.dumps(row, indent=2, ensure_ascii=False)}")
     splits = {path.stem: path for path in files}
     options = (("data.train_files", "train"), ("data.val_files", "test"))
+    from rl_plugins.launch.command_line import override
+
     overrides = shlex.join(override(option, [splits[split]]) for option, split in options if split in splits)
     print(f"\nNext:\n  python -m rl_plugins.recipes.{recipe} model.path=MODEL {overrides}")
 
