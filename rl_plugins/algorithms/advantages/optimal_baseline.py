@@ -73,9 +73,9 @@ def tir_optimal_token_baseline(
     """Optimal token baseline for tool-integrated reasoning: positions count sampled tokens only.
 
     The n-th sampled token of a response is compared with the n-th sampled token of every other response of the group,
-    however many observations come before. A finished response stays in the denominator of `B_t` with its whole sum
-    `W`, so the baseline of longer responses shrinks. Only responses of equal length without observations get the same
-    result as with `optimal_token_baseline`.
+    however many observations come before. A finished response leaves the numerator and the denominator of `B_t`, so
+    responses without observations get the same result as with `optimal_token_baseline`. A response without a sampled
+    token is no member of its group: a response whose siblings are all empty keeps its rewards to go.
 
     Args:
         zero_tail: no baseline beyond the number of tokens of the second longest response.
@@ -95,10 +95,16 @@ def tir_optimal_token_baseline(
     def compacted(x_BT: Tensor) -> Tensor:
         return x_BT.gather(-1, sampled_first_BT)
 
-    # A finished response stays in the denominator with its whole sum.
-    compact_energy_BT = compacted(energy_BT).cumsum(dim=-1)
+    compact_learned_BT = compacted(learned_BT)
+    compact_energy_BT = torch.where(compact_learned_BT, compacted(energy_BT).cumsum(dim=-1), 0)
     compact_baseline_BT = _group_baseline(
-        compacted(returns_BT), compact_energy_BT, compacted(learned_BT), groups_B, valid_B, zero_tail, eps
+        compacted(returns_BT),
+        compact_energy_BT,
+        compact_learned_BT,
+        groups_B,
+        learned_BT.any(dim=-1),
+        zero_tail,
+        eps,
     )
     baseline_BT = torch.zeros_like(returns_BT).scatter(-1, sampled_first_BT, compact_baseline_BT)
     return torch.where(learned_BT, returns_BT - baseline_BT, 0), returns_BT
@@ -119,21 +125,25 @@ def _group_baseline(
     energy_BT: Tensor,
     learned_BT: Tensor,
     groups_B: Tensor,
-    valid_B: Tensor,
+    members_B: Tensor,
     zero_tail: bool,
     eps: float,
 ) -> Tensor:
-    """Compute `B_t` of each sample from the sums `W_t`, [B, T]; the returns must be 0 at masked positions."""
+    """Compute `B_t` of each sample from the sums `W_t`, [B, T]; the returns must be 0 at masked positions.
+
+    Args:
+        members_B: True for the samples that count as members of their group; a lone member has no baseline.
+    """
     group_of_B, num_groups = group_numbers(groups_B)
 
     def group_sum(x_BT: Tensor) -> Tensor:
         return x_BT.new_zeros(num_groups, x_BT.shape[1]).index_add_(0, group_of_B, x_BT)
 
     baseline_GT = group_sum(returns_BT * energy_BT) / (group_sum(energy_BT) + eps)
-    alone_G1 = group_sum(valid_B.long().unsqueeze(-1)) <= 1
+    alone_G1 = group_sum(members_B.long().unsqueeze(-1)) <= 1
     baseline_BT = baseline_GT.masked_fill(alone_G1, 0)[group_of_B]
     if zero_tail:
-        longest_B, second_length_B = group_leaders(learned_BT.sum(dim=-1).double(), groups_B, valid_B)
+        longest_B, second_length_B = group_leaders(learned_BT.sum(dim=-1).double(), groups_B, members_B)
         positions_T = torch.arange(learned_BT.shape[1], device=learned_BT.device)
         tail_BT = longest_B.unsqueeze(-1) & (positions_T >= second_length_B.unsqueeze(-1))
         baseline_BT = baseline_BT.masked_fill(tail_BT, 0)

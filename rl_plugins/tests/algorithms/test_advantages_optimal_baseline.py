@@ -48,13 +48,10 @@ def in_loops(inputs: Inputs, compact: bool, zero_tail: bool) -> Tensor:
         longest_of_others = max((len(rows[j]) for j in siblings if j != i), default=0)
         for position, (to_go, _, column) in rows[i].items():
             here = [rows[j][position] for j in siblings if position in rows[j]]
-            energies = [w for _, w, _ in here]
-            if compact:
-                # An ended response stays in the denominator with its sum of energies.
-                energies += [max(w for _, w, _ in rows[j].values()) for j in siblings if 0 < len(rows[j]) <= position]
-            baseline = sum(g * w for g, w, _ in here) / (sum(energies) + 1e-8)
+            baseline = sum(g * w for g, w, _ in here) / (sum(w for _, w, _ in here) + 1e-8)
             in_tail = zero_tail and len(rows[i]) > longest_of_others and position >= longest_of_others
-            advantages[i, column] = to_go - (0.0 if in_tail or len(siblings) == 1 else baseline)
+            members = [j for j in siblings if rows[j] or not compact]
+            advantages[i, column] = to_go - (0.0 if in_tail or len(members) == 1 else baseline)
     return advantages
 
 
@@ -85,8 +82,8 @@ def test_optimal_token_baselines_match_a_computation_by_hand(estimator: Any) -> 
     advantages, returns = estimator(**inputs)
     torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
     assert returns.tolist() == [[4, 4, 4], [8, 8, 0]]
-    # The tail's return as baseline gives 0; the other response's energy of 4 in the denominator does not.
-    expected[0, 2] = 0 if estimator is optimal_token_baseline else 4 - 3 * 4 / (3 + 4)
+    # The response is its own baseline in the tail.
+    expected[0, 2] = 0
     torch.testing.assert_close(estimator(**inputs, zero_tail=False)[0], expected, rtol=1e-6, atol=1e-6)
 
 
@@ -107,11 +104,56 @@ def test_tir_optimal_token_baseline_aligns_sampled_tokens_by_number() -> None:
     torch.testing.assert_close(advantages, torch.tensor([[-2.0, 0, -2], [2, 2, 0]]).double(), rtol=1e-6, atol=1e-6)
 
 
-def test_optimal_token_baselines_agree_on_full_responses_without_observations() -> None:
+@for_each("zero_tail", [True, False])
+def test_optimal_token_baselines_agree_on_responses_without_observations(zero_tail: bool) -> None:
     inputs = make_inputs("tir_optimal_token_baseline", 4)
-    inputs["response_mask_BT"] = torch.ones_like(inputs["response_mask_BT"])
-    for plain, tir in zip(optimal_token_baseline(**inputs), tir_optimal_token_baseline(**inputs), strict=True):
-        torch.testing.assert_close(tir, plain, rtol=1e-10, atol=1e-10)
+    width = inputs["response_mask_BT"].shape[1]
+    lengths_B1 = 1 + torch.arange(len(inputs["response_mask_BT"]))[:, None] % width
+    inputs["response_mask_BT"] = (torch.arange(width) < lengths_B1).double()
+    plain = optimal_token_baseline(**inputs, zero_tail=zero_tail)
+    tir = tir_optimal_token_baseline(**inputs, zero_tail=zero_tail)
+    torch.testing.assert_close(tir, plain, rtol=1e-10, atol=1e-10)
+
+
+@for_each("zero_tail", [True, False])
+def test_tir_optimal_token_baseline_beside_empty_siblings_keeps_the_returns(zero_tail: bool) -> None:
+    inputs = inputs_of(rewards=[[0.0, 4.0], [8.0, 0.0]], mask=[[1, 1], [0, 0]], energies=[[1.0, 1.0], [1.0, 1.0]])
+    advantages, _ = tir_optimal_token_baseline(**inputs, zero_tail=zero_tail)
+    assert advantages.tolist() == [[4, 4], [0, 0]]
+
+
+def test_tir_optimal_token_baseline_has_less_variance_than_the_group_mean() -> None:
+    """Responses of 1 to 6 tokens of one policy, with a reward that grows with the length: gradients of the logits."""
+    groups, siblings, width, vocabulary = 4000, 4, 6, 3
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([1.0, 0.0, -0.5]).double()
+    probabilities = logits.softmax(dim=-1)
+    samples = groups * siblings
+    tokens_BT = torch.multinomial(probabilities, samples * width, replacement=True, generator=generator)
+    tokens_BT = tokens_BT.view(samples, width)
+    # Token 2 ends a response.
+    ended_BT = (tokens_BT == 2).long().cumsum(dim=-1) - (tokens_BT == 2).long() > 0
+    mask_BT = (~ended_BT).double()
+    rewards_B = (mask_BT * (tokens_BT == 0)).sum(dim=-1)
+    last_BT = torch.arange(width) == mask_BT.sum(dim=-1, keepdim=True) - 1
+    inputs = {
+        "token_level_rewards_BT": torch.where(last_BT, rewards_B[:, None], 0),
+        "response_mask_BT": mask_BT,
+        "groups_B": torch.arange(samples) // siblings,
+        "valid_B": torch.ones(samples, dtype=torch.bool),
+        "old_log_probs_BT": probabilities[tokens_BT].log(),
+        "sum_pi_squared_BT": torch.full((samples, width), float(probabilities.square().sum())).double(),
+    }
+    scores_BTV = torch.nn.functional.one_hot(tokens_BT, vocabulary) - probabilities
+
+    def variance(advantages_BT: Tensor) -> float:
+        """Compute the variance of the gradient of a group."""
+        gradients_BV = (advantages_BT * mask_BT).unsqueeze(-1).mul(scores_BTV).sum(dim=1)
+        return float(gradients_BV.view(groups, siblings, vocabulary).mean(dim=1).var(dim=0).sum())
+
+    group_mean_B = rewards_B.view(groups, siblings).mean(dim=1).repeat_interleave(siblings)
+    optimal, _ = tir_optimal_token_baseline(**inputs)
+    assert variance(optimal) < variance((rewards_B - group_mean_B)[:, None].expand(samples, width))
 
 
 @for_each("estimator", ESTIMATORS)

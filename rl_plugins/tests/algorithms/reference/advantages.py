@@ -282,7 +282,7 @@ def tir_optimal_token_baseline(
     zero_tail: bool = True,
     eps: float = 1e-8,
 ) -> Pair:
-    """Position s is the s-th generated token; an ended response stays in the denominator with its whole sum."""
+    """Position s is the s-th generated token; a response that has ended takes no part any more."""
     mask_BT = only_valid(response_mask_BT, valid_B)
     returns_BT = rewards_to_go(token_level_rewards_BT, mask_BT)
     energy_BT = score_energy(mask_BT, old_log_probs_BT, sum_pi_squared_BT, rollout_weights_BT)
@@ -290,13 +290,14 @@ def tir_optimal_token_baseline(
     for members in groups_of(groups_B, valid_B):
         places = {i: [t for t in range(mask_BT.shape[1]) if mask_BT[i, t]] for i in members}
         longest, tail = lone_tail({i: len(places[i]) for i in members})
+        alone = sum(bool(place) for place in places.values()) == 1
         for s in range(max(len(place) for place in places.values())):
-            summed = {i: math.fsum(energy_BT[i, t] for t in places[i][: s + 1]) for i in members}
             present = [i for i in members if s < len(places[i])]
+            summed = {i: math.fsum(energy_BT[i, t] for t in places[i][: s + 1]) for i in present}
             top = math.fsum(returns_BT[i, places[i][s]] * summed[i] for i in present)
             baseline = top / (math.fsum(summed.values()) + eps)
             for i in present:
-                unused = len(members) == 1 or (zero_tail and i == longest and s >= tail)
+                unused = alone or (zero_tail and i == longest and s >= tail)
                 t = places[i][s]
                 advantages_BT[i, t] = returns_BT[i, t] - (0.0 if unused else baseline)
     return advantages_BT, returns_BT
