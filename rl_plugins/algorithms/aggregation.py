@@ -21,7 +21,7 @@ class GlobalCounts:
 
     Attributes:
         tokens: number of valid tokens.
-        sequences: number of sequences with at least one valid token.
+        sequences: number of sequences with at least one valid token before a rollout correction rejects tokens.
         ranks: number of data-parallel ranks.
     """
 
@@ -30,10 +30,18 @@ class GlobalCounts:
     ranks: int = 1
 
 
-def local_counts(response_mask_BT: Tensor) -> Tensor:
-    """Count valid tokens and non-empty sequences of this rank, [2] float64; the sum over ranks makes `GlobalCounts`."""
+def local_counts(response_mask_BT: Tensor, rejected_B: Tensor | None = None) -> Tensor:
+    """Count valid tokens and sequences of this rank, [2] float64; the sum over ranks makes `GlobalCounts`.
+
+    A rejected sequence counts as a sequence with loss 0. So a mean over sequences estimates the same expectation,
+    however many sequences are rejected, and a bypass correction, which rejects in each micro-batch, has the same mean.
+
+    Args:
+        rejected_B: True for samples without a token in the mask, because a rollout correction rejected all tokens.
+    """
     tokens_B = response_mask_BT.sum(dim=-1)
-    return torch.stack([tokens_B.sum(), (tokens_B > 0).sum()]).double()
+    counted_B = tokens_B > 0 if rejected_B is None else (tokens_B > 0) | rejected_B
+    return torch.stack([tokens_B.sum(), counted_B.sum()]).double()
 
 
 def aggregate(

@@ -7,6 +7,7 @@ the inputs that the signatures of the functions name: see `Algorithm.needs`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -319,6 +320,33 @@ class Algorithm:
         given = {**inputs, "seed": seed, "sum_over_ranks": sum_over_ranks, "gather_over_ranks": gather_over_ranks}
         return call_with(SELECTIONS[self.policy_loss], given, self.selection_options)
 
+    def corrected(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Apply a bypass correction to a micro-batch; other inputs are returned unchanged.
+
+        As with a decoupled correction, a rejected token leaves `response_mask_BT`, and so every term of the loss and
+        every mean over the tokens of its sequence. `counts` of the global mini-batch still include the token: the
+        current policy of later micro-batches is not known yet.
+
+        Args:
+            inputs: tensors by name, as for `loss`.
+
+        Returns:
+            Inputs of `loss`, with the mask of the kept tokens, and with `rollout_weights_BT` if the correction weighs.
+
+        Example:
+            inputs = algorithm.corrected(inputs)
+            loss, metrics = algorithm.loss(inputs, kl_coefficient=0.1, counts=counts)
+        """
+        correction = self.rollout_correction
+        if not correction.bypass:
+            return inputs
+        kept_BT, weights_BT = correction.correct(
+            log_probs_BT=inputs["log_probs_BT"].detach(),
+            rollout_log_probs_BT=inputs["rollout_log_probs_BT"],
+            response_mask_BT=inputs["response_mask_BT"],
+        )
+        return {**inputs, "response_mask_BT": kept_BT, "rollout_weights_BT": weights_BT}
+
     def loss(
         self,
         inputs: Mapping[str, Any],
@@ -331,10 +359,10 @@ class Algorithm:
         """Compute this micro-batch's part of the loss, and metrics per token [B, T] or per sample [B].
 
         Args:
-            inputs: tensors by name: `log_probs_BT` (with gradient), `old_log_probs_BT`, `rollout_log_probs_BT`,
-                `advantages_BT`, `response_mask_BT`, `entropy_BT`; if in use also `ref_log_probs_BT`, `selected_BT`,
-                `rollout_weights_BT` (importance weights), `loss_mask_BT` (0 on tokens that do not learn) and
-                `scores_B`.
+            inputs: tensors by name, after `corrected`: `log_probs_BT` (with gradient), `old_log_probs_BT`,
+                `rollout_log_probs_BT`, `advantages_BT`, `response_mask_BT`, `entropy_BT`; if in use also
+                `ref_log_probs_BT`, `selected_BT`, `rollout_weights_BT` (importance weights), `loss_mask_BT` (0 on
+                tokens that do not learn) and `scores_B`.
             kl_coefficient: weight of the KL term.
             counts: sizes of the global mini-batch.
             entropy_coefficient: weight of the entropy bonus.
@@ -366,17 +394,15 @@ class Algorithm:
         return scores_B > self.modifiers.positive_above
 
     def _factors(self, inputs: Mapping[str, Any]) -> list[Tensor]:
-        """Return the factors of each token's loss; the counts of the aggregation do not change with the factors."""
+        """Return the factors of each token's loss; the counts of the aggregation do not change with the factors.
+
+        A policy loss that takes `rollout_weights_BT` weighs the tokens itself.
+        """
         mask_BT = inputs["response_mask_BT"]
-        factors = [inputs[name] for name in ("rollout_weights_BT", "loss_mask_BT") if inputs.get(name) is not None]
-        correction = self.rollout_correction
-        if correction.bypass:
-            kept_BT, weights_BT = correction.correct(
-                log_probs_BT=inputs["log_probs_BT"].detach(),
-                rollout_log_probs_BT=inputs["rollout_log_probs_BT"],
-                response_mask_BT=mask_BT,
-            )
-            factors.append(kept_BT if weights_BT is None else weights_BT)
+        names = ["loss_mask_BT"]
+        if "rollout_weights_BT" not in inspect.signature(self.policy_loss_function).parameters:
+            names.insert(0, "rollout_weights_BT")
+        factors = [inputs[name] for name in names if inputs.get(name) is not None]
         if self.modifiers.off_policy_mask is not None:
             kept_B = off_policy_sequence_mask(
                 log_probs_BT=inputs["log_probs_BT"],

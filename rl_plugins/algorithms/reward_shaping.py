@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,13 +18,19 @@ class OverlongPenalty:
 
     Attributes:
         max_tokens: length at which the penalty reaches its maximum, in tokens.
-        buffer_tokens: length of the slope before `max_tokens`, in tokens.
+        buffer_tokens: length of the slope before `max_tokens`, in tokens; None for DAPO's share of `max_tokens`, a
+            fifth (4096 of 20480).
         factor: largest penalty, 0 or more.
     """
 
     max_tokens: int
-    buffer_tokens: int
+    buffer_tokens: int | None = None
     factor: float = 1.0
+
+    @property
+    def slope_tokens(self) -> int:
+        """Length of the slope, in tokens; at least 1."""
+        return math.ceil(self.max_tokens / 5) if self.buffer_tokens is None else self.buffer_tokens
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class RewardShaping:
             scores_B = scores_B + overlong_penalty(
                 response_lengths_B=response_lengths_B,
                 max_tokens=self.overlong.max_tokens,
-                buffer_tokens=self.overlong.buffer_tokens,
+                buffer_tokens=self.overlong.slope_tokens,
                 factor=self.overlong.factor,
             )
         return scores_B

@@ -32,7 +32,7 @@ COMPUTED_FIELDS = (
 TOKEN_FIELDS = ("responses", "response_mask", "rollout_log_probs", "policy_versions", *COMPUTED_FIELDS)
 SAMPLE_FIELDS = (
     "prompt_lengths", "response_lengths", "groups", "valid", "scores", "baseline_scores",
-    "component_scores",
+    "component_scores", "rejected",
 )  # fmt: skip
 TENSOR_FIELDS = ("prompts", *TOKEN_FIELDS, *SAMPLE_FIELDS)
 
@@ -107,6 +107,7 @@ class Experience(TensorClass, shadow=True):
         scores: float32 [B], reward of the whole sample. None until computed, like all fields below.
         baseline_scores: float32 [B], reward of a greedy response to the same prompt.
         component_scores: float32 [B, K], components of `scores`.
+        rejected: bool [B], True if a rollout correction rejected every token of the sample.
         token_level_rewards: float32 [B, T], reward at each token, penalties included.
         old_log_probs: float32 [B, T], log-probs under the policy at the start of the update.
         ref_log_probs: float32 [B, T], log-probs under the reference model.
@@ -139,6 +140,7 @@ class Experience(TensorClass, shadow=True):
     scores: Tensor | None = None
     baseline_scores: Tensor | None = None
     component_scores: Tensor | None = None
+    rejected: Tensor | None = None
     token_level_rewards: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None

@@ -97,7 +97,7 @@ def check_algorithm(config: RecipeConfig) -> None:
         inputs["advantages_BT"] = advantages_BT
         selected_BT = algorithm.select(inputs, seed=0, sum_over_ranks=_alone, gather_over_ranks=_alone)
         algorithm.loss(
-            inputs if selected_BT is None else {**inputs, "selected_BT": selected_BT},
+            algorithm.corrected(inputs if selected_BT is None else {**inputs, "selected_BT": selected_BT}),
             kl_coefficient=coefficient,
             counts=counts,
             positive_counts=counts,

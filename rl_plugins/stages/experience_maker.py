@@ -145,6 +145,7 @@ class ExperienceMaker:
         kept, tokens = ranks.sum(torch.stack([kept_BT.sum(), mask_BT.sum()]).double()).tolist()
         self.metrics["rollout/rejected"] = 1 - kept / max(tokens, 1)
         samples.response_mask, samples.rollout_weights = kept_BT, weights_BT
+        samples.rejected = mask_BT.bool().any(dim=-1) & ~kept_BT.bool().any(dim=-1)
 
     def _add_advantages(self, samples: Experience) -> None:
         with self._strategy.phase_log.measure("advantages"):

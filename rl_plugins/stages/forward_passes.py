@@ -125,9 +125,13 @@ class ForwardPasses:
                 column[indices, : values.shape[1]] = values.to(column)
         return columns
 
-    def counts(self, response_mask_BT: Tensor) -> GlobalCounts:
-        """Return the numbers of tokens and sequences of a mini-batch over all ranks. Collective."""
-        tokens, sequences = self.strategy.ranks.sum(local_counts(response_mask_BT)).tolist()
+    def counts(self, response_mask_BT: Tensor, rejected_B: Tensor | None = None) -> GlobalCounts:
+        """Return the numbers of tokens and sequences of a mini-batch over all ranks. Collective.
+
+        Args:
+            rejected_B: True for samples of which a rollout correction rejected every token.
+        """
+        tokens, sequences = self.strategy.ranks.sum(local_counts(response_mask_BT, rejected_B)).tolist()
         return GlobalCounts(tokens, sequences, self.strategy.ranks.world_size)
 
     @contextmanager

@@ -176,6 +176,7 @@ def gmpo(
     old_log_probs_BT: Tensor,
     advantages_BT: Tensor,
     response_mask_BT: Tensor,
+    rollout_weights_BT: Tensor | None = None,
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -187,8 +188,13 @@ def gmpo(
     gradient reaches each token through `rho`. Implementations that return the mean over the sequences of a micro-batch
     depend on the split into micro-batches; this loss does not. A mean of `y` above `MAX_LOG_RATIO` is cut to the bound.
 
+    Importance weights are a part of the geometric mean: `rho = exp(mean of (y + log weight))`. So with untruncated
+    weights and without clipping, `rho` is the geometric mean of the ratios to the policy that sampled. A token of
+    weight 0 is left out of both means.
+
     Args:
         advantages_BT: advantage of each token, usually the same for all tokens of a response.
+        rollout_weights_BT: importance weight of each token; None for no weights.
         clip_low: largest decrease of a log-ratio below 0; a width in log space, not of the ratio.
         clip_high: largest increase of a log-ratio above 0.
 
@@ -207,9 +213,15 @@ def gmpo(
     log_ratio_BT = log_probs_BT - old_log_probs_BT
     sign_BT = advantages_BT.sign()
     clipped_BT = log_ratio_BT.clamp(-clip_low, clip_high)
-    kept_BT = sign_BT * torch.minimum(sign_BT * log_ratio_BT, sign_BT * clipped_BT)
-    ratio_B1 = _mean_over_tokens(kept_BT, response_mask_BT).clamp(max=MAX_LOG_RATIO).exp()
-    advantage_B1 = _mean_over_tokens(advantages_BT, response_mask_BT)
+    bounded_BT = sign_BT * torch.minimum(sign_BT * log_ratio_BT, sign_BT * clipped_BT)
+    counted_BT = response_mask_BT
+    if rollout_weights_BT is not None:
+        weighted_BT = response_mask_BT.bool() & (rollout_weights_BT > 0)
+        bounded_BT = torch.where(weighted_BT, bounded_BT + torch.where(weighted_BT, rollout_weights_BT, 1).log(), 0)
+        advantages_BT = torch.where(weighted_BT, advantages_BT, 0)
+        counted_BT = weighted_BT
+    ratio_B1 = _mean_over_tokens(bounded_BT, counted_BT).clamp(max=MAX_LOG_RATIO).exp()
+    advantage_B1 = _mean_over_tokens(advantages_BT, counted_BT)
     loss_BT = torch.where(response_mask_BT.bool(), -advantage_B1 * ratio_B1, 0)
     is_clipped_BT = sign_BT * clipped_BT < sign_BT * log_ratio_BT
     return loss_BT, {"clip_fraction": is_clipped_BT.float(), "ppo_kl": -log_ratio_BT.detach()}

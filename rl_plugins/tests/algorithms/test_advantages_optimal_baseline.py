@@ -136,7 +136,7 @@ def test_tir_optimal_token_baseline_has_less_variance_than_the_group_mean() -> N
     mask_BT = (~ended_BT).double()
     rewards_B = (mask_BT * (tokens_BT == 0)).sum(dim=-1)
     last_BT = torch.arange(width) == mask_BT.sum(dim=-1, keepdim=True) - 1
-    inputs = {
+    inputs: Inputs = {
         "token_level_rewards_BT": torch.where(last_BT, rewards_B[:, None], 0),
         "response_mask_BT": mask_BT,
         "groups_B": torch.arange(samples) // siblings,

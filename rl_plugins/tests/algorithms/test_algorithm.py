@@ -12,6 +12,8 @@ from torch import Tensor
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, local_counts
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.algorithms.coefficients import AdaptiveKL, FixedCoefficient
+from rl_plugins.algorithms.policy_losses.clipped import gmpo
+from rl_plugins.algorithms.rollout_correction import Rejection, RolloutCorrection, rejection_mask
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
 from rl_plugins.tests.algorithms.reference import basics as reference
@@ -158,3 +160,78 @@ def test_algorithm_refuses_bad_configurations(options: dict[str, Any], message: 
 def test_algorithm_accepts_bypass_weights_for_losses_without_a_ratio(policy_loss: str) -> None:
     assert Algorithm(policy_loss=policy_loss, correction="bypass_token_tis").rollout_correction.level == "token"
     assert Algorithm(correction="bypass_geo_rs").rollout_correction.rules
+
+
+# Rollout correction ---------------------------------------------------------------------------------------------
+
+
+def corrected_gradient(algorithm: Algorithm, batch: Batch, rollout: Tensor) -> Tensor:
+    """Gradient of the loss as the stage computes it, [B, T]; the policy is the policy before the update."""
+    leaf = batch.old.clone().requires_grad_()
+    inputs: dict[str, Any] = {
+        "log_probs_BT": leaf,
+        "old_log_probs_BT": rollout if algorithm.rollout_correction.bypass else batch.old,
+        "rollout_log_probs_BT": rollout,
+        "advantages_BT": batch.advantages,
+        "response_mask_BT": batch.mask,
+    }
+    counts = local_counts(batch.mask)
+    if algorithm.rollout_correction.decoupled:
+        kept, weights = algorithm.rollout_correction.correct(
+            log_probs_BT=batch.old, rollout_log_probs_BT=rollout, response_mask_BT=batch.mask
+        )
+        rejected = batch.mask.bool().any(dim=-1) & ~kept.bool().any(dim=-1)
+        inputs |= {"response_mask_BT": kept, "rollout_weights_BT": weights}
+        counts = local_counts(kept, rejected)
+    inputs = dict(algorithm.corrected(inputs))
+    loss, _ = algorithm.loss(inputs, kl_coefficient=0.0, counts=GlobalCounts(*counts.tolist()))
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return gradient
+
+
+SEQUENCE_MEANS = ("seq-mean-token-sum", "seq-mean-token-mean")
+
+
+@for_each("aggregation", SEQUENCE_MEANS)
+@for_each("rule", [Rejection("token_k2", 0.02), Rejection("seq_mean_k2", 0.01)])
+def test_rejection_has_the_same_means_over_sequences_with_and_without_bypass(rule: Rejection, aggregation: str) -> None:
+    """The loss is linear in the log-probs, so only the denominators could differ."""
+    batch, other = make_batch(3), make_batch(4)
+    rollout = batch.old + 0.2 * other.advantages
+    decoupled, bypass = (
+        corrected_gradient(
+            Algorithm(
+                policy_loss="reinforce",
+                aggregation=aggregation,
+                correction=RolloutCorrection(rules=(rule,), bypass=bypass),
+            ),
+            batch,
+            rollout,
+        )
+        for bypass in (False, True)
+    )
+    kept = rejection_mask(
+        log_probs_BT=batch.old, rollout_log_probs_BT=rollout, response_mask_BT=batch.mask, rules=(rule,)
+    )
+    assert 0 < kept.sum() < batch.mask.sum() and not bypass[kept == 0].any()
+    torch.testing.assert_close(bypass, decoupled)
+    # The mean of a sequence is over the kept tokens; the mean over sequences counts rejected sequences, too.
+    sequences = batch.mask.bool().any(dim=-1).sum()
+    lengths = kept.sum(dim=-1, keepdim=True).clamp(min=1) if aggregation == "seq-mean-token-mean" else 1
+    torch.testing.assert_close(bypass, -batch.advantages * kept / lengths / sequences)
+
+
+def test_loss_gives_rollout_weights_to_a_policy_loss_that_takes_weights() -> None:
+    batch = make_batch(5)
+    weights = (0.3 * make_batch(6).advantages).exp() * batch.mask
+    inputs: dict[str, Any] = {
+        "log_probs_BT": batch.log_probs,
+        "old_log_probs_BT": batch.old,
+        "advantages_BT": batch.advantages,
+        "response_mask_BT": batch.mask,
+        "rollout_weights_BT": weights,
+    }
+    counts = GlobalCounts(*local_counts(batch.mask).tolist())
+    loss, _ = Algorithm(policy_loss="gmpo", aggregation="token-sum").loss(inputs, kl_coefficient=0.0, counts=counts)
+    expected, _ = gmpo(**inputs)
+    torch.testing.assert_close(loss, expected.sum())

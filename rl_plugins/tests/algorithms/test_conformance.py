@@ -110,7 +110,7 @@ def gradient(algorithm: Algorithm, batch: dict[str, Tensor], ranks: Sequence[Seq
                     micro[name] = micro[name].nan_to_num()
             leaf_BT = micro["log_probs_BT"].detach().requires_grad_()
             loss, _ = algorithm.loss(
-                {**micro, "log_probs_BT": leaf_BT},
+                algorithm.corrected({**micro, "log_probs_BT": leaf_BT}),
                 kl_coefficient=0.1,
                 entropy_coefficient=0.01,
                 counts=counts,

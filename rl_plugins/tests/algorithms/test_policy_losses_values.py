@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate, local_counts
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS
+from rl_plugins.algorithms.policy_losses.clipped import gmpo
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
 from rl_plugins.tests.algorithms.policy_loss_cases import OPTIONS, loss_of
 from rl_plugins.tests.loops import for_each
@@ -200,6 +201,46 @@ def gmpo_of_sequences(log_probs: Tensor, batch: Batch) -> Tensor:
             kept = torch.minimum(ratios, clipped) if advantage > 0 else torch.maximum(ratios, clipped)
             losses.append(-advantage * kept.prod() ** (1 / len(kept)))
     return torch.stack(losses).mean()
+
+
+@for_each("seed", range(3))
+def test_gmpo_with_weights_and_without_clipping_takes_the_ratio_to_the_policy_that_sampled(seed: int) -> None:
+    batch, other = make_batch(seed), make_batch(seed + 10)
+    rollout = torch.where(batch.mask.bool(), batch.old + 0.1 * other.advantages, torch.nan)
+    given: dict[str, Any] = {
+        # The log-ratio of a token without an advantage counts as 0, whatever the weight.
+        "advantages_BT": torch.where(batch.advantages == 0, 1, batch.advantages),
+        "response_mask_BT": batch.mask,
+        "clip_low": 1e9,
+        "clip_high": 1e9,
+    }
+    losses: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for old, weights in ((batch.old, (batch.old - rollout).exp()), (rollout, None)):
+        leaf = batch.log_probs.clone().requires_grad_()
+        loss, _ = gmpo(log_probs_BT=leaf, old_log_probs_BT=old, rollout_weights_BT=weights, **given)
+        losses.append(loss)
+        gradients += torch.autograd.grad(loss.sum(), leaf)
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_gmpo_leaves_a_token_of_weight_0_out_of_the_means() -> None:
+    log_probs = torch.tensor([[0.5, 0.1, 0.4], [0.3, 0.3, 0.3]]).double().log().requires_grad_()
+    given: dict[str, Any] = {
+        "old_log_probs_BT": torch.full((2, 3), 0.2).double().log(),
+        "advantages_BT": torch.tensor([[1.0, 9.0, 3.0], [1.0, 1.0, 1.0]]).double(),
+        "response_mask_BT": torch.ones(2, 3).double(),
+        "clip_low": 10.0,
+        "clip_high": 10.0,
+    }
+    weights = torch.tensor([[2.0, 0.0, 0.5], [0.0, 0.0, 0.0]]).double()
+    loss, _ = gmpo(log_probs_BT=log_probs, rollout_weights_BT=weights, **given)
+    ratio = (0.5 / 0.2 * 2 * 0.4 / 0.2 * 0.5) ** 0.5
+    torch.testing.assert_close(loss, torch.tensor([[-2 * ratio] * 3, [0.0] * 3]).double())
+    loss.sum().backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad[0, 1] == 0 and not log_probs.grad[1].any() and log_probs.grad[0, [0, 2]].all()
 
 
 @for_each(("name", "paper"), [("gspo", gspo_of_sequences), ("gmpo", gmpo_of_sequences)])

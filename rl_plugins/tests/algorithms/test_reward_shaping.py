@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_plugins.algorithms.reward_shaping import clip_rewards, length_penalty, overlong_penalty
+from rl_plugins.algorithms.reward_shaping import RewardShaping, clip_rewards, length_penalty, overlong_penalty
+from rl_plugins.launch.command_line import compose_config
 from rl_plugins.tests.loops import for_each
 
 
@@ -39,6 +41,22 @@ def test_overlong_penalty_falls_with_the_length_and_is_bounded(lengths: list[int
 def test_overlong_penalty_refuses_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         overlong_penalty(response_lengths_B=torch.tensor([1]), **{"max_tokens": 10, "buffer_tokens": 5, **options})
+
+
+def test_overlong_penalty_of_the_dapo_recipe_has_the_share_of_the_paper() -> None:
+    """The slope is a fifth of the response length: 4096 of 20480 tokens."""
+    for max_tokens, expected in ((20480, 4096), (8, 2), (1, 1)):
+        overrides = ["model.path=none", "algorithm=dapo", f"sampling.max_tokens={max_tokens}"]
+        penalty = instantiate(compose_config("grpo", overrides).algorithm.shaping.overlong)
+        assert penalty.slope_tokens == expected
+        lengths_B = torch.tensor([max_tokens - expected, max_tokens])
+        shaped_B = RewardShaping(overlong=penalty).shaped(
+            scores_B=torch.zeros(2),
+            response_lengths_B=lengths_B,
+            groups_B=torch.zeros(2, dtype=torch.long),
+            valid_B=torch.ones(2, dtype=torch.bool),
+        )
+        assert shaped_B.tolist() == [0, -1]
 
 
 def test_clip_rewards_clips_to_low_and_high() -> None:

@@ -215,6 +215,7 @@ def test_rollout_correction_weighs_and_rejects_before_advantages() -> None:
     # The rollout log-probs are -1 for each token, far from the log-probs of the policy: all samples are rejected.
     rejecting = train(Algorithm(correction="geo_rs"))
     assert rejecting.metrics[0]["train/rollout/rejected"] == 1 and not rejecting.collected[0].response_mask.any()
+    assert filled(rejecting.collected[0].rejected).tolist() == experience.response_mask.any(dim=-1).tolist()
 
 
 @for_each("truncation", [{"top_p": 0.9}, {"top_k": 20}])
