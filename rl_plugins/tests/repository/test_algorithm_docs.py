@@ -177,14 +177,14 @@ def test_objects_of_common_options_can_be_set_on_the_command_line(texts):
     set_here = {}
     for override in objects:
         option = override.partition("=")[0].removeprefix("algorithm.")
-        override = override.replace("MAX_TOKENS", "8").replace("BUFFER_TOKENS", "2")
+        override = override.replace("MAX_TOKENS", "8")
         algorithm = instantiate(compose_config("grpo", [override, "model.path=none"]).algorithm, _convert_="all")
         for part in option.split("."):
             algorithm = getattr(algorithm, part)
         set_here[option] = algorithm
     assert set_here == {
         "correction": RolloutCorrection(),
-        "shaping.overlong": OverlongPenalty(max_tokens=8, buffer_tokens=2),
+        "shaping.overlong": OverlongPenalty(max_tokens=8),
         "group_filter": GroupFilter(),
         "resampling": Resampling(),
     }
