@@ -186,11 +186,9 @@ def _build_scorer(reward: Mapping[str, Any], arguments: Namespace) -> InlineScor
     options = {"deadline_s": arguments.deadline, "max_failure_rate": 1.0}
     if not arguments.workers:
         return InlineScorer(reward, **options)
-    import logging
+    from rl_plugins.launch.own_ray import start_own_ray
 
-    import ray
-
-    ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
+    start_own_ray(include_dashboard=False)
     return RewardPool(reward, num_workers=arguments.workers, **options)
 
 

@@ -22,10 +22,14 @@ _LONGEST_BUILD_S = 30 * 60.0
 """Age of a build, in seconds, above which the build counts as hung."""
 
 
+_OPS = ("deepspeed_shm_comm", "cpu_adam", "fused_adam", "async_io")
+"""Names of DeepSpeed's ops. In the first moment of a build, the lock exists and build.ninja does not."""
+
+
 def clear_stale_build_locks(extensions_dir: Path) -> list[Path]:
     """Remove the build locks without a living owner.
 
-    A lock with a living owner stays, because the build will end.
+    A lock with a living owner stays, because the build will end. Files named `lock` that are not beside a build stay.
 
     Args:
         extensions_dir: Torch's extensions folder (TORCH_EXTENSIONS_DIR). The folder need not exist.
@@ -36,7 +40,7 @@ def clear_stale_build_locks(extensions_dir: Path) -> list[Path]:
     Raises:
         ConfigError: The owner of a lock hangs or is unknown, or the lock cannot be removed.
     """
-    locks = [lock for lock in sorted(extensions_dir.glob("**/lock")) if lock.is_file()]
+    locks = [lock for lock in _locks_of_builds(extensions_dir) if lock.is_file()]
     if not locks:
         return []
     owners = _processes_with_open(locks)
@@ -68,6 +72,12 @@ def clear_stale_build_locks(extensions_dir: Path) -> list[Path]:
             ) from error
         removed.append(lock)
     return removed
+
+
+def _locks_of_builds(extensions_dir: Path) -> list[Path]:
+    """Return the locks of ops. Torch may have a folder for each version of Python and CUDA around the ops' folders."""
+    found = sorted([*extensions_dir.glob("*/lock"), *extensions_dir.glob("*/*/lock")])
+    return [lock for lock in found if lock.parent.name in _OPS or lock.with_name("build.ninja").exists()]
 
 
 def _processes_with_open(files: Iterable[Path]) -> dict[Path, int]:

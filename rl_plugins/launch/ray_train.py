@@ -21,6 +21,7 @@ from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.launch.gpu_checks import check_nodes
 from rl_plugins.launch.gpus import local_gpus
+from rl_plugins.launch.own_ray import listen_on_loopback, start_own_ray
 from rl_plugins.launch.placement import (
     ENGINES,
     WORKERS,
@@ -59,6 +60,8 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
             worker raised a `ConfigError`.
         RuntimeError: Training failed more often than `placement.max_restarts` allows.
     """
+    if not os.environ.get("RAY_ADDRESS"):
+        listen_on_loopback()
     import ray
 
     started_in = Path.cwd()
@@ -287,27 +290,21 @@ def start_ray(environment: dict[str, str]) -> None:
 
     options: dict[str, Any] = {
         "runtime_env": {"env_vars": environment},
-        "logging_level": logging.ERROR,
         # Warnings of Ray's helper processes do not concern the run.
         "logging_config": ray.LoggingConfig(encoding="TEXT", log_level="ERROR"),
     }
-    if not os.environ.get("RAY_ADDRESS"):
-        # Ray Train asks the state API of the dashboard if its controller is alive. Without an address it may ask
-        # another Ray on this machine, which does not know the controller, and then the workers are killed.
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
-        # A local Ray has no nodes that could be preempted, and Ray reports an error for the watcher.
-        environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-        options |= {
-            # Without this value Ray would connect to a cluster that already runs on this machine.
-            "address": "local",
-            "include_dashboard": True,
-            "dashboard_port": port,
-            "object_store_memory": _OBJECT_STORE_BYTES,
-        }
-    ray.init(**options)
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(logging_level=logging.ERROR, **options)
+        return
+    # Ray Train asks the state API of the dashboard if its controller is alive. Without an address it may ask
+    # another Ray on this machine, which does not know the controller, and then the workers are killed.
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
+    # A local Ray has no nodes that could be preempted, and Ray reports an error for the watcher.
+    environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+    start_own_ray(include_dashboard=True, dashboard_port=port, object_store_memory=_OBJECT_STORE_BYTES, **options)
 
 
 def wait_until_project_is_unpacked(folder: Path, nodes: Sequence[Mapping[str, Any]]) -> None:

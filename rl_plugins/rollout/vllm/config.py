@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -117,10 +118,13 @@ class VLLMConfig(EngineOptions):
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of the engine's process."""
+        # vLLM sends no usage report, unless the user wants the report.
+        usage = {"VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1")}
         if self.device == "cuda":
             # Weight updates send CUDA IPC handles, because engine and trainer share a GPU.
-            return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+            return {**usage, "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
         return {
+            **usage,
             **CPU_ENVIRONMENT,
             "OMP_NUM_THREADS": str(self.threads),
             "VLLM_LOGGING_LEVEL": "ERROR",

@@ -68,6 +68,25 @@ def test_clear_stale_build_locks_leaves_other_files(tmp_path, lock):
     assert len(list(lock.parent.iterdir())) == 3
 
 
+def test_clear_stale_build_locks_leaves_locks_of_other_programs(tmp_path):
+    files = [tmp_path / name for name in ("lock", "program/lock", "program/data/lock", "py311_cpu/own_op/deep/lock")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    (tmp_path / "py311_cpu" / "own_op" / "build.ninja").touch()
+    assert clear_stale_build_locks(tmp_path) == []
+    assert all(file.exists() for file in files)
+
+
+def test_clear_stale_build_locks_removes_the_lock_beside_the_build_of_any_op(tmp_path):
+    locks = [tmp_path / name / "lock" for name in ("own_op", "py311_cpu/own_op")]
+    for lock in locks:
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+        lock.with_name("build.ninja").touch()
+    assert clear_stale_build_locks(tmp_path) == sorted(locks)
+
+
 def test_clear_stale_build_locks_accepts_a_missing_folder(tmp_path):
     assert clear_stale_build_locks(tmp_path / "absent") == []
 

@@ -43,6 +43,14 @@ def test_engine_on_cpu_has_plain_weights_and_one_thread() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_engine_sends_no_usage_report_unless_the_user_asks(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
+    assert VLLMConfig("m", device=device).environment["VLLM_NO_USAGE_STATS"] == "1"
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
+    assert VLLMConfig("m", device=device).environment["VLLM_NO_USAGE_STATS"] == "0"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_engine_arguments_name_the_executor_of_one_or_several_processes(device: Any) -> None:
     for size, executor in ((1, "OneProcessExecutor"), (2, "OneForAllExecutor")):
         arguments = VLLMConfig("m", device=device, tensor_parallel_size=size).engine_arguments()

@@ -1,0 +1,43 @@
+"""Ray of a run's own is closed to the network and to other users of the machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rl_plugins.tests.patience import patient
+
+# Starts Ray and one worker, and prints the addresses of all listening sockets of Ray's processes.
+START = """
+from rl_plugins.launch.own_ray import start_own_ray
+start_own_ray(num_cpus=1, include_dashboard=True, object_store_memory=10**8)
+import psutil, ray
+ray.get(ray.remote(lambda: None).remote())
+for process in psutil.Process().children(recursive=True):
+    for connection in process.net_connections("inet"):
+        if connection.status == psutil.CONN_LISTEN:
+            print(process.name(), connection.laddr.ip, connection.laddr.port)
+"""
+
+
+def test_own_ray_listens_on_the_loopback_address_in_a_closed_folder() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    # Paths of Ray's sockets must be short.
+    with TemporaryDirectory(dir="/tmp") as folder:
+        outcome = subprocess.run(
+            [sys.executable, "-c", START],
+            env={**environment, "HOME": folder, "RAY_TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=patient(120),
+        )
+        assert outcome.returncode == 0, outcome.stderr
+        listening = [line.split() for line in outcome.stdout.splitlines()]
+        assert len(listening) > 3
+        assert [line for line in listening if line[1] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")] == []
+        (closed,) = Path(folder).glob("ray-*")
+        assert closed.stat().st_mode & 0o777 == 0o700 and list(closed.glob("ray/session_*"))
+        assert (Path(folder) / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,98 @@
+"""Ray of a run's own, closed to other users of the machine and to the network.
+
+Without an address, a run starts Ray on its machine. Ray then listens on the loopback address, and asks for the token in
+`~/.ray/auth_token`. The token and the folder of Ray's sessions are for the user of the run alone: Ray by itself
+writes the token with the rights of all new files, and opens its folder to all users.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.errors import ConfigError
+
+_TOKEN_BYTES = 32
+
+
+def listen_on_loopback() -> None:
+    """Let a Ray that this process starts listen on the loopback address. Call it before the first import of Ray."""
+    # Ray's only switch: Ray replaces `_node_ip_address="127.0.0.1"` by an outside address.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+
+def start_own_ray(**options: Any) -> None:
+    """Start Ray on this machine.
+
+    Args:
+        options: further arguments of `ray.init`.
+
+    Raises:
+        ConfigError: the folder or the token belongs to another user, or cannot be written.
+    """
+    listen_on_loopback()
+    import ray
+
+    protect_token()
+    # Without the address, Ray would connect to a cluster that already runs on this machine.
+    ray.init(address="local", _temp_dir=str(session_folder()), logging_level=logging.ERROR, **options)
+
+
+def session_folder() -> Path:
+    """Return the folder for Ray's sessions, inside a folder that only this user can enter.
+
+    Raises:
+        ConfigError: another user owns the folder, or the folder cannot be made.
+    """
+    # Ray opens its folder to all users, so the folder around it is closed.
+    closed = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / f"ray-{os.geteuid()}"
+    try:
+        closed.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Ray's folder {closed} cannot be made ({error.strerror}): set RAY_TMPDIR") from error
+    status = closed.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"Ray's folder {closed} is a link or belongs to another user (uid {status.st_uid}): delete it, or set "
+            "RAY_TMPDIR to a folder of your own"
+        )
+    closed.chmod(0o700)
+    return closed / "ray"
+
+
+def protect_token() -> None:
+    """Make the token of this user's Rays if there is none, and let no other user read the token.
+
+    A token from the variables of Ray stays as the user gave the token.
+
+    Raises:
+        ConfigError: another user owns the token, or the token cannot be written.
+    """
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    token = Path.home() / ".ray" / "auth_token"
+    try:
+        token.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not token.exists():
+            # Another run may start at the same moment: each makes a whole file, and the first file stays.
+            new = token.with_name(f"auth_token-{os.getpid()}")
+            new.touch(mode=0o600)
+            new.write_text(secrets.token_hex(_TOKEN_BYTES))
+            try:
+                os.link(new, token)
+            except FileExistsError:
+                pass
+            finally:
+                new.unlink()
+        if token.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            token.chmod(0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"Ray's token {token} cannot be made private ({error.strerror}): give {token.parent} to your user, or set "
+            "HOME to a folder of your own"
+        ) from error

@@ -1,0 +1,110 @@
+"""Folder and token of a run's own Ray are for one user."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.own_ray import protect_token, session_folder
+from rl_plugins.tests.other_user import OTHER_USER, needs_root, run_as_other_user
+
+READ = """
+try:
+    print(open(sys.argv[1]).read())
+except PermissionError:
+    print("refused")
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give the test a home that all users can enter, as on many machines."""
+    with TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        monkeypatch.setenv("HOME", folder)
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+            monkeypatch.delenv(name, raising=False)
+        yield Path(folder)
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_session_folder_is_in_a_folder_of_one_user(home: Path) -> None:
+    folder = session_folder()
+    assert folder == session_folder() == home / f"ray-{os.geteuid()}" / "ray"
+    assert mode(folder.parent) == 0o700
+    folder.parent.chmod(0o777)
+    session_folder()
+    assert mode(folder.parent) == 0o700
+
+
+def test_session_folder_refuses_a_link_and_a_folder_that_cannot_be_made(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "elsewhere").mkdir()
+    link = home / f"ray-{os.geteuid()}"
+    link.symlink_to(home / "elsewhere")
+    with pytest.raises(ConfigError, match=f"{link} is a link or belongs to another user .* set RAY_TMPDIR"):
+        session_folder()
+    (home / "file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(home / "file"))
+    with pytest.raises(ConfigError, match=r"cannot be made .*: set RAY_TMPDIR"):
+        session_folder()
+
+
+@needs_root
+def test_session_folder_refuses_a_folder_of_another_user(home: Path) -> None:
+    squatted = home / f"ray-{os.geteuid()}"
+    squatted.mkdir()
+    os.chown(squatted, OTHER_USER, OTHER_USER)
+    with pytest.raises(ConfigError, match=f"belongs to another user .uid {OTHER_USER}.: delete it"):
+        session_folder()
+
+
+@needs_root
+def test_session_folder_keeps_out_another_user() -> None:
+    folder = session_folder()
+    folder.mkdir(mode=0o777)
+    (folder / "log").touch()
+    assert run_as_other_user(READ, str(folder / "log")) == "refused\n"
+
+
+def test_protect_token_makes_one_private_token(home: Path) -> None:
+    protect_token()
+    token = home / ".ray" / "auth_token"
+    first = token.read_text()
+    assert len(first) == 64 and mode(token) == 0o600
+    protect_token()
+    assert token.read_text() == first and list(token.parent.iterdir()) == [token]
+
+
+@needs_root
+def test_protect_token_hides_a_token_that_ray_has_made(home: Path) -> None:
+    token = home / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("secret")
+    token.chmod(0o644)
+    assert run_as_other_user(READ, str(token)) == "secret\n"
+    protect_token()
+    assert run_as_other_user(READ, str(token)) == "refused\n"
+    assert token.read_text() == "secret"
+
+
+def test_protect_token_leaves_the_token_of_the_environment(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of the cluster")
+    protect_token()
+    assert not (home / ".ray").exists()
+
+
+def test_protect_token_names_a_token_that_cannot_be_written(home: Path) -> None:
+    (home / ".ray").touch()
+    with pytest.raises(ConfigError, match=f"token {home}/.ray/auth_token cannot be made private"):
+        protect_token()
