@@ -36,7 +36,12 @@ SOME = {
     "zero3": ["lora bf16-mixed"],
     "fsdp": ["bf16-mixed"],
 }
-NEEDS_GPU = {("environment", "faults"), ("packed_attention", "kernel bfloat16")}
+NEEDS_GPU = {
+    ("environment", "faults"),
+    ("packed_attention", "kernel bfloat16"),
+    ("liger", "blocks"),
+    ("liger", "output head"),
+}
 
 
 def three_cases(place: Place) -> Iterable[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from rl_plugins.config.placement import POOLS
@@ -21,6 +22,7 @@ def check_options(config: RecipeConfig) -> None:
     for check in (
         _check_validation,
         _check_launcher,
+        _check_kernels,
         _check_parallelism,
         _check_data,
         _check_schedule,
@@ -69,8 +71,8 @@ def _check_launcher(config: RecipeConfig) -> None:
         raise ConfigError("launcher=local runs in one process, without Ray and vLLM: add rollout.engine=transformers")
 
 
-def _check_parallelism(config: RecipeConfig) -> None:
-    strategy, workers = config.strategy, config.placement.num_workers
+def _check_kernels(config: RecipeConfig) -> None:
+    strategy = config.strategy
     if config.model.compile and config.launcher == "ray":
         if strategy.name == "zero" and strategy.zero_stage == 3:
             raise ConfigError(
@@ -82,6 +84,23 @@ def _check_parallelism(config: RecipeConfig) -> None:
                 f"model.compile=true has not been tried with strategy.tensor_parallel={strategy.tensor_parallel}: set "
                 "strategy.tensor_parallel=1"
             )
+    if not config.model.liger:
+        return
+    if find_spec("liger_kernel") is None:
+        raise ConfigError(
+            "model.liger=true: liger-kernel is not installed: pip install 'rl-plugins[liger]', or leave model.liger out"
+        )
+    size = strategy.tensor_parallel
+    for option, is_set in {
+        "model.compile=true": config.model.compile,
+        f"strategy.tensor_parallel={size}": size > 1,
+    }.items():
+        if is_set:
+            raise ConfigError(f"model.liger=true has not been tried with {option}: leave one of them out")
+
+
+def _check_parallelism(config: RecipeConfig) -> None:
+    strategy, workers = config.strategy, config.placement.num_workers
     if strategy.name == "fsdp" and strategy.zero_stage != 3:
         raise ConfigError(
             f"strategy.zero_stage={strategy.zero_stage}: FSDP2 always shards parameters, as stage 3 does: leave the "

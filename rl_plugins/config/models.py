@@ -70,6 +70,8 @@ class ModelConfig(Settings):
         gradient_checkpointing: compute activations again in the backward pass.
         compile: compile the blocks of the models in the training workers with `torch.compile`. The first steps take
             longer.
+        liger: run norms, rotary positions, MLPs and output heads of the models in the training workers by the Triton
+            kernels of Liger (`pip install 'rl-plugins[liger]'`); on GPUs only.
         lora: adapter of the policy; off by default.
     """
 
@@ -77,6 +79,7 @@ class ModelConfig(Settings):
     precision: Annotated[str | None, one_of(None, "32-true", "bf16-true", "bf16-mixed")] = None
     gradient_checkpointing: bool = False
     compile: bool = False
+    liger: bool = False
     lora: LoraConfig = field(default_factory=no_adapter)
 
 

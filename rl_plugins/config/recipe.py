@@ -155,7 +155,13 @@ class RecipeConfig(Settings):
         return self.rollout.dtype or ("float32" if self.precision == "32-true" else "bfloat16")
 
     def set_device(self, device: str) -> None:
-        """Set the device of the run, `cpu` or `cuda`, and the precision that follows from the device."""
+        """Set the device of the run, `cpu` or `cuda`, and the precision that follows from the device.
+
+        Raises:
+            ConfigError: The kernels of Liger do not run on the device.
+        """
+        if self.model.liger and device == "cpu":
+            raise ConfigError("model.liger=true: the kernels of Liger run on GPUs, and the run is on CPU: leave it out")
         self.placement.device = device
         self.model.precision = self.precision
 

@@ -28,6 +28,7 @@ from rl_plugins.callbacks.checkpoint_artifacts import CheckpointReference
 from rl_plugins.callbacks.compiled_blocks import CompiledBlocks
 from rl_plugins.callbacks.divergence_guard import DivergenceGuard
 from rl_plugins.callbacks.graceful_stop import GracefulStop
+from rl_plugins.callbacks.liger_kernels import LigerKernels
 from rl_plugins.callbacks.progress import DataReport, StepProgress, redraw_interval_s
 from rl_plugins.callbacks.report import Curves, RunReport
 from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
@@ -195,6 +196,8 @@ class TrainingRun:
         ]
         if config.model.compile:
             callbacks.append(CompiledBlocks())
+        if config.model.liger:
+            callbacks.append(LigerKernels())
         if config.debug.dump_rollouts:
             callbacks.append(RolloutDump(folder.rollouts, keep_last=config.debug.dump_rollouts))
         if config.debug.replay:

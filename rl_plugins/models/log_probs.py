@@ -25,11 +25,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from rl_plugins.models.liger import fused_log_probs, has_liger
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.token_distributions import (
     ColumnSpec,
     accumulation_dtype,
+    cast_as_linear,
     chunked_head_columns,
     distribution_columns,
     logits_at_once,
@@ -54,7 +56,7 @@ class ResponseLogProbs:
     """
 
     log_probs_BT: Tensor
-    entropy_BT: Tensor
+    entropy_BT: Tensor | None = None
     sum_pi_squared_BT: Tensor | None = None
     top_ids_BTK: Tensor | None = None
     top_log_probs_BTK: Tensor | None = None
@@ -95,6 +97,7 @@ def response_log_probs(
     response_width: int,
     temperature: float = 1.0,
     sum_pi_squared: bool = False,
+    entropy: bool = True,
     entropy_gradient: bool = False,
     top_k: int = 0,
     tokens_BTK: Tensor | None = None,
@@ -113,6 +116,7 @@ def response_log_probs(
         response_width: Number of response columns, T.
         temperature: Divisor of the logits.
         sum_pi_squared: Return `sum_pi_squared_BT`.
+        entropy: Return `entropy_BT`. If False, a model with kernels of Liger runs a fused head for log-probs alone.
         entropy_gradient: Give `entropy_BT` a gradient.
         top_k: Number of most likely tokens to return as `top_ids_BTK` and `top_log_probs_BTK`, at most the size of the
             vocabulary.
@@ -132,6 +136,7 @@ def response_log_probs(
             response_width=response_width,
             temperature=temperature,
             sum_pi_squared=sum_pi_squared,
+            entropy=entropy,
             top_k=top_k,
             packed=packed,
         )
@@ -140,6 +145,8 @@ def response_log_probs(
     real_tokens = attention_mask_BS[:, prompt_width:].nonzero(as_tuple=True)
     tokens_N = input_ids_BS[:, prompt_width:][real_tokens]
     extra_NJ = None if tokens_BTK is None else tokens_BTK[real_tokens]
+    # Liger's kernel has no temperature.
+    is_fused = not entropy and columns == ColumnSpec() and extra_NJ is None and has_liger(model)
     inputs: dict[str, Any] = {
         "input_ids": input_ids_BS,
         "attention_mask": attention_mask_BS,
@@ -165,6 +172,8 @@ def response_log_probs(
 
         def columns_of_hidden(hidden: Tensor) -> Tensor:
             hidden_NH = hidden[0] if packed else hidden[:, :-1][real_tokens]
+            if is_fused and len(tokens_N):
+                return _fused_columns(head, hidden_NH, tokens_N)[None]
             return _columns_of_hidden(head, forward, hidden_NH, tokens_N, columns, extra_NJ)[None]
 
         # The columns are returned as the output of the head, so that hooks on the output gather the weight in backward.
@@ -180,10 +189,10 @@ def response_log_probs(
         if tokens_BTK is not None:
             extra_NJ = nn.functional.pad(tokens_BTK, (0, 0, 0, 1)).flatten(0, 1)
         all_NC = distribution_columns(logits_NV, next_tokens_BT.reshape(-1), columns, extra_NJ)
-        return _by_name(all_NC.view(*next_tokens_BT.shape, -1)[:, :-1], columns)
+        return _by_name(all_NC.view(*next_tokens_BT.shape, -1)[:, :-1], columns, entropy=entropy)
     columns_BTC = columns_NC.new_zeros(len(input_ids_BS), response_width, columns_NC.shape[-1])
     columns_BTC[real_tokens] = columns_NC
-    return _by_name(columns_BTC, columns)
+    return _by_name(columns_BTC, columns, entropy=entropy)
 
 
 def _columns_of_hidden(
@@ -201,18 +210,25 @@ def _columns_of_hidden(
     return chunked_head_columns(hidden_NH, head.weight, head.bias, tokens_N, columns, extra_NJ, rows=rows)
 
 
-def _by_name(columns_BTC: Tensor, columns: ColumnSpec) -> ResponseLogProbs:
+def _fused_columns(head: nn.Linear, hidden_NH: Tensor, tokens_N: Tensor) -> Tensor:
+    """Return the column of log-probs alone [N, 1]."""
+    inputs = cast_as_linear(hidden_NH, head.weight, head.bias)
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        return fused_log_probs(*inputs, tokens_N)[:, None]
+
+
+def _by_name(columns_BTC: Tensor, columns: ColumnSpec, *, entropy: bool = True) -> ResponseLogProbs:
     """Name the columns of `distribution_columns`.
 
     Their order is log-prob, entropy, sum of squared probabilities (optional), `top_k` log-probs, `top_k` ids, and the
     log-probs of extra tokens.
     """
-    entropy_BT = columns_BTC[..., 1]
+    entropy_BT = columns_BTC[..., 1] if entropy else None
     fixed, extra_BTK = columns_BTC[..., : columns.num_fixed].detach(), columns_BTC[..., columns.num_fixed :]
     tops, ids = fixed[..., fixed.shape[-1] - 2 * columns.top_k :].tensor_split(2, dim=-1)
     return ResponseLogProbs(
         columns_BTC[..., 0],
-        entropy_BT if columns.entropy_gradient else entropy_BT.detach(),
+        entropy_BT if entropy_BT is None or columns.entropy_gradient else entropy_BT.detach(),
         fixed[..., 2] if columns.sum_pi_squared else None,
         ids.long() if columns.top_k else None,
         tops if columns.top_k else None,

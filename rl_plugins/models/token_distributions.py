@@ -216,15 +216,19 @@ def chunked_head_columns(
         extra_NJ: Ids of extra tokens whose log-probs are computed, too.
         rows: Number of positions in a chunk.
     """
-    device = hidden_NH.device.type
-    if torch.is_autocast_enabled(device) and hidden_NH.dtype != torch.float64:
-        # Autocast casts the inputs of a linear layer, but not of a custom function.
-        dtype = torch.get_autocast_dtype(device)
-        hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
-        bias_V = None if bias_V is None else bias_V.to(dtype)
-    with torch.autocast(device, enabled=False):
+    hidden_NH, weight_VH, bias_V = cast_as_linear(hidden_NH, weight_VH, bias_V)
+    with torch.autocast(hidden_NH.device.type, enabled=False):
         result_NC: Tensor = _ChunkedHead.apply(hidden_NH, weight_VH, bias_V, tokens_N, extra_NJ, columns, rows)
     return result_NC
+
+
+def cast_as_linear(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast the inputs of a linear layer as autocast does, which casts no inputs of a custom function."""
+    device = hidden_NH.device.type
+    if not torch.is_autocast_enabled(device) or hidden_NH.dtype == torch.float64:
+        return hidden_NH, weight_VH, bias_V
+    dtype = torch.get_autocast_dtype(device)
+    return hidden_NH.to(dtype), weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
 
 
 class _ChunkedHead(torch.autograd.Function):

@@ -95,7 +95,7 @@ class ExperienceMaker:
                 samples.teacher_top_log_probs = teacher["top_log_probs"]
 
     def _log_probs(self, name: str, micro: Experience, *, sum_pi_squared: bool = False) -> dict[str, Tensor]:
-        result = self._passes.log_probs(name, micro, sum_pi_squared=sum_pi_squared)
+        result = self._passes.log_probs(name, micro, sum_pi_squared=sum_pi_squared, entropy=name == POLICY)
         columns = {
             "log_probs": result.log_probs_BT,
             "entropy": result.entropy_BT,

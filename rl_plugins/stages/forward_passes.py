@@ -81,7 +81,13 @@ class ForwardPasses:
         }
 
     def log_probs(
-        self, name: str, samples: Experience, *, sum_pi_squared: bool = False, entropy_gradient: bool = False
+        self,
+        name: str,
+        samples: Experience,
+        *,
+        sum_pi_squared: bool = False,
+        entropy: bool = True,
+        entropy_gradient: bool = False,
     ) -> ResponseLogProbs:
         """Run a causal language model over a micro-batch; see `response_log_probs`."""
         with self._running(name) as model:
@@ -90,6 +96,7 @@ class ForwardPasses:
                 **self.inputs(samples),
                 temperature=self.temperature,
                 sum_pi_squared=sum_pi_squared,
+                entropy=entropy,
                 entropy_gradient=entropy_gradient,
                 top_k=self.teacher_top_k if name == TEACHER else 0,
                 # The policy learns from the log-probs of the teacher's most likely tokens.

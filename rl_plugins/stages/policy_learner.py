@@ -138,12 +138,13 @@ class PolicyLearner:
             micro = mini_batch[indices].trimmed().to(self._passes.device)
             current = self._passes.log_probs(POLICY, micro, entropy_gradient=self._algorithm.entropy.active)
             old_BT = current.log_probs_BT.detach() if current_is_old else computed(micro.old_log_probs)
+            entropy_BT = computed(current.entropy_BT)
             tensors = self._algorithm.corrected(
                 {
                     **micro.named_tensors(),
                     "log_probs_BT": current.log_probs_BT,
                     "old_log_probs_BT": old_BT,
-                    "entropy_BT": current.entropy_BT,
+                    "entropy_BT": entropy_BT,
                     "top_log_probs_BTK": current.log_probs_BTK,
                 }
             )
@@ -157,7 +158,7 @@ class PolicyLearner:
             has_old_log_probs = self._updates > 1 and not self._ratio_to_rollout
             before_BT = old_BT if has_old_log_probs else current.log_probs_BT.detach()
             gap = (before_BT - micro.rollout_log_probs).abs()
-            metrics.add_each({**values, "entropy": current.entropy_BT}, tensors["response_mask_BT"])
+            metrics.add_each({**values, "entropy": entropy_BT}, tensors["response_mask_BT"])
             metrics.add({"rollout_gap": gap}, micro.response_mask, maximum=True)
             # DeepSpeed averages gradients over ranks, so the loss of a rank is scaled up by the number of ranks.
             metrics.add_sum("loss", loss.detach() / (world_size * self._updates))

@@ -184,5 +184,5 @@ class PreferenceLearner:
     def _log_probs(self, name: str, samples: Experience) -> Tensor:
         """Return the log-prob of each response, which is the sum over its tokens, [R]."""
         micro = samples.trimmed().to(self.passes.device)
-        log_probs_BT = self.passes.log_probs(name, micro).log_probs_BT
+        log_probs_BT = self.passes.log_probs(name, micro, entropy=False).log_probs_BT
         return torch.where(micro.response_mask.bool(), log_probs_BT, 0).sum(dim=-1)

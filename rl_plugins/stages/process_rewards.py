@@ -177,7 +177,8 @@ class ProcessRewards:
         return columns["log_probs"]
 
     def _log_probs(self, name: str, micro: Experience) -> Tensor:
-        return response_log_probs(self._strategy.model_engine(name), **self._passes.inputs(micro)).log_probs_BT
+        engine, inputs = self._strategy.model_engine(name), self._passes.inputs(micro)
+        return response_log_probs(engine, **inputs, entropy=False).log_probs_BT
 
     def _add_opponents(self, targets: TensorDict, log_probs_BT: Tensor, samples: Experience) -> None:
         """Add the opponents of each sample's preference, by the model before the update."""

@@ -65,7 +65,7 @@ class SFT(Stage):
         micro_batches = self.passes.micro_batches(examples)
         for position, indices in enumerate(micro_batches):
             micro = examples[indices].trimmed().to(self.passes.device)
-            log_probs_BT = self.passes.log_probs(POLICY, micro).log_probs_BT
+            log_probs_BT = self.passes.log_probs(POLICY, micro, entropy=False).log_probs_BT
             loss = aggregate(-log_probs_BT, micro.response_mask, "token-mean", counts)
             self._loss = self._loss + loss.detach().cpu() / self.strategy.ranks.world_size
             yield loss, position == len(micro_batches) - 1

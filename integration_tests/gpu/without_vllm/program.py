@@ -41,6 +41,7 @@ SECTIONS = {
     "host_memory": Section(f"{_PACKAGE}.host_memory.cases", 120),
     "packed_attention": Section(f"{_PACKAGE}.packed_attention.cases", 120),
     "output_head": Section(f"{_PACKAGE}.output_head.cases", 120),
+    "liger": Section(f"{_PACKAGE}.liger.cases", 180),
     "adamw": Section(f"{_PACKAGE}.adamw.cases", 120),
     "cuda_ipc": Section(f"{_PACKAGE}.cuda_ipc.cases", 180),
 }

@@ -59,6 +59,7 @@ CHECKS: dict[str, list[Case]] = {
             ["model.compile=true", "strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=2"],
             ["strategy.tensor_parallel=2", "strategy.tensor_parallel=1"],
         ),
+        (["model.liger=true"], ["model.liger=true", "not installed", "pip install 'rl-plugins[liger]'"]),
         (
             ["strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=2", "model.lora.rank=4"],
             ["model.lora.rank=4", "tensor_parallel=1"],

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from rl_plugins.data.experience import computed
 from rl_plugins.models import log_probs as module
 from rl_plugins.strategies.fsdp import Meshes, shard
 from rl_plugins.tests.models.memory import at_once
@@ -35,7 +36,7 @@ def check(rank: int, mesh: DeviceMesh, model: Any, *, head_is_last: bool = True,
         assert torch.equal(result.log_probs_BT[mask], whole.log_probs_BT[mask])
         head = model.get_output_embeddings()
         assert module.last_linear_head(model, {}) is (head if head_is_last else None)
-        loss = result.log_probs_BT[mask].sum() + entropy_weight * result.entropy_BT[mask].sum()
+        loss = result.log_probs_BT[mask].sum() + entropy_weight * computed(result.entropy_BT)[mask].sum()
         loss.backward()
         for name, parameter in model.named_parameters():
             assert isinstance(parameter.grad, DTensor)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_plugins.data.experience import Experience
+from rl_plugins.data.experience import Experience, computed
 from rl_plugins.models import token_distributions
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs, token_log_probs
 from rl_plugins.models.tiny import build_model
@@ -43,15 +43,17 @@ def test_token_log_probs_of_any_chunk_size_equal_log_softmax(
     chunked = token_log_probs(logits, tokens, temperature, sum_pi_squared=True, entropy_gradient=entropy_gradient)
     assert chunked.sum_pi_squared_BT is not None and not chunked.sum_pi_squared_BT.requires_grad
     share = 0.4 if entropy_gradient else 0.0
-    (gradient,) = torch.autograd.grad((weights * chunked.log_probs_BT + share * chunked.entropy_BT).sum(), logits)
+    (gradient,) = torch.autograd.grad(
+        (weights * chunked.log_probs_BT + share * computed(chunked.entropy_BT)).sum(), logits
+    )
     expected, entropy = plain(logits, tokens, temperature)
     (expected_gradient,) = torch.autograd.grad((weights * expected + share * entropy).sum(), logits)
     torch.testing.assert_close(chunked.log_probs_BT, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(chunked.entropy_BT, entropy, rtol=1e-12, atol=1e-12, check_stride=False)
+    torch.testing.assert_close(computed(chunked.entropy_BT), entropy, rtol=1e-12, atol=1e-12, check_stride=False)
     squares = (logits / temperature).softmax(dim=-1).square().sum(dim=-1)
     torch.testing.assert_close(chunked.sum_pi_squared_BT, squares, rtol=1e-12, atol=1e-12)
-    assert chunked.entropy_BT.requires_grad == entropy_gradient
+    assert computed(chunked.entropy_BT).requires_grad == entropy_gradient
 
 
 def test_token_log_probs_of_bfloat16_logits_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +64,7 @@ def test_token_log_probs_of_bfloat16_logits_are_computed_in_float32(monkeypatch:
     assert chunked.log_probs_BT.dtype == torch.float32
     expected, entropy = plain(low.double(), tokens, 0.7)
     torch.testing.assert_close(chunked.log_probs_BT.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(chunked.entropy_BT.double(), entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(computed(chunked.entropy_BT).double(), entropy, rtol=1e-5, atol=1e-5)
 
 
 class Logits(torch.nn.Module):
@@ -109,7 +111,7 @@ def test_response_log_probs_with_and_without_padding_equal_a_plain_forward(tempe
     pairs = random_samples(*LENGTHS, vocabulary=256)
     padded = run(model, batch_of(pairs), temperature)
     assert padded.log_probs_BT.shape == (len(pairs), 6)
-    assert padded.log_probs_BT.isfinite().all() and padded.entropy_BT.isfinite().all()
+    assert padded.log_probs_BT.isfinite().all() and computed(padded.entropy_BT).isfinite().all()
     for sample, (prompt, response) in enumerate(pairs):
         alone = run(model, batch_of([(prompt, response)]), temperature)
         length = len(response)
@@ -121,7 +123,7 @@ def test_response_log_probs_with_and_without_padding_equal_a_plain_forward(tempe
         for result in (alone, padded):
             row = 0 if result is alone else sample
             torch.testing.assert_close(result.log_probs_BT[row, :length], expected[0], rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(result.entropy_BT[row, :length], entropy[0], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(computed(result.entropy_BT)[row, :length], entropy[0], rtol=1e-9, atol=1e-9)
 
 
 def test_response_log_probs_gradient_ignores_padding() -> None:

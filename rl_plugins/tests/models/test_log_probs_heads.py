@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rl_plugins.data.experience import computed
 from rl_plugins.models import log_probs as module
 from rl_plugins.models.log_probs import last_linear_head, replaced_forward, response_log_probs
 from rl_plugins.tests.loops import for_each
@@ -158,7 +159,7 @@ def test_response_log_probs_equal_plain_logits_for_any_head(
     assert all(tensor.isfinite().all() for tensor in vars(result).values() if tensor is not None)
     assert not result.sum_pi_squared_BT.requires_grad
     mask = batch.response_mask.bool()
-    got = [result.log_probs_BT[mask], result.entropy_BT[mask], result.sum_pi_squared_BT[mask]]
+    got = [result.log_probs_BT[mask], computed(result.entropy_BT)[mask], result.sum_pi_squared_BT[mask]]
     expected = plain_columns(model, samples, 0.7)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

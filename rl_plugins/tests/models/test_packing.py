@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rl_plugins.data.experience import computed
 from rl_plugins.errors import ConfigError
 from rl_plugins.models import log_probs as module
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
@@ -35,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def gradients(model: Any, result: ResponseLogProbs, mask: Tensor) -> list[Tensor]:
     model.zero_grad()
     weights = torch.randn(2, int(mask.sum()), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    (weights[0] * result.log_probs_BT[mask] + weights[1] * result.entropy_BT[mask]).sum().backward()
+    (weights[0] * result.log_probs_BT[mask] + weights[1] * computed(result.entropy_BT)[mask]).sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_plugins.data.experience import Experience
+from rl_plugins.data.experience import Experience, computed
 from rl_plugins.models import packing as module
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.models.packed_attention import use_packed_attention
@@ -88,7 +88,7 @@ def test_shared_prompts_give_log_probs_and_gradients_of_padded_samples(
         result = response_log_probs(
             model, **forward_arguments(samples), temperature=0.7, entropy_gradient=True, packed=is_packed
         )
-        (weights_N * result.log_probs_BT[mask] + result.entropy_BT[mask]).sum().backward()
+        (weights_N * result.log_probs_BT[mask] + computed(result.entropy_BT)[mask]).sum().backward()
         found.append([result.log_probs_BT[mask], *(parameter.grad for parameter in model.parameters())])
     assert rows[-1].shape == (1, tokens_once(GROUPS))
     assert_same(found, tolerance)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_plugins.data.experience import computed
 from rl_plugins.models import log_probs as module
 from rl_plugins.models.log_probs import last_linear_head, response_log_probs
 from rl_plugins.models.token_distributions import ColumnSpec, chunked_head_columns, distribution_columns
@@ -68,7 +69,7 @@ def test_top_k_and_given_tokens_equal_whole_logits(
     entropy = -(expected.exp() * expected).sum(dim=-1)
     parameters = list(model.parameters())
     losses = [
-        (weights * got).sum() + (result.log_probs_BT[mask] - 0.3 * result.entropy_BT[mask]).sum(),
+        (weights * got).sum() + (result.log_probs_BT[mask] - 0.3 * computed(result.entropy_BT)[mask]).sum(),
         (weights * wanted).sum() + (sampled - 0.3 * entropy).sum(),
     ]
     gradients, expected_gradients = (torch.autograd.grad(loss, parameters) for loss in losses)

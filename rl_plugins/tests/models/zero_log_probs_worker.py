@@ -16,6 +16,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
+from rl_plugins.data.experience import computed
 from rl_plugins.models import log_probs as module
 from rl_plugins.models.packed_attention import has_packed_attention, use_packed_attention
 from rl_plugins.tests.models.memory import at_once
@@ -65,7 +66,7 @@ def check(rank: int, model: nn.Module, *, packed: bool = False, head_is_last: bo
             head = engine.module.get_output_embeddings()
             assert "forward" not in head.__dict__
             assert module.last_linear_head(engine, {}) is (head if head_is_last else None)
-            loss = result.log_probs_BT[mask].sum() + entropy_weight * result.entropy_BT[mask].sum()
+            loss = result.log_probs_BT[mask].sum() + entropy_weight * computed(result.entropy_BT)[mask].sum()
             engine.backward(loss)
         got = {name: safe_get_full_grad(parameter) for name, parameter in engine.module.named_parameters()}
         assert got.keys() == expected[entropy_weight].keys()

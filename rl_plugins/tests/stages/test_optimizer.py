@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from rl_plugins.config.models import OptimizerConfig
 
@@ -20,3 +21,9 @@ def test_optimizer_config_factor_decays_after_warmup_to_lr_end() -> None:
     assert [config.factor(step) for step in range(9)] == pytest.approx(expected)
     rates = [OptimizerConfig(decay_steps=3).factor(step) for step in range(5)]
     assert rates == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0, 0.0])
+
+
+def test_optimizer_config_makes_a_fused_adamw() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = OptimizerConfig(lr=0.1).adamw([parameter])["optimizer"]
+    assert isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"] is True

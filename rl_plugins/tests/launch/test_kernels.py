@@ -1,0 +1,51 @@
+"""Options for kernels: the callbacks of a run, and combinations without a trial."""
+
+from __future__ import annotations
+
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.config import checks
+from rl_plugins.config.checks import check_options
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.training import TrainingRun
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.launch.configurations import configured, message_of
+from rl_plugins.tests.loops import for_each
+
+OPTIONS = ("model.path=model", "strategy.zero_stage=2")
+
+
+@for_each(
+    ("option", "expected"),
+    [("", set()), ("model.compile=true", {"CompiledBlocks"}), ("model.liger=true", {"LigerKernels"})],
+)
+def test_callbacks_of_a_run_have_the_kernels_of_the_option(tmp_path: Path, option: str, expected: set[str]) -> None:
+    config = configured("grpo", *OPTIONS, *([option] if option else []))
+    run = TrainingRun(
+        config=config,
+        folder=RunFolder(tmp_path),
+        strategy=None,
+        scorer=None,
+        checkpoint=None,
+        in_ray=False,
+        redraw_s=0,
+        started=0,
+    )
+    names = {type(callback).__name__ for callback in run.callbacks()}
+    assert names & {"CompiledBlocks", "LigerKernels"} == expected
+
+
+def test_liger_runs_on_gpus_and_not_with_compiled_or_cut_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: ModuleSpec(name, None))
+    config = configured("grpo", *OPTIONS, "model.liger=true")
+    check_options(config)
+    config.set_device("cuda")
+    with pytest.raises(ConfigError, match=r"model\.liger=true: the kernels of Liger run on GPUs"):
+        config.set_device("cpu")
+    compiled = configured("grpo", *OPTIONS, "model.liger=true", "model.compile=true")
+    assert "has not been tried with model.compile=true" in message_of(lambda: check_options(compiled))
+    cut = configured("grpo", "model.path=model", "model.liger=true", "strategy.name=fsdp", "strategy.tensor_parallel=2")
+    assert "has not been tried with strategy.tensor_parallel=2" in message_of(lambda: check_options(cut))
