@@ -155,7 +155,7 @@ def test_kernel_of_torch_2_11_is_called_without_enable_gqa() -> None:
 
 
 def test_cases_of_all_sections_run_on_cpu() -> None:
-    [(results, _)] = run_ranks(run_on_cpu, world_size=1)
+    [(results, _)] = run_ranks(run_on_cpu, world_size=1, timeout_s=540)
     assert {result.section for result in results} == set(SECTIONS)
     assert {name: [r.case for r in results if r.section == name] for name in SOME} == SOME
     assert not [result.message for result in results if result.status == FAILED]

@@ -396,7 +396,7 @@ class Algorithm:
     def _factors(self, inputs: Mapping[str, Any]) -> list[Tensor]:
         """Return the factors of each token's loss; the counts of the aggregation do not change with the factors.
 
-        A policy loss that takes `rollout_weights_BT` weighs the tokens itself.
+        A policy loss with the argument `rollout_weights_BT` weighs the tokens itself.
         """
         mask_BT = inputs["response_mask_BT"]
         names = ["loss_mask_BT"]

@@ -132,7 +132,7 @@ def _group_baseline(
     """Compute `B_t` of each sample from the sums `W_t`, [B, T]; the returns must be 0 at masked positions.
 
     Args:
-        members_B: True for the samples that count as members of their group; a lone member has no baseline.
+        members_B: True for the members of each group; a lone member has no baseline.
     """
     group_of_B, num_groups = group_numbers(groups_B)
 

@@ -189,8 +189,8 @@ def gmpo(
     depend on the split into micro-batches; this loss does not. A mean of `y` above `MAX_LOG_RATIO` is cut to the bound.
 
     Importance weights are a part of the geometric mean: `rho = exp(mean of (y + log weight))`. So with untruncated
-    weights and without clipping, `rho` is the geometric mean of the ratios to the policy that sampled. A token of
-    weight 0 is left out of both means.
+    weights and without clipping, `rho` is the geometric mean of the ratios to the sampling policy. A token of weight 0
+    is left out of both means.
 
     Args:
         advantages_BT: advantage of each token, usually the same for all tokens of a response.
