@@ -25,8 +25,7 @@ from transformers import PreTrainedModel
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter
-from rl_plugins.models.packed_attention import has_packed_attention
-from rl_plugins.models.stretches import boundaries
+from rl_plugins.models.packed_attention import boundaries, has_packed_attention
 from rl_plugins.strategies.gathering import gather_rows, inputs_of_pass
 
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedModel
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.stretches import boundaries
+from rl_plugins.models.packed_attention import boundaries
 from rl_plugins.strategies.gathering import gather_parts, gather_rows, inputs_of_pass, sizes_of
 
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

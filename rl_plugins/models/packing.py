@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.packed_attention import has_packed_attention
-from rl_plugins.models.stretches import boundaries
+from rl_plugins.models.packed_attention import boundaries, has_packed_attention
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from integration_tests.gpu.without_vllm.cases import Case, Place, Skipped, secon
 from integration_tests.gpu.without_vllm.kernel import takes_enable_gqa, use_kernel_of_this_torch
 from rl_plugins.models import packed_attention as module
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.models.packed_attention import has_kernel, packed_sdpa, use_packed_attention
-from rl_plugins.models.stretches import Stretches
+from rl_plugins.models.packed_attention import Stretches, has_kernel, packed_sdpa, use_packed_attention
 from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
 
 # Share of a norm: the kernels round in different orders.

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from rl_plugins.models import packed_attention as module
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.models.packed_attention import attend_at_once, has_kernel, use_packed_attention
-from rl_plugins.models.stretches import Stretches, boundaries
+from rl_plugins.models.packed_attention import Stretches, attend_at_once, boundaries, has_kernel, use_packed_attention
 from rl_plugins.tests.fake_cuda import FakeCuda
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.plain_varlen import PlainVarlen

@@ -14,10 +14,9 @@ from torch import Tensor
 from rl_plugins.data.experience import Experience, computed
 from rl_plugins.models import packing as module
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.models.packed_attention import use_packed_attention
+from rl_plugins.models.packed_attention import boundaries, use_packed_attention
 from rl_plugins.models.packing import first_of_prompt, pack
 from rl_plugins.models.scalar_head import load_scalar_head, response_scores, response_values
-from rl_plugins.models.stretches import boundaries
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.packed_attention import use_packed_attention
-from rl_plugins.models.stretches import boundaries
+from rl_plugins.models.packed_attention import boundaries, use_packed_attention
 from rl_plugins.strategies.sequence_parallel import SequenceShards, body_of, overlaps, part_of
 from rl_plugins.tests.ranks import run_ranks
 
