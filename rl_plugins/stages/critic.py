@@ -1,19 +1,37 @@
-"""Critic: settings, objective, and explained variance of its values."""
+"""Critic: its objective, its measure, and its training in a separate process with whole weights.
+
+A critic in the training workers is a model of the stage, like the policy. `CriticLearner` is a critic outside of them:
+it computes values, is trained, and is saved. Several processes can hold the same critic and train on parts of a
+mini-batch (data parallel). Each loss is divided by counts of the whole mini-batch. So the gradients of the processes
+are summed, and the step is the same for any number of processes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.inputs import one_rank
 from rl_plugins.algorithms.value_loss import value_loss
+from rl_plugins.config.models import CriticConfig
 from rl_plugins.data.experience import Experience, computed
+from rl_plugins.errors import CheckpointError
+from rl_plugins.models.lora import with_adapter
+from rl_plugins.models.packing import shares_prompts
+from rl_plugins.models.scalar_head import load_scalar_head, position_scores, response_values
 from rl_plugins.stages.metrics import TokenMetrics
+from rl_plugins.stages.micro_batches import Cutter, Lengths
 from rl_plugins.stages.optimizer import MicroBatchLoss
+
+_FILE = "critic.pt"
 
 
 @dataclass(frozen=True)
@@ -88,3 +106,178 @@ def explained_variance(
     if variance <= 1e-12 * squares:
         return float("nan")
     return 1 - (squared_errors - error * error / max(count, 1)) / variance
+
+
+@dataclass(frozen=True)
+class CriticTraining:
+    """Model and settings of a critic's training.
+
+    Attributes:
+        path: folder or name of the initial model.
+        config: settings of the critic.
+        gradient_clip: bound on the gradient's norm; 0 for none.
+        objective: objective of the critic.
+        computes_in: dtype of forward and backward passes; weights are held at least in float32.
+        gradient_checkpointing: recompute activations in the backward pass.
+        tokens_per_micro_batch: see `Cutter`.
+        packing: see `Cutter`.
+        seed: seed of an adapter's initial weights and of dropout.
+    """
+
+    path: str
+    config: CriticConfig
+    gradient_clip: float
+    objective: ValueObjective
+    computes_in: torch.dtype
+    gradient_checkpointing: bool
+    tokens_per_micro_batch: int
+    packing: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """Result of an update.
+
+    Attributes:
+        metrics: metrics of the rows of one process.
+        gradient_norm: norm of the whole gradient before clipping.
+        lr: learning rate of the update.
+    """
+
+    metrics: TokenMetrics
+    gradient_norm: float
+    lr: float
+
+
+class CriticLearner:
+    """The critic with its optimizer and schedule, alone or as one of the ranks of the default process group.
+
+    Args:
+        training: model and settings of the critic's training.
+        device: device of the critic.
+    """
+
+    def __init__(self, training: CriticTraining, device: str = "cpu") -> None:
+        self._training, self._device = training, device
+        self._is_low = training.computes_in in (torch.bfloat16, torch.float16)
+        torch.manual_seed(training.seed)
+        model: Any = load_scalar_head(
+            training.path,
+            dtype=torch.float32 if self._is_low else training.computes_in,
+            gradient_checkpointing=training.gradient_checkpointing,
+        )
+        self._model: nn.Module = with_adapter(model, training.config.lora).to(device)
+        self._trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        # One tensor for all gradients, so an update needs one collective.
+        self._gradients = torch.zeros(sum(p.numel() for p in self._trained.values()), dtype=model.dtype, device=device)
+        for parameter, part in zip(
+            self._trained.values(), self._gradients.split([p.numel() for p in self._trained.values()]), strict=True
+        ):
+            parameter.grad = part.view_as(parameter)
+        configured = training.config.optimizer.adamw(self._trained.values())
+        self._optimizer, self._schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+        self._updates = 0
+        self._rank, self._ranks = 0, 1
+        if torch.distributed.is_initialized():
+            self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            for parameter in self._trained.values():
+                torch.distributed.broadcast(parameter.data, src=0)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Trained weights by name."""
+        return {name: parameter.detach() for name, parameter in self._trained.items()}
+
+    @torch.no_grad()
+    def scores(self, rows: dict[str, Tensor], **options: Any) -> Tensor:
+        """Return `position_scores` of `rows`."""
+        self._model.eval()
+        with self._precision():
+            inputs: dict[str, Any] = {name: tensor.to(self._device) for name, tensor in rows.items()}
+            return position_scores(self._model, **inputs, **options).cpu()
+
+    def update(self, parts: Sequence[Experience], counts: GlobalCounts, *, last: bool) -> Learnt:
+        """Take one optimizer step on a mini-batch, of which this process has some rows. Collective.
+
+        Args:
+            parts: rows of this process, possibly none.
+            counts: global counts of the mini-batch of all processes, with `ranks` 1.
+            last: True for the last mini-batch of a step; the learning rate schedule then advances.
+        """
+        training, metrics = self._training, TokenMetrics()
+        mini_batch = Experience.concat(parts)
+        self._model.train()
+        # Dropout is the same in a resumed run.
+        torch.manual_seed(training.seed + self._updates * self._ranks + self._rank)
+        if len(mini_batch):
+            shared = training.packing and shares_prompts(self._model)
+            cutter = Cutter(training.tokens_per_micro_batch, training.packing, shared, one_rank)
+            indices = cutter.indices(Lengths.of(mini_batch))
+            for loss, _ in training.objective.losses(mini_batch, indices, self._values, counts, metrics, self._device):
+                loss.backward()
+        if self._ranks > 1:
+            torch.distributed.all_reduce(self._gradients)
+        norm = nn.utils.clip_grad_norm_(list(self._trained.values()), training.gradient_clip or float("inf"))
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=False)
+        self._updates += 1
+        if last:
+            self._schedule.step()
+        measured = TokenMetrics()
+        measured.take_in(metrics)
+        return Learnt(measured, float(norm), rate)
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, schedule and number of updates to `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "weights": self.weights,
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            "updates": self._updates,
+        }
+        torch.save(state, folder / _FILE)
+
+    def load(self, folder: Path) -> None:
+        """Restore the state of `save` from `folder`.
+
+        Raises:
+            CheckpointError: the folder has no such file, or the file belongs to another critic.
+        """
+        file = folder / _FILE
+        if not file.is_file():
+            raise CheckpointError(
+                f"{folder} holds no critic that was trained on a pool of its own: if the critic was trained in the "
+                "workers, set placement.critic.actors=0; if the checkpoint no longer keeps its critic "
+                "(critic.keep_checkpoints), resume from a newer checkpoint"
+            )
+        state = torch.load(file, map_location=self._device, weights_only=True)
+        shapes, saved_shapes = (
+            {name: tuple(weight.shape) for name, weight in weights.items()}
+            for weights in (self.weights, state["weights"])
+        )
+        if shapes != saved_shapes:
+            odd = sorted(set(shapes.items()) ^ set(saved_shapes.items()))[0][0]
+            raise CheckpointError(f"{file} is not of this critic: {odd} is missing or has another shape")
+        for name, weight in self.weights.items():
+            weight.copy_(state["weights"][name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+        self._updates = state["updates"]
+
+    def _values(self, micro: Experience) -> Tensor:
+        with self._precision():
+            return response_values(
+                self._model,
+                input_ids_BS=micro.input_ids,
+                attention_mask_BS=micro.attention_mask,
+                position_ids_BS=micro.position_ids,
+                response_width=micro.responses.shape[1],
+                packed=self._training.packing,
+            )
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        device_type = torch.device(self._device).type
+        return torch.autocast(device_type, dtype=self._training.computes_in, enabled=self._is_low)

@@ -24,8 +24,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.rewards.inline import Reward
-from rl_plugins.stages.critic import value_objective
-from rl_plugins.stages.critic_learner import CriticTraining
+from rl_plugins.stages.critic import CriticTraining, value_objective
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.experience_maker import ExperienceMaker
 from rl_plugins.stages.off_policy import check_comparable
