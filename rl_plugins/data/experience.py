@@ -250,6 +250,11 @@ class Experience(TensorClass, shadow=True):
             response_masks=response_masks,
         )
 
+    @classmethod
+    def placeholder(cls, pad_token_id: int) -> Self:
+        """Return one sample of two tokens, for the forward pass of a rank without samples."""
+        return cls.from_responses([[pad_token_id]], [[pad_token_id]], pad_token_id)
+
     @property
     def columns(self) -> SampleColumns:
         """Lists of Python objects by name, one object per sample."""

@@ -20,7 +20,6 @@ from rl_plugins.algorithms.registry import named_function
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.stages.forward_passes import ForwardPasses
-from rl_plugins.stages.labelled_examples import placeholder
 from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.stages.preference_examples import JUDGED_INPUTS, PAIR_INPUTS, PreferenceExamples, mismatched
@@ -176,7 +175,7 @@ class PreferenceLearner:
         for indices in self.passes.micro_batches(samples):
             # All ranks take part in every forward pass, also a rank without further samples.
             is_empty = len(indices) == 0
-            sums_R = self._log_probs(name, placeholder(self.pad_token_id) if is_empty else samples[indices])
+            sums_R = self._log_probs(name, Experience.placeholder(self.pad_token_id) if is_empty else samples[indices])
             if not is_empty:
                 log_probs_R[indices] = sums_R.to(log_probs_R)
         return log_probs_R
