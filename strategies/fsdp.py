@@ -43,8 +43,7 @@ from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
-from rl_plugins.strategies.fsdp_checkpoint import load_model, save_model
-from rl_plugins.strategies.fsdp_loading import deal_tensors, take_tensors
+from rl_plugins.strategies.fsdp_shards import load_model, save_model, send_shards, take_tensors
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import HOST, STAY, WHILE_SAMPLING, Offload
 from rl_plugins.strategies.phase_log import PhaseLog
@@ -197,7 +196,7 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
         on_host, on_cuda = self._offload.on_host(name), self.root_device.type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=on_cuda) if on_host else None
         shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)], offload)
-        deal_tensors(model, whole, self.root_device, on_host=on_host)
+        send_shards(model, whole, self.root_device, on_host=on_host)
 
     @override
     def model_to_device(self) -> None:

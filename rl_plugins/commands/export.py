@@ -166,7 +166,7 @@ def _read_lora_options(checkpoint: Path) -> tuple[LoraConfig | None, bool]:
 
 
 def _read_sharded_weights(state: Path, engine: str) -> dict[str, Tensor]:
-    from rl_plugins.strategies.fsdp_checkpoint import is_model_folder, read_weights
+    from rl_plugins.strategies.fsdp_shards import is_model_folder, read_weights
 
     folder = state / engine
     if is_model_folder(folder):

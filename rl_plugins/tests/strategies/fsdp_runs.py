@@ -21,7 +21,7 @@ from rl_plugins.errors import CheckpointError
 from rl_plugins.models import log_probs
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.fsdp import FSDPStrategy
-from rl_plugins.strategies.fsdp_checkpoint import read_weights
+from rl_plugins.strategies.fsdp_shards import read_weights
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.models.memory import at_once
 from rl_plugins.tests.stages import canned

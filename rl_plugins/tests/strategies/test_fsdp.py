@@ -18,7 +18,7 @@ from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.strategies.fsdp import blocks
-from rl_plugins.strategies.fsdp_checkpoint import read_weights
+from rl_plugins.strategies.fsdp_shards import read_weights
 from rl_plugins.strategies.tensor_parallel import plan_of
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies import fsdp_runs

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rl_plugins.strategies.fsdp import Meshes, clip_gradients, shard
-from rl_plugins.strategies.fsdp_loading import deal_tensors, take_tensors
+from rl_plugins.strategies.fsdp_shards import send_shards, take_tensors
 from rl_plugins.strategies.weight_sources import FSDPWeightSource
 
 CUDA = torch.device("cuda", 0)
@@ -48,12 +48,12 @@ def model_on_host(mesh: DeviceMesh) -> nn.Module:
     model.append(model[0])
     whole = take_tensors(model)
     shard(model, Meshes(mesh, mesh), MixedPrecisionPolicy(), CPUOffloadPolicy(pin_memory=False))
-    deal_tensors(model, whole, CUDA, on_host=True)
+    send_shards(model, whole, CUDA, on_host=True)
     assert whole == {}
     return model
 
 
-def test_deal_tensors_keeps_shards_in_host_memory_and_buffers_on_the_device(ranks: FakeRanks) -> None:
+def test_send_shards_keeps_shards_in_host_memory_and_buffers_on_the_device(ranks: FakeRanks) -> None:
     model = model_on_host(ranks.mesh)
     parameters, buffers = list(model.parameters()), list(model.buffers())
     assert model[0].weight is model[2].weight  # type: ignore[index]

@@ -1,7 +1,12 @@
-"""Checkpoint folder of one FSDP2 model, in PyTorch's distributed format. Any number of ranks can read the folder.
+"""Shards of an FSDP2 model: taken from the whole model of rank 0, and kept in the folder of a checkpoint.
 
-Each rank writes its shards once. A reading rank reads only the needed parts of the files. Optimizer states are saved
-by parameter name, if a step has created the states.
+A model is cut and sharded on the device `meta`, that is without weights. Then rank 0 sends one whole tensor after the
+other, and each rank copies its shard. So all ranks together need the host memory of one model, and each device the
+memory of its shards and of one tensor.
+
+The folder of a checkpoint has PyTorch's distributed format, and any number of ranks can read the folder. Each rank
+writes its shards once. A reading rank reads only the needed parts of the files. Optimizer states are saved by parameter
+name, if a step has created the states.
 """
 
 from __future__ import annotations
@@ -14,12 +19,59 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from rl_plugins.errors import CheckpointError
 from rl_plugins.models.lora import has_adapter
 
 _METADATA_FILE = ".metadata"
+
+
+# The whole model of rank 0 ----------------------------------------------------------------------------------------
+
+
+def take_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Move a model to the device `meta`, and return its parameters and buffers by name. Tied parameters stay tied."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    empty: dict[int, Tensor] = {}
+    for tensor in tensors.values():
+        on_meta = tensor.detach().to("meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        empty[id(tensor)] = nn.Parameter(on_meta, tensor.requires_grad) if is_parameter else on_meta
+    for module in list(model.modules()):
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            setattr(module, name, empty[id(tensor)])
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def send_shards(model: nn.Module, whole: dict[str, Tensor], device: torch.device, *, on_host: bool = False) -> None:
+    """Give every rank its shards of the tensors of rank 0. Collective.
+
+    Args:
+        model: model on the device `meta`, sharded by `fully_shard`.
+        whole: on rank 0, all tensors by name, removed when they are sent; empty on the other ranks.
+        device: device of the shards, of buffers and of the sent tensors.
+        on_host: keep the shards in host memory.
+    """
+    is_source = bool(whole)
+    model.to_empty(device="cpu" if on_host else device)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_source:
+            sent = whole.pop(name).to(device=device, dtype=tensor.dtype).contiguous()
+        else:
+            sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        torch.distributed.broadcast(sent, src=0)
+        if isinstance(tensor, DTensor):
+            part = distribute_tensor(sent, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor.to_local().copy_(part.to_local())
+        else:
+            module, _, buffer = name.rpartition(".")
+            setattr(model.get_submodule(module), buffer, sent)
+
+
+# The folder of a checkpoint ---------------------------------------------------------------------------------------
 
 
 def save_model(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
