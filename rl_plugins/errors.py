@@ -50,8 +50,11 @@ class RowError(ConfigError):
         return RowError, (self.where, self.field, self.reason)
 
 
-class RewardError(RuntimeError):
-    """Failed rewards in a run: too many samples without a score, or workers unable to score."""
+class RewardError(UserError, RuntimeError):
+    """Failed rewards in a run: too many samples without a score, or workers unable to score.
+
+    A restart from the last checkpoint would score the same samples again, so this error ends the run.
+    """
 
 
 class DeadlineExceeded(TimeoutError):

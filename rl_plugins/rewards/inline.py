@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.calling import debugging
+from rl_plugins.rewards.deadline import debugging
 from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
 from rl_plugins.rewards.routing import Router, check_requests, check_routes

@@ -6,8 +6,8 @@
 
 In Python, `_target_` may also be the function or class itself.
 
-A missing name raises a ConfigError with the nearest existing name. An error of the user's own module during import
-keeps its traceback.
+A missing name raises a ConfigError with the nearest existing name. An error of the user's own module or constructor
+raises a ConfigError with the place of the error.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.user_code import load_user_code
 
 
 def load_reward(config: Mapping[str, Any]) -> tuple[str, Callable[..., Any], dict[str, Any]]:
@@ -50,7 +51,8 @@ def load_reward(config: Mapping[str, Any]) -> tuple[str, Callable[..., Any], dic
         module = _import_module(module_name, name)
     elif "path" in options and "name" in options:
         path, attribute = Path(str(options.pop("path"))), str(options.pop("name"))
-        name, module = f"{path}:{attribute}", _import_file(path)
+        name = f"{path}:{attribute}"
+        module = _import_file(path, name)
     else:
         raise ConfigError(f"reward {options!r} names no function: give `_target_`, or `path` and `name`")
     found: Any = getattr(module, attribute, None)
@@ -71,7 +73,7 @@ def _ready(
         inspect.signature(function).bind(**options)
     except TypeError as error:
         raise ConfigError(f"reward {name!r}: the options do not fit its constructor: {error}") from error
-    instance = function(**options)
+    instance = load_user_code(name, "its constructor", lambda: function(**options))
     if not callable(instance):
         raise ConfigError(f"reward {name!r}: the class has no method __call__")
     return name, instance, {}
@@ -98,19 +100,27 @@ def plain(value: object) -> Any:
 def _import_module(module_name: str, target: str) -> ModuleType:
     if not module_name:
         raise ConfigError(f"reward {target!r}: `_target_` must be dotted, such as 'my_package.rewards.{target}'")
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if not f"{module_name}.".startswith(f"{missing}."):
-            raise ConfigError(f"reward {target!r}: importing {module_name} failed: {error}") from error
-        parent, _, child = missing.rpartition(".")
-        folder = sys.modules[parent].__path__ if parent in sys.modules else None
-        hint = nearest(child, [info.name for info in pkgutil.iter_modules(folder)]) if folder else ""
-        raise ConfigError(f"reward {target!r}: no module {missing!r}{hint}") from error
+
+    def load() -> ModuleType:
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise _not_found(module_name, target, error) from error
+
+    return load_user_code(target, f"importing {module_name}", load)
 
 
-def _import_file(path: Path) -> ModuleType:
+def _not_found(module_name: str, target: str, error: ModuleNotFoundError) -> ConfigError:
+    missing = error.name or ""
+    if not f"{module_name}.".startswith(f"{missing}."):
+        return ConfigError(f"reward {target!r}: importing {module_name} failed: {error}")
+    parent, _, child = missing.rpartition(".")
+    folder = sys.modules[parent].__path__ if parent in sys.modules else None
+    hint = nearest(child, [info.name for info in pkgutil.iter_modules(folder)]) if folder else ""
+    return ConfigError(f"reward {target!r}: no module {missing!r}{hint}")
+
+
+def _import_file(path: Path, name: str) -> ModuleType:
     if not path.is_file():
         siblings = [str(file) for file in path.parent.glob("*.py")]
         raise ConfigError(f"reward file {str(path)!r} does not exist{nearest(str(path), siblings)}")
@@ -118,7 +128,7 @@ def _import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}_{digest}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"reward file {str(path)!r} is not a Python file: the name must end in .py")
-    module = importlib.util.module_from_spec(spec)
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
     sys.modules[spec.name] = module  # dataclasses and pickle look modules up by name
-    spec.loader.exec_module(module)
+    load_user_code(name, "its file", lambda: loader.exec_module(module))
     return module

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
-from rl_plugins.rewards.calling import LOOP_GRACE_S
+from rl_plugins.rewards.deadline import REPEAT_S
 from rl_plugins.rewards.loading import plain
 from rl_plugins.rewards.records import Failure, Score, ScoringRequest, check_failure_rate, failed
 from rl_plugins.rewards.routing import Router, check_requests, check_routes
@@ -125,7 +125,7 @@ class RewardPool:
         self.reward_config = plain(reward_config)
         check_routes(self.reward_config, ())
         self.deadline_s, self.max_failure_rate, self.chunk_size = deadline_s, max_failure_rate, chunk_size
-        self.hard_deadline_s = _CHUNK_BUDGET_S + deadline_s + LOOP_GRACE_S + grace_s
+        self.hard_deadline_s = _CHUNK_BUDGET_S + deadline_s + REPEAT_S + grace_s
         self._slots = [_WorkerSlot(self.reward_config, start_timeout_s, gpus_per_worker) for _ in range(num_workers)]
 
     def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:

@@ -8,13 +8,13 @@ Failures are counted for the metrics, and too many failures end the run.
 from __future__ import annotations
 
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from rl_plugins.errors import RewardError
+from rl_plugins.rewards.user_code import describe
 
 Message = Mapping[str, Any]
 Failure = Literal["raised", "timeout", "not_finite", "died"]
@@ -85,7 +85,7 @@ def read_scores(outcome: object, name: str, batch: int | None) -> list[Score]:
         batch: Number of samples of a batched call. None for a call with one sample.
     """
     if isinstance(outcome, BaseException):
-        return [failed("raised", f"{name}: {_describe(outcome)}")] * (batch or 1)
+        return [failed("raised", f"{name}: {describe(outcome)}")] * (batch or 1)
     if batch is None:
         return [_read_score(outcome, name)]
     results = outcome.tolist() if hasattr(outcome, "tolist") else outcome
@@ -122,12 +122,6 @@ def _type(value: object) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _describe(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return "".join(traceback.format_exception_only(error)).strip()[: _MESSAGE_LIMIT // 2] + place
-
-
 def failure_counts(scores: Sequence[Score]) -> dict[str, int]:
     """Count the failures of each kind. Every kind is a key, so that all ranks log the same metrics."""
     counts = Counter(score.failure for score in scores)
@@ -156,5 +150,6 @@ def check_failure_rate(
     example = next(score.message for score in failures if score.failure == kind)
     raise RewardError(
         f"{len(failures)} of {total} rewards failed, more than max_failure_rate={max_failure_rate:g} "
-        f"allows; most often: {kind} ({count} times), for example: {example}"
+        f"allows; most often: {kind} ({count} times), for example: {example}. Correct the reward, or raise "
+        "max_failure_rate"
     )

@@ -5,7 +5,7 @@ import logging
 import pytest
 from ray.train import ControllerError, WorkerGroupError
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.launch.worker_errors import WorkerFailures, user_errors_unwrapped, without_traceback
 from rl_plugins.run_folder import RunFolder
 
@@ -17,11 +17,12 @@ class FromWorker(Exception):
         self._base_exc = error
 
 
-def test_after_exception_stops_the_run_for_a_config_error_of_any_worker(tmp_path):
-    errors = {0: FromWorker(RuntimeError("connection lost")), 1: FromWorker(ConfigError("row 3 is bad"))}
+@pytest.mark.parametrize("error", [ConfigError("row 3 is bad"), RewardError("5 of 8 rewards failed")])
+def test_after_exception_stops_the_run_for_a_user_error_of_any_worker(error, tmp_path):
+    errors = {0: FromWorker(RuntimeError("connection lost")), 1: FromWorker(error)}
     with pytest.raises(ControllerError) as caught:
         WorkerFailures(RunFolder(tmp_path), 2).after_exception(None, errors)
-    assert str(caught.value.controller_failure) == "row 3 is bad"
+    assert caught.value.controller_failure is error
 
 
 def test_after_exception_writes_other_errors_down_while_restarts_are_left(tmp_path, capsys):

@@ -108,7 +108,20 @@ def test_load_reward_names_a_missing_dependency_of_the_module(tmp_path: Path, mo
         load_reward({"_target_": "needy_rewards.f"})
 
 
-def test_load_reward_raises_the_error_of_the_module(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("1 / 0\n")
-    with pytest.raises(ZeroDivisionError):
-        load_reward({"path": str(tmp_path / "broken.py"), "name": "f"})
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        ("1 / 0", "f", r"f': its file failed: ZeroDivisionError: division by zero \(.*broken\.py:1\)"),
+        ("import sys; sys.exit(0)", "f", "its file failed: SystemExit: 0"),
+        ("def f(:", "f", "its file failed: .*SyntaxError: invalid syntax"),
+        ("class F:\n  def __init__(self): open('/nowhere')", "F", "its constructor failed: FileNotFoundError.*:2"),
+        ("import os\npid = os.fork()\nos.waitpid(pid, 0)\nnone", "f", "NameError: name 'none' is not defined"),
+    ],
+)
+def test_load_reward_tells_an_error_of_the_file_in_one_line(
+    tmp_path: Path, source: str, name: str, message: str
+) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    with pytest.raises(ConfigError, match=message) as raised:
+        load_reward({"path": str(tmp_path / "broken.py"), "name": name})
+    assert "\n" not in str(raised.value)
