@@ -7,6 +7,7 @@ the GPUs that Ray shows. This module imports no heavy library, because every act
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 RANKS, SIZE = 4, 2
 NODES, GPUS = 8, 8
-IN_RAY_S = patient(120)
+IN_RAY_S, PLACED_S = patient(120), patient(5)
 
 
 class StandInEngine:
@@ -31,6 +32,11 @@ class StandInEngine:
 
     def __init__(self, config: Any) -> None:
         self.config = config
+        self.in_session = False
+
+    async def begin_session(self) -> None:
+        assert not self.in_session, "a session drops the work of an engine that was not lost"
+        self.in_session = True
 
     async def ready(self) -> str:
         return "stand-in"
@@ -40,6 +46,8 @@ class StandInEngine:
 
     async def prompt_log_probs(self, prompt: list[int]) -> list[float]:
         """Reports the visible GPUs in place of log-probs."""
+        if not self.in_session:
+            raise EngineLost("the engine has no session")
         return [float(gpu) for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
 
     async def end(self) -> None:
@@ -59,6 +67,7 @@ class Rank:
 
         actor.VLLMActor = StandInEngine  # type: ignore[assignment, misc]
         torch.cuda.current_device = lambda: 0
+        torch.cuda.mem_get_info = lambda device=None: (80, 80)
         torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
         self.ranks = Ranks(rank, RANKS, torch.device("cpu"))
         config = VLLMConfig("model", device="cuda", tensor_parallel_size=SIZE, generate_timeout_s=IN_RAY_S)
@@ -81,9 +90,13 @@ class Rank:
                     self.rollout.prompt_log_probs([1, 2])
         return self.rollout.drop_lost_engines(), self.rollout.num_living
 
+    def close(self) -> None:
+        """End the use of the engines, as a strategy does at the end of `Trainer.fit` and `Trainer.validate`."""
+        self.rollout.close()
+
 
 @pytest.mark.integration
-def test_prepare_starts_engines_on_the_gpus_of_ranks_and_again_after_a_loss(
+def test_prepare_starts_engines_on_the_gpus_of_ranks_and_again_after_a_loss_and_after_close(
     running_ray: RunningRay, tmp_path: Path
 ) -> None:
     ranks: list[Any] = [
@@ -102,6 +115,8 @@ def test_prepare_starts_engines_on_the_gpus_of_ranks_and_again_after_a_loss(
             pair = first[rank - rank % SIZE : rank - rank % SIZE + SIZE]
             assert of_engine == [float(gpu) for gpu, _ in pair]
         assert ray.get([rank.lose_engine.remote(1) for rank in ranks], timeout=IN_RAY_S) == [(1, 1)] * RANKS
+        assert gpus() == first
+        ray.get([rank.close.remote() for rank in ranks], timeout=IN_RAY_S)
         assert gpus() == first
     finally:
         for actor in ranks:
@@ -127,23 +142,27 @@ def test_engine_places_on_8_machines_of_8_gpus_are_beside_the_ranks() -> None:
         f"rollout.tensor_parallel_size={GPUS}",
     )  # fmt: skip
     roles = roles_of(config)
+    workers = next(role for role in roles if role.name == WORKERS)
     with machines() as cluster:
         for _ in range(NODES):
             cluster.add(GPUS, GPUS)
         ray.init(cluster.address, log_to_driver=False)
         try:
+            start = time.monotonic()
             check_fit(roles, [node["Resources"] for node in alive_nodes()], "the cluster")
-            with reserved(roles, "run") as places:
-                workers = next(role for role in roles if role.name == WORKERS)
-                group = places.options(workers)[0]["scheduling_strategy"].placement_group
+            with reserved(roles, "run") as reservation:
+                group = reservation.options(workers)[0]["scheduling_strategy"].placement_group
                 # Ray Train gives ranks to the workers machine by machine.
                 nodes = sorted(placement_group_table(group)["bundles_to_node_id"].values())
                 ranks = [RankGPU(node, str(number % GPUS)) for number, node in enumerate(nodes)]
+                places = engine_places(ranks, GPUS)
+                placed_s = time.monotonic() - start
                 engines: list[Any] = []
-                for place in engine_places(ranks, GPUS):
+                for place in places:
                     variables = {"env_vars": place.pop("environment")}
                     engines.append(ray.remote(Seen).options(runtime_env=variables, **place).remote())
                 seen = ray.get([engine.gpus.remote() for engine in engines], timeout=IN_RAY_S)
         finally:
             ray.shutdown()
+    assert placed_s < PLACED_S
     assert len(set(nodes)) == NODES and [gpu for own in seen for gpu in own] == ranks

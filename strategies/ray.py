@@ -41,6 +41,10 @@ class RayZeroStrategy(ZeroStrategy, RayDeepSpeedStrategy):
             # At the first use, DeepSpeed would choose any device of the machine.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         super().setup_environment()
+        if self.root_device.type == "cuda":
+            # DeepSpeed takes this number for the index of the GPU. Ray Train sorts ranks by number and visible GPUs as
+            # text, so the index is another number on machines with more than ten GPUs.
+            os.environ["LOCAL_RANK"] = str(self.root_device.index)
 
 
 class RayFSDPStrategy(FSDPStrategy):

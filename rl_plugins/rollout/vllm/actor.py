@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.errors import DeadlineExceeded, EngineLost
+from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost
 from rl_plugins.memory import MemoryChange
 from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.weights.shared_memory import ElementRange
 
+_GIB = 2**30
 _MEMORY = Path("/dev/shm")
 Requests = Mapping[str, tuple[list[int], Any]]
 """Token ids of a prompt and vLLM's sampling parameters, by the name of the request."""
@@ -371,9 +372,26 @@ class VLLMActor:
         return MemoryChange.total(changes)
 
     async def wake_up(self, tags: list[str] | None) -> None:
-        """Allocate the memory again on CUDA. On CPU, writes allocate the memory."""
-        if self._config.device == "cuda":
-            self._llm.wake_up(tags)
+        """Allocate the memory again on CUDA, and continue unfinished requests with all memory and new weights.
+
+        On CPU, writes allocate the memory.
+
+        Raises:
+            ConfigError: the memory does not fit beside the memory of the trainers. The message has both numbers.
+        """
+        if self._config.device == "cpu":
+            return
+        for needed, free in self._llm.collective_rpc("memory_to_wake", args=(tags,)):
+            if needed > free:
+                raise ConfigError(
+                    f"rollout.gpu_memory_utilization={self._config.gpu_memory_utilization:g}: the rollout engine needs "
+                    f"{needed / _GIB:.1f} GiB for {' and '.join(tags or ['weights', 'kv_cache'])}, but training leaves "
+                    f"{free / _GIB:.1f} GiB of the GPU free: lower the option, set "
+                    "strategy.offload.policy=while_sampling, or raise rollout.tensor_parallel_size"
+                )
+        self._llm.wake_up(tags)
+        if self._unusable is None:
+            await self._loop.go_on()
 
     async def abort(self) -> None:
         """End all unfinished requests."""

@@ -298,9 +298,9 @@ class VLLMRollout:
         self._fleet.each("abort")
 
     def close(self) -> None:
-        """Close the connections. The actors end with their Ray job."""
+        """Close the connections. Engines on the GPUs of the ranks end, and other engines end with their Ray job."""
         self._disconnect()
-        self._fleet.actors = {}
+        self._fleet.leave()
 
     def stop(self) -> None:
         """End the actors."""

@@ -110,11 +110,12 @@ class EngineLoop:
             self._vllm_paused = True
 
     async def go_on(self) -> None:
-        """Continue the steps."""
-        self._on_hold = False
-        if self._vllm_paused:
-            self._llm.wake_up(["scheduling"])
-            self._vllm_paused = False
+        """Continue the steps. While memory of the engine is asleep, the pause goes on.
+
+        A step of an engine in a separate process waits for an output, so a step before `wake_up` would never end.
+        """
+        if not self._vllm_paused or self._llm.wake_up(["scheduling"]):
+            self._on_hold = self._vllm_paused = False
         async with self._changed:
             self._changed.notify_all()
 

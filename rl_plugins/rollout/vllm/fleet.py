@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rl_plugins.errors import DeadlineExceeded, EngineLost
+from rl_plugins.errors import DeadlineExceeded, EngineLost, UserError
 from rl_plugins.ranks import Ranks, barrier, broadcast, gather
 from rl_plugins.rollout.vllm.config import VLLMConfig
-from rl_plugins.rollout.vllm.gpu_binding import engine_places, gpu_of_this_rank
+from rl_plugins.rollout.vllm.gpu_binding import check_room, engine_places, gpu_of_this_rank
 
 
 def assigned_range(index: int, size: int, other_size: int) -> range:
@@ -105,12 +105,16 @@ class Fleet:
         Rank 0 owns the actors: the engines end with the training workers.
 
         Raises:
-            ConfigError: see `engine_places`.
+            ConfigError: see `engine_places` and `check_room`.
             DeadlineExceeded: an engine did not start before the deadline.
         """
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        places = engine_places(ranks.gather(gpu_of_this_rank()), self.config.tensor_parallel_size)
+        share, size = self.config.gpu_memory_utilization, self.config.tensor_parallel_size
+        needs_room = self.rank // size not in self.living
+        gpus = ranks.gather(gpu_of_this_rank(share if needs_room else 0.0))
+        places = engine_places(gpus, size)
         lost = [engine for engine in range(len(places)) if engine not in self.living]
+        check_room({rank: gpu for rank, gpu in enumerate(gpus) if rank // size in lost}, share)
         # Ray keeps the name of an ended actor for some time.
         start = broadcast(uuid.uuid4().hex[:8])
         self._labels |= {engine: f"{self._name}-{engine}-{start}" for engine in lost}
@@ -121,6 +125,8 @@ class Fleet:
         if self.rank != 0:
             self._start_actors(lost, places)
         self.wait_until_ready()
+        # A new engine takes no work before its session has begun. The living engines keep their work.
+        self.each("begin_session", among=lost)
         barrier()
 
     def _start_actors(self, engines: Iterable[int], places: Sequence[Mapping[str, Any]]) -> None:
@@ -172,6 +178,14 @@ class Fleet:
         for actor in self.actors.values():
             ray.kill(actor, no_restart=True)
 
+    def leave(self) -> None:
+        """Release the actors. Engines on the GPUs of the ranks end, and `start_on_gpus_of` starts new engines."""
+        if self.config.shares_gpus:
+            if self.rank == 0:
+                self.stop()
+            self.living, self.returning = [], {}
+        self.actors = {}
+
     def label(self, engine: int) -> str:
         """Return the name of an engine's actor."""
         return self._labels[engine]
@@ -194,15 +208,22 @@ class Fleet:
 
     # Calls ------------------------------------------------------------------------------------------------------
 
-    def each(self, method: str, *arguments: Any) -> list[Any]:
+    def each(self, method: str, *arguments: Any, among: Collection[int] | None = None) -> list[Any]:
         """Call a method once per engine: the first rank of an engine makes the call.
 
         Lost engines are skipped. The next sampling handles an engine lost during the call.
+
+        Args:
+            method: name of the actor's method.
+            *arguments: arguments of the method.
+            among: engines to call; by default all engines.
         """
         timeout_s = self.config.update_timeout_s
         callable_engines = [engine for engine in self.engines_of_rank if self.ranks_of_engine(engine)[0] == self.rank]
         # A call of a dead actor takes Ray seconds to fail.
-        engines = [engine for engine in callable_engines if engine not in self._lost]
+        engines = [
+            engine for engine in callable_engines if engine not in self._lost and (among is None or engine in among)
+        ]
         waits = [self.begin(engine, method, *arguments, timeout_s=timeout_s, phase=method) for engine in engines]
         results = []
         for wait in waits:
@@ -275,6 +296,7 @@ class Fleet:
 
         Raises:
             EngineLost: the process of the engine has ended.
+            UserError: the engine raised the error.
         """
         import ray
 
@@ -283,6 +305,11 @@ class Fleet:
         # A restarted process raises EngineLost if the rank has not noticed the restart.
         except (ray.exceptions.RayActorError, EngineLost) as error:
             raise self.mark_lost(engine, silent=False) from error
+        except ray.exceptions.RayTaskError as error:
+            # Ray adds the traceback of the actor, and a wrong option needs one line.
+            if isinstance(error.cause, UserError):
+                raise error.cause from None
+            raise
 
     def sampling_deadline(self) -> Deadline:
         """Return the deadline of sampling. The actor's deadline ends first and names the missing ranks."""

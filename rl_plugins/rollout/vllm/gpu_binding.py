@@ -7,11 +7,17 @@ machine of its ranks, and `CUDA_VISIBLE_DEVICES` shows the engine the GPUs of ex
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+
+_GIB = 2**30
+_ROOM_S = 60.0
+"""Longest wait for memory of a process that has just ended, such as the engine of an earlier worker group."""
+_LOOK_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -21,20 +27,56 @@ class RankGPU:
     Attributes:
         node: Ray's id of the machine.
         gpu: name of the GPU in `CUDA_VISIBLE_DEVICES`.
+        free_bytes: free memory of the GPU.
+        total_bytes: memory of the GPU.
     """
 
     node: str
     gpu: str
+    free_bytes: int = field(default=0, compare=False)
+    total_bytes: int = field(default=0, compare=False)
 
 
-def gpu_of_this_rank() -> RankGPU:
-    """Return the current GPU of this process."""
+def gpu_of_this_rank(share: float = 0.0, deadline_s: float = _ROOM_S) -> RankGPU:
+    """Return the current GPU of this process.
+
+    Args:
+        share: share of the memory to wait for, because the memory of an ended process is free some seconds late.
+        deadline_s: longest wait in seconds.
+    """
     import ray
     import torch
 
+    end = time.monotonic() + deadline_s
+    free, total = torch.cuda.mem_get_info()
+    while free < share * total and time.monotonic() < end:
+        time.sleep(_LOOK_AGAIN_S)
+        free, total = torch.cuda.mem_get_info()
     index = torch.cuda.current_device()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return RankGPU(ray.get_runtime_context().get_node_id(), visible.split(",")[index] if visible else str(index))
+    name = visible.split(",")[index] if visible else str(index)
+    return RankGPU(ray.get_runtime_context().get_node_id(), name, free, total)
+
+
+def check_room(gpus: Mapping[int, RankGPU], share: float) -> None:
+    """Check the free memory of GPUs for the start of engines.
+
+    Args:
+        gpus: GPU of each training rank with a new engine.
+        share: share of the memory of a GPU for an engine.
+
+    Raises:
+        ConfigError: a GPU has less free memory. The message has both numbers.
+    """
+    for rank, gpu in gpus.items():
+        needed = share * gpu.total_bytes
+        if gpu.free_bytes < needed:
+            raise ConfigError(
+                f"rollout.gpu_memory_utilization={share:g}: the rollout engine of training worker {rank} needs "
+                f"{needed / _GIB:.1f} of the {gpu.total_bytes / _GIB:.1f} GiB of GPU {gpu.gpu}, but training and other "
+                f"processes leave {gpu.free_bytes / _GIB:.1f} GiB free: lower the option, set "
+                "strategy.offload.policy=while_sampling, or end the processes that nvidia-smi shows"
+            )
 
 
 def engine_places(ranks: Sequence[RankGPU], tensor_parallel_size: int) -> list[dict[str, Any]]:

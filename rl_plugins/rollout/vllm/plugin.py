@@ -18,6 +18,7 @@ import psutil
 import torch
 from torch import Tensor
 from vllm._custom_ops import create_onednn_mm, onednn_mm
+from vllm.device_allocator import DEFERRABLE_TAGS, get_mem_allocator_instance
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -245,6 +246,21 @@ class WorkerExtension:
         """Return `SharedMemoryReceiver.checksums`."""
         receiver: SharedMemoryReceiver = self.weight_transfer_engine.receiver
         return receiver.checksums(ranges)
+
+    def memory_to_wake(self, tags: list[str] | None) -> tuple[int, int]:
+        """Return the bytes to be allocated on the GPU by a wake-up, and the free bytes.
+
+        Args:
+            tags: tags of the wake-up, see `vllm.LLM.wake_up`.
+        """
+        allocator: Any = get_mem_allocator_instance()
+        torch.cuda.empty_cache()
+        wakes = [
+            data.handle[1]
+            for data in allocator.pointer_to_data.values()
+            if data.is_asleep and (tags is None or data.tag in tags or data.tag not in DEFERRABLE_TAGS)
+        ]
+        return sum(wakes), torch.cuda.mem_get_info()[0]
 
     def device_memory(self) -> tuple[int, int]:
         """Return the bytes in use on the GPU by all processes, and the bytes of this engine's KV cache."""

@@ -13,7 +13,9 @@ from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.planning.devices import DEVICES, GIB, device_named
 from rl_plugins.planning.search import Cluster, advice, overrides, plans, search
 from rl_plugins.planning.shape import ModelShape
+from rl_plugins.planning.step_time import step_time
 from rl_plugins.planning.workload import Workload
+from rl_plugins.rollout.vllm.gpu_binding import RankGPU, engine_places
 from rl_plugins.tests.launch.configurations import configured
 
 QWEN_7B = ModelShape(28, 3584, 18944, 28, 4, 128, 152064, attention_bias=28 * 128 + 8 * 128, norms=2 * 3584)
@@ -79,6 +81,26 @@ def test_overrides_of_every_placement_pass_the_checks_of_a_run(cluster: Cluster,
         check_options(config)
         check_batch(config)
         check_fit(roles_of(config), [machine] * cluster.nodes, "the cluster")
+
+
+def test_search_finds_engines_on_all_gpus_for_a_model_of_7b_on_a_node_of_8():
+    work = replace(WORK, prompts=512, samples=8, prompt_tokens=1024, response_tokens=2048, max_tokens=3072)
+    best = search(work, NODE)[0]
+    options = overrides(best.work, best.plan, NODE)
+    assert best.fits and options["placement.rollout"] == "colocated" and options["rollout.engines"] == 8
+    batch = ("batch.prompts_per_step=512", "batch.samples_per_prompt=8", "sampling.max_tokens=2048")
+    config = configured("grpo", "model.path=none", "placement.device=cuda", *batch, *words_of(options))
+    check_options(config)
+    check_batch(config)
+    roles = roles_of(config)
+    check_fit(roles, [{"CPU": 64.0, "GPU": 8.0}], "the node")
+    (engines,) = [role for role in roles if role.name == "rollout engines"]
+    gpus = [RankGPU("0" * 56, str(number)) for number in range(config.placement.num_workers)]
+    places = engine_places(gpus, engines.shared_gpus)
+    assert [place["environment"]["CUDA_VISIBLE_DEVICES"] for place in places] == list("01234567")
+    # The passes of training, which are the same, are the larger part of the step with all engines.
+    alone = step_time(best.work, replace(best.plan, engines=1), NODE.device, NODE.per_node)
+    assert alone.rollout > 7 * best.time.rollout and alone.step > 3.5 * best.time.step
 
 
 def test_search_keeps_given_options():

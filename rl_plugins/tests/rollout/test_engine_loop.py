@@ -24,6 +24,7 @@ class LLM:
         self.finishing: set[str] = set()
         self.requests: list[str] = []
         self.calls: list[str] = []
+        self.is_awake = True
 
     def add_request(self, name: str, *_: Any, **__: Any) -> None:
         self.requests.append(name)
@@ -40,8 +41,9 @@ class LLM:
     def sleep(self, level: int, mode: str) -> None:
         self.calls.append(f"sleep {level} {mode}")
 
-    def wake_up(self, tags: list[str]) -> None:
+    def wake_up(self, tags: list[str]) -> bool:
         self.calls.append(f"wake_up {tags}")
+        return self.is_awake
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         self.calls.append(f"reset {reset_running_requests}")
@@ -102,6 +104,24 @@ def test_hold_pauses_an_engine_with_requests_and_no_step_is_taken_until_go_on() 
         assert llm.calls == ["sleep 0 keep", "wake_up ['scheduling']"]
         assert loop.steps == steps and not loop.busy
         assert loop._failures == {}
+
+    asyncio.run(run())
+
+
+def test_go_on_takes_no_step_while_memory_of_the_engine_is_asleep() -> None:
+    async def run() -> None:
+        llm = LLM()
+        loop = EngineLoop(llm)
+        loop.start({"one": ([1], None)})
+        await give_turns()
+        loop.hold()
+        llm.is_awake, steps = False, loop.steps
+        await loop.go_on()
+        await give_turns()
+        assert loop.steps == steps
+        llm.is_awake, llm.finishing = True, {"one"}
+        await loop.go_on()
+        assert list(await asyncio.wait_for(loop.wait(["one"], ["one"], 0), patient(60))) == ["one"]
 
     asyncio.run(run())
 

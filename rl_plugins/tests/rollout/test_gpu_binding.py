@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
 import torch
+from ray.air._internal.device_manager.nvidia_gpu import CUDATorchDeviceManager
+from ray.train.v2._internal.callbacks.accelerators import _get_visible_accelerator_ids_per_worker
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.vllm.gpu_binding import RankGPU, engine_places, gpu_of_this_rank
+from rl_plugins.rollout.vllm import gpu_binding
+from rl_plugins.rollout.vllm.gpu_binding import RankGPU, check_room, engine_places, gpu_of_this_rank
 
 
 def node(number: int) -> str:
@@ -41,6 +47,44 @@ def test_engine_places_gives_each_engine_the_gpus_of_neighbouring_ranks_on_their
             assert together == [rank.gpu for rank in own], (nodes, size)
 
 
+class Worker(SimpleNamespace):
+    """A worker of Ray Train with the facts that Ray gives: the machine, and one GPU of the machine."""
+
+    def __init__(self, machine: int, gpu: str) -> None:
+        super().__init__(metadata=SimpleNamespace(node_id=node(machine), accelerator_ids={"GPU": [gpu]}))
+
+
+@pytest.mark.parametrize("names", ["numbers", "uuids"])
+@pytest.mark.parametrize(("machines", "gpus"), [(1, 1), (1, 8), (2, 8), (8, 8), (2, 16)])
+def test_engine_places_is_beside_the_gpu_of_each_rank_of_ray_train(
+    monkeypatch: pytest.MonkeyPatch, machines: int, gpus: int, names: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80, 80))
+    uuids = [f"GPU-{number * 7 % 16:02x}" for number in range(gpus)]
+    own = [str(gpu) if names == "numbers" else uuids[gpu] for gpu in range(gpus)]
+    started: list[Any] = [Worker(machine, gpu) for machine in range(machines) for gpu in own]
+    random.Random(0).shuffle(started)
+    workers = WorkerGroup._sort_workers_by_gpu_id_grouped_by_node(started)
+    visible = _get_visible_accelerator_ids_per_worker([worker.metadata for worker in workers], "GPU")
+    found = []
+    for worker, of_machine in zip(workers, visible, strict=True):
+        (gpu,) = worker.metadata.accelerator_ids["GPU"]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", of_machine)
+        monkeypatch.setattr(ray, "get_gpu_ids", lambda gpu=gpu: [gpu])
+        monkeypatch.setattr(
+            ray, "get_runtime_context", lambda at=worker.metadata: SimpleNamespace(get_node_id=lambda: at.node_id)
+        )
+        (device,) = CUDATorchDeviceManager().get_devices()
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device.index)
+        found.append(gpu_of_this_rank())
+    of_ranks = [(worker.metadata.node_id, worker.metadata.accelerator_ids["GPU"][0]) for worker in workers]
+    assert len(set(of_ranks)) == machines * gpus
+    for size in (1, 2, 4, 8):
+        if gpus % size == 0:
+            of_engines = [(at, gpu) for at, shown in seen(engine_places(found, size)) for gpu in shown.split(",")]
+            assert of_engines == of_ranks, size
+
+
 def test_engine_places_reserves_nothing_and_stays_on_the_machine() -> None:
     (place,) = engine_places(ranks(1, 1), 1)
     assert (place["num_cpus"], place["num_gpus"], place["scheduling_strategy"].soft) == (0, 0, False)
@@ -64,9 +108,32 @@ def test_gpu_of_this_rank_is_the_current_gpu_in_the_words_of_cuda_visible_device
     monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70, 80))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpu_of_this_rank() == RankGPU("node", gpu)
+
+
+def test_gpu_of_this_rank_waits_for_the_memory_of_a_process_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [10, 20, 40, 60]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.pop(0), 80))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(gpu_binding, "_LOOK_AGAIN_S", 0.0)
+    found = gpu_of_this_rank(share=0.5)
+    assert (found.free_bytes, found.total_bytes, free) == (40, 80, [60])
+    assert gpu_of_this_rank(share=0.9, deadline_s=0.0).free_bytes == 60
+
+
+def test_check_room_names_the_needed_and_the_free_memory_of_a_gpu() -> None:
+    gib = 2**30
+    full, empty = RankGPU("a", "3", 12 * gib, 80 * gib), RankGPU("a", "4", 32 * gib, 80 * gib)
+    check_room({4: empty}, 0.4)
+    with pytest.raises(
+        ConfigError,
+        match=r"utilization=0\.4: .* training worker 3 needs 32\.0 of the 80\.0 GiB of GPU 3, .* leave 12\.0 GiB free",
+    ):
+        check_room({4: empty, 3: full}, 0.4)

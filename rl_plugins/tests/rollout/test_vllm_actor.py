@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 import vllm
 
+from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.vllm.actor import VLLMActor
 from rl_plugins.rollout.vllm.config import VLLMConfig
 
@@ -21,17 +22,28 @@ class LLM:
 
     def __init__(self, **arguments: Any) -> None:
         self.llm_engine, self.calls = self, ["start"]
+        self.asleep: set[str] = set()
+        self.to_wake = (4, 10)
 
     def update_weight_version(self, version: str) -> None:
         self.calls.append(f"version {version}")
 
     def sleep(self, level: int, mode: str = "abort") -> None:
         self.calls.append(f"sleep {level}" + (f" {mode}" if mode != "abort" else ""))
+        self.asleep |= {"weights", "kv_cache"} if level else set()
+
+    def wake_up(self, tags: list[str] | None) -> bool:
+        """See `EngineCore.wake_up`."""
+        self.calls.append(f"wake_up {tags}")
+        self.asleep -= self.asleep if tags is None else set(tags)
+        return not self.asleep
 
     def abort_request(self, names: list[str]) -> None:
         assert names == []
 
-    def collective_rpc(self, method: str) -> list[tuple[int, int]]:
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[tuple[int, int]]:
+        if method == "memory_to_wake":
+            return [self.to_wake]
         self.calls.append(method)
         return [(10, 4)]
 
@@ -80,6 +92,39 @@ def test_vllm_actor_keeps_unfinished_requests_while_a_shared_gpu_is_used_by_trai
         "sleep 0 keep", "reset_prefix_cache True", "device_memory", "sleep 2 keep", "device_memory",
     ]  # fmt: skip
     assert change.expected == 4
+
+
+def test_vllm_actor_continues_unfinished_requests_after_new_weights_and_the_whole_memory(
+    start: Callable[..., Any],
+) -> None:
+    async def held_after_each_call() -> list[bool]:
+        await actor.begin_session()
+        actor._loop._running.add("request")
+        await actor.sleep()
+        held = []
+        for call in (
+            actor.wake_up(["weights"]),
+            actor.start_weight_update(),
+            actor.finish_weight_update("1"),
+            actor.set_policy_version(1),
+            actor.wake_up(["kv_cache"]),
+        ):
+            await call
+            held.append(actor._loop._on_hold)
+        return held
+
+    actor = start(sleep="all")
+    assert asyncio.run(held_after_each_call()) == [True, True, True, True, False]
+
+
+def test_wake_up_names_the_memory_that_the_engine_needs_and_that_training_leaves_free(
+    start: Callable[..., Any],
+) -> None:
+    actor = start(sleep="all", gpu_memory_utilization=0.6)
+    actor._llm.to_wake = (30 * 2**30, 12 * 2**30)
+    with pytest.raises(ConfigError, match=r"utilization=0\.6: .* needs 30\.0 GiB for kv_cache, .* leaves 12\.0 GiB"):
+        asyncio.run(actor.wake_up(["kv_cache"]))
+    assert "wake_up" not in " ".join(actor._llm.calls)
 
 
 def test_start_weight_update_ends_an_update_that_the_loss_of_another_engine_has_stopped(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.memory import MemoryChange, return_free_memory
-from rl_plugins.rollout.vllm.plugin import PackedProducts, VLLMSharedMemoryReceiver, drop_packed
+from rl_plugins.rollout.vllm import plugin
+from rl_plugins.rollout.vllm.plugin import PackedProducts, VLLMSharedMemoryReceiver, WorkerExtension, drop_packed
 
 
 class Layer(nn.Module):
@@ -90,3 +91,18 @@ def test_drop_packed_frees_the_memory_of_the_packed_copies() -> None:
     assert expected == weights
     MemoryChange(packed, used(), expected).check("sleep")
     assert drop_packed(model) == 0
+
+
+def test_memory_to_wake_counts_the_sleeping_allocations_of_a_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.device_allocator import AllocationData
+
+    # Tag, bytes, and True if the allocation is asleep.
+    allocations = [("weights", 8, False), ("kv_cache", 16, True), ("kv_cache", 32, True), ("runtime", 64, True)]
+    data = {n: AllocationData((0, size, n, 0), tag, None, asleep) for n, (tag, size, asleep) in enumerate(allocations)}
+    allocator = type("Allocator", (), {"pointer_to_data": data})
+    monkeypatch.setattr(plugin, "get_mem_allocator_instance", allocator)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100, 1000))
+    extension = WorkerExtension()
+    assert extension.memory_to_wake(["weights"]) == (64, 100)
+    assert extension.memory_to_wake(["kv_cache"]) == extension.memory_to_wake(None) == (112, 100)
