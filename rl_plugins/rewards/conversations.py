@@ -17,7 +17,7 @@ from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.tokenization import TurnTokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.records import Message, Score, ScoringRequest, check_failure_rate
-from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, RolloutEngine, seed_of
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, RolloutEngine, sample_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -337,7 +337,7 @@ class Conversations:
 
     def _next_turn(self, trajectory: Trajectory, turn: _Turn) -> tuple[GroupRequest, SamplingConfig]:
         sample = next(place for place, member in enumerate(self._groups[turn.ticket]) if member is trajectory)
-        seed = seed_of(turn.request.seed, sample, trajectory.turns)
+        seed = sample_seed(turn.request.seed, sample, trajectory.turns)
         request = GroupRequest(0, trajectory.tokens, seed, max_tokens=trajectory.room)
         single = replace(turn.sampling, num_samples=1)
         return self._ask([trajectory], turn.ticket, request, single), single

@@ -149,9 +149,9 @@ class GroupRequest:
         return sampling if self.max_tokens is None else replace(sampling, max_tokens=self.max_tokens)
 
 
-def seed_of(*place: int) -> int:
+def sample_seed(*numbers: int) -> int:
     """Return the seed of a sample from the numbers that identify the sample, such as its prompt and its turn."""
-    return int(np.random.SeedSequence(place).generate_state(1)[0]) >> 1
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
 
 
 def step_seed(seed: int, step: int) -> int:

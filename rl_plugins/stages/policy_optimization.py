@@ -124,7 +124,7 @@ class PolicyOptimization(Stage):
         self.reward_model: Any = None
         self.process_reward_model: Any = None
         self.process_reference: Any = None
-        self._loaded_slots = 0
+        self._loaded_batches = 0
         self._check(process_reward_model, has_reference=has_reference)
 
     def _check(self, process_reward_model: ProcessRewardConfig | None, *, has_reference: bool) -> None:
@@ -182,7 +182,7 @@ class PolicyOptimization(Stage):
             draw=self.prompts.draw,
             shown=self.shown_samples,
         )
-        self.rollouts.scheduled_sampler.roll_back(self._loaded_slots)
+        self.rollouts.scheduled_sampler.roll_back(self._loaded_batches)
         process_rewards = None
         if self.process_reward_config is not None:
             process_rewards = ProcessRewards(
@@ -311,15 +311,15 @@ class PolicyOptimization(Stage):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["stage"]["slots"] = self.rollouts.scheduled_sampler.slots
+        checkpoint["stage"]["slots"] = self.rollouts.scheduled_sampler.num_batches
         checkpoint["stage"]["kl_controller"] = self.kl_controller.state_dict()
         checkpoint["stage"]["entropy_controller"] = self.entropy_controller.state_dict()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self._loaded_slots = checkpoint["stage"]["slots"]
+        self._loaded_batches = checkpoint["stage"]["slots"]
         if self._parts_of is not None:
-            self.rollouts.scheduled_sampler.roll_back(self._loaded_slots)
+            self.rollouts.scheduled_sampler.roll_back(self._loaded_batches)
         self.kl_controller.load_state_dict(checkpoint["stage"]["kl_controller"])
         self.entropy_controller.load_state_dict(checkpoint["stage"]["entropy_controller"])

@@ -12,7 +12,7 @@ from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rewards.records import Score
-from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, seed_of
+from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, sample_seed
 from rl_plugins.stages.scoring import SampleScorer, Scorer, scoring_request
 from rl_plugins.strategies.contract import Strategy
 
@@ -65,7 +65,7 @@ class PromptSampler:
             sampling: sampling settings, equal on all ranks.
             step: step of the stage, which is also the version of the policy.
         """
-        seeds = [seed_of(self.seed, step, row) for row in prompts.rows]
+        seeds = [sample_seed(self.seed, step, row) for row in prompts.rows]
         generations = self.generate(prompts, sampling, seeds, step)
         return self.experience(prompts, generations, sampling.num_samples, prompts.rows)
 

@@ -17,7 +17,7 @@ from rl_plugins.config.sampling import SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import EngineLost
-from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, seed_of
+from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, sample_seed
 from rl_plugins.stages.balancing import even_order, gather_sets, redistribute_groups
 from rl_plugins.stages.sampling import PromptSampler
 from rl_plugins.stages.trajectory_queue import Group, TrajectoryQueue, together
@@ -35,7 +35,7 @@ class ScheduledSampler:
         draw: returns this rank's next batch of prompts.
 
     Attributes:
-        slots: number of batches of prompts so far.
+        num_batches: number of batches of prompts so far.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class ScheduledSampler:
         self._max_steps, self._draw = max_steps, draw
         self._strategy = sampler.strategy
         self._queue = TrajectoryQueue(schedule)
-        self.slots = 0
+        self.num_batches = 0
         self._busy_before_s, self._lost_before = 0.0, 0
 
     def offer(self, prompts: PromptBatch) -> None:
         """Put this rank's prompts of a batch into the queue."""
         ranks = self._strategy.ranks
-        self._queue.offer(prompts, slot=self.slots, rank=ranks.rank, world_size=ranks.world_size)
-        self.slots += 1
+        self._queue.offer(prompts, batch_index=self.num_batches, rank=ranks.rank, world_size=ranks.world_size)
+        self.num_batches += 1
 
     def take_groups(
         self, count: int, *, step: int, groups_per_step: int, mini_batches: int
@@ -105,7 +105,7 @@ class ScheduledSampler:
     def _balance(self, groups: list[Group], mini_batches: int) -> list[Group]:
         """Return as many groups with about as many tokens as other ranks have; mini-batches stay equal. Collective."""
         ranks, size = self._strategy.ranks, self._sampling.num_samples
-        keys = [(place * ranks.world_size + ranks.rank,) for place in range(len(groups))]
+        keys = [(index * ranks.world_size + ranks.rank,) for index in range(len(groups))]
         tokens = [size * len(group.prompt.prompt_ids[0]) + int(group.responses.lengths.sum()) for group in groups]
         ordered = even_order(gather_sets(keys, size, tokens, ranks), mini_batches, ranks.world_size)
         return redistribute_groups(groups, ordered, ranks)
@@ -118,12 +118,12 @@ class ScheduledSampler:
                     [group.responses for group in groups]
                 )
             groups = [replace(group, generations=responses) for group, responses in zip(groups, fetched, strict=True)]
-            lost = [place for place, responses in enumerate(fetched) if responses is None]
+            lost = [index for index, responses in enumerate(fetched) if responses is None]
             if not self._strategy.ranks.any(bool(lost)):
                 return groups
-            sampled = self._sample_again([groups[place] for place in lost], step)
-            for place, group in zip(lost, sampled, strict=True):
-                groups[place] = group
+            sampled = self._sample_again([groups[index] for index in lost], step)
+            for index, group in zip(lost, sampled, strict=True):
+                groups[index] = group
         raise lost_too_often()
 
     def _sample_again(self, groups: Sequence[Group], step: int) -> list[Group]:
@@ -165,7 +165,7 @@ class ScheduledSampler:
         # The seed of a sample depends on the number of the prompt's batch, neither on the rank nor on the step.
         return [
             self._sampler.request(
-                ticket, group.prompt, 0, seed_of(self._sampler.seed, group.slot, group.prompt.rows[0])
+                ticket, group.prompt, 0, sample_seed(self._sampler.seed, group.batch_index, group.prompt.rows[0])
             )
             for ticket, group in zip(tickets, groups, strict=True)
         ]
@@ -230,14 +230,14 @@ class ScheduledSampler:
         ranks = self._strategy.ranks
         return self._queue.load(shares, ranks.rank, ranks.world_size, own=own)
 
-    def roll_back(self, slots: int) -> None:
+    def roll_back(self, num_batches: int) -> None:
         """Go on after a checkpoint: sample all groups again, because their policy is gone.
 
         The data goes on after undone steps, so the number of batches never falls.
 
         Args:
-            slots: number of batches of prompts in the checkpoint.
+            num_batches: number of batches of prompts in the checkpoint.
         """
-        self.slots = max(self.slots, slots)
+        self.num_batches = max(self.num_batches, num_batches)
         if started := self._queue.reset():
             self._sampler.groups(self._strategy.rollout_phases.engine).drop(started)

@@ -19,22 +19,22 @@ class Group:
 
     Attributes:
         prompt: batch of this prompt alone.
-        slot: index of the batch of prompts, from 0.
-        place: index of the prompt in the batch of all ranks.
+        batch_index: index of the batch of prompts, from 0.
+        position: index of the prompt in the batch of all ranks.
         begun: version of the policy when its sampling began; None while the group waits.
         generations: responses of a finished group, or a reference to the responses in an engine.
     """
 
     prompt: PromptBatch
-    slot: int
-    place: int
+    batch_index: int
+    position: int
     begun: int | None = None
     generations: Generations | RemoteSamples | None = None
 
     @property
     def number(self) -> int:
         """Number of the group among all groups of a run. A row of the data may be in several groups."""
-        return self.slot * _BATCH + self.prompt.rows[0]
+        return self.batch_index * _BATCH + self.prompt.rows[0]
 
     @property
     def responses(self) -> Generations | RemoteSamples:
@@ -68,10 +68,10 @@ class TrajectoryQueue:
         """Return a group by its ticket."""
         return self._groups[ticket]
 
-    def offer(self, prompts: PromptBatch, *, slot: int, rank: int, world_size: int) -> None:
+    def offer(self, prompts: PromptBatch, *, batch_index: int, rank: int, world_size: int) -> None:
         """Add a group for each of this rank's prompts of a batch."""
-        for position in range(len(prompts)):
-            self.add(Group(single(prompts, position), slot, position * world_size + rank))
+        for index in range(len(prompts)):
+            self.add(Group(single(prompts, index), batch_index, index * world_size + rank))
 
     def add(self, group: Group) -> int:
         """Add a group; return its ticket."""
@@ -167,8 +167,8 @@ class TrajectoryQueue:
         return [
             {
                 "prompt": {name: getattr(group.prompt, name) for name in PromptBatch.__slots__},
-                "slot": group.slot,
-                "place": group.place,
+                "slot": group.batch_index,
+                "place": group.position,
                 "begun": group.begun,
                 "generations": vars(group.generations) if isinstance(group.generations, Generations) else None,
             }

@@ -259,7 +259,8 @@ class GlooReceiver:
                 for bucket, buffer in parts:
                     self._load_weights((meta.name, tensor) for meta, tensor in bucket.views(buffer))
             except Exception:
-                # A model's loader can raise any error. Buckets for other processes still pass through this process.
+                # A model's loader can raise any error, and buckets for other processes still pass through this process.
+                # SystemExit is no such error: this process ends, and rank 0 finds the engine lost.
                 for _ in parts:
                     pass
                 raise

@@ -24,9 +24,9 @@ def answer(token: int) -> Generations:
 
 def filled(schedule: Schedule, batches: int = 3, size: int = 2, rank: int = 0, world_size: int = 1) -> TrajectoryQueue:
     queue = TrajectoryQueue(schedule)
-    for slot in range(batches):
-        prompts = batch(*(10 * slot + place * world_size + rank for place in range(size)))
-        queue.offer(prompts, slot=slot, rank=rank, world_size=world_size)
+    for index in range(batches):
+        prompts = batch(*(10 * index + place * world_size + rank for place in range(size)))
+        queue.offer(prompts, batch_index=index, rank=rank, world_size=world_size)
     return queue
 
 
@@ -90,8 +90,8 @@ def test_drop_started_forgets_unfinished_groups() -> None:
 
 def test_offer_makes_two_groups_of_the_same_row_in_two_batches() -> None:
     queue = TrajectoryQueue(Schedule(1))
-    for slot in range(2):
-        queue.offer(batch(7), slot=slot, rank=0, world_size=1)
+    for index in range(2):
+        queue.offer(batch(7), batch_index=index, rank=0, world_size=1)
     queue.start(2, version=0)
     queue.finish({0: answer(0), 1: answer(1)})
     numbers = [group.number for group in queue.take(2, 0)]
