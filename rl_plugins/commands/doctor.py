@@ -283,7 +283,7 @@ def _check_tools() -> Iterator[Finding]:
 
 def _check_op() -> Finding:
     """Check ZeRO's communication on CPU, which the first use builds. A killed build leaves a lock file behind."""
-    from rl_plugins.launch.command_line import extensions_folder
+    from rl_plugins.launch.build_lock import extensions_folder
 
     name, folder = "DeepSpeed's op", extensions_folder()
     if list(folder.glob(f"**/{_OP}/lock")):

@@ -26,6 +26,12 @@ _OPS = ("deepspeed_shm_comm", "cpu_adam", "fused_adam", "async_io")
 """Names of DeepSpeed's ops. In the first moment of a build, the lock exists and build.ninja does not."""
 
 
+def extensions_folder() -> Path:
+    """Return the folder in which torch builds extensions, as torch.utils.cpp_extension does, but without torch."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions")
+
+
 def clear_stale_build_locks(extensions_dir: Path) -> list[Path]:
     """Remove the build locks without a living owner.
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.config.difference import difference
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
 from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig, parse_config, register_schema, write_config
 from rl_plugins.errors import ConfigError, RunStopped, UserError
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _INTERRUPTED = 130
+_ABSENT = object()
 
 
 def recipe_main(config_name: str) -> None:
@@ -83,6 +83,33 @@ def compose_config(config_name: str, overrides: list[str]) -> Any:
             raise ConfigError(explain(error, lambda: keys_of(compose(config_name)))) from None
 
 
+def override(key: str, value: object) -> str:
+    """Return `key=value` for a command line, with quotes around the value if Hydra would refuse or change the value.
+
+    Hydra's grammar gives `(`, `#` and other characters a meaning.
+
+    Args:
+        key: name of the option.
+        value: path, other text, or list of texts.
+    """
+    if isinstance(value, list):
+        return f"{key}=[{','.join(_quoted(str(item)) for item in value)}]"
+    return f"{key}={_quoted(str(value))}"
+
+
+def _quoted(text: str) -> str:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Quote, QuotedString
+    from hydra.errors import HydraException
+
+    try:
+        # In a list, commas and brackets have a meaning, too.
+        read = OverridesParser.create().parse_override(f"key=[{text}]").value()
+    except HydraException:
+        read = None
+    return text if read == [text] else QuotedString(text, Quote.double).with_quotes()
+
+
 def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     """Return the configurations of sys.argv, each with the name of its recipe.
 
@@ -134,6 +161,42 @@ def _asks_for_difference(arguments: list[str]) -> argparse.Namespace | None:
     return argparse.Namespace(config_name=asked.config_name, overrides=overrides) if asked.cfg == "diff" else None
 
 
+def difference(recipe: object, config: object) -> str:
+    """Return a line of YAML for each different option, with the recipe's value in a comment.
+
+    Args:
+        recipe: Configuration composed without overrides.
+        config: Configuration composed with overrides.
+    """
+    from omegaconf import OmegaConf
+
+    before, after = (dict(_options(OmegaConf.to_container(node))) for node in (recipe, config))
+    keys = [*after, *(key for key in before if key not in after)]
+    lines = [
+        f"{key}: {_yaml(after.get(key, _ABSENT))}  # recipe: {_yaml(before.get(key, _ABSENT))}"
+        for key in keys
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+    ]
+    return "\n".join(lines) or "nothing differs from the recipe"
+
+
+def _options(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each option."""
+    if isinstance(node, dict):
+        for name, child in node.items():
+            yield from _options(child, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, node
+
+
+def _yaml(value: object) -> str:
+    import yaml
+
+    if value is _ABSENT:
+        return "(none)"
+    return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("...\n").strip()
+
+
 def run_recipe(
     config: RecipeConfig, recipe: str | None = None, when_checked: Callable[[RecipeConfig], None] | None = None
 ) -> RunFolder:
@@ -153,7 +216,7 @@ def run_recipe(
     """
     from omegaconf import OmegaConf
 
-    from rl_plugins.launch.build_lock import clear_stale_build_locks
+    from rl_plugins.launch.build_lock import clear_stale_build_locks, extensions_folder
     from rl_plugins.launch.preflight import fetch_models, preflight, slow_here, tracking_uri
     from rl_plugins.report.page import reported
     from rl_plugins.tracking.provenance import write_provenance
@@ -213,36 +276,3 @@ def _describe_batch(config: RecipeConfig) -> str:
         f"{passes}{batch.updates_per_step} optimizer step(s) of {samples // batch.updates_per_step} samples, "
         f"in micro-batches of up to {batch.tokens_per_micro_batch} tokens"
     )
-
-
-def extensions_folder() -> Path:
-    """Return the folder in which torch builds extensions, as torch.utils.cpp_extension does, but without torch."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions")
-
-
-def override(key: str, value: object) -> str:
-    """Return `key=value` for a command line, with quotes around the value if Hydra would refuse or change the value.
-
-    Hydra's grammar gives `(`, `#` and other characters a meaning.
-
-    Args:
-        key: name of the option.
-        value: path, other text, or list of texts.
-    """
-    if isinstance(value, list):
-        return f"{key}=[{','.join(_quoted(str(item)) for item in value)}]"
-    return f"{key}={_quoted(str(value))}"
-
-
-def _quoted(text: str) -> str:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import Quote, QuotedString
-    from hydra.errors import HydraException
-
-    try:
-        # In a list, commas and brackets have a meaning, too.
-        read = OverridesParser.create().parse_override(f"key=[{text}]").value()
-    except HydraException:
-        read = None
-    return text if read == [text] else QuotedString(text, Quote.double).with_quotes()
