@@ -14,14 +14,14 @@ PIP = $(PY) -m pip -qq --disable-pip-version-check --log $(VENV)/install.log
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # ninja, which builds DeepSpeed's op, is found by its name.
-export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export PATH := $(abspath $(VENV))/bin:$(PATH)
 # SHUFFLE=1 runs tests in a random order that the seed 1 gives.
 PYTEST = $(PY) -m pytest $(if $(SHUFFLE),--random-order --random-order-seed=$(SHUFFLE))
 # Makes targets one after the other and prints the time of all.
 TIMED = start=$$(date +%s); $(MAKE) --no-print-directory $(1) && \
 	echo "make $@ took $$(( ($$(date +%s) - start) / 60 )) min $$(( ($$(date +%s) - start) % 60 )) s"
 # Built ops belong to this environment: the default folder is shared by every environment of the user.
-export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
+export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 # Without byte code on disk each of a run's processes compiles some 10,000 files at its start.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -84,7 +84,7 @@ gpu:  ## the tests that need a GPU, in the environment of the `python` in use (d
 	python -m integration_tests.gpu.without_vllm
 	python -m pytest -m gpu --timeout 1800
 
-docs: $(INSTALLED)  ## build the documentation site into site/ (needs no network)
+docs: $(INSTALLED)  ## install if needed, then build the documentation site into site/ (the site needs no network)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 	@echo "site/index.html; with its search: $(PY) -m http.server --directory site"
 

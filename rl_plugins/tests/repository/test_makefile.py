@@ -1,0 +1,19 @@
+"""Makefile: the environment may lie in any folder."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("venv", ["/somewhere/env", ".venv"])
+def test_makefile_takes_an_absolute_or_a_relative_folder_of_the_environment(venv: str) -> None:
+    show = "show: ; @echo $(TORCH_EXTENSIONS_DIR) $(firstword $(subst :, ,$(PATH)))"
+    command = ["make", "--silent", "--eval", show, "show", f"VENV={venv}"]
+    shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    folder = ROOT / venv
+    assert shown == [str(folder / "torch_extensions"), str(folder / "bin")]
