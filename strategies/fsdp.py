@@ -65,8 +65,7 @@ from rl_plugins.strategies.sharded import (
 )
 from rl_plugins.strategies.tensor_parallel import cut_over_group
 from rl_plugins.strategies.weight_sources import FSDPWeightSource, shard_of
-from rl_plugins.weights.sharded import device_of
-from rl_plugins.weights.source import WeightSource
+from rl_plugins.weights.source import WeightSource, device_of
 
 _POLICIES = {
     "32-true": MixedPrecisionPolicy(),

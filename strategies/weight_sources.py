@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rl_plugins.weights.sharded import full_tensor
-from rl_plugins.weights.source import WeightMeta
+from rl_plugins.weights.source import WeightMeta, full_tensor
 
 
 def layer_of(name: str) -> str:

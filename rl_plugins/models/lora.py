@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.weights.sharded import full_tensor
-from rl_plugins.weights.source import WeightMeta, WeightSource
+from rl_plugins.weights.source import WeightMeta, WeightSource, full_tensor
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -89,3 +91,17 @@ class ModuleWeightSource:
             size = -(-flat.numel() // self._world_size)
             start = min(self._rank * size, flat.numel())
             yield name, start, flat[start : start + size]
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this process in a mesh, for collectives. Shards may be in host memory."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def full_tensor(tensor: DTensor) -> Tensor:
+    """Return the whole tensor on the device of this process. Collective."""
+    on_device: Any = tensor.detach().to(device_of(tensor.device_mesh))
+    whole: Tensor = on_device.full_tensor()
+    return whole
