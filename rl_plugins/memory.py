@@ -12,9 +12,13 @@ import mmap
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
+SPARE_SHARE = 0.05
+"""Share of a GPU for buffers of weight updates, CUDA graphs and fragments, beside a rollout engine and the trainer."""
 _SHARE = 0.9
 # The kernel's counters of a process lag behind by some pages on each of its CPUs.
 _SLACK_BYTES = 16 * 2**20

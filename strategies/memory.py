@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rl_plugins.memory import SPARE_SHARE
+
 CHUNK_BYTES = 2**28
 """Size of a chunk of host memory: 256 MiB."""
 
@@ -22,6 +24,9 @@ class TrainingMemory:
     Args:
         optimizer_tensors: function that returns the tensors of the optimizers: states and master weights.
         model_tensors: function that returns the tensors of the models: parameters and gradients.
+
+    Attributes:
+        crowded: False if the rollout engine has room beside all states, so nothing moves in this phase.
     """
 
     def __init__(
@@ -29,8 +34,26 @@ class TrainingMemory:
         optimizer_tensors: Callable[[], Iterable[Tensor]] = tuple,
         model_tensors: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
-        self.optimizer_tensors, self.model_tensors = optimizer_tensors, model_tensors
+        self._optimizer_tensors, self._model_tensors = optimizer_tensors, model_tensors
         self.host = HostMemory()
+        self.crowded = True
+
+    def measure_room(self, device: torch.device, engine_share: float | None) -> None:
+        """Set `crowded` for a rollout phase, before the rollout engine takes memory.
+
+        Args:
+            device: device of this rank.
+            engine_share: largest share of the memory of a GPU in use by the engine; None if unknown.
+        """
+        self.crowded = engine_share is None or not _has_room(device, engine_share + SPARE_SHARE)
+
+    def optimizer_tensors(self) -> Iterable[Tensor]:
+        """Return the tensors of the optimizers on a crowded device, which are on the host in a rollout phase."""
+        return self._optimizer_tensors() if self.crowded else ()
+
+    def model_tensors(self) -> Iterable[Tensor]:
+        """Return the tensors of the models on a crowded device, which are on the host in a rollout phase."""
+        return self._model_tensors() if self.crowded else ()
 
     def optimizer_bytes(self) -> int:
         """Return the number of bytes to be freed by `offload_optimizer`."""
@@ -80,13 +103,17 @@ class HostMemory:
 
         The tensors must not be read or written until `give_back`.
         """
+        taken = []
         for storage in self._storages(tensors):
             pieces = list(self._host_pieces(storage.nbytes()))
             for piece, part in zip(pieces, _parts_of(storage, pieces), strict=True):
                 piece.copy_(part, non_blocking=True)
-            self._taken.append((storage, pieces))
+            taken.append((storage, pieces))
+        if not taken:
+            return
+        self._taken += taken
         self._wait_for_copies()
-        for storage, _ in self._taken:
+        for storage, _ in taken:
             storage.resize_(0)
         if self._on_cuda:
             torch.cuda.empty_cache()
@@ -131,6 +158,19 @@ class HostMemory:
             self._used_bytes += piece.numel()
             nbytes -= piece.numel()
             yield piece
+
+
+def _has_room(device: torch.device, share: float) -> bool:
+    """Return True if a share of a GPU's memory is free for another process."""
+    if device.type != "cuda":
+        return False
+    for _ in range(2):
+        free, total = torch.cuda.mem_get_info(device)
+        if free >= share * total:
+            return True
+        # PyTorch holds the memory of deleted tensors, such as the activations of the last update.
+        torch.cuda.empty_cache()
+    return False
 
 
 def _parts_of(storage: torch.UntypedStorage, pieces: list[Tensor]) -> Sequence[Tensor]:

@@ -26,8 +26,8 @@ class Offload:
 
     Attributes:
         places: model name to `stay`, `cpu`, `nvme` or `while_sampling`. With `while_sampling`, the states are on the
-            host while the rollout engine samples. The default is `while_sampling` for trained models and `stay` for
-            frozen models.
+            host while the rollout engine samples, if the engine has no room beside the states. The default is
+            `while_sampling` for trained models and `stay` for frozen models.
         folder: parent folder of the `nvme` files; each model has a subfolder.
     """
 
@@ -55,7 +55,7 @@ class Offload:
         check_file_op()
 
     def moves(self, name: str, *, trained: bool) -> bool:
-        """Return True if the states of a model are on the host while the rollout engine samples."""
+        """Return True if the states of a model leave a crowded device while the rollout engine samples."""
         return self.places.get(name, WHILE_SAMPLING if trained else STAY) == WHILE_SAMPLING
 
     def on_host(self, name: str) -> bool:

@@ -135,7 +135,8 @@ class RolloutPhases:
         3. Training frees the parameters.
         4. The rollout engine allocates the KV cache.
 
-        Every release of memory is measured. Training keeps all memory if the rollout engine never sleeps.
+        Every release of memory is measured. Training keeps all memory if the rollout engine never sleeps, or if the
+        device has room for both.
 
         Args:
             version: version of the policy, to be stored in the samples.
@@ -178,6 +179,7 @@ class RolloutPhases:
         memory = self.memory
         if self._engines_missing:
             if engine.sleeps:
+                memory.crowded = True
                 memory.offload_optimizer()
                 memory.offload_parameters()
                 self._training.ranks.wait()
@@ -186,6 +188,7 @@ class RolloutPhases:
             self._engines_missing = False
         with self._training.phase_log.measure("offload"):
             if engine.sleeps:
+                memory.measure_room(self._training.phase_log.device, engine.gpu_share)
                 self._free("offload optimizer", memory.offload_optimizer, memory.optimizer_bytes())
             self._wake_up(engine, "weights")
 

@@ -2,8 +2,9 @@
 
 `python -m benchmarks.gpu.step [--sizes 0.5b] [--gpus 8] [--steps 8] [--set strategy.name=fsdp]` trains a policy of
 random weights twice, with a colocated engine on each GPU. In the first run, the trainer's memory is on the host while
-the engines sample. In the second run (`stay`), nothing moves, so the seconds before and after sampling are the seconds
-in which the engines wake up and go to sleep. If trl is installed, its trainer with colocated vLLM does the same work.
+the engines sample, if a GPU has no room for both. In the second run (`stay`), nothing moves, so the seconds before and
+after sampling are the seconds in which the engines wake up and go to sleep. If trl is installed, its trainer with
+colocated vLLM does the same work.
 The exit status is 2 without a GPU.
 """
 

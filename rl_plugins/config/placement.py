@@ -17,8 +17,9 @@ POOLS = ("reward_model", "teacher", "reference", "critic")
 class OffloadConfig(Settings):
     """Place of the optimizer states and master weights of each trained model, and of the parameters of frozen models.
 
-    `stay` is the device, `cpu` the host, `nvme` a file. `while_sampling` is the host during sampling, and the device
-    otherwise; on CPU it is the same as `stay`. With `cpu` and `nvme`, optimizer steps run on the host, and every pass
+    `stay` is the device, `cpu` the host, `nvme` a file. `while_sampling` is the host during sampling if vLLM's share of
+    the GPU (`rollout.gpu_memory_utilization`) is not free beside the states, and the device otherwise; on CPU it is the
+    same as `stay`. With `cpu` and `nvme`, optimizer steps run on the host, and every pass
     of a frozen model fetches its parameters; with `strategy.name=fsdp`, also every pass of a trained model. With ZeRO,
     `nvme`, and `cpu` for frozen models, need `strategy.zero_stage=3`. FSDP2 has no `nvme`.
 

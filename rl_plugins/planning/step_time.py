@@ -6,10 +6,11 @@ Sampling follows a roofline model, training the number of its operations, and co
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rl_plugins.memory import SPARE_SHARE
 from rl_plugins.planning.devices import Device
-from rl_plugins.planning.memory import engine_memory, prompt_tokens_of_sample, sample_cache
+from rl_plugins.planning.memory import engine_memory, prompt_tokens_of_sample, sample_cache, total, trainer_memory
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.workload import Plan, Workload, micro_batch_sizes
 
@@ -204,7 +205,7 @@ def _move(work: Workload, plan: Plan, device: Device) -> float:
     if device.is_cpu or not plan.colocated:
         return 0.0
     seconds = 0.2
-    if plan.offload == "while_sampling":
+    if plan.offload == "while_sampling" and _is_crowded(work, plan, device):
         shard = work.trained_parameters / plan.trainers
         kept = work.policy.parameters * work.width / (plan.trainers if plan.zero_stage in (0, 3) else 1)
         seconds += 2 * (12 * shard + kept) / device.host_link
@@ -212,6 +213,12 @@ def _move(work: Workload, plan: Plan, device: Device) -> float:
         weights = work.policy.parameters * work.engine_width / plan.tensor_parallel
         seconds += 2 * weights / device.host_link
     return seconds
+
+
+def _is_crowded(work: Workload, plan: Plan, device: Device) -> bool:
+    """Return True if an engine has no room beside the states of a trainer."""
+    states = total(trainer_memory(work, replace(plan, offload="stay"), device)["sampling"])
+    return states + (plan.engine_share + SPARE_SHARE) * device.memory > device.memory
 
 
 def _link(device: Device, workers: int, per_node: int) -> float:

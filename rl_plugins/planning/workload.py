@@ -112,8 +112,8 @@ class Plan:
         colocated: The engines share the devices of the trainers. Otherwise the engines have devices of their own.
         zero_stage: ZeRO stage, 1 to 3; 0 stands for FSDP2.
         accumulate_shards: FSDP2 accumulates gradients in shards.
-        offload: Location of the states of trained models: `while_sampling` (on the host during sampling), `stay` (on
-            the device), `cpu` (optimizer always on the host).
+        offload: Location of the states of trained models: `while_sampling` (on the host during sampling, if an
+            engine has no room beside the states), `stay` (on the device), `cpu` (optimizer always on the host).
         sleep: Memory that the engines free while the workers train: `none`, `kv_cache` or `all`.
         engine_share: Largest share of an accelerator's memory for an engine.
         ahead: Steps whose samples are drawn while an earlier step trains; more than 0 requires separate devices.

@@ -205,6 +205,10 @@ class RolloutEngine(GroupSampler, Protocol):
         """True if the engine and the trainer take turns, False if both work at the same time."""
 
     @property
+    def gpu_share(self) -> float | None:
+        """Largest share of a GPU's memory in use by the engine; None if unknown."""
+
+    @property
     def check_updates(self) -> int:
         """Number of weight updates between two checks; 0 disables checks."""
 

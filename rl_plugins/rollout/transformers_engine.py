@@ -30,6 +30,7 @@ class SynchronousGroups:
     """
 
     sleeps = True
+    gpu_share: float | None = None
     busy_s = 0.0
     num_living = 1
 

@@ -77,6 +77,12 @@ class VLLMRollout:
         return self.config.sleeps
 
     @property
+    def gpu_share(self) -> float | None:
+        """Share of a GPU for an engine on CUDA; None if an argument of vLLM sets the size of the KV cache."""
+        sets_cache = "kv_cache_memory_bytes" in self.config.vllm
+        return None if self.config.device == "cpu" or sets_cache else self.config.gpu_memory_utilization
+
+    @property
     def check_updates(self) -> int:
         """Number of weight updates between two checks; 0 disables checks."""
         return self.config.check_updates

@@ -89,6 +89,13 @@ def test_step_time_one_step_ahead_is_the_longer_of_sampling_and_training():
     assert ahead.step == pytest.approx(max(waiting.rollout, waiting.training) + between)
 
 
+def test_step_time_moves_states_only_if_an_engine_has_no_room_beside_the_states():
+    plan = Plan(2, 2, zero_stage=3, sleep="all", engine_share=0.4)
+    stays = step_time(WORK, replace(plan, offload="stay"), DEVICE, 2).move
+    assert step_time(WORK, plan, DEVICE, 2).move == stays
+    assert step_time(WORK, plan, replace(DEVICE, memory=16 * N), 2).move > stays
+
+
 def test_rollout_seconds_of_engines_on_a_cpu_share_the_cores():
     cpu = replace(DEVICE, cores=1)
     double = rollout_seconds(WORK, replace(APART, engines=2), cpu)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_plugins.strategies.memory import HostMemory
+from rl_plugins.strategies.memory import HostMemory, TrainingMemory
 from rl_plugins.tests.loops import for_each
 
 
@@ -49,3 +49,46 @@ def test_host_memory_uses_chunks_of_one_size_again(monkeypatch: pytest.MonkeyPat
         states[1][0] += 1
     # 48 bytes.
     assert sizes == [16] * 3
+
+
+@for_each(("device", "pinned"), [("cuda", True), ("cpu", False)])
+def test_host_memory_is_pinned_for_a_gpu(monkeypatch: pytest.MonkeyPatch, device: str, pinned: bool) -> None:
+    asked: list[bool] = []
+    empty = torch.empty
+
+    def recorded(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if options.get("device") is None:
+            asked.append(pin_memory)
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    memory = HostMemory(device, chunk_bytes=16)
+    # The storages of a GPU.
+    monkeypatch.setattr(memory, "_storages", lambda tensors: [tensor.untyped_storage() for tensor in tensors])
+    memory.take([torch.ones(3)])
+    assert asked == [pinned]
+
+
+@pytest.mark.parametrize(
+    ("free", "share", "crowded", "emptied"),
+    [
+        # Of 100 bytes, 5 are spare.
+        ([45], 0.4, False, 0),
+        ([44, 45], 0.4, False, 1),
+        ([44, 44], 0.4, True, 2),
+        ([], None, True, 0),
+    ],
+)
+def test_measure_room_compares_the_free_memory_with_the_engines_share(
+    monkeypatch: pytest.MonkeyPatch, free: list[int], share: float | None, crowded: bool, emptied: int
+) -> None:
+    measured, calls = iter(free), []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(measured), 100))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    memory = TrainingMemory()
+    assert memory.crowded
+    memory.measure_room(torch.device("cuda", 0), share)
+    assert memory.crowded == crowded and len(calls) == emptied
+    # On CPU.
+    memory.measure_room(torch.device("cpu"), share)
+    assert memory.crowded

@@ -16,6 +16,7 @@ from rl_plugins.memory import MemoryChange, MemoryNotFreed
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import Generations, RolloutEngine
 from rl_plugins.rollout.transformers_engine import SynchronousGroups
+from rl_plugins.strategies import memory
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.strategies.rollout_phases import RolloutPhases
@@ -115,6 +116,7 @@ class Offloaded(TrainingMemory):
     """Training memory with 4 GiB of optimizer states and 3 of parameters to offload."""
 
     def __init__(self, device: Memory, calls: list[str], stuck: str) -> None:
+        self.crowded_calls: list[bool] = []
         self._device, self._calls, self._stuck = device, calls, stuck
 
     def _free(self, what: str, nbytes: int) -> None:
@@ -123,6 +125,7 @@ class Offloaded(TrainingMemory):
 
     @override
     def offload_optimizer(self) -> None:
+        self.crowded_calls.append(self.crowded)
         self._free("optimizer", 4 * GIB)
 
     @override
@@ -211,6 +214,29 @@ def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training(
     again = strategy.calls[strategy.calls.index("prepare") - 3 :]
     assert again[: len(RESTART + FIRST)] == RESTART + FIRST
     assert strategy.calls.count("prepare") == 1
+
+
+def test_lost_engines_start_on_a_crowded_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM needs its share while it starts, and training frees all memory. Later there may be room for both."""
+    shares: list[float] = []
+
+    def has_room(device: torch.device, share: float) -> bool:
+        shares.append(share)
+        return True
+
+    monkeypatch.setattr(memory, "_has_room", has_room)
+    strategy = Strategy(RecordingEngine())
+    monkeypatch.setattr(strategy.rollout_phases.engine, "gpu_share", 0.25)
+    losses = iter([True, False])
+
+    def sample(engine: RolloutEngine) -> None:
+        if next(losses):
+            raise EngineLost("killed")
+
+    strategy.rollout_phases.run_sampling(1, sample)
+    training: Any = strategy.rollout_phases.memory
+    assert training.crowded_calls == [False, True, False]
+    assert shares == [pytest.approx(0.3)] * 2
 
 
 def test_rollout_phase_starts_engines_that_are_lost_in_an_update() -> None:
