@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import TCPStore
 from typing_extensions import override
 
 from rl_plugins.algorithms.aggregation import GlobalCounts
@@ -30,6 +29,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.errors import UserError
 from rl_plugins.models.pool import ModelPool, spread
 from rl_plugins.models.pool_actor import Arrays, PoolConfig, process_name
+from rl_plugins.rendezvous import ListeningStore, StoreAddress, join_store
 from rl_plugins.stages.critic import CriticLearner, CriticTraining, Learnt
 from rl_plugins.stages.metrics import TokenMetrics
 
@@ -192,7 +192,9 @@ class CriticActor:
         self._mini_batches: dict[int, _MiniBatch] = {}
         self._due = 0
         self._work = ThreadPoolExecutor(max_workers=1)
-        self._store = _store(_own_address(), 0, config) if first is None and config.actors > 1 else None
+        self._store: ListeningStore | None = None
+        if first is None and config.actors > 1:
+            self._store = ListeningStore(_own_address(), config.ready_timeout_s)
         self._learner = self._work.submit(self._start, training, first)
 
     def _start(self, training: CriticTraining, first: Any) -> CriticLearner:
@@ -204,23 +206,25 @@ class CriticActor:
         if config.actors > 1:
             torch.distributed.init_process_group(
                 "nccl" if config.device == "cuda" else "gloo",
-                store=self._store or _store(*self._address_of(first), config),
+                store=join_store(self._address_of(first), config.ready_timeout_s),
                 rank=self._number,
                 world_size=config.actors,
                 timeout=timedelta(seconds=config.call_timeout_s),
             )
         return CriticLearner(training, config.device)
 
-    def _address_of(self, first: Any) -> tuple[str, int]:
+    def _address_of(self, first: Any) -> StoreAddress:
+        if self._store is not None:
+            return self._store.address
         import ray
 
-        host, port = ray.get(first.address.remote(), timeout=self._config.ready_timeout_s)
-        return host, port
+        address: StoreAddress = ray.get(first.address.remote(), timeout=self._config.ready_timeout_s)
+        return address
 
-    async def address(self) -> tuple[str, int]:
-        """Return host and port of the process group's store, which the first actor runs."""
+    async def address(self) -> StoreAddress:
+        """Return the address of the process group's store, which the first actor runs."""
         assert self._store is not None
-        return _own_address(), self._store.port
+        return self._store.address
 
     async def ready(self) -> str:
         """Wait until the critic is loaded, and return the name of the process."""
@@ -282,9 +286,3 @@ def _own_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
-
-
-def _store(host: str, port: int, config: PoolConfig) -> TCPStore:
-    """Return the store through which the actors form a process group; port 0 starts the store."""
-    timeout = timedelta(seconds=config.ready_timeout_s)
-    return TCPStore(host, port, is_master=not port, wait_for_workers=False, timeout=timeout)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import DeadlineExceeded, EngineLost
+from rl_plugins.rendezvous import ListeningStore, StoreAddress, join_store
 from rl_plugins.weights.layout import LoadWeights, dtype_name, dtype_named
 from rl_plugins.weights.shared_memory import EngineClient
 from rl_plugins.weights.source import WeightMeta, WeightSource
@@ -106,16 +107,16 @@ class GlooSender:
         self._buffers = _buffers(self._buckets)
         if engines:
             self._world_size = 1 + len(engines) * num_receivers
-            self._store = _store(host or _own_address(), 0, self._world_size, timeout_s, is_master=True)
+            self._store: ListeningStore | None = ListeningStore(host or _own_address(), timeout_s)
         self._together(lambda: self._open(num_receivers, bucket_bytes))
 
     def _open(self, num_receivers: int, bucket_bytes: int) -> None:
         tensors = [(meta.name, dtype_name(meta.dtype), list(meta.shape)) for meta in self._source.metadata()]
         for number, engine in enumerate(self._engines):
+            assert self._store is not None
             engine.init(
                 {
-                    "host": self._store.host,
-                    "port": self._store.port,
+                    "store": asdict(self._store.address),
                     "first_rank": 1 + number * num_receivers,
                     "world_size": self._world_size,
                     "tensors": tensors,
@@ -170,6 +171,8 @@ class GlooSender:
                     pass
             for wait in loaded:
                 wait()
+            # The group is connected. Nobody else may find its members.
+            self._store = None
         except (ConnectionError, DeadlineExceeded):
             # Engines must not wait for further buckets.
             self.close()
@@ -180,8 +183,9 @@ class GlooSender:
     def _broadcast(self, tensors_left: Iterator[tuple[str, Tensor]]) -> None:
         waits_for = f"rank {self._rank} waited {self._timeout_s:.0f} s for the rollout engines to"
         if self._group is None:
+            assert self._store is not None, "a failed update needs a new sender"
             with _deadline(f"{waits_for} connect for new weights"):
-                self._group = _Group(self._store, 0, self._world_size, self._timeout_s)
+                self._group = _Group(self._store.address, 0, self._world_size, self._timeout_s)
         group, buffers = self._group, self._buffers
         for number, bucket in enumerate(self._buckets):
             slot = number % _BUFFERS
@@ -216,8 +220,7 @@ class GlooReceiver:
     def expect(
         self,
         *,
-        host: str,
-        port: int,
+        store: dict[str, Any],
         first_rank: int,
         world_size: int,
         tensors: list[tuple[str, str, list[int]]],
@@ -227,8 +230,7 @@ class GlooReceiver:
         """Disconnect from the earlier sender and prepare the connection to a new sender.
 
         Args:
-            host: address of the sender's machine.
-            port: port of the sender's store.
+            store: fields of the `StoreAddress` of the sender's store.
             first_rank: rank of the engine's first process in the group.
             world_size: number of processes in the group.
             tensors: name, dtype and shape of each tensor of the sender.
@@ -241,8 +243,7 @@ class GlooReceiver:
         self._buffers = _buffers(self._buckets)
 
         def connect() -> _Group:
-            store = _store(host, port, world_size, timeout_s, is_master=False)
-            return _Group(store, first_rank + self._number, world_size, timeout_s)
+            return _Group(StoreAddress(**store), first_rank + self._number, world_size, timeout_s)
 
         self._connect = connect
 
@@ -305,10 +306,10 @@ class _Group:
     method to close the connections. Therefore no other object may hold such a reference, not even an error's traceback.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, address: StoreAddress, rank: int, world_size: int, timeout_s: float) -> None:
         # Separate from the default process group, which belongs to the trainers.
-        prefixed = torch.distributed.PrefixStore("weights", store)
-        self._gloo: Any = torch.distributed.ProcessGroupGloo(prefixed, rank, world_size, timedelta(seconds=timeout_s))
+        store = join_store(address, timeout_s)
+        self._gloo: Any = torch.distributed.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
         self._pending: dict[int, Any] = {}
 
     def broadcast(self, slot: int, flat: Tensor) -> None:
@@ -332,12 +333,6 @@ def _own_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
-
-
-def _store(host: str, port: int, world_size: int, timeout_s: float, *, is_master: bool) -> Any:
-    return torch.distributed.TCPStore(
-        host, port, world_size, is_master, timedelta(seconds=timeout_s), wait_for_workers=False
-    )
 
 
 def _buffers(parts: Sequence[Bucket]) -> list[Tensor]:

@@ -7,7 +7,6 @@ all engines, and each process of an engine opens the bucket on its own GPU.
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
@@ -18,7 +17,7 @@ from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSour
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from rl_plugins.rollout.vllm.config import VLLMConfig
-from rl_plugins.rollout.vllm.nccl import NcclSender, UpdateClient
+from rl_plugins.rollout.vllm.nccl import NcclGroup, NcclSender, UpdateClient
 from rl_plugins.weights.source import WeightSource
 
 
@@ -129,18 +128,11 @@ def make_cuda_sender(
         own = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(bucket_bytes, largest))
         return IpcSender(own, client=client, source=_Source(source))
     import ray
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        port = listener.getsockname()[1]
-    shared = NCCLTrainerInitInfo(
-        rank=rank,
+    group = NcclGroup(
         # The address of the host name is often the loopback address.
-        master_address=ray.util.get_node_ip_address(),
-        master_port=port,
+        host=ray.util.get_node_ip_address(),
         world_size=1 + num_engines * config.tensor_parallel_size,
-        packed=True,
-        packed_buffer_size_bytes=bucket_bytes,
+        bucket_bytes=bucket_bytes,
     )
-    return NcclSender(shared, client=client, source=_Source(source))
+    return NcclSender(group, rank=rank, client=client, source=_Source(source))

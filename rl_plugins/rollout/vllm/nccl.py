@@ -2,32 +2,64 @@
 
 NCCL waits without a deadline for all members of a group, so the loss of one member would stop all others for ever. The
 calls of the engines have deadlines. A failed call therefore makes rank 0 end the group: rank 0 aborts its communicator
-and writes `_END` into the store of the group, where the engines wait to abort their communicators.
+and writes `_END` into a store, where the engines wait to abort their communicators.
+
+The engines get NCCL's id of the group through Ray. vLLM would send the id as a pickled object through a store without a
+secret, so everybody who reaches the store could run code in the engines.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from threading import Event, Thread
 from typing import Any
 
 import torch
 from torch.distributed import Store
+from vllm.distributed.device_communicators import pynccl
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightSource
+from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 from vllm.distributed.weight_transfer.nccl_engine import (
-    NCCLTrainerInitInfo,
     NCCLTrainerWeightTransferEngine,
     NCCLWeightTransferEngine,
     NCCLWeightTransferInitInfo,
     NCCLWeightTransferUpdateInfo,
 )
+from vllm.utils.nccl import unpinned_nccl_env
+
+from rl_plugins.rendezvous import ListeningStore, StoreAddress, join_store
 
 _END = "end"
 _FOREVER = timedelta(days=10_000)
+_CONNECT_S = 300.0
+
+
+@dataclass(frozen=True)
+class NcclGroup:
+    """Group of rank 0 and all processes of all engines.
+
+    Attributes:
+        host: address of rank 0's machine.
+        world_size: number of processes.
+        bucket_bytes: size of a bucket, in bytes.
+    """
+
+    host: str
+    world_size: int
+    bucket_bytes: int
+
+
+@dataclass(kw_only=True)
+class NcclInitInfo(NCCLWeightTransferInitInfo):
+    """Arguments of vLLM's receiver, and the fields of the address of the store with the end of the group."""
+
+    store: dict[str, Any]
 
 
 class UpdateClient:
@@ -85,17 +117,19 @@ class NcclSender:
     """The side of a training rank: rank 0 broadcasts the weights to all engines.
 
     Args:
-        info: addresses and sizes of the group.
+        group: address and sizes of the group.
+        rank: index of this rank.
         client: client of the engines.
         source: weights of the policy.
     """
 
-    def __init__(self, info: NCCLTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource) -> None:
-        self._rank, self._source = info.rank, source
+    def __init__(self, group: NcclGroup, *, rank: int, client: VLLMWeightSyncClient, source: WeightSource) -> None:
+        self._rank, self._source = rank, source
         self._engine: NCCLTrainerWeightTransferEngine | None = None
+        self._store: ListeningStore | None = None
         self._over = Event()
         self._client = UpdateClient(client, self._end_group)
-        self._connect(info)
+        self._connect(group)
 
     def send(self, version: int) -> None:
         """Send the weights and set their version. Collective.
@@ -118,16 +152,14 @@ class NcclSender:
         if self._engine is not None:
             self._engine.shutdown()
 
-    def _connect(self, info: NCCLTrainerInitInfo) -> None:
+    def _connect(self, group: NcclGroup) -> None:
         """Open the transport, or keep the failure of an engine until the end of the update."""
         device = torch.accelerator.current_device_index()
 
         def connect() -> None:
             try:
                 with torch.accelerator.device_index(device):
-                    self._engine = NCCLTrainerWeightTransferEngine.trainer_init(
-                        info, client=self._client, source=self._source
-                    )
+                    self._engine = self._open(group)
             except BaseException as error:
                 self._client.fail(error)
             finally:
@@ -137,21 +169,60 @@ class NcclSender:
         Thread(target=connect, daemon=True, name="connect-to-engines").start()
         self._over.wait()
 
+    def _open(self, group: NcclGroup) -> NCCLTrainerWeightTransferEngine:
+        """Return vLLM's sender. On rank 0, connect to the processes of the engines."""
+        engine = NCCLTrainerWeightTransferEngine(
+            client=self._client,
+            source=self._source,
+            is_sender=self._rank == 0,
+            packed_buffer_size_bytes=group.bucket_bytes,
+        )
+        if self._rank != 0:
+            return engine
+        self._store = ListeningStore(group.host, _CONNECT_S)
+        with unpinned_nccl_env():
+            unique_id = bytes(pynccl.NCCLLibrary().ncclGetUniqueId().internal)
+        init_info = {
+            "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
+            "store": asdict(self._store.address),
+            "rank_offset": 1,
+            "world_size": group.world_size,
+            "packed": engine.packed,
+            "packed_buffer_size_bytes": engine.packed_buffer_size_bytes,
+            "packed_num_buffers": engine.packed_num_buffers,
+        }
+        # All processes connect at the same time.
+        with ThreadPoolExecutor(1) as threads:
+            joined = threads.submit(self._client.init_weight_transfer_engine, init_info)
+            device = torch.accelerator.current_device_index()
+            engine.model_update_group = uid_init_process_group(unique_id, 0, group.world_size, device)
+            joined.result()
+        return engine
+
     def _end_group(self) -> None:
         self._over.set()
         group = None if self._engine is None else self._engine.model_update_group
         if group is not None and not group.disabled:
-            _store_of(group).set(_END, "")
+            assert self._store is not None
+            store = join_store(self._store.address, _CONNECT_S)
+            store.set(_END, "")
+            # The answer comes after the engines have got the end. The store may be gone soon.
+            store.get(_END)
             _abort(group)
 
 
 class NcclReceiver(NCCLWeightTransferEngine):
     """The side of an engine, in each of its processes."""
 
+    init_info_cls: type[NCCLWeightTransferInitInfo] = NcclInitInfo
+
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Join the group of a new sender, and wait in the background for the end of the group."""
+        assert isinstance(init_info, NcclInitInfo)
         super().init_transfer_engine(init_info)
-        Thread(target=_abort_at_end, args=(self.model_update_group,), daemon=True, name="end-of-nccl-group").start()
+        store = join_store(StoreAddress(**init_info.store), _CONNECT_S)
+        arguments = (self.model_update_group, store)
+        Thread(target=_abort_at_end, args=arguments, daemon=True, name="end-of-nccl-group").start()
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         """Receive all weights.
@@ -169,17 +240,12 @@ class NcclReceiver(NCCLWeightTransferEngine):
             raise
 
 
-def _abort_at_end(communicator: PyNcclCommunicator) -> None:
+def _abort_at_end(communicator: PyNcclCommunicator, store: Store) -> None:
     # An error means that the process of rank 0 has ended, and the store with it.
     with suppress(RuntimeError):
-        _store_of(communicator).wait([_END], _FOREVER)
+        store.wait([_END], _FOREVER)
     if not communicator.disabled:
         _abort(communicator)
-
-
-def _store_of(communicator: PyNcclCommunicator) -> Store:
-    assert isinstance(communicator.group, StatelessProcessGroup), "vLLM makes the group from an address"
-    return communicator.group.store
 
 
 def _abort(communicator: PyNcclCommunicator) -> None:

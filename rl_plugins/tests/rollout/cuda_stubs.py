@@ -225,6 +225,9 @@ class _NCCL:
             unique_id.internal[place] = digit
         return unique_id
 
+    def unique_id_from_bytes(self, data: bytes) -> ncclUniqueId:
+        return ncclUniqueId.from_buffer_copy(data)
+
     def ncclCommInitRank(self, world_size: int, unique_id: ncclUniqueId, rank: int) -> _Communicator:
         port = int(bytes(unique_id.internal).rstrip(b"\0"))
         communicator = _Communicator(port, rank, world_size)

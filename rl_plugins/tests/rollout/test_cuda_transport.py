@@ -10,6 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from vllm.distributed.utils import StatelessProcessGroup
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rl_plugins.errors import DeadlineExceeded, EngineLost
@@ -93,6 +94,20 @@ def test_several_engines_over_nccl_have_separate_ranks_and_leave_the_group_with_
         assert_has_weights(engine, policy, 7)
         assert engine.calls == ["init_weight_transfer_engine", *update_calls(1)]
     wait_until(lambda: not communicators, "all processes to free their communicators", 60)
+
+
+@pytest.mark.usefixtures("communicators")
+def test_processes_of_nccl_read_no_object_from_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("an object of a store is code of everybody who reaches the store")
+
+    for method in ("recv_obj", "broadcast_obj"):
+        monkeypatch.setattr(StatelessProcessGroup, method, refuse)
+    policy = make_policy()
+    engine = StubEngine("nccl", GPUS[:1], policy)
+    with on_gpu("GPU-trainer"), closing(sender_of("nccl", policy, [engine])) as sender:
+        sender.send(1)
+    assert_has_weights(engine, policy, 1)
 
 
 @pytest.mark.usefixtures("communicators")

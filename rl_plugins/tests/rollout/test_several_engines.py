@@ -70,5 +70,5 @@ def test_make_cuda_sender_makes_a_buffer_that_holds_the_largest_tensor(
     source = ModuleWeightSource(torch.nn.Embedding(600, 1024))
     config = VLLMConfig("model", device="cuda", transport=backend, bucket_mb=1)
     cuda_transport.make_cuda_sender(config, source, client=None, rank=0)
-    assert seen[0].packed_buffer_size_bytes == bucket_bytes
-    assert backend == "ipc" or seen[0].master_address == "10.0.0.7"
+    assert bucket_bytes == (seen[0].bucket_bytes if backend == "nccl" else seen[0].packed_buffer_size_bytes)
+    assert backend == "ipc" or seen[0].host == "10.0.0.7"

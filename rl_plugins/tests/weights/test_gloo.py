@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -128,6 +129,28 @@ def test_send_updates_every_process_of_every_engine(bucket_bytes: int) -> None:
     sender.send(2)
     assert all(have_equal_weights(policy, copy) for copy in copies)
     assert [engine.versions for engine in engines] == [[1, 2], [1, 2]]
+
+
+def test_store_of_a_sender_ends_with_the_first_update() -> None:
+    class Listed(ThreadEngine):
+        port = 0
+
+        def init(self, init_info: dict[str, Any]) -> None:
+            super().init(init_info)
+            self.port = init_info["store"]["port"]
+
+    policy, copies = make_model(0), [make_model(1), make_model(2)]
+    engine = Listed(*copies)
+    sender = make_sender(ModuleWeightSource(policy), engine)
+    socket.create_connection(("127.0.0.1", engine.port), timeout=DEADLINE_S).close()
+    sender.send(1)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", engine.port), timeout=DEADLINE_S)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(-1.5)
+    sender.send(2)
+    assert all(have_equal_weights(policy, copy) for copy in copies)
 
 
 def test_a_new_sender_replaces_a_closed_sender() -> None:
