@@ -19,8 +19,9 @@ ENV PATH=/usr/local/nvidia/bin:$PATH \
 
 WORKDIR /opt/rl-plugins
 COPY requirements/cuda.lock.txt requirements/
-RUN pip install $(grep '^pip==' requirements/cuda.lock.txt) \
-    && pip install --no-deps --build-constraint requirements/cuda.lock.txt --requirement requirements/cuda.lock.txt
+RUN grep '^pip==' requirements/cuda.lock.txt | pip install --require-hashes --requirement /dev/stdin \
+    && pip install --no-deps --require-hashes --build-constraint requirements/cuda.lock.txt \
+        --requirement requirements/cuda.lock.txt
 COPY . .
 RUN pip install --no-deps --no-build-isolation .
 

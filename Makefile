@@ -38,9 +38,10 @@ $(INSTALLED): $(LOCK) pyproject.toml
 	@echo "Installing into $(VENV), 3 to 5 minutes (log: $(VENV)/install.log)"
 	@"$(PYTHON)" -m venv "$(VENV)"
 	@echo 'export TORCH_EXTENSIONS_DIR="$$VIRTUAL_ENV/torch_extensions"' >> "$(VENV)/bin/activate"
-	@$(PIP) install $$(grep '^pip==' $(LOCK))
-	@$(PIP) install --no-compile --no-deps --build-constraint $(LOCK) $(INDEX) -r $(LOCK) || { \
+	@grep '^pip==' $(LOCK) | $(PIP) install -r /dev/stdin
+	@grep '^torch==' $(LOCK) | $(PIP) install --no-compile --no-deps $(INDEX) -r /dev/stdin || { \
 		echo "If no torch build was found, name PyTorch's CPU index with TORCH_INDEX=... ."; exit 1; }
+	@grep -v '^torch==' $(LOCK) | $(PIP) install --no-compile --no-deps --require-hashes --build-constraint $(LOCK) -r /dev/stdin
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@echo "Building DeepSpeed's op and importing every heavy library once"
 	@$(PY) requirements/prepare.py > $(VENV)/prepare.log 2>&1 || { tail -n 30 $(VENV)/prepare.log; exit 1; }

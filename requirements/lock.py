@@ -1,4 +1,4 @@
-"""Writes the locks: the exact version of each distribution of an installation.
+"""Writes the locks: the exact version of each distribution of an installation, and the digest of its file.
 
 - `cpu.lock.txt`: the extras `cpu`, `dev` and `docs`, for `make quickstart` and `make test`;
 - `cuda.lock.txt`: the extras `gpu` and `dev`, for machines with GPUs and the Dockerfile.
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,11 +27,20 @@ FOLDER = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Lock:
-    """What a lock is for, and what it leaves out with the reason."""
+    """What a lock is for, and what it leaves out with the reason: distributions, and digests."""
 
     extras: str
     target: str
     left_out: dict[str, str] = field(default_factory=dict)
+    without_digest: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A distribution as "name==version", and the SHA-256 digest of its file."""
+
+    text: str
+    digest: str = ""
 
 
 LOCKS = {
@@ -43,6 +53,7 @@ LOCKS = {
             "torchcodec": "as torchvision",
             "triton": "1 GB of CUDA compiler; on CPU vLLM, xgrammar and torch run without it",
         },
+        {"torch": "indexes have builds for CPUs of their own, and `make install` takes nothing else from TORCH_INDEX"},
     ),
     "cuda": Lock(
         "gpu,dev",
@@ -61,7 +72,7 @@ def tested_versions() -> list[str]:
     """The pins of cpu.lock.txt for the dependencies in pyproject.toml, as constraints; a build for CPUs is excluded."""
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = {normalized(re.split(r"[^\w.-]", line)[0]) for line in project["dependencies"]}
-    pins = (FOLDER / "cpu.lock.txt").read_text(encoding="utf-8").split()
+    pins = pins_of(FOLDER / "cpu.lock.txt")
     return [
         pin.replace("==", "!=") if pin.endswith("+cpu") else pin
         for pin in pins
@@ -69,8 +80,14 @@ def tested_versions() -> list[str]:
     ]
 
 
-def resolve(python: str, extras: str, constraints: list[str], pip_options: list[str]) -> dict[str, str]:
-    """Normalized name -> "name==version" of every distribution that the project needs with this interpreter."""
+def pins_of(lock: Path) -> list[str]:
+    """The pins of a lock with their markers, without digests: pip takes no digests for a project in a folder."""
+    lines = lock.read_text(encoding="utf-8").splitlines()
+    return [line.partition(" --hash=")[0] for line in lines if line[0] != "#"]
+
+
+def resolve(python: str, extras: str, constraints: list[str], pip_options: list[str]) -> dict[str, Pin]:
+    """Normalized name -> pin of every distribution that the project needs with this interpreter."""
     command = [
         sys.executable, "-m", "pip", "--python", python, "install",
         "--dry-run", "--ignore-installed", "--quiet", "--report", "-",
@@ -83,8 +100,13 @@ def resolve(python: str, extras: str, constraints: list[str], pip_options: list[
             check=True,
             stdout=subprocess.PIPE,
         ).stdout
-    found = [item["metadata"] for item in json.loads(report)["install"]]
-    return {normalized(item["name"]): f"{item['name']}=={item['version']}" for item in found}
+    pins = {}
+    for item in json.loads(report)["install"]:
+        name, version = item["metadata"]["name"], item["metadata"]["version"]
+        # The project itself is a folder without a digest.
+        archive = item["download_info"].get("archive_info", {})
+        pins[normalized(name)] = Pin(f"{name}=={version}", archive.get("hashes", {}).get("sha256", ""))
+    return pins
 
 
 def version_of(python: str) -> str:
@@ -93,16 +115,24 @@ def version_of(python: str) -> str:
     return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def lines_of(pins: dict[str, dict[str, str]]) -> list[str]:
+def lines_of(pins: dict[str, dict[str, Pin]]) -> list[str]:
     """The lines of a lock, from the pins of each version of Python. What differs has a marker."""
     lines = []
     for name in sorted({name for of_version in pins.values() for name in of_version}):
-        lines_of_name = {version: of_version[name] for version, of_version in pins.items() if name in of_version}
-        if len(lines_of_name) == len(pins) and len(set(lines_of_name.values())) == 1:
-            lines.append(next(iter(lines_of_name.values())))
+        pins_of_name = {version: of_version[name] for version, of_version in pins.items() if name in of_version}
+        if len(pins_of_name) == len(pins) and len({pin.text for pin in pins_of_name.values()}) == 1:
+            lines.append(line_of(next(iter(pins_of_name.values())).text, pins_of_name.values()))
         else:
-            lines += [f'{pin} ; python_version == "{version}"' for version, pin in lines_of_name.items()]
+            lines += [
+                line_of(f'{pin.text} ; python_version == "{version}"', [pin]) for version, pin in pins_of_name.items()
+            ]
     return lines
+
+
+def line_of(requirement: str, pins: Iterable[Pin]) -> str:
+    """A line of a lock. Each version of Python may have its own file."""
+    digests = sorted({pin.digest for pin in pins if pin.digest})
+    return " ".join([requirement, *(f"--hash=sha256:{digest}" for digest in digests)])
 
 
 def main() -> None:
@@ -115,15 +145,18 @@ def main() -> None:
     lock, file = LOCKS[options.lock], FOLDER / f"{options.lock}.lock.txt"
     constraints = tested_versions() if options.lock == "cuda" else []
     if file.exists() and not options.upgrade:
-        constraints += [line for line in file.read_text(encoding="utf-8").splitlines() if line[0] != "#"]
+        constraints += pins_of(file)
     left_out = {"rl-plugins": "installed from this checkout", **lock.left_out}
     pins = {}
     for name in options.python or [sys.executable]:
         python = shutil.which(name) or parser.error(f"--python {name}: there is no such interpreter")
         resolved = resolve(python, lock.extras, constraints, pip_options)
+        for name in lock.without_digest:
+            resolved[name] = Pin(resolved[name].text)
         pins[version_of(python)] = {name: pin for name, pin in resolved.items() if name not in left_out}
     lines = lines_of(pins)
     notes = [f"Left out: {name} ({why})." for name, why in left_out.items()]
+    notes += [f"Without a digest: {name} ({why})." for name, why in lock.without_digest.items()]
     file.write_text("".join(f"{line}\n" for line in (f"# {lock.target}", *(f"# {note}" for note in notes), *lines)))
     print(f"{file}: {len(lines)} distributions")
 

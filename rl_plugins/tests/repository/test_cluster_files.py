@@ -30,7 +30,7 @@ def test_rayjob_manifest_is_a_job_of_kuberay(job):
     assert set(job["spec"]) == {"entrypoint", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"}
     check_command(shlex.split(job["spec"]["entrypoint"]))
     version = job["spec"]["rayClusterSpec"]["rayVersion"]
-    assert f"\nray=={version}\n" in (ROOT / "requirements" / "cpu.lock.txt").read_text(encoding="utf-8")
+    assert f"\nray=={version} " in (ROOT / "requirements" / "cpu.lock.txt").read_text(encoding="utf-8")
 
 
 def test_rayjob_groups_have_the_fields_of_kuberay(job):

@@ -47,8 +47,8 @@ def test_dockerfile_installs_the_lock_for_gpus_and_nothing_else(instructions):
     ]
     lock = "requirements/cuda.lock.txt"
     assert installs == [
-        f"pip install $(grep '^pip==' {lock})",
-        f"pip install --no-deps --build-constraint {lock} --requirement {lock}",
+        f"grep '^pip==' {lock} | pip install --require-hashes --requirement /dev/stdin",
+        f"pip install --no-deps --require-hashes --build-constraint {lock} --requirement {lock}",
         "pip install --no-deps --no-build-isolation .",
     ]
 

@@ -25,7 +25,7 @@ def project(root: Path) -> dict[str, Any]:
 def versions(root: Path, lock: str, python: str) -> dict[str, str]:
     """Version of each distribution of a lock for a version of Python."""
     lines = (root / "requirements" / f"{lock}.lock.txt").read_text(encoding="utf-8").splitlines()
-    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    pins = [Requirement(line.partition(" --hash=")[0]) for line in lines if not line.startswith("#")]
     chosen = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python})]
     found: dict[str, str] = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in chosen}
     assert len(found) == len(chosen), f"{lock}.lock.txt names a distribution twice for Python {python}"
@@ -68,12 +68,42 @@ def test_cuda_lock_has_the_tested_versions_and_builds_for_cuda_13(
 
 
 def test_lines_of_gives_a_marker_to_pins_of_one_version_of_python(root: Path) -> None:
-    lines_of = runpy.run_path(str(root / "requirements" / "lock.py"))["lines_of"]
-    pins = {"3.11": {"a": "a==1", "b": "B==2", "c": "c==1"}, "3.12": {"a": "a==1", "b": "B==3"}}
+    program = runpy.run_path(str(root / "requirements" / "lock.py"))
+    lines_of, pin = program["lines_of"], program["Pin"]
+    pins = {
+        "3.11": {"a": pin("a==1", "1a"), "b": pin("B==2", "2b"), "c": pin("c==1")},
+        "3.12": {"a": pin("a==1", "1a"), "b": pin("B==3", "3b")},
+    }
     assert lines_of(pins) == [
-        "a==1", 'B==2 ; python_version == "3.11"', 'B==3 ; python_version == "3.12"', 'c==1 ; python_version == "3.11"',
-    ]  # fmt: skip
-    assert lines_of({"3.11": {"b": "B==2", "a": "a==1"}}) == ["a==1", "B==2"]
+        "a==1 --hash=sha256:1a",
+        'B==2 ; python_version == "3.11" --hash=sha256:2b',
+        'B==3 ; python_version == "3.12" --hash=sha256:3b',
+        'c==1 ; python_version == "3.11"',
+    ]
+    assert lines_of({"3.11": {"b": pin("B==2"), "a": pin("a==1")}}) == ["a==1", "B==2"]
+
+
+def test_lines_of_gives_the_digests_of_the_files_of_all_versions_of_python(root: Path) -> None:
+    program = runpy.run_path(str(root / "requirements" / "lock.py"))
+    pins = {version: {"a": program["Pin"]("a==1", digest)} for version, digest in (("3.11", "2a"), ("3.12", "1a"))}
+    assert program["lines_of"](pins) == ["a==1 --hash=sha256:1a --hash=sha256:2a"]
+
+
+def test_locks_have_a_digest_for_every_distribution_except_torch_for_cpus(root: Path) -> None:
+    without = {}
+    for lock in EXTRAS:
+        lines = (root / "requirements" / f"{lock}.lock.txt").read_text(encoding="utf-8").splitlines()
+        digest = re.compile(r" --hash=sha256:[0-9a-f]{64}(?= |$)")
+        without[lock] = [line for line in lines if not line.startswith("#") and not digest.search(line)]
+    assert [line.partition("==")[0] for line in without["cpu"]] == ["torch"] and without["cuda"] == []
+
+
+def test_make_install_requires_digests_and_takes_only_torch_from_another_index(root: Path) -> None:
+    recipe = (root / "Makefile").read_text(encoding="utf-8").partition("$(INSTALLED): ")[2].partition("\n\n")[0]
+    (torch,) = [line for line in recipe.splitlines() if "$(INDEX)" in line]
+    assert "grep '^torch==' $(LOCK) |" in torch
+    (rest,) = [line for line in recipe.splitlines() if "--build-constraint $(LOCK)" in line]
+    assert "grep -v '^torch==' $(LOCK) |" in rest and "--require-hashes" in rest
 
 
 def test_locks_name_no_package_index(root: Path) -> None:
