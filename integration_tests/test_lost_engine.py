@@ -68,3 +68,13 @@ def test_killed_engine_is_replaced_in_a_run_that_samples_ahead_and_updates_over_
     run.processes("VLLMActor")[0].kill()
     wait_for_engine_counts(run, 2, 1, 2)
     assert_stops(run, engines_lost=1)
+
+
+def test_killed_engine_of_two_processes_is_replaced_beside_four_workers(start_recipe: Callable[..., Recipe]) -> None:
+    """The layout of a machine with four GPUs: each engine is on the devices of two workers."""
+    layout = ("placement.num_workers=4", "placement.cpus_per_worker=0.5", "rollout.tensor_parallel_size=2")
+    run = start_recipe("grpo", "four", *COMMON, *layout)
+    run.wait_for_step(2)
+    run.processes("VLLMActor")[0].kill()
+    wait_for_engine_counts(run, 2, 1, 2)
+    assert_stops(run, engines_lost=1)

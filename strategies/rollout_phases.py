@@ -178,11 +178,11 @@ class RolloutPhases:
         """Free the optimizer states, and let the rollout engine allocate its weights. Start lost engines before."""
         memory = self.memory
         if self._engines_missing:
-            if engine.sleeps:
-                memory.crowded = True
-                memory.offload_optimizer()
-                memory.offload_parameters()
-                self._training.ranks.wait()
+            # Also for an engine that never sleeps: vLLM needs its whole share of a GPU at the start.
+            memory.crowded = True
+            memory.offload_optimizer()
+            memory.offload_parameters()
+            self._training.ranks.wait()
             engine.prepare(self._training.ranks)
             memory.reload()
             self._engines_missing = False

@@ -13,6 +13,7 @@ from typing import Any
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError, DeadlineExceeded
 from rl_plugins.launch.gpus import ALLOCATOR, VISIBLE, Gpu, GpuMachine, Version, read_machine
+from rl_plugins.planning.shape import shape_of
 
 _OLDEST_DRIVERS = {12: "525", 13: "580"}
 """Oldest driver for each major version of CUDA, by NVIDIA's table of minor-version compatibility."""
@@ -108,6 +109,35 @@ def check_gpus(config: RecipeConfig, machines: Mapping[str, GpuMachine]) -> None
         if len(kinds(gpus)) > 1:
             fault = _different_kinds(gpus)
             raise ConfigError(f"{' and '.join(machines)}: {fault.found}: {fault.fix}")
+
+
+def check_engine_weights(config: RecipeConfig, model: Mapping[str, Any], gpus: Sequence[Gpu]) -> None:
+    """Compare the weights of a rollout engine with its share of a GPU. Unknown architectures are not checked.
+
+    Args:
+        config: Configuration of the run.
+        model: Content of the policy's config.json.
+        gpus: GPUs of the run, of one kind.
+
+    Raises:
+        ConfigError: The weights leave no memory for a KV cache. The message has both numbers.
+    """
+    rollout = config.rollout
+    if rollout.engine != "vllm" or not config.needs_engine or rollout.quantizes or not gpus or not gpus[0].memory_mib:
+        return
+    try:
+        parameters = shape_of(model, "config.json").parameters
+    except ConfigError:
+        return
+    size, share = rollout.tensor_parallel_size, config.engine_limits["gpu_memory_utilization"]
+    width = 4 if config.rollout_dtype == "float32" else 2
+    weights, total = parameters * width / size / 2**30, gpus[0].memory_mib / 2**10
+    if weights >= share * total:
+        raise ConfigError(
+            f"rollout.gpu_memory_utilization={share:g}: an engine has {share * total:.1f} of the {total:.1f} GiB of a "
+            f"GPU, but its weights take {weights:.1f} GiB there ({config.rollout_dtype}, "
+            f"rollout.tensor_parallel_size={size}): raise one of the two options"
+        )
 
 
 def check_nodes(config: RecipeConfig, nodes: Sequence[Mapping[str, Any]]) -> None:

@@ -100,6 +100,12 @@ def roles_of(config: RecipeConfig) -> list[Role]:
 def _engines(config: RecipeConfig) -> Role:
     workers, engines, size = config.placement.num_workers, config.num_engines, config.rollout.tensor_parallel_size
     options = f"rollout.engines={config.rollout.engines}, rollout.tensor_parallel_size={size}"
+    transport = "nccl" if config.placement.rollout == "split" else "ipc"
+    if config.on_gpus and config.rollout.transport not in ("auto", transport):
+        raise ConfigError(
+            f"rollout.transport={config.rollout.transport}: with placement.rollout={config.placement.rollout}, weights "
+            f"go from GPU to GPU by {transport}. Leave rollout.transport out, or change placement.rollout"
+        )
     if config.placement.rollout == "split":
         cpus = config.placement.engine_cpus * (1 if config.on_gpus else size)
         return Role(ENGINES, engines, cpus, size if config.on_gpus else 0, "PACK", f"{options}, placement.engine_cpus")

@@ -18,7 +18,7 @@ from typing import Any
 from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.gpu_checks import check_gpus
+from rl_plugins.launch.gpu_checks import check_engine_weights, check_gpus
 from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS
@@ -153,7 +153,8 @@ def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lamb
 
     Raises:
         ConfigError: A folder holds no model, the hub does not have a name, a tensor-parallel size does not divide the
-            heads, or prompt and response do not fit into a context window.
+            heads, the weights do not fit into an engine's share of a GPU, or prompt and response do not fit into a
+            context window.
     """
     from rl_plugins.models.loading import check_model_folder
 
@@ -166,6 +167,10 @@ def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lamb
         model = _model_config(option, path)
         if group == "model":
             _check_heads(config, model)
+            if config.launcher == "ray" and not _on_cpu(config) and not os.environ.get("RAY_ADDRESS"):
+                on_gpus = deepcopy(config)
+                on_gpus.placement.device = "cuda"
+                check_engine_weights(on_gpus, model, read_machine().visible)
         limit = _context_window(model)
         prompt, response = config.data.max_prompt_tokens, config.sampling.max_tokens
         if limit is not None and prompt + response > limit:

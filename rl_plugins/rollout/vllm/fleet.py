@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rl_plugins.errors import DeadlineExceeded, EngineLost, UserError
+from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost, UserError
 from rl_plugins.ranks import Ranks, barrier, broadcast, gather
 from rl_plugins.rollout.vllm.config import VLLMConfig
-from rl_plugins.rollout.vllm.gpu_binding import check_room, engine_places, gpu_of_this_rank
+from rl_plugins.rollout.vllm.gpu_binding import engine_places, gpu_of_this_rank, lacking_room
 
 
 def assigned_range(index: int, size: int, other_size: int) -> range:
@@ -80,6 +80,7 @@ class Fleet:
         self.living = [] if config.shares_gpus else list(range(size))
         self._labels = {engine: f"{name}-{engine}" for engine in self.living}
         self.returning: dict[int, Any] = {}
+        self._started = False
         self.on_lost: Callable[[int], None] | None = None
         # Engines lost by this rank since the last collective call; True for an engine without an answer.
         self._lost: dict[int, bool] = {}
@@ -105,7 +106,8 @@ class Fleet:
         Rank 0 owns the actors: the engines end with the training workers.
 
         Raises:
-            ConfigError: see `engine_places` and `check_room`.
+            ConfigError: see `engine_places`; or an engine does not fit into the free memory of a GPU.
+            RuntimeError: an engine that was lost does not fit into the free memory of its GPU.
             DeadlineExceeded: an engine did not start before the deadline.
         """
         self.rank, self.world_size = ranks.rank, ranks.world_size
@@ -114,7 +116,9 @@ class Fleet:
         gpus = ranks.gather(gpu_of_this_rank(share if needs_room else 0.0))
         places = engine_places(gpus, size)
         lost = [engine for engine in range(len(places)) if engine not in self.living]
-        check_room({rank: gpu for rank, gpu in enumerate(gpus) if rank // size in lost}, share)
+        if reason := lacking_room({rank: gpu for rank, gpu in enumerate(gpus) if rank // size in lost}, share):
+            # New training workers start their engines before they use their GPUs, so a restart helps after a loss.
+            raise RuntimeError(reason) if self._started else ConfigError(reason)
         # Ray keeps the name of an ended actor for some time.
         start = broadcast(uuid.uuid4().hex[:8])
         self._labels |= {engine: f"{self._name}-{engine}-{start}" for engine in lost}
@@ -127,6 +131,7 @@ class Fleet:
         self.wait_until_ready()
         # A new engine takes no work before its session has begun. The living engines keep their work.
         self.each("begin_session", among=lost)
+        self._started = True
         barrier()
 
     def _start_actors(self, engines: Iterable[int], places: Sequence[Mapping[str, Any]]) -> None:
@@ -183,7 +188,7 @@ class Fleet:
         if self.config.shares_gpus:
             if self.rank == 0:
                 self.stop()
-            self.living, self.returning = [], {}
+            self.living, self.returning, self._started = [], {}, False
         self.actors = {}
 
     def label(self, engine: int) -> str:

@@ -58,25 +58,23 @@ def gpu_of_this_rank(share: float = 0.0, deadline_s: float = _ROOM_S) -> RankGPU
     return RankGPU(ray.get_runtime_context().get_node_id(), name, free, total)
 
 
-def check_room(gpus: Mapping[int, RankGPU], share: float) -> None:
-    """Check the free memory of GPUs for the start of engines.
+def lacking_room(gpus: Mapping[int, RankGPU], share: float) -> str:
+    """Return the reason why an engine cannot start on a GPU, with the needed and the free memory; empty with room.
 
     Args:
         gpus: GPU of each training rank with a new engine.
         share: share of the memory of a GPU for an engine.
-
-    Raises:
-        ConfigError: a GPU has less free memory. The message has both numbers.
     """
     for rank, gpu in gpus.items():
         needed = share * gpu.total_bytes
         if gpu.free_bytes < needed:
-            raise ConfigError(
+            return (
                 f"rollout.gpu_memory_utilization={share:g}: the rollout engine of training worker {rank} needs "
                 f"{needed / _GIB:.1f} of the {gpu.total_bytes / _GIB:.1f} GiB of GPU {gpu.gpu}, but training and other "
                 f"processes leave {gpu.free_bytes / _GIB:.1f} GiB free: lower the option, set "
                 "strategy.offload.policy=while_sampling, or end the processes that nvidia-smi shows"
             )
+    return ""
 
 
 def engine_places(ranks: Sequence[RankGPU], tensor_parallel_size: int) -> list[dict[str, Any]]:

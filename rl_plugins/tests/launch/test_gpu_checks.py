@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rl_plugins.launch import gpu_checks, preflight
-from rl_plugins.launch.gpu_checks import check_gpus, check_nodes
+from rl_plugins.launch.gpu_checks import check_engine_weights, check_gpus, check_nodes
 from rl_plugins.launch.gpus import GpuMachine
 from rl_plugins.tests.launch import nvidia_smi as recorded
 from rl_plugins.tests.launch.configurations import configured, message_of
@@ -100,6 +102,35 @@ def test_check_gpus_compares_the_gpus_of_machines() -> None:
     message = message_of(lambda: check_gpus(configuration(), machines))
     assert message.startswith("machine 10.0.0.1 and machine 10.0.0.2: the GPUs are of different kinds (2 x NVIDIA H100")
     assert message_of(lambda: check_gpus(configuration(*LOCAL), machines)) == GOOD
+
+
+QWEN_7B = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+}  # fmt: skip
+
+
+def test_check_engine_weights_compares_the_weights_with_the_share_of_an_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def check(*overrides: str, model: dict[str, Any] = QWEN_7B) -> str:
+        return message_of(lambda: check_engine_weights(configuration(*overrides), model, machine(H100).visible))
+
+    assert check() == check("rollout.gpu_memory_utilization=0.2") == GOOD
+    assert check("rollout.gpu_memory_utilization=0.15") == (
+        "rollout.gpu_memory_utilization=0.15: an engine has 11.9 of the 79.6 GiB of a GPU, but its weights take 14.2 "
+        "GiB there (bfloat16, rollout.tensor_parallel_size=1): raise one of the two options"
+    )
+    assert check("rollout.gpu_memory_utilization=0.15", "rollout.tensor_parallel_size=2") == GOOD
+    assert "take 28.4 GiB" in check("rollout.gpu_memory_utilization=0.2", "model.precision=32-true")
+    assert check("rollout.gpu_memory_utilization=0.15", model={"model_type": "unknown"}) == GOOD
+    # The preflight reads the file of the model, and asks for the GPUs of this machine.
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("rl_plugins.models.loading.check_model_folder", lambda option, path: None)
+    monkeypatch.setattr(preflight, "read_machine", lambda: machine(H100))
+    given = configuration(f"model.path={tmp_path}", "rollout.gpu_memory_utilization=0.15")
+    assert "its weights take 14.2 GiB" in message_of(lambda: preflight.check_models(given))
 
 
 def node(address: str, gpus: float) -> dict[str, Any]:

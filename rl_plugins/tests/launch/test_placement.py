@@ -76,6 +76,14 @@ def test_roles_of_refuses_colocated_engines_on_some_of_the_gpus(overrides: list[
         grpo_roles("cuda", *overrides)
 
 
+@pytest.mark.parametrize(("place", "wrong"), [("colocated", "nccl"), ("split", "ipc"), ("split", "gloo")])
+def test_roles_of_refuses_a_transport_between_other_gpus(place: str, wrong: str):
+    placed = f"placement.rollout={place}"
+    with pytest.raises(ConfigError, match=f"rollout.transport={wrong}: with {placed}, .*Leave rollout.transport out"):
+        grpo_roles("cuda", placed, f"rollout.transport={wrong}")
+    assert grpo_roles("cuda", placed, f"rollout.transport={'nccl' if place == 'split' else 'ipc'}")
+
+
 @pytest.mark.parametrize(
     ("overrides", "machines", "threads"),
     [

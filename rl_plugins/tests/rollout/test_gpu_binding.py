@@ -13,9 +13,11 @@ from ray.air._internal.device_manager.nvidia_gpu import CUDATorchDeviceManager
 from ray.train.v2._internal.callbacks.accelerators import _get_visible_accelerator_ids_per_worker
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.vllm import gpu_binding
-from rl_plugins.rollout.vllm.gpu_binding import RankGPU, check_room, engine_places, gpu_of_this_rank
+from rl_plugins.errors import ConfigError, UserError
+from rl_plugins.ranks import Ranks
+from rl_plugins.rollout.vllm import fleet, gpu_binding
+from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.rollout.vllm.gpu_binding import RankGPU, engine_places, gpu_of_this_rank, lacking_room
 
 
 def node(number: int) -> str:
@@ -128,12 +130,22 @@ def test_gpu_of_this_rank_waits_for_the_memory_of_a_process_that_has_ended(monke
     assert gpu_of_this_rank(share=0.9, deadline_s=0.0).free_bytes == 60
 
 
-def test_check_room_names_the_needed_and_the_free_memory_of_a_gpu() -> None:
+def test_lacking_room_names_the_needed_and_the_free_memory_of_a_gpu() -> None:
     gib = 2**30
     full, empty = RankGPU("a", "3", 12 * gib, 80 * gib), RankGPU("a", "4", 32 * gib, 80 * gib)
-    check_room({4: empty}, 0.4)
-    with pytest.raises(
-        ConfigError,
-        match=r"utilization=0\.4: .* training worker 3 needs 32\.0 of the 80\.0 GiB of GPU 3, .* leave 12\.0 GiB free",
-    ):
-        check_room({4: empty, 3: full}, 0.4)
+    assert lacking_room({4: empty}, 0.4) == ""
+    reason = lacking_room({4: empty, 3: full}, 0.4)
+    assert "training worker 3 needs 32.0 of the 80.0 GiB of GPU 3, but" in reason and "leave 12.0 GiB free" in reason
+
+
+@pytest.mark.parametrize(("started", "error"), [(False, ConfigError), (True, RuntimeError)])
+def test_start_on_gpus_of_raises_before_an_engine_starts_on_a_full_gpu(
+    monkeypatch: pytest.MonkeyPatch, started: bool, error: type[Exception]
+) -> None:
+    monkeypatch.setattr(fleet, "gpu_of_this_rank", lambda share: RankGPU("0" * 56, "0", 1, 80))
+    fleet_of_one = fleet.Fleet(VLLMConfig("model", device="cuda", gpu_memory_utilization=0.4), "name", 1, 0.0)
+    fleet_of_one._started = started
+    with pytest.raises(error, match="training worker 0 needs") as raised:
+        fleet_of_one.start_on_gpus_of(Ranks())
+    # A wrong option ends the run; after a loss, the workers start again.
+    assert isinstance(raised.value, UserError) != started
