@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.pool_actor import PoolConfig
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-    from rl_plugins.models.pool_actor import PoolConfig
-
-    PlacedPool = tuple[PoolConfig, list[dict[str, Any]]]
-    """Configuration of a pool, and Ray's options for each actor of the pool."""
-
 WORKERS = "training workers"
 ENGINES = "rollout engines"
 Resources = Mapping[str, float]
+PlacedPool = tuple[PoolConfig, list[dict[str, Any]]]
+"""Configuration of a pool, and Ray's options for each actor of the pool."""
 _KINDS = ("CPU", "GPU")
 # Decimal places of Ray's resource amounts.
 _DECIMALS = 4
@@ -365,9 +363,6 @@ def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConf
         config: Configuration of the run.
         on_gpu: For each role, true if the actors of the role have GPUs.
     """
-    # The import loads torch.
-    from rl_plugins.models.pool_actor import PoolConfig
-
     models = {
         "reward_model": config.reward_model.path,
         "teacher": config.teacher.path,

@@ -25,6 +25,7 @@ from rl_plugins.launch.own_ray import listen_on_loopback, start_own_ray
 from rl_plugins.launch.placement import (
     ENGINES,
     WORKERS,
+    PlacedPool,
     Reservation,
     Role,
     alive_nodes,
@@ -36,11 +37,10 @@ from rl_plugins.launch.placement import (
     table,
     weight_transport,
 )
+from rl_plugins.models.pool_actor import PoolConfig, start_pool
 from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from rl_plugins.launch.placement import PlacedPool
-    from rl_plugins.models.pool_actor import PoolConfig
     from rl_plugins.rollout.engine import RolloutEngine
     from rl_plugins.rollout.vllm.client import VLLMRollout
 
@@ -102,8 +102,6 @@ def _start_roles_and_fit(
     pools: Mapping[PoolConfig, list[Any]] = {}
     critic: PlacedPool | None = None
     if config.placement.pools:
-        from rl_plugins.models.pool_actor import start_pool
-
         placed = placed_pools(config, roles, places)
         # The first training worker starts the critic's pool: after a restart of the workers, the pool must start again
         # from the checkpoint, too.
