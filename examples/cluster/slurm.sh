@@ -18,6 +18,12 @@ run=$shared/outputs/grpo
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 address="$head:6379"
 
+# Ray refuses everybody without the token of the job. Only the user of the job can read the file.
+token=$(mktemp "$shared/ray-token-XXXXXX")
+trap 'rm -f "$token"' EXIT
+od -An -vtx1 -N32 /dev/urandom | tr -d ' \n' >"$token"
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token" RAY_USAGE_STATS_ENABLED=0
+
 # Slurm sends SIGTERM five minutes before the end, or before a preemption. The run then finishes its step and saves.
 trap '[ ! -d "$run" ] || touch "$run/stop"' TERM
 

@@ -21,13 +21,19 @@ FOLDER = ROOT / "examples" / "cluster"
 
 
 @pytest.fixture
-def job() -> dict:
-    return yaml.safe_load((FOLDER / "rayjob.yaml").read_text(encoding="utf-8"))
+def manifest() -> list[dict]:
+    return list(yaml.safe_load_all((FOLDER / "rayjob.yaml").read_text(encoding="utf-8")))
+
+
+@pytest.fixture
+def job(manifest) -> dict:
+    return manifest[0]
 
 
 def test_rayjob_manifest_is_a_job_of_kuberay(job):
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    assert set(job["spec"]) == {"entrypoint", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"}
+    fields = {"entrypoint", "submissionMode", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"}
+    assert set(job["spec"]) == fields
     check_command(shlex.split(job["spec"]["entrypoint"]))
     version = job["spec"]["rayClusterSpec"]["rayVersion"]
     assert f"\nray=={version} " in (ROOT / "requirements" / "cpu.lock.txt").read_text(encoding="utf-8")
@@ -77,6 +83,33 @@ def test_rayjob_pods_have_sizes_and_mount_the_shared_folder(job):
         assert "/shared" in [mount["mountPath"] for mount in container["volumeMounts"]]
 
 
+def test_rayjob_asks_for_a_token_and_runs_without_rights(job):
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        assert {"name": "RAY_AUTH_MODE", "value": "token"} in container["env"]
+        assert {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"} in container["env"]
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
+        assert not pod["automountServiceAccountToken"]
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def test_network_policy_admits_pods_of_the_run_and_the_operator(manifest):
+    job, policy = manifest
+    assert (policy["apiVersion"], policy["kind"]) == ("networking.k8s.io/v1", "NetworkPolicy")
+    chosen = policy["spec"]["podSelector"]["matchLabels"]
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert group["template"]["metadata"]["labels"] == chosen
+    own, operator = policy["spec"]["ingress"]
+    assert own == {"from": [{"podSelector": {"matchLabels": chosen}}]} and policy["spec"]["policyTypes"] == ["Ingress"]
+    (peer,) = operator["from"]
+    assert peer["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "kuberay-operator"}
+    assert operator["ports"] == [{"protocol": "TCP", "port": 8265}]
+
+
 def test_rayjob_has_a_gpu_for_every_training_worker(job):
     (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert workers["minReplicas"] == workers["maxReplicas"] == workers["replicas"]
@@ -123,7 +156,10 @@ def test_slurm_script_asks_the_run_to_stop_on_sigterm(tmp_path):
         "activate": f"PATH={programs}:$PATH",
         "scontrol": "echo machine-1; echo machine-2",
         "srun": 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
-        "python": f"echo $RAY_ADDRESS; touch {tmp_path}/started; until [ -e {run}/stop ]; do sleep 0.05; done; exit 75",
+        "python": (
+            "echo $RAY_ADDRESS; echo $RAY_AUTH_MODE $(stat -c %a $RAY_AUTH_TOKEN_PATH) $(wc -c <$RAY_AUTH_TOKEN_PATH); "
+            f"touch {tmp_path}/started; until [ -e {run}/stop ]; do sleep 0.05; done; exit 75"
+        ),
     }
     for name, text in shell.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -143,5 +179,7 @@ def test_slurm_script_asks_the_run_to_stop_on_sigterm(tmp_path):
     assert script.returncode == 75
     assert said.splitlines() == [
         "machine-1:6379",
+        "token 600 64",
         "stopped and saved. To continue, repeat the command with run.resume=true",
     ]
+    assert list(tmp_path.glob("ray-token-*")) == []
