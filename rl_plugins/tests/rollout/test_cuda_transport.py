@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from vllm.distributed.utils import StatelessProcessGroup
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rl_plugins.errors import DeadlineExceeded, EngineLost
-from rl_plugins.rollout.vllm.client import CudaWeightClient
+from rl_plugins.rollout.vllm.client import CudaWeightClient, VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.cuda_transport import SeveralEngines, make_cuda_sender
 from rl_plugins.tests.patience import wait_until
@@ -60,6 +62,24 @@ def assert_has_weights(engine: StubEngine, policy: torch.nn.Module, version: int
         for name, parameter in policy.named_parameters():
             assert torch.equal(weights[name], parameter), f"{name} on {worker.gpu}"
     assert engine.version == version
+
+
+def send_in_time(sender: Any, version: int) -> None:
+    """Send from a thread on the GPU of the trainer, because NCCL waits for ever if nothing ends the group."""
+    outcome: list[BaseException | None] = []
+
+    def send() -> None:
+        try:
+            with on_gpu("GPU-trainer"):
+                sender.send(version)
+            outcome.append(None)
+        except BaseException as error:
+            outcome.append(error)
+
+    Thread(target=send, daemon=True).start()
+    wait_until(lambda: bool(outcome), "the end of the weight update", 60)
+    if outcome[0] is not None:
+        raise outcome[0]
 
 
 @pytest.mark.parametrize("backend", ["ipc", "nccl"])
@@ -149,7 +169,7 @@ def test_send_over_nccl_raises_if_an_engine_is_lost_and_the_other_engine_gets_th
     with on_gpu("GPU-trainer"):
         sender = sender_of("nccl", policy, [living, lost], Source)
         with pytest.raises(EngineLost, match="engine 1 is lost"):
-            sender.send(1)
+            send_in_time(sender, 1)
         sender.close()
         # Other ranks gather the weights with rank 0.
         assert passed == [name for name, _ in policy.named_parameters()]
@@ -196,6 +216,19 @@ def test_send_over_ipc_gives_each_worker_memory_of_the_same_gpu(workers: list[li
 def test_send_over_ipc_ends_on_all_ranks_if_an_engine_is_lost() -> None:
     (calls, _), _ = run_ranks(_send_over_ipc, [GPUS[:1], GPUS[1:2]], 1, timeout_s=30)
     assert calls[1] == ["init_weight_transfer_engine", "start_weight_update", "update_weights"]
+
+
+def test_vllm_rollout_closes_the_sender_after_a_loss_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender that stays open keeps the communicator of its group, and the memory of the communicator on each GPU."""
+    rollout = VLLMRollout(VLLMConfig("model", device="cuda", transport="nccl"))
+    monkeypatch.setattr(rollout._fleet, "drop_lost", lambda: 1)
+    closed: list[str] = []
+    for name, end in (("loss", rollout.drop_lost_engines), ("end", rollout.close)):
+        sender: Any = SimpleNamespace(close=lambda name=name: closed.append(name))
+        rollout._sender, rollout._send = sender, print
+        end()
+        assert rollout._sender is rollout._send is None
+    assert closed == ["loss", "end"]
 
 
 def test_cuda_weight_client_takes_an_engine_without_an_answer_for_lost() -> None:
