@@ -1,6 +1,6 @@
 """Soft deadline of a call: a timer signal, which raises an exception inside the called code.
 
-The signal interrupts Python code, also code that sleeps. Signals reach the main thread only, so no other thread has a
+The signal interrupts Python code, also a sleep. Signals reach the main thread only, so no other thread has a
 soft deadline. Under a debugger there is no soft deadline either. The signal does not interrupt native code; for native
 code, `RewardPool` has the hard deadline. A process has one such timer. A call of `signal.alarm` in a reward cancels the
 soft deadline of this call.

@@ -31,7 +31,7 @@ _CHUNK_BUDGET_S = 1.0
 
 
 class _RewardWorker:
-    """Actor of one worker. Loading is a method, so that errors of loading reach the pool unchanged."""
+    """Actor of one worker. Loading is a method, so errors of loading reach the pool unchanged."""
 
     def load(self, reward_config: Mapping[str, Any]) -> None:
         self.router = Router(reward_config)
