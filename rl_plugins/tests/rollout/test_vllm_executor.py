@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from rl_plugins.tests.patience import patient
+from rl_plugins.tests.patience import patient, wait_until
 
 # The import of vLLM takes many seconds, and these modules use only the parts replaced here.
 STUBS = """
@@ -73,3 +75,33 @@ def test_end_with_ends_the_process_after_another_has_ended_unless_told_to_stay(
 def test_engine_loop_ends_the_process_if_the_engine_is_dead() -> None:
     ended = run_script(DEAD_ENGINE)
     assert (ended.code, ended.output) == (1, "")
+
+
+PARENT = """
+import multiprocessing, os, signal
+from rl_plugins.rollout.vllm.executor import end_with_parent
+
+def wait(ready):
+    end_with_parent()
+    ready.set()
+    signal.pause()
+
+context = multiprocessing.get_context("fork")
+ready = context.Event()
+child = context.Process(target=wait, args=(ready,))
+child.start()
+ready.wait()
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_end_with_parent_ends_the_process_of_an_engine_core_with_a_killed_actor() -> None:
+    ended = run_script(PARENT)
+    assert ended.code == -signal.SIGKILL
+    child = int(ended.output)
+
+    def is_gone() -> bool:
+        return not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+    wait_until(is_gone, "the end of the child", 30)
