@@ -10,12 +10,13 @@ from tempfile import TemporaryDirectory
 
 from rl_plugins.tests.patience import patient
 
-# Starts Ray and one worker, and prints the addresses of all listening sockets of Ray's processes.
+# Starts Ray and one worker, and prints the worker's folder for temporary files, and all listening sockets of Ray.
 START = """
 from rl_plugins.launch.own_ray import start_own_ray
 start_own_ray(num_cpus=1, include_dashboard=True, object_store_memory=10**8)
 import psutil, ray
-ray.get(ray.remote(lambda: None).remote())
+import tempfile
+print(ray.get(ray.remote(tempfile.gettempdir).remote()))
 for process in psutil.Process().children(recursive=True):
     for connection in process.net_connections("inet"):
         if connection.status == psutil.CONN_LISTEN:
@@ -29,15 +30,18 @@ def test_own_ray_listens_on_the_loopback_address_in_a_closed_folder() -> None:
     with TemporaryDirectory(dir="/tmp") as folder:
         outcome = subprocess.run(
             [sys.executable, "-c", START],
-            env={**environment, "HOME": folder, "RAY_TMPDIR": folder},
+            env={**environment, "HOME": folder, "RAY_TMPDIR": folder, "TMPDIR": folder},
             capture_output=True,
             text=True,
             timeout=patient(120),
         )
         assert outcome.returncode == 0, outcome.stderr
-        listening = [line.split() for line in outcome.stdout.splitlines()]
+        temporary, *sockets = outcome.stdout.splitlines()
+        listening = [line.split() for line in sockets]
         assert len(listening) > 3
         assert [line for line in listening if line[1] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")] == []
+        assert temporary == folder
         (closed,) = Path(folder).glob("ray-*")
+        assert {path.name for path in (*Path(folder).iterdir(), *closed.iterdir())} == {closed.name, ".ray", "ray"}
         assert closed.stat().st_mode & 0o777 == 0o700 and list(closed.glob("ray/session_*"))
         assert (Path(folder) / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600

@@ -7,13 +7,19 @@ writes the token with the rights of all new files, and opens its folder to all u
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
+import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rl_plugins.errors import ConfigError
 
@@ -39,8 +45,38 @@ def start_own_ray(**options: Any) -> None:
     import ray
 
     protect_token()
-    # Without the address, Ray would connect to a cluster that already runs on this machine.
-    ray.init(address="local", _temp_dir=str(session_folder()), logging_level=logging.ERROR, **options)
+    sessions = session_folder()
+    environment = options.setdefault("runtime_env", {}).setdefault("env_vars", {})
+    with _temporary_files_in(sessions.parent) as usual:
+        environment.setdefault("TMPDIR", usual)
+        # Without the address, Ray would connect to a cluster that already runs on this machine.
+        ray.init(address="local", _temp_dir=str(sessions), logging_level=logging.ERROR, **options)
+
+
+@contextmanager
+def _temporary_files_in(closed: Path) -> Iterator[str]:
+    """Give processes that start in the block a folder for temporary files that is removed at the end of this process.
+
+    Ray kills its dashboard, which then leaves a folder `pymp-...`.
+
+    Yields:
+        Usual folder of temporary files, for Ray's workers.
+    """
+    for left in closed.glob("helpers-*"):
+        if not psutil.pid_exists(int(left.name.removeprefix("helpers-"))):
+            shutil.rmtree(left, ignore_errors=True)
+    usual, before = tempfile.gettempdir(), os.environ.get("TMPDIR")
+    folder = closed / f"helpers-{os.getpid()}"
+    folder.mkdir(exist_ok=True)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        yield usual
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
 
 
 def session_folder() -> Path:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.own_ray import protect_token, session_folder
+from rl_plugins.launch.own_ray import _temporary_files_in, protect_token, session_folder
 from rl_plugins.tests.other_user import OTHER_USER, needs_root, run_as_other_user
 
 READ = """
@@ -108,3 +108,15 @@ def test_protect_token_names_a_token_that_cannot_be_written(home: Path) -> None:
     (home / ".ray").touch()
     with pytest.raises(ConfigError, match=f"token {home}/.ray/auth_token cannot be made private"):
         protect_token()
+
+
+def test_temporary_files_in_removes_folders_of_ended_processes(home: Path) -> None:
+    ended, running = home / "helpers-4194305", home / f"helpers-{os.getppid()}"
+    (ended / "pymp-x").mkdir(parents=True)
+    running.mkdir()
+    before = os.environ.get("TMPDIR")
+    with _temporary_files_in(home) as usual:
+        assert os.environ["TMPDIR"] == str(home / f"helpers-{os.getpid()}")
+        assert usual == gettempdir()
+    assert os.environ.get("TMPDIR") == before
+    assert not ended.exists() and running.exists()
