@@ -234,7 +234,7 @@ def test_recipe_main_ends_with_the_status_of_a_shell_after_ctrl_c(grpo, monkeypa
 
 
 def test_run_recipe_removes_and_names_the_lock_of_a_killed_build(started, monkeypatch, tmp_path, capsys):
-    lock = tmp_path / "extensions" / "py311_cpu" / "some_op" / "lock"
+    lock = tmp_path / "extensions" / "py311_cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
