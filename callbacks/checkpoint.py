@@ -22,7 +22,9 @@ from typing_extensions import override
 from rl_plugins.data.loaders import StepLoader
 from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.stage import clock
+from rl_plugins.stages.finite_weights import check_finite_weights
+from rl_plugins.stages.stage import Stage, clock
+from rl_plugins.strategies.contract import strategy_of
 
 
 @runtime_checkable
@@ -203,7 +205,15 @@ class PolicyCheckpoint(Callback):
 
 
 def write_checkpoint(trainer: Trainer, final: Path) -> None:
-    """Write a checkpoint; the folder gets the name `final` when it is complete. Collective."""
+    """Write a checkpoint; the folder gets the name `final` when it is complete. Collective.
+
+    Raises:
+        TrainingDiverged: a trained weight is NaN or infinite. Nothing is written.
+    """
+    stage = trainer.lightning_module
+    if isinstance(stage, Stage):
+        trained = [name for name in stage.named_models() if name in stage.optimizer_configs()]
+        check_finite_weights(strategy_of(trainer), trained, clock(stage), final)
     partial = final.with_name(f".{final.name}.partial")
     if trainer.is_global_zero:
         shutil.rmtree(partial, ignore_errors=True)

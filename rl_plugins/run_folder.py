@@ -118,6 +118,11 @@ class RunFolder:
         return self.path / "stopped.txt"
 
     @property
+    def finished(self) -> Path:
+        """File with the last step and the goal of the run, written when training and export have ended."""
+        return self.path / "finished.json"
+
+    @property
     def changes(self) -> Path:
         """File with the options set differently from the recipe."""
         return self.path / "changes.yaml"
@@ -147,6 +152,15 @@ class RunFolder:
     def bests(self) -> list[Path]:
         """Return the best checkpoints, oldest first."""
         return self._named(_BEST)
+
+    def has_content(self) -> bool:
+        """Return True if the folder has a file or a folder that is not hidden."""
+        return self.path.is_dir() and any(not path.name.startswith(".") for path in self.path.iterdir())
+
+    def has_results(self) -> bool:
+        """Return True if the run has metrics, a checkpoint or an exported model. A failed start leaves none."""
+        has_metrics = self.metrics.is_file() and self.metrics.stat().st_size > 0
+        return has_metrics or bool(self.checkpoints() or self.bests()) or self.exported() is not None
 
     def unfinished(self) -> list[Path]:
         """Return the folders of partly written or partly removed checkpoints."""
@@ -226,3 +240,14 @@ def read_metrics(path: Path, *, finite: bool = True) -> dict[str, dict[int, floa
             if math.isfinite(value) or not finite:
                 series.setdefault(name, {})[step] = value
     return {name: dict(sorted(points.items())) for name, points in series.items()}
+
+
+def reached_target(metrics: Path, step: int, target: float) -> bool:
+    """Return True if the validation after a step has reached the target of `run.target_reward`.
+
+    Args:
+        metrics: path of a `metrics.jsonl`.
+        step: step of the validation.
+        target: reward to reach.
+    """
+    return read_metrics(metrics).get("val/reward", {}).get(step, -math.inf) >= target

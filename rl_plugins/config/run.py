@@ -36,6 +36,7 @@ def seconds_of(text: str) -> float:
 _A_DURATION = Range(
     "write a duration such as 45m, 3h50m or 1d12h", lambda value: value is None or seconds_of(value) > 0
 )
+_RESUME = Range("use true, false or auto", lambda value: value in (True, False, "auto"))
 
 
 @dataclass
@@ -47,7 +48,8 @@ class RunConfig(Settings):
         output_dir: parent folder of all runs.
         steps: number of training steps.
         seed: seed of all random numbers.
-        resume: continue the run of this name; false refuses to change an existing run.
+        resume: `true` continues the run of this name; `auto` starts the run if there is none, continues the run if steps
+            are left, and does nothing if the run is finished; `false` refuses to change an existing run.
         deterministic: bit-for-bit repeatable arithmetic.
         checkpoint_every: steps between checkpoints; the last step always saves one.
         keep_checkpoints: number of newest checkpoints to keep.
@@ -68,7 +70,7 @@ class RunConfig(Settings):
     output_dir: str = "outputs"
     steps: Annotated[int, AT_LEAST_1] = 100
     seed: Annotated[int, NOT_NEGATIVE] = 0
-    resume: bool = False
+    resume: Annotated[bool | str, _RESUME] = False
     deterministic: bool = False
     checkpoint_every: Annotated[int, AT_LEAST_1] = 50
     keep_checkpoints: Annotated[int, AT_LEAST_1] = 2

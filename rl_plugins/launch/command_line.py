@@ -218,12 +218,21 @@ def run_recipe(
 
     from rl_plugins.launch.build_lock import clear_stale_build_locks, extensions_folder
     from rl_plugins.launch.preflight import fetch_models, preflight, slow_here, tracking_uri
+    from rl_plugins.launch.resume import finished_step
     from rl_plugins.report.page import reported
     from rl_plugins.tracking.provenance import write_provenance
 
     if config.launcher == "local":
         # Set before the checks import torch: spinning threads make other threads up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    folder = RunFolder(Path(config.run.output_dir) / config.run.name)
+    if (step := finished_step(config, folder)) is not None:
+        print(
+            f"{config.run.name}: the run is finished: step {step} was its last, and {folder.path} has its results. "
+            "Nothing is left to do; a larger run.steps continues it",
+            flush=True,
+        )
+        return folder
     config.tracking.uri = tracking_uri(config)
     fetch_models(config)
     preflight(config)
@@ -231,7 +240,6 @@ def run_recipe(
         when_checked(config)
     for lock in clear_stale_build_locks(extensions_folder()):
         print(f"{config.run.name}: removed {lock}, the lock of a killed build", flush=True)
-    folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     folder.path.mkdir(parents=True, exist_ok=True)
     write_config(config, folder.config)
     write_provenance(folder)
@@ -241,12 +249,12 @@ def run_recipe(
     if slow := slow_here(config):
         print(f"{config.run.name}: {slow}", flush=True)
     print(f"{config.run.name}: {_describe_batch(config)}", flush=True)
-    for left in (folder.stop, folder.stopped):
+    for left in (folder.stop, folder.stopped, folder.finished):
         left.unlink(missing_ok=True)
     latest = folder.latest_checkpoint()
     if latest is not None:
         print(f"{config.run.name}: continuing from {latest}", flush=True)
-    elif config.run.resume:
+    elif folder.has_results():
         print(f"{config.run.name}: {folder.path} has no checkpoint, so training starts from the beginning", flush=True)
     checkpoint = None if latest is None else str(latest)
     if config.launcher == "local":

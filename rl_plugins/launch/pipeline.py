@@ -66,7 +66,7 @@ class PipelineConfig:
         model: initial model of the first stage.
         tracking_uri: URI of the MLflow store; null is MLFLOW_TRACKING_URI, or an SQLite file in the pipeline's folder.
         experiment: MLflow experiment.
-        resume: continue the pipeline of this name; false refuses to change an existing one.
+        resume: `true` or `auto` starts or continues the pipeline of this name; `false` refuses to change an existing one.
         folder: folder of the pipeline, for the options of stages to refer to.
         data: lists of files by name, for the options of stages to refer to.
         common: options of every stage.
@@ -78,7 +78,7 @@ class PipelineConfig:
     model: str = MISSING
     tracking_uri: str | None = None
     experiment: str = "rl_plugins"
-    resume: bool = False
+    resume: bool | str = False
     folder: str = MISSING
     data: dict[str, list[str]] = field(default_factory=dict)
     common: dict[str, Any] = field(default_factory=dict)
@@ -138,7 +138,7 @@ def run_pipeline(composed: DictConfig) -> Path:
                 print(f"{label}: complete, see {run.path}", flush=True)
             else:
                 print(label, flush=True)
-                config.run.resume = run.path.is_dir()
+                config.run.resume = "auto"
                 config.tracking.parent_run = parent.run_id() if parent else None
                 # Models of earlier stages exist now, and `parse_config` makes the paths of existing folders absolute.
                 fresh = parse_config(OmegaConf.to_container(OmegaConf.structured(config)))
@@ -177,8 +177,10 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
     return configs
 
 
-def _check_stages(configs: Mapping[str, RecipeConfig], folder: Path, *, resume: bool) -> None:
-    if any((folder / name).exists() for name in configs) and not resume:
+def _check_stages(configs: Mapping[str, RecipeConfig], folder: Path, *, resume: bool | str) -> None:
+    if resume not in (True, False, "auto"):
+        raise ConfigError(f"resume={resume}: use true, false or auto")
+    if any(RunFolder(folder / name).has_results() for name in configs) and not resume:
         raise ConfigError(f"the pipeline {folder} exists: continue it with resume=true, or give another name")
     for name, config in configs.items():
         for check in (check_options, check_batch):

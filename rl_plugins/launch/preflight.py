@@ -22,6 +22,7 @@ from rl_plugins.launch.gpu_checks import check_engine_weights, check_gpus
 from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS
+from rl_plugins.launch.resume import check_resume
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
 from rl_plugins.tracking.store import check_store
@@ -275,18 +276,7 @@ def _check_output(config: RecipeConfig) -> None:
         raise ConfigError(
             f"run.output_dir={output} cannot be written ({error.strerror}): choose another folder"
         ) from None
-    folder = RunFolder(output / name)
-    if config.run.resume:
-        # A run without a checkpoint starts from the beginning, like workers after a failure before the first
-        # checkpoint.
-        if not folder.path.is_dir():
-            raise ConfigError(f"run.resume=true, but there is no folder {folder.path}: start it without run.resume")
-        if folder.exported() is not None and folder.latest_checkpoint() is None:
-            raise ConfigError(
-                f"run.resume=true, but {folder.path} is complete and has no checkpoint left: give another run.name"
-            )
-    elif folder.path.is_file() or (folder.path.is_dir() and any(folder.path.iterdir())):
-        raise ConfigError(f"the run {folder.path} exists: continue it with run.resume=true, or give another run.name")
+    check_resume(config, RunFolder(output / name))
 
 
 def tracking_uri(config: RecipeConfig) -> str:

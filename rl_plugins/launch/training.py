@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping
 
 from rl_plugins.callbacks.averages import PolicyAverage, ReferenceUpdate
 from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
@@ -34,14 +33,17 @@ from rl_plugins.callbacks.report import Curves, RunReport
 from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
 from rl_plugins.callbacks.samples import RolloutTraces, SampleTable
 from rl_plugins.callbacks.system_metrics import SystemMetrics
+from rl_plugins.callbacks.target_reward import TargetReward
 from rl_plugins.callbacks.throughput import Throughput
 from rl_plugins.config.models import RewardModelConfig
 from rl_plugins.config.recipe import COLLECTING_STAGES, RecipeConfig, write_config
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
+from rl_plugins.errors import DataError
 from rl_plugins.launch.instantiation import training_data
 from rl_plugins.launch.quiet import quiet_libraries
+from rl_plugins.launch.resume import note_end
 from rl_plugins.launch.tracking import best_upload, register, tracking_logger
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.rewards.inline import InlineScorer
@@ -242,15 +244,7 @@ class TrainingRun:
             StepProgress(run.steps, label=run.name, in_ray=self.in_ray, every_s=self.redraw_s),
         ]
         if run.target_reward is not None:
-            callbacks.append(
-                EarlyStopping(
-                    "val/reward",
-                    mode="max",
-                    stopping_threshold=run.target_reward,
-                    patience=run.steps,
-                    check_on_train_epoch_end=False,
-                )
-            )
+            callbacks.append(TargetReward(self.folder.path, run.target_reward))
         return callbacks
 
     def trainer(self) -> Trainer:
@@ -292,6 +286,9 @@ class TrainingRun:
             trainer: trainer of `trainer()`, with more callbacks if you like.
             stage: training method with its models.
             data: data of training and validation.
+
+        Raises:
+            DataError: no step was trained.
         """
         config = self.config
         self._connect_pools(stage)
@@ -300,6 +297,10 @@ class TrainingRun:
         callbacks = callbacks_of(trainer)
         if any(isinstance(callback, GracefulStop) and callback.stopped for callback in callbacks):
             return
+        if stage.step == 0:
+            raise DataError(
+                "training ended before its first step, so the run has made nothing: is there training data?"
+            )
         if config.run.export:
             with ExitStack() as averaged:
                 for callback in callbacks:
@@ -309,6 +310,8 @@ class TrainingRun:
         if config.tracking.register_as and trainer.is_global_zero:
             for tracking in mlflow_loggers(trainer.loggers):
                 register(config, self.folder, tracking)
+        if trainer.is_global_zero:
+            note_end(config, self.folder, stage.step)
 
     def _connect_pools(self, stage: Stage) -> None:
         for pool in self.pools:

@@ -26,6 +26,7 @@ from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import MergedWeightSource, adapted_layers, has_adapter, with_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
+from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.optimizer import MicroBatchLoss, only_one
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
@@ -361,7 +362,11 @@ class Stage(LightningModule):
         Args:
             folder: folder to write; an older export in it is replaced.
             adapter: True to write only the adapter of a model, as peft does; by default it is merged into the model.
+
+        Raises:
+            TrainingDiverged: a weight is NaN or infinite. Nothing is written.
         """
+        check_finite_weights(self.strategy, [self.trained], self.step, folder)
         model, source = getattr(self, self.trained), self.strategy.weight_source(self.trained)
         if adapter and isinstance(source, MergedWeightSource):
             save_adapter(model, source.adapter(), self.tokenizer, folder, self.trainer.is_global_zero)

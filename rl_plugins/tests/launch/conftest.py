@@ -95,7 +95,9 @@ def workplace(tmp_path_factory) -> Path:
     (folder / "no_config").mkdir()
     (folder / "outputs" / "old").mkdir(parents=True)
     (folder / "outputs" / "through" / "policy").mkdir(parents=True)
-    (folder / "outputs" / "old" / "metrics.jsonl").write_text("")
+    (folder / "outputs" / "old" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0}\n')
+    (folder / "outputs" / "foreign").mkdir()
+    (folder / "outputs" / "foreign" / "notes.txt").touch()
     return folder
 
 

@@ -120,7 +120,7 @@ def test_run_pipeline_begins_again_if_no_stage_has_begun(
         with pytest.raises(ConfigError, match=r"stage sft: few rows"):
             run(*good, "++common.tracking.enabled=true")
     assert [path.name for path in (tmp_path / "sft_rm_ppo").iterdir()] == ["pipeline.yaml"], "there is an MLflow run"
-    (tmp_path / "sft_rm_ppo" / "sft").mkdir()
+    (tmp_path / "sft_rm_ppo" / "sft" / "checkpoint_00000001").mkdir(parents=True)
     with pytest.raises(ConfigError, match="exists: continue it with resume=true"):
         run(*good)
 
@@ -133,7 +133,7 @@ def test_run_pipeline_resumes_with_the_stage_that_has_no_checkpoint(
     killed.path.mkdir()
     killed.config.touch()
     run(*good, "resume=true")
-    assert {config.run.name: config.run.resume for config in stages} == {"reward_model": True, "ppo": False}
+    assert {config.run.name: config.run.resume for config in stages} == {"reward_model": "auto", "ppo": "auto"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Check of trained weights before they are saved: no NaN and no infinity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from rl_plugins.errors import TrainingDiverged
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.strategies.contract import Strategy
+
+
+@torch.no_grad()
+def check_finite_weights(strategy: Strategy, models: Iterable[str], step: int, target: Path) -> None:
+    """Refuse to save weights that are not finite. Collective, with one small all-reduce.
+
+    The metrics of a step come from the weights before its update, so they do not show that the update was bad.
+
+    Args:
+        strategy: strategy with the models.
+        models: names of the models to check.
+        step: number of the last step.
+        target: folder to write, named in the error. The error also names the newest checkpoint beside this folder.
+
+    Raises:
+        TrainingDiverged: a weight of a model is NaN or infinite, on any rank.
+    """
+    names = list(models)
+    flags = torch.tensor([_is_bad(strategy, name) for name in names])
+    bad = [name for name, flag in zip(names, strategy.ranks.max(flags).tolist(), strict=True) if flag]
+    if not bad:
+        return
+    newest = RunFolder(target.parent).latest_checkpoint()
+    good = f"the last good checkpoint is {newest}" if newest else "there is no good checkpoint yet"
+    raise TrainingDiverged(
+        f"training has diverged by step {step}: {' and '.join(bad)} has weights that are NaN or infinite, so "
+        f"{target.name} is not written; {good}. Lower the learning rate (optimizer.lr), or bound the gradient more "
+        "(optimizer.gradient_clip)"
+    )
+
+
+def _is_bad(strategy: Strategy, model: str) -> float:
+    """Return 1 if this rank's shards of a model have a number that is not finite, else 0."""
+    flags = [shard.isfinite().all() for _, shard in strategy.shards(model)]
+    return float(bool(flags) and not bool(torch.stack(flags).all()))

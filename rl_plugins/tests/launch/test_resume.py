@@ -1,0 +1,157 @@
+"""`run.resume`: the same command starts a run, continues the run, or has nothing left to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch import local, preflight
+from rl_plugins.launch.command_line import run_recipe
+from rl_plugins.launch.resume import note_end
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.launch.configurations import configured, message_of
+from rl_plugins.tests.launch.test_bad_input import GOOD, IN_ONE_PROCESS
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _in_workplace(workplace: Path, _composed_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    for name, value in {"OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}.items():
+        monkeypatch.setenv(name, value)
+    # The checks of models, data and rewards take seconds.
+    monkeypatch.setattr(preflight, "preflight", preflight._check_output)
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Checkpoint of each start of training. Training takes no step."""
+    calls: list[str | None] = []
+    monkeypatch.setattr(local, "train", lambda config, folder, checkpoint: calls.append(checkpoint))
+    return calls
+
+
+def options(tmp_path: Path, *overrides: str) -> RecipeConfig:
+    common = [*IN_ONE_PROCESS, "tracking.enabled=false", f"run.output_dir={tmp_path}", f"run.steps={STEPS}"]
+    return configured("grpo", *GOOD, *common, *overrides)
+
+
+def leave_failed_start(run: RunFolder) -> None:
+    run.path.mkdir()
+    for file in (run.config, run.environment, run.error, run.stop, run.stopped):
+        file.write_text("")
+
+
+def leave_killed_early(run: RunFolder) -> None:
+    """Leave a run that was killed after its first step and before its first checkpoint."""
+    leave_failed_start(run)
+    run.metrics.write_text('{"step": 1, "time": 1.0, "train/loss": 0.5}\n')
+
+
+def leave_killed(run: RunFolder) -> None:
+    leave_killed_early(run)
+    run.checkpoint(2).mkdir()
+
+
+def leave_without_export(run: RunFolder) -> None:
+    leave_killed_early(run)
+    run.checkpoint(STEPS).mkdir()
+
+
+def leave_finished(run: RunFolder) -> None:
+    leave_without_export(run)
+    run.export.mkdir()
+    note_end(options(run.path.parent), run, STEPS)
+
+
+NEW = None
+NEWEST = "the newest checkpoint"
+NOTHING = "no start"
+REFUSED = "refused"
+OUTCOMES = [
+    # (state, outcome with false, with true, with auto)
+    (lambda run: None, NEW, REFUSED, NEW),
+    (leave_failed_start, NEW, NEW, NEW),
+    (leave_killed_early, REFUSED, NEW, NEW),
+    (leave_killed, REFUSED, NEWEST, NEWEST),
+    (leave_without_export, REFUSED, NEWEST, NEWEST),
+    (leave_finished, REFUSED, NOTHING, NOTHING),
+]
+
+
+@pytest.mark.parametrize(("state", "false", "true", "auto"), OUTCOMES)
+def test_run_recipe_starts_continues_or_does_nothing_as_fits(
+    state: Callable[[RunFolder], None],
+    false: str | None,
+    true: str | None,
+    auto: str | None,
+    starts: list[str | None],
+    tmp_path: Path,
+) -> None:
+    for number, (resume, expected) in enumerate({"false": false, "true": true, "auto": auto}.items()):
+        run = RunFolder(tmp_path / str(number) / "grpo")
+        run.path.parent.mkdir()
+        state(run)
+        newest = run.latest_checkpoint()
+        try:
+            run_recipe(options(run.path.parent, f"run.resume={resume}"))
+            outcome = starts.pop() if starts else NOTHING
+        except ConfigError:
+            outcome = REFUSED
+        assert outcome == (str(newest) if expected == NEWEST else expected), resume
+
+
+def test_run_recipe_says_that_the_run_is_finished(
+    starts: list[str | None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_finished(RunFolder(tmp_path / "grpo"))
+    run_recipe(options(tmp_path, "run.resume=auto"))
+    said = capsys.readouterr().out
+    assert said.startswith(f"grpo: the run is finished: step {STEPS} was its last, and {tmp_path}/grpo has its results")
+    assert said.count("\n") == 1 and starts == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: run.export.rmdir(),
+        lambda run: run.finished.unlink(),
+    ],
+    ids=["export removed", "killed between export and the note of the end"],
+)
+def test_run_recipe_goes_on_with_a_trained_run_that_lacks_its_export(
+    change: Callable[[RunFolder], None], starts: list[str | None], tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "grpo")
+    leave_finished(run)
+    change(run)
+    run_recipe(options(tmp_path, "run.resume=auto"))
+    assert starts == [str(run.checkpoint(STEPS))]
+
+
+def test_run_recipe_continues_a_finished_run_with_more_steps(starts: list[str | None], tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "grpo")
+    leave_finished(run)
+    run_recipe(options(tmp_path, "run.resume=auto", f"run.steps={STEPS + 1}"))
+    assert starts == [str(run.checkpoint(STEPS))] and not run.finished.exists()
+
+
+def test_finished_step_counts_a_run_that_ended_early_by_itself(starts: list[str | None], tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "grpo")
+    leave_without_export(run)
+    run.export.mkdir()
+    note_end(options(tmp_path, "run.steps=9", "run.target_reward=0.5"), run, STEPS)
+    run_recipe(options(tmp_path, "run.resume=auto", "run.steps=9", "run.target_reward=0.5"))
+    assert starts == []
+    run_recipe(options(tmp_path, "run.resume=auto", "run.steps=9", "run.target_reward=0.9"))
+    assert starts == [str(run.checkpoint(STEPS))]
+
+
+def test_check_resume_names_auto_where_true_finds_no_folder(starts: list[str | None], tmp_path: Path) -> None:
+    message = message_of(lambda: run_recipe(options(tmp_path, "run.resume=true")))
+    assert message.endswith("start it without run.resume, or with run.resume=auto") and starts == []
