@@ -48,8 +48,8 @@ class RunConfig(Settings):
         output_dir: parent folder of all runs.
         steps: number of training steps.
         seed: seed of all random numbers.
-        resume: `true` continues the run of this name; `auto` starts the run if there is none, continues the run if steps
-            are left, and does nothing if the run is finished; `false` refuses to change an existing run.
+        resume: `true` continues the run of this name; `auto` starts the run if there is none, continues the run if
+            steps are left, and does nothing if the run is finished; `false` refuses to change an existing run.
         deterministic: bit-for-bit repeatable arithmetic.
         checkpoint_every: steps between checkpoints; the last step always saves one.
         keep_checkpoints: number of newest checkpoints to keep.

@@ -66,7 +66,7 @@ class PipelineConfig:
         model: initial model of the first stage.
         tracking_uri: URI of the MLflow store; null is MLFLOW_TRACKING_URI, or an SQLite file in the pipeline's folder.
         experiment: MLflow experiment.
-        resume: `true` or `auto` starts or continues the pipeline of this name; `false` refuses to change an existing one.
+        resume: `true` or `auto` starts or continues the pipeline of this name; `false` refuses to change a pipeline.
         folder: folder of the pipeline, for the options of stages to refer to.
         data: lists of files by name, for the options of stages to refer to.
         common: options of every stage.

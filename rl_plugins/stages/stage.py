@@ -357,14 +357,11 @@ class Stage(LightningModule):
             self.log(name, value, logger=alone)
 
     def export(self, folder: Path, *, adapter: bool = False) -> None:
-        """Write the trained model and its tokenizer as a Hugging Face folder. Collective.
+        """Write the trained model and its tokenizer as a Hugging Face folder, if all weights are finite. Collective.
 
         Args:
             folder: folder to write; an older export in it is replaced.
             adapter: True to write only the adapter of a model, as peft does; by default it is merged into the model.
-
-        Raises:
-            TrainingDiverged: a weight is NaN or infinite. Nothing is written.
         """
         check_finite_weights(self.strategy, [self.trained], self.step, folder)
         model, source = getattr(self, self.trained), self.strategy.weight_source(self.trained)

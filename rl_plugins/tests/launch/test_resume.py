@@ -9,7 +9,7 @@ import pytest
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch import local, preflight
+from rl_plugins.launch import preflight, training
 from rl_plugins.launch.command_line import run_recipe
 from rl_plugins.launch.resume import note_end
 from rl_plugins.run_folder import RunFolder
@@ -32,7 +32,7 @@ def _in_workplace(workplace: Path, _composed_once: None, monkeypatch: pytest.Mon
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """Checkpoint of each start of training. Training takes no step."""
     calls: list[str | None] = []
-    monkeypatch.setattr(local, "train", lambda config, folder, checkpoint: calls.append(checkpoint))
+    monkeypatch.setattr(training, "train_in_this_process", lambda config, folder, checkpoint: calls.append(checkpoint))
     return calls
 
 
@@ -124,7 +124,7 @@ def test_run_recipe_says_that_the_run_is_finished(
     ],
     ids=["export removed", "killed between export and the note of the end"],
 )
-def test_run_recipe_goes_on_with_a_trained_run_that_lacks_its_export(
+def test_run_recipe_goes_on_with_a_trained_run_without_an_export(
     change: Callable[[RunFolder], None], starts: list[str | None], tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path / "grpo")
