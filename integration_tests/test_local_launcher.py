@@ -27,12 +27,15 @@ LOCAL = (
     "data.curriculum.share=0.5",
     "tracking.enabled=false",
 )
-WITHOUT_RAY = "reward.functions.default={_target_: integration_tests.rewards.without_ray}"
+# The reward looks for libraries in the training process.
+WITHOUT_RAY = ("reward.functions.default={_target_: integration_tests.rewards.without_ray}", "reward.num_workers=0")
 
 
 def test_local_launcher_trains_resumes_and_exports(start_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     """The first run is in a new interpreter, as a user starts it, and has as many threads as the second run."""
-    whole = start_recipe("grpo", "whole", *LOCAL, WITHOUT_RAY, "run.steps=3", new_interpreter=True, OMP_NUM_THREADS="1")
+    whole = start_recipe(
+        "grpo", "whole", *LOCAL, *WITHOUT_RAY, "run.steps=3", new_interpreter=True, OMP_NUM_THREADS="1"
+    )
     assert whole.wait() == 0, whole.tail()
     series = read_metrics(whole.run / "metrics.jsonl")
     assert list(series["train/loss"]) == [1, 2, 3]
@@ -44,7 +47,7 @@ def test_local_launcher_trains_resumes_and_exports(start_recipe: Callable[..., R
     shutil.copytree(whole.run, broken)
     shutil.rmtree(broken / "checkpoint_00000003")
     shutil.rmtree(broken / "policy")
-    resumed = start_recipe("grpo", "broken", *LOCAL, WITHOUT_RAY, "run.steps=3", "run.resume=true")
+    resumed = start_recipe("grpo", "broken", *options, "run.resume=true")
     assert resumed.wait() == 0, resumed.tail()
     assert "continuing from" in resumed.tail() and "checkpoint_00000002" in resumed.tail()
     assert (broken / "policy" / "model.safetensors").read_bytes() == (
@@ -74,6 +77,7 @@ def test_breakpoint_in_a_reward_opens_the_debugger(start_recipe: Callable[..., R
     run = start_recipe(
         "grpo", "debugged", *LOCAL, "run.steps=1", "batch.prompts_per_step=2", "batch.samples_per_prompt=2",
         "data.val_files=[]", "reward.functions.default={_target_: integration_tests.rewards.inspected}",
+        "reward.num_workers=0",
         typed="p 'asked for ' + repr(len(solution_str))\n" + "c\n" * 200,
     )  # fmt: skip
     assert run.wait() == 0, run.tail()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rl_plugins.evaluation.measures import Summary
-    from rl_plugins.evaluation.results import PolicyComparison, Results
+    from rl_plugins.evaluation.results import PolicyComparison, Results, Samples
     from rl_plugins.rewards.inline import InlineScorer
     from rl_plugins.rewards.pool import RewardPool
 
@@ -50,10 +50,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--answer", help="function that returns the answer in a response, for maj@k: file.py:name or module.name"
     )
-    parser.add_argument("--workers", type=int, default=0, help="number of Ray processes that score (default: this one)")
+    parser.add_argument("--workers", type=int, default=1, help="processes that score, 0 for this one (default: 1)")
     parser.add_argument("--deadline", type=float, default=30.0, help="seconds for one call of the reward (default: 30)")
     parser.add_argument(
         "--max-failure-rate", type=float, default=0.1, help="largest share of failed rewards (default: 0.1)"
+    )
+    parser.add_argument(
+        "--load-timeout", type=float, default=12.0, help="seconds for a process to load the reward (default: 12)"
+    )
+    parser.add_argument("--memory-mb", type=int, help="memory for the reward in MiB (default: half of the free memory)")
+    parser.add_argument(
+        "--pass-env", nargs="+", default=[], metavar="NAME", help="environment variables with secrets that it needs"
     )
     policies = parser.add_argument_group("sampling from policies")
     policies.add_argument("--data", nargs="+", default=[], help="parquet files of prompts")
@@ -79,6 +86,7 @@ def run(arguments: Namespace) -> int:
     console, results = Console(), []
     all_samples = [load_samples(path) for path in files]
     check_routes(reward, frozenset().union(*(samples.sources for samples in all_samples)))
+    _try_reward(reward, all_samples, arguments)
     with closing(_build_scorer(reward, arguments)) as scorer:
         for samples in all_samples:
             try:
@@ -178,6 +186,25 @@ def _samples_file(name: str, arguments: Namespace) -> Path:
     return path
 
 
+def _try_reward(reward: Mapping[str, Any], all_samples: Sequence[Samples], arguments: Namespace) -> None:
+    """Call the reward for the right answer of one row of each data source, as a recipe does before its start."""
+    from rl_plugins.rewards.records import ScoringRequest
+    from rl_plugins.rewards.trial import DEADLINE_S, RewardTrial
+
+    rows = {row["data_source"]: row for samples in all_samples for row in samples.rows}
+    with RewardTrial(
+        reward,
+        deadline_s=min(arguments.deadline, DEADLINE_S),
+        load_timeout_s=arguments.load_timeout,
+        memory_mb=arguments.memory_mb,
+        pass_env=arguments.pass_env,
+        in_process=not arguments.workers,
+    ) as trial:
+        for source, row in rows.items():
+            truth = row["reward_model"]["ground_truth"]
+            trial.score(ScoringRequest(source, str(truth), truth, row["extra_info"], row["prompt"]))
+
+
 def _build_scorer(reward: Mapping[str, Any], arguments: Namespace) -> InlineScorer | RewardPool:
     from rl_plugins.rewards.inline import InlineScorer
     from rl_plugins.rewards.pool import RewardPool
@@ -186,10 +213,14 @@ def _build_scorer(reward: Mapping[str, Any], arguments: Namespace) -> InlineScor
     options = {"deadline_s": arguments.deadline, "max_failure_rate": 1.0}
     if not arguments.workers:
         return InlineScorer(reward, **options)
-    from rl_plugins.launch.own_ray import start_own_ray
-
-    start_own_ray(include_dashboard=False)
-    return RewardPool(reward, num_workers=arguments.workers, **options)
+    return RewardPool(
+        reward,
+        num_workers=arguments.workers,
+        start_timeout_s=arguments.load_timeout,
+        memory_mb=arguments.memory_mb,
+        pass_env=arguments.pass_env,
+        **options,
+    )
 
 
 def _print_results(console: Console, results: Results) -> None:

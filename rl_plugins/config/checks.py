@@ -69,6 +69,11 @@ def _check_validation(config: RecipeConfig) -> None:
 def _check_launcher(config: RecipeConfig) -> None:
     if config.launcher == "local" and config.rollout.engine == "vllm":
         raise ConfigError("launcher=local runs in one process, without Ray and vLLM: add rollout.engine=transformers")
+    if config.launcher == "ray" and not config.reward.num_workers:
+        raise ConfigError(
+            "reward.num_workers=0 calls rewards in the training process, where a reward can hang the run: set 1 or "
+            "more, or debug with launcher=local"
+        )
 
 
 def _check_kernels(config: RecipeConfig) -> None:

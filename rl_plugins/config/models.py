@@ -10,7 +10,7 @@ from omegaconf import MISSING
 
 from rl_plugins.config.settings import (
     ABOVE_0,
-    AT_LEAST_1,
+    ABOVE_0_OR_NULL,
     FROM_0_TO_1,
     FROM_0_TO_BELOW_1,
     GPUS,
@@ -228,14 +228,22 @@ class RewardConfig(Settings):
 
     Attributes:
         functions: one reward (`_target_`, or `path` and `name`), or a mapping from data_source to rewards.
-        num_workers: reward processes of each training worker.
+        num_workers: reward processes of each training worker; 0, with launcher=local only, calls rewards in the
+            training process, without hard deadline and limits.
         gpus: Ray GPUs of each reward process; a fraction shares a GPU. A process with 0 sees no GPU.
         deadline_s: deadline of one call of a reward, in seconds.
+        load_timeout_s: seconds for a reward process to load the rewards.
+        memory_mb: memory of a reward process beyond a process without rewards, in MiB; null is half of the memory
+            that is free at its start, and no limit with `gpus`.
+        pass_env: names of environment variables with secrets that reward processes get; other secrets are removed.
         max_failure_rate: share of failed samples above which the run ends.
     """
 
     functions: dict[str, Any] = field(default_factory=dict)
-    num_workers: Annotated[int, AT_LEAST_1] = 1
+    num_workers: Annotated[int, NOT_NEGATIVE] = 1
     gpus: Annotated[float, GPUS] = 0.0
     deadline_s: Annotated[float, ABOVE_0] = 30.0
+    load_timeout_s: Annotated[float, ABOVE_0] = 12.0
+    memory_mb: Annotated[int | None, ABOVE_0_OR_NULL] = None
+    pass_env: list[str] = field(default_factory=list)
     max_failure_rate: Annotated[float, FROM_0_TO_1] = 0.1

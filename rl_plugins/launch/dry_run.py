@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -19,8 +17,8 @@ if TYPE_CHECKING:
 
     from rl_plugins.data.parquet import PromptRows, Row
     from rl_plugins.rewards.records import Message
+    from rl_plugins.rewards.trial import RewardTrial
 
-_REWARD_DEADLINE_S = 10.0
 _PROMPTS_MEASURED = 1000
 # A response without an answer, so that an environment replies.
 _NO_ANSWER = "?"
@@ -72,14 +70,15 @@ def columns_of(config: RecipeConfig) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
-    """Call the reward once for each data source, and see no GPU, as in reward workers without GPUs.
+    """Call the reward once for each data source, in a process like a reward worker.
 
-    Rewards with GPUs are called in the reward workers only: this process would keep memory of a GPU of a worker.
+    Rewards with GPUs are called in the reward workers of the cluster only: this machine may have no GPU.
 
     Returns:
         Replies of environments to the policy.
     """
     from rl_plugins.rewards.routing import check_routes
+    from rl_plugins.rewards.trial import DEADLINE_S, RewardTrial
 
     first_of_source: dict[str, Row] = {}
     for row in rows:
@@ -87,17 +86,23 @@ def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
     if not first_of_source:
         return []
     check_routes(config.reward.functions, first_of_source)
-    if config.launcher == "local":
-        return _replies(config, first_of_source)
-    if config.reward.gpus:
+    reward = config.reward
+    if reward.gpus and config.launcher == "ray":
         return []
-    with _gpus_hidden():
-        return _replies(config, first_of_source)
+    with RewardTrial(
+        reward.functions,
+        deadline_s=min(reward.deadline_s, DEADLINE_S),
+        load_timeout_s=reward.load_timeout_s,
+        gpus=reward.gpus,
+        memory_mb=reward.memory_mb,
+        pass_env=reward.pass_env,
+        in_process=not reward.num_workers,
+    ) as trial:
+        return _replies(config, first_of_source, trial)
 
 
-def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row]) -> list[Message]:
+def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row], trial: RewardTrial) -> list[Message]:
     """Call the reward for a row of each data source, and return the replies of environments."""
-    from rl_plugins.rewards.inline import check_reward
     from rl_plugins.rewards.records import ScoringRequest
 
     replies: list[Message] = []
@@ -105,13 +110,11 @@ def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row]) -> list[M
         ground_truth = row["reward_model"].get("ground_truth")
         # Every reward should be able to read the correct answer.
         request = ScoringRequest(source, str(ground_truth), ground_truth, row["extra_info"], row["prompt"])
-        deadline_s = min(config.reward.deadline_s, _REWARD_DEADLINE_S)
-        score = check_reward(config.reward.functions, request, deadline_s=deadline_s)
+        score = trial.score(request)
         if config.environment.max_turns > 1:
             first_turn = replace(request, turns_left=config.environment.max_turns - 1)
             for response in (first_turn.solution_str, _NO_ANSWER):
-                trial = replace(first_turn, solution_str=response)
-                reply = check_reward(config.reward.functions, trial, deadline_s=deadline_s).reply
+                reply = trial.score(replace(first_turn, solution_str=response)).reply
                 replies += [] if reply is None else [reply]
         for option, name in _details_used(config.algorithm):
             if name not in score.details:
@@ -121,18 +124,6 @@ def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row]) -> list[M
                     "score. Choose another reward, such as reward=correct_and_format, or other names"
                 )
     return replies
-
-
-@contextmanager
-def _gpus_hidden() -> Iterator[None]:
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _details_used(algorithm: object) -> list[tuple[str, str]]:

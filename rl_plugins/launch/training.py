@@ -66,6 +66,8 @@ _RECIPES = {
     "online_preference_optimization": "online_preference_optimization",
 }
 """Module of the recipe of each value of the option `stage`."""
+# Ray may take a minute for a new process on a busy machine.
+_START_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -337,11 +339,12 @@ def train_in_this_process(config: RecipeConfig, folder: RunFolder, checkpoint: s
     os.environ.setdefault("DS_ACCELERATOR", device)
     config.set_device(device)
     write_config(config, folder.config)
+    scorer = scorer_of(config)
     run = TrainingRun(
         config=config,
         folder=folder,
         strategy=SingleDeviceRolloutStrategy(device, rollout=transformers_rollout(config, device)),
-        scorer=scorer_of(config),
+        scorer=scorer,
         checkpoint=checkpoint,
         in_ray=False,
         redraw_s=redraw_interval_s(),
@@ -355,22 +358,27 @@ def train_in_this_process(config: RecipeConfig, folder: RunFolder, checkpoint: s
         if isinstance(ended.__context__, KeyboardInterrupt):
             raise ended.__context__ from None
         raise
+    finally:
+        if scorer is not None:
+            scorer.close()
 
 
-def scorer_of(config: RecipeConfig) -> Scorer | None:
-    """Return the scorer of a run: this process with the launcher `local`, else reward workers; None without samples."""
+def scorer_of(config: RecipeConfig) -> RewardPool | InlineScorer | None:
+    """Return the scorer of a run: reward workers, or this process with reward.num_workers=0; None without samples."""
     if not config.generates:
         return None
     reward = config.reward
-    functions, deadline_s, max_failure_rate = reward.functions, reward.deadline_s, reward.max_failure_rate
-    if config.launcher == "local":
-        return InlineScorer(functions, deadline_s=deadline_s, max_failure_rate=max_failure_rate)
+    options: dict[str, Any] = {"deadline_s": reward.deadline_s, "max_failure_rate": reward.max_failure_rate}
+    if not reward.num_workers:
+        return InlineScorer(reward.functions, **options)
     return RewardPool(
-        functions,
+        reward.functions,
         num_workers=reward.num_workers,
-        deadline_s=deadline_s,
-        max_failure_rate=max_failure_rate,
+        start_timeout_s=max(_START_S, reward.load_timeout_s),
         gpus_per_worker=reward.gpus,
+        memory_mb=reward.memory_mb,
+        pass_env=reward.pass_env,
+        **options,
     )
 
 

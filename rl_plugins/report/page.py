@@ -32,6 +32,7 @@ _FAILURES = {
     "timeout": "the reward function did not answer in time",
     "not_finite": "the reward was NaN or infinite",
     "died": "the process of the reward function died",
+    "memory": "the reward function needed too much memory",
 }
 _VALIDATED = {"val/reward": "validation reward", "val/accuracy": "validation accuracy", "val/loss": "validation loss"}
 

@@ -122,6 +122,9 @@ class RewardFunction:
                 scores += [None] * len(call)
             elif isinstance(outcome, SoftDeadline):
                 scores += [failed("timeout", f"{self.name}: no result within {deadline_s} s")] * len(call)
+            elif isinstance(outcome, MemoryError):
+                message = f"{self.name}: a reward worker may take no more memory: need less, or raise reward.memory_mb"
+                scores += [failed("memory", message)] * len(call)
             else:
                 scores += read_scores(outcome, self.name, len(call) if self.batched else None)
         return [self._checked(request, score) for request, score in zip(requests, scores, strict=True)]

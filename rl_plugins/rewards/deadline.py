@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 REPEAT_S = 0.5
 """Seconds between two alarms after the deadline."""
 
-_POLITE_ALARMS = 2
+_POLITE_ALARMS = 1
 _BURST_S = 1e-5
 
 
@@ -39,9 +39,9 @@ def debugging() -> bool:
 def run_with_deadline(function: Callable[[], Result], deadline_s: float | None) -> Result:
     """Call `function`, and raise `SoftDeadline` inside the call after the deadline.
 
-    An event loop, or a bare `except`, may swallow an alarm, so the alarm is repeated. From the third alarm on, alarms
-    come in bursts with gaps of microseconds. One of these hits the code between two `try` blocks, also in a loop that
-    catches every exception.
+    An event loop, or a bare `except`, may swallow an alarm, so the alarm is repeated. From the second alarm on, alarms
+    come in bursts with gaps of microseconds. One of these hits the code between two `try` blocks, also in a loop
+    with a bare `except`.
 
     Args:
         function: Function to call.
@@ -57,7 +57,7 @@ def run_with_deadline(function: Callable[[], Result], deadline_s: float | None) 
             return
         alarms += 1
         if alarms > _POLITE_ALARMS:
-            # Different gaps, so that no loop of constant duration stays in step with the alarms.
+            # Different gaps, so no loop of constant duration stays in step with the alarms.
             signal.setitimer(signal.ITIMER_REAL, _BURST_S * (1 + alarms % 16), REPEAT_S)
         raise SoftDeadline
 

@@ -1,8 +1,8 @@
 """Event loop of coroutine rewards: one for each thread, kept as long as the thread.
 
 A reward may keep a client of a server between two batches, because connections stay valid in the same event loop. The
-event loop runs during calls only. It runs in the calling thread, so that a timer signal can interrupt a coroutine that
-blocks.
+event loop runs during calls only. It runs in the calling thread, so a timer signal can interrupt a blocking
+coroutine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rl_plugins.rewards.deadline import SoftDeadline, run_with_deadline
 Result = TypeVar("Result")
 
 UNDECIDED = object()
-"""Outcome of a call beside a call that blocked the event loop. The call must run again alone."""
+"""Outcome of a call beside a call with a blocked event loop. The call must run again alone."""
 
 _CURRENT = threading.local()
 
@@ -83,7 +83,7 @@ def run_concurrently(calls: Sequence[Callable[[], Awaitable[object]]], deadline_
 
 
 def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks of an interrupted batch. A task that does not end in time stays in the event loop."""
+    """Cancel the tasks of an interrupted batch. A task without reaction stays in the event loop."""
 
     async def wait() -> None:
         await asyncio.wait(tasks, timeout=deadline.REPEAT_S)

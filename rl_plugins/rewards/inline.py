@@ -10,11 +10,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.deadline import debugging
 from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
-from rl_plugins.rewards.routing import Router, check_requests, check_routes
+from rl_plugins.rewards.routing import Router, check_requests
 
 Reward = Callable[..., Any] | Mapping[str, Any]
 _DEADLINE_S = 10.0
@@ -79,27 +78,6 @@ class InlineScorer:
 
     def close(self) -> None:
         """Do nothing: there is no resource to release."""
-
-
-def check_reward(
-    reward_config: Mapping[str, Any], sample_request: ScoringRequest, *, deadline_s: float | None = 60.0
-) -> Score:
-    """Score one sample in this process, before anything heavy starts.
-
-    Args:
-        reward_config: One reward, or a mapping from data source to reward (see `routing`).
-        sample_request: The sample.
-        deadline_s: Seconds for the call.
-
-    Raises:
-        ConfigError: The reward cannot be loaded, the sample's data source has no reward, or the reward fails.
-    """
-    source = sample_request.data_source
-    check_routes(reward_config, [source])
-    score = InlineScorer(reward_config, deadline_s=deadline_s, max_failure_rate=1.0).score([sample_request])[0]
-    if score.failure is not None:
-        raise ConfigError(f"the reward fails on a sample of data_source {source!r}: {score.failure}: {score.message}")
-    return score
 
 
 def default_scorer(reward: Reward) -> RewardPool | InlineScorer:

@@ -64,6 +64,14 @@ def load_reward(config: Mapping[str, Any]) -> tuple[str, Callable[..., Any], dic
     return _ready(name, found, options)
 
 
+def name_of(config: Mapping[str, Any]) -> str:
+    """Return the name of a reward for messages, before the reward is loaded."""
+    target = config.get("_target_")
+    if callable(target):
+        return str(getattr(target, "__qualname__", type(target).__name__))
+    return str(target) if target else f"{config.get('path')}:{config.get('name')}"
+
+
 def _ready(
     name: str, function: Callable[..., Any], options: dict[str, Any]
 ) -> tuple[str, Callable[..., Any], dict[str, Any]]:

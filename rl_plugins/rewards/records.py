@@ -17,7 +17,7 @@ from rl_plugins.errors import RewardError
 from rl_plugins.rewards.user_code import describe
 
 Message = Mapping[str, Any]
-Failure = Literal["raised", "timeout", "not_finite", "died"]
+Failure = Literal["raised", "timeout", "not_finite", "died", "memory"]
 
 _MESSAGE_LIMIT = 500
 
@@ -58,7 +58,7 @@ class Score:
         value: The reward. None exactly if `failure` or `reply` is set.
         details: Further finite numbers in the result of the reward function, beside "score".
         failure: "raised" (an exception, or a result of the wrong type or length), "timeout", "not_finite", or
-            "died" (the worker process ended).
+            "died" (the worker process ended), or "memory" (no memory was left to the worker).
         message: For a failure: the exception, or the fault of the result.
         reply: Message of an environment to the policy. The policy responds again before there is a value.
     """

@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.rewards.calling import RewardFunction
+from rl_plugins.rewards.loading import name_of
 from rl_plugins.rewards.records import Score, ScoringRequest
 
 
@@ -65,16 +66,21 @@ def check_requests(reward_config: Mapping[str, Any], requests: Sequence[ScoringR
 class Router:
     """Loaded rewards of one process."""
 
-    def __init__(self, reward_config: Mapping[str, Any]) -> None:
+    def __init__(self, reward_config: Mapping[str, Any], when_loading: Callable[[str], None] | None = None) -> None:
         """Load every reward.
 
         Args:
             reward_config: One reward, or a mapping from data source to reward.
+            when_loading: Function to call with the name of a reward before the reward is loaded.
 
         Raises:
             ConfigError: The configuration is wrong or a reward cannot be loaded.
         """
-        self.functions = {source: RewardFunction(route) for source, route in normalize_routes(reward_config).items()}
+        self.functions = {}
+        for source, route in normalize_routes(reward_config).items():
+            if when_loading is not None:
+                when_loading(name_of(route))
+            self.functions[source] = RewardFunction(route)
 
     def score(
         self, requests: Sequence[ScoringRequest], deadline_s: float | None, budget_s: float = float("inf")

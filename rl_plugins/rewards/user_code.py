@@ -19,16 +19,16 @@ _NO_LOOP = "no running event loop"
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and the message of an exception in one line, with the place that raised the exception."""
+    """Return the type and the message of an exception in one line, with its place."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return " ".join("".join(traceback.format_exception_only(error)).split())[:_MESSAGE_LIMIT] + place
 
 
 def load_user_code(name: str, deed: str, function: Callable[[], Result]) -> Result:
-    """Call a function that imports a module of the user or makes an object of a class of the user.
+    """Call a function with an import, or a constructor, of the user.
 
-    Some clients must be made while an event loop runs. Code that misses the event loop is called again inside the event
+    Some clients must be made while an event loop runs. Code without its event loop is called again inside the event
     loop of this thread, in which the calls of a coroutine function run later.
 
     Args:
@@ -59,7 +59,7 @@ def load_user_code(name: str, deed: str, function: Callable[[], Result]) -> Resu
 
 @contextmanager
 def only_one_process(name: str) -> Iterator[None]:
-    """End a copy of this process that `os.fork` made inside the block, when the copy leaves the block.
+    """End each copy of this process, made by `os.fork` inside the block, at the end of the block.
 
     A copy would train, or answer for the reward worker, a second time.
     """

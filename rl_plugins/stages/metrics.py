@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from rl_plugins.algorithms.masked import GroupStatistics, group_statistics
 from rl_plugins.data.curriculum import GroupResult
 from rl_plugins.data.experience import Experience
 from rl_plugins.evaluation.measures import Summary
-from rl_plugins.rewards.records import Score, failure_counts
+from rl_plugins.rewards.records import Failure, Score, failure_counts
 from rl_plugins.stages.trajectory_queue import row_of
 
 Reduce = Callable[[Tensor], Tensor]
@@ -131,7 +132,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-_FAILURES = ("raised", "timeout", "not_finite", "died")
+_FAILURES = get_args(Failure)
 
 
 @dataclass

@@ -25,8 +25,8 @@ from rl_plugins.strategies.phase_log import PhaseLog
 class Scorer(Protocol):
     """Scores samples: `RewardPool` (in processes) or `InlineScorer`.
 
-    Both find the reward function of a sample's data source with a `Router`. `RewardPool` ends a call at its deadline;
-    `InlineScorer` interrupts a call only in the main thread and without a debugger.
+    Both find the reward function of a sample's data source with a `Router`. `RewardPool` ends a call at its deadline.
+    `InlineScorer` interrupts Python code only, in the main thread and without a debugger.
     """
 
     def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:

@@ -183,6 +183,8 @@ CHECKS: dict[str, list[Case]] = {
             ["placement.critic.actors=1", "launcher=ray"],
         ),
         (["placement.critic.deadline_s=0"], ["placement.critic.deadline_s=0", "above 0"]),
+        (["reward.num_workers=0"], ["reward.num_workers=0", "set 1 or more", "launcher=local"]),
+        (["reward.pass_env=[NO_SUCH_KEY]"], ["reward.pass_env=[NO_SUCH_KEY]", "the environment has no NO_SUCH_KEY"]),
         (["reward.gpus=1.5"], ["reward.gpus=1.5", "from 0 to 1, or a whole number"]),
         (
             ["reward.gpus=0.5", "placement.cpus_per_worker=0.1"],

@@ -137,7 +137,9 @@ def test_check_prompts_calls_rewards_without_gpus(monkeypatch):
 
     assert "CUDA_VISIBLE_DEVICES=''" in check() and os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert check("reward.gpus=0.5") == "nothing is refused"
-    assert "CUDA_VISIBLE_DEVICES='0,1'" in check(*IN_ONE_PROCESS)
+    assert "CUDA_VISIBLE_DEVICES=''" in check(*IN_ONE_PROCESS)
+    assert "CUDA_VISIBLE_DEVICES='0,1'" in check(*IN_ONE_PROCESS, "reward.gpus=0.5")
+    assert "CUDA_VISIBLE_DEVICES='0,1'" in check(*IN_ONE_PROCESS, "reward.num_workers=0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert "CUDA_VISIBLE_DEVICES=''" in check() and "CUDA_VISIBLE_DEVICES" not in os.environ
 

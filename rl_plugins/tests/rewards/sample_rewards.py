@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -108,6 +109,27 @@ def swallow_and_hang() -> None:
             continue
 
 
+def deny() -> None:
+    """Never return, and catch every exception."""
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(60)
+
+
+def leave_an_orphan() -> None:
+    """End this process, and leave a copy behind."""
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(0)
+
+
+def grow() -> None:
+    """Take memory without end."""
+    blocks = []
+    while True:
+        blocks.append(bytearray(2**25))
+
+
 def hang_deaf() -> None:
     """Sleep with the signal of the timer blocked, as in native code."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
@@ -138,6 +160,14 @@ def obey(solution_str: str) -> Any:
         "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
         "torch": lambda: "torch" in sys.modules,
         "slow": lambda: time.sleep(0.3),
+        "grow": grow,
+        "end well": lambda: os._exit(0),
+        "deny": deny,
+        "bytes": lambda: b"1",
+        "orphan": leave_an_orphan,
+        "allocate": lambda: len([0] * 10**11),
+        "fork": os.fork,
+        "fork and end": lambda: os.fork() and 0,
     }
     done = deeds[solution_str]() if solution_str in deeds else len(solution_str)
     return 1.0 if solution_str == "slow" else done

@@ -1,4 +1,4 @@
-"""InlineScorer, check_reward and default_scorer, and the checks of RewardPool before the workers start."""
+"""InlineScorer and default_scorer, and the checks of RewardPool before the workers start."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import ray
 
 from rl_plugins.errors import ConfigError, DataError
-from rl_plugins.rewards import InlineScorer, RewardError, RewardPool, ScoringRequest, check_reward
+from rl_plugins.rewards import InlineScorer, RewardError, RewardPool, ScoringRequest
 from rl_plugins.rewards.inline import default_scorer
 from rl_plugins.tests.patience import patient
 
@@ -52,19 +51,6 @@ def test_inline_scorer_refuses_an_unknown_data_source() -> None:
         InlineScorer({"math": {"_target_": f"{HERE}.length"}}).score([request("a")])
 
 
-def test_check_reward_refuses_an_unknown_data_source() -> None:
-    with pytest.raises(ConfigError, match="no reward for data_source 's'"):
-        check_reward({"math": {"_target_": f"{HERE}.length"}}, request("a"))
-
-
-def test_check_reward_returns_the_score_or_raises_the_cause() -> None:
-    assert check_reward({"_target_": f"{HERE}.obey"}, request("four")).value == 4.0
-    with pytest.raises(ConfigError, match=r"data_source 's': raised: .*ZeroDivisionError"):
-        check_reward({"_target_": f"{HERE}.obey"}, request("raise"))
-    with pytest.raises(ConfigError, match="timeout"):
-        check_reward({"_target_": f"{HERE}.obey"}, request("loop"), deadline_s=0.05)
-
-
 def test_rewards_package_imports_no_heavy_module() -> None:
     code = "import sys, rl_plugins.rewards; print(sorted({'ray', 'torch', 'sympy', 'numpy'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -95,12 +81,6 @@ def test_reward_pool_refuses_wrong_options(option: dict[str, int]) -> None:
     options: dict[str, Any] = {"num_workers": 1, "deadline_s": 1.0, **option}
     with pytest.raises(ConfigError, match=next(iter(option))):
         RewardPool({"_target_": f"{HERE}.length"}, **options)
-
-
-def test_reward_pool_refuses_to_start_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(ConfigError, match="InlineScorer"):
-        RewardPool({"_target_": f"{HERE}.length"}, num_workers=1, deadline_s=1.0)
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["no debugger", "debugger"])

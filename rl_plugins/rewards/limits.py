@@ -1,0 +1,102 @@
+"""Environment and memory of a reward worker.
+
+Rewards may run code written by the policy. A worker therefore gets no variable of the environment with a secret, unless
+`pass_env` names the variable, and may take a limited amount of memory. Neither is a sandbox: the worker runs as the
+same user, with the user's files and network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl_plugins.errors import ConfigError
+
+# TOKENIZERS_PARALLELISM holds no token.
+_SECRET_NAME = re.compile(
+    r"token(?!iz)|secret|passw|api_?key|access_?key|private_?key|credential|^AWS_|^SSH_AUTH_SOCK$", re.IGNORECASE
+)
+_ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+_MIB = 2**20
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def withheld_names(environment: Mapping[str, str], pass_env: Sequence[str]) -> list[str]:
+    """Return the names of variables with secrets, judged by their names, or by an address with a password.
+
+    Args:
+        environment: Variables by name.
+        pass_env: Names of further variables for rewards.
+    """
+    return [
+        name
+        for name, value in environment.items()
+        if name not in pass_env and (_SECRET_NAME.search(name) or _ADDRESS_WITH_PASSWORD.search(value))
+    ]
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """Limits of a reward worker. The record travels to the worker.
+
+    Attributes:
+        pass_env: Names of variables with secrets for the worker.
+        values: Values of these variables in the process of the pool.
+        memory_mb: Memory of the worker beyond a worker without rewards, in MiB. None is half of the free memory at
+            the worker's start.
+    """
+
+    pass_env: Sequence[str] = ()
+    values: Mapping[str, str] = field(default_factory=dict, repr=False)
+    memory_mb: int | None = None
+
+    @classmethod
+    def of(cls, pass_env: Sequence[str], memory_mb: int | None) -> WorkerLimits:
+        """Return the limits with the values in the environment of this process."""
+        return cls(tuple(pass_env), {name: os.environ[name] for name in pass_env if name in os.environ}, memory_mb)
+
+    def clean(self, environment: MutableMapping[str, str]) -> None:
+        """Remove secrets from an environment, and add the passed variables.
+
+        Raises:
+            ConfigError: A passed variable exists nowhere.
+        """
+        for name in withheld_names(environment, self.pass_env):
+            del environment[name]
+        environment.update(self.values)
+        missing = [name for name in self.pass_env if name not in environment]
+        if missing:
+            raise ConfigError(
+                f"reward.pass_env=[{', '.join(self.pass_env)}] (RewardPool: pass_env): the environment has no "
+                f"{', '.join(missing)}: set the variable before the start, or leave it out"
+            )
+
+    def limit_memory(self) -> None:
+        """Limit the memory of this process from now on. A larger allocation fails with a MemoryError."""
+        mib = self.memory_mb if self.memory_mb is not None else _free_bytes() // (2 * _MIB)
+        limit = _private_bytes() + mib * _MIB
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _private_bytes() -> int:
+    """Return the private writable memory of this process, counted by the kernel for RLIMIT_DATA."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmData":
+            return int(value.split()[0]) * 1024
+    return 0
+
+
+def _free_bytes() -> int:
+    """Return the free memory of this machine, or of this container if the container has less."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if limit.is_file() and used.is_file() and (text := limit.read_text(encoding="ascii").strip()).isdigit():
+        free = min(free, max(0, int(text) - int(used.read_text(encoding="ascii"))))
+    return free
