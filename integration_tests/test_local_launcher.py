@@ -47,7 +47,7 @@ def test_local_launcher_trains_resumes_and_exports(start_recipe: Callable[..., R
     shutil.copytree(whole.run, broken)
     shutil.rmtree(broken / "checkpoint_00000003")
     shutil.rmtree(broken / "policy")
-    resumed = start_recipe("grpo", "broken", *options, "run.resume=true")
+    resumed = start_recipe("grpo", "broken", *LOCAL, *WITHOUT_RAY, "run.steps=3", "run.resume=true")
     assert resumed.wait() == 0, resumed.tail()
     assert "continuing from" in resumed.tail() and "checkpoint_00000002" in resumed.tail()
     assert (broken / "policy" / "model.safetensors").read_bytes() == (

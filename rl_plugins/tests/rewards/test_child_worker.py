@@ -62,7 +62,7 @@ def test_child_worker_that_cannot_be_interrupted_is_killed(monkeypatch: pytest.M
         assert outcomes(workers.score(requests("deaf"))) == ["timeout"]
 
 
-def test_child_worker_ends_copies_of_its_process(obeying_pool: RewardPool) -> None:
+def test_child_worker_ends_copies_of_a_process(obeying_pool: RewardPool) -> None:
     pids = [int(score.value or 0) for score in obeying_pool.score(requests("fork", "fork and end"))]
     assert pids[0] and not pids[1]
     copy = psutil.Process(pids[0])

@@ -13,7 +13,13 @@ BAD = Score(value=None, failure="raised", message="ValueError: no")
 
 
 def test_failure_counts_has_every_kind() -> None:
-    assert failure_counts([GOOD, SLOW, BAD, BAD]) == {"raised": 2, "timeout": 1, "not_finite": 0, "died": 0}
+    assert failure_counts([GOOD, SLOW, BAD, BAD]) == {
+        "raised": 2,
+        "timeout": 1,
+        "not_finite": 0,
+        "died": 0,
+        "memory": 0,
+    }
 
 
 def test_check_failure_rate_allows_the_limit() -> None:
