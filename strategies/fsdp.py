@@ -285,6 +285,7 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
         if not self._models:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        self.rollout_phases.memory.wait_for_optimizer()
         folder = Path(self.broadcast(os.fspath(filepath)))
         folder.mkdir(parents=True, exist_ok=True)
         for name, model in self._models.items():
@@ -305,6 +306,7 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(self.broadcast(os.fspath(checkpoint_path)))
         check_folder(folder, self._blended)
+        self.rollout_phases.memory.wait_for_optimizer()
         self._blended.reset_averages()
         self.restored = {name: self._load_model(name, folder / name) for name in self._models}
         self.rollout_phases.weights_changed()

@@ -1,12 +1,14 @@
 """Device memory for the rollout engine: the storages of training's tensors move to the host and back.
 
-The tensor objects and all references to the objects stay valid. `HostMemory` moves storages, so tensors in one storage
+The tensor objects and all references to the objects stay valid. Copies back to a GPU run on a stream of their own, so
+optimizer states come back while the models run again. `HostMemory` moves storages, so tensors in one storage
 (flat buffers, views, shards) need no special case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ class TrainingMemory:
         model_tensors: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._optimizer_tensors, self._model_tensors = optimizer_tensors, model_tensors
-        self.host = HostMemory()
+        self.optimizer_host, self.model_host = HostMemory(), HostMemory()
         self.crowded = True
 
     def measure_room(self, device: torch.device, engine_share: float | None) -> None:
@@ -57,23 +59,32 @@ class TrainingMemory:
 
     def optimizer_bytes(self) -> int:
         """Return the number of bytes to be freed by `offload_optimizer`."""
-        return self.host.nbytes(self.optimizer_tensors())
+        return self.optimizer_host.nbytes(self.optimizer_tensors())
 
     def offload_optimizer(self) -> None:
         """Free the device memory of optimizer states."""
-        self.host.take(self.optimizer_tensors())
+        self.optimizer_host.take(self.optimizer_tensors())
 
     def parameter_bytes(self) -> int:
         """Return the number of bytes to be freed by `offload_parameters`."""
-        return self.host.nbytes(self.model_tensors())
+        return self.model_host.nbytes(self.model_tensors())
 
     def offload_parameters(self) -> None:
         """Free the device memory of parameters and gradients."""
-        self.host.take(self.model_tensors())
+        self.model_host.take(self.model_tensors())
 
-    def reload(self) -> None:
-        """Bring everything back to the device."""
-        self.host.give_back()
+    def reload_parameters(self) -> None:
+        """Bring parameters and gradients back to the device."""
+        self.model_host.give_back()
+        self.model_host.wait()
+
+    def reload_optimizer(self) -> None:
+        """Start to bring optimizer states back to the device. `wait_for_optimizer` must precede their next use."""
+        self.optimizer_host.give_back()
+
+    def wait_for_optimizer(self) -> None:
+        """Let the next work on the device wait for the optimizer states."""
+        self.optimizer_host.wait()
 
 
 class HostMemory:
@@ -93,6 +104,7 @@ class HostMemory:
         self._chunks: list[Tensor] = []
         self._used_bytes = 0
         self._taken: list[tuple[torch.UntypedStorage, list[Tensor]]] = []
+        self._stream: torch.cuda.Stream | None = None
 
     def nbytes(self, tensors: Iterable[Tensor]) -> int:
         """Return the number of bytes of device memory to be freed by `take`."""
@@ -101,8 +113,9 @@ class HostMemory:
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Copy the storages of tensors to the host and free the device memory. A DTensor gives this rank's shard.
 
-        The tensors must not be read or written until `give_back`.
+        The tensors must not be read or written until `give_back` and `wait`.
         """
+        self.wait()
         taken = []
         for storage in self._storages(tensors):
             pieces = list(self._host_pieces(storage.nbytes()))
@@ -119,14 +132,31 @@ class HostMemory:
             torch.cuda.empty_cache()
 
     def give_back(self) -> None:
-        """Copy all storages back to the device."""
+        """Start to copy all storages back to the device. The tensors must not be used until `wait`."""
         for storage, pieces in self._taken:
             storage.resize_(sum(piece.numel() for piece in pieces))
-            for piece, part in zip(pieces, _parts_of(storage, pieces), strict=True):
-                part.copy_(piece, non_blocking=True)
-        self._wait_for_copies()
+        with self._copying():
+            for storage, pieces in self._taken:
+                for piece, part in zip(pieces, _parts_of(storage, pieces), strict=True):
+                    part.copy_(piece, non_blocking=True)
         self._taken.clear()
         self._used_bytes = 0
+
+    def wait(self) -> None:
+        """Let the next work of the current stream wait for the copies of `give_back`. The host does not wait."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Run copies on the stream for copies, after the present work: the device memory may just have been freed."""
+        if not self._on_cuda:
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
 
     @property
     def _on_cuda(self) -> bool:

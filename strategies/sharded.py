@@ -150,6 +150,7 @@ class AutogradSteps(LightningStrategy):
         Lightning calls `optimizer_step` from `LightningOptimizer.step`; `super()` calls `optimizer.step`, which updates
         the parameters, or shards, of this rank.
         """
+        self.rollout_phases.memory.wait_for_optimizer()
         module = self.lightning_module
         stage = module if isinstance(module, HasNamedModels) and not module.automatic_optimization else None
         if stage is not None:

@@ -295,6 +295,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         Lightning calls `optimizer_step` from `LightningOptimizer.step`. Lightning's precision plugin then calls `step`
         of the DeepSpeed engine, which clips the gradients, updates the shards of this rank, and clears the gradients.
         """
+        self.rollout_phases.memory.wait_for_optimizer()
         stepped = next((engine for engine in self._trained.values() if engine.optimizer is optimizer), self.model)
         with self._as_model(stepped):
             result = super().optimizer_step(optimizer, closure, model or self.lightning_module, **kwargs)
@@ -347,7 +348,6 @@ class ZeroStrategy(DeepSpeedStrategy):
             yield from getattr(optimizer, "fp32_groups_flat_partition", ())
 
     def _model_tensors(self) -> Iterable[Tensor]:
-        # DeepSpeed's own `offload_states` accepts only its FusedAdam.
         for name in self._on_host_while_sampling():
             for parameter in self._module_of(name).parameters():
                 yield parameter.data
@@ -370,6 +370,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         if not self._model_engines:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        self.rollout_phases.memory.wait_for_optimizer()
         folder = Path(self.broadcast(os.fspath(filepath)))
         folder.mkdir(parents=True, exist_ok=True)
         for name, engine in self._trained.items():
@@ -390,6 +391,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(checkpoint_path)
         check_folder(folder, self._blended)
+        self.rollout_phases.memory.wait_for_optimizer()
         for name in self._trained:
             self._check_shards(folder, name)
         self._blended.reset_averages()
@@ -414,7 +416,6 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Load the shards of a trained model; return the restored states in words."""
         engine, shards = self._trained[name], ZeroShards(folder / name / _TAG)
         if shards.fit(engine, self.world_size):
-            # For a model with an adapter, the frozen weights are not in the checkpoint.
             engine.load_checkpoint(str(folder / name), tag=_TAG, load_module_strict=not has_adapter(engine.module))
             return self._saved_states[name]
         shards.restore(engine, self.global_rank, self.world_size)
@@ -454,7 +455,6 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # `save_checkpoint` saves the shards.
         return {} if self._model_engines else super().lightning_module_state_dict()
 
     @override

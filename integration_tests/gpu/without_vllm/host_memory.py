@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from integration_tests.gpu.without_vllm.cases import Case, Place
+from integration_tests.gpu.without_vllm.cases import Case, Place, wait_for_gpu
 from rl_plugins.strategies.memory import HostMemory
 
 _ROUNDS = 3
@@ -43,6 +43,8 @@ def move(place: Place, size: int) -> Mapping[str, Any]:
         assert _free(place) - free >= (0.9 * whole.nbytes if place.on_gpu else 0)
         resumed = time.perf_counter()
         memory.give_back()
+        memory.wait()
+        wait_for_gpu(place)
         out.append(whole.nbytes / (taken - start) / 1e9)
         back.append(whole.nbytes / (time.perf_counter() - resumed) / 1e9)
         assert part[3, 5].item() == 1305 and whole[200_000].item() == 200_000

@@ -35,7 +35,7 @@ class WatchingRollout(canned.CannedRollout):
     @override
     def update_weights(self, source: WeightSource, version: int) -> None:
         memory = self.strategy.rollout_phases.memory
-        assert memory.host.nbytes(memory.optimizer_tensors()) == 0
+        assert memory.optimizer_bytes() == 0
         freed = [tensor.shape for tensor in memory.model_tensors() if is_freed(tensor)]
         assert not freed, f"the optimizer's memory is that of weights {freed}"
         self.received = {name: tensor.clone() for name, tensor in source}
@@ -44,11 +44,13 @@ class WatchingRollout(canned.CannedRollout):
     @override
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         memory = self.strategy.rollout_phases.memory
-        host, tensors = memory.host, tensors_to_move(memory)
+        host, tensors = HostMemory("cpu"), tensors_to_move(memory)
         assert tensors and host.nbytes(tensors) == 0
         models = self.strategy.lightning_module.named_models()
         self.on_host = [name for name, model in models.items() if all(is_freed(p) for p in model.parameters())]
-        host.give_back()
+        memory.reload_parameters()
+        memory.reload_optimizer()
+        memory.wait_for_optimizer()
         assert (held := host.nbytes(tensors)) > 0
         # The expected bytes equal the freed bytes.
         assert memory.optimizer_bytes() + memory.parameter_bytes() == held
@@ -58,6 +60,30 @@ class WatchingRollout(canned.CannedRollout):
         memory.offload_optimizer()
         memory.offload_parameters()
         return super().generate(prompts, sampling, seeds)
+
+
+class LateHostMemory(HostMemory):
+    """Host memory of a slow device: the contents come back in `wait`. Before, all numbers are NaN."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self._late: list[tuple[Tensor, Tensor]] = []
+
+    @override
+    def give_back(self) -> None:
+        storages = [storage for storage, _ in self._taken]
+        super().give_back()
+        for storage in storages:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._late.append((whole, whole.clone()))
+            whole.fill_(255)
+
+    @override
+    def wait(self) -> None:
+        super().wait()
+        while self._late:
+            whole, contents = self._late.pop()
+            whole.copy_(contents)
 
 
 def is_freed(tensor: Tensor) -> bool:
@@ -78,7 +104,8 @@ def moving(strategy: ZeroStrategy | FSDPStrategy) -> Any:
     Only resizable storages can be moved: all of CUDA, but on CPU not the storages of memory-mapped files, such
     as the frozen weights beside an adapter under stages 1 and 2 of ZeRO.
     """
-    strategy.rollout_phases.memory.host = HostMemory("cpu")
+    memory = strategy.rollout_phases.memory
+    memory.model_host, memory.optimizer_host = HostMemory("cpu"), LateHostMemory()
     engine: Any = strategy.rollout_phases.engine
     engine.strategy = strategy
     return strategy

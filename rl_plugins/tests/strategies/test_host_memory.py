@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -92,3 +94,55 @@ def test_measure_room_compares_the_free_memory_with_the_engines_share(
     # On CPU.
     memory.measure_room(torch.device("cpu"), share)
     assert memory.crowded
+
+
+def test_host_memory_comes_back_on_a_stream_of_its_own_after_the_present_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the current stream, only `wait` waits for the copies."""
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str = "copies") -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            calls.append(f"{self.name} wait for {other.name}")
+
+    current = [Stream("current")]
+
+    @contextmanager
+    def use(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    copy = torch.Tensor.copy_
+
+    def recorded(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        assert non_blocking
+        calls.append(f"copy on {current[-1].name}")
+        return copy(self, source)
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    monkeypatch.setattr(torch.Tensor, "copy_", recorded)
+    fakes: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "empty_cache": lambda: None,
+        "synchronize": lambda: calls.append("synchronize"),
+        "Stream": Stream,
+        "stream": use,
+        "current_stream": lambda: current[-1],
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    memory = HostMemory("cuda")
+    monkeypatch.setattr(memory, "_storages", lambda tensors: [tensor.untyped_storage() for tensor in tensors])
+    states = torch.arange(3.0)
+    memory.take([states])
+    memory.give_back()
+    assert calls == ["copy on current", "synchronize", "copies wait for current", "copy on copies"]
+    calls.clear()
+    memory.wait()
+    assert calls == ["current wait for copies"] and states.tolist() == [0, 1, 2]
+    memory.take([states])
+    assert calls == ["current wait for copies"] * 2 + ["copy on current", "synchronize"]

@@ -141,8 +141,15 @@ class Offloaded(TrainingMemory):
         return 3 * GIB
 
     @override
-    def reload(self) -> None:
-        self._calls.append("reload")
+    def reload_parameters(self) -> None:
+        self._calls.append("reload parameters")
+        self._device.in_use += 3 * GIB
+
+    @override
+    def reload_optimizer(self) -> None:
+        # A measured phase would wait for the copies.
+        assert self._device.current is None
+        self._calls.append("reload optimizer")
         self._device.in_use = 10 * GIB
 
 
@@ -170,9 +177,10 @@ def roll_out(strategy: Strategy, version: int = 1) -> list[str]:
     return list(strategy.calls)
 
 
+RELOAD = ["reload parameters", "reload optimizer"]
 # Ranks agree on the end of each phase: an engine may be on the device of another rank.
 FIRST = ["offload optimizer", "agree", "wake_up weights", "agree", "update_weights 1", "agree"]
-REST = ["offload parameters", "agree", "wake_up kv_cache", "agree", "generate", "sleep", "agree", "reload"]
+REST = ["offload parameters", "agree", "wake_up kv_cache", "agree", "generate", "sleep", "agree", *RELOAD]
 
 
 def connect(rank: int, shared: bool) -> float:
@@ -196,10 +204,10 @@ def test_connect_shares_the_engine_of_rank_0_if_asked(shared: bool, engines: lis
 def test_run_sampling_lets_the_engine_sleep_after_all_ranks_agree() -> None:
     strategy = Strategy(RecordingEngine())
     strategy.rollout_phases.run_sampling(1, lambda engine: engine.generate([], SAMPLING, None))
-    assert strategy.calls[-5:] == ["generate", "agree", "sleep", "agree", "reload"]
+    assert strategy.calls[-6:] == ["generate", "agree", "sleep", "agree", *RELOAD]
 
 
-RESTART = ["offload optimizer", "offload parameters", "agree", "prepare", "reload"]
+RESTART = ["offload optimizer", "offload parameters", "agree", "prepare", *RELOAD]
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
@@ -297,7 +305,7 @@ def test_rollout_phase_raises_after_reload_when_sleep_frees_nothing() -> None:
     strategy = Strategy(RecordingEngine(slept=MemoryChange(3 * GIB, 3 * GIB, 2 * GIB)))
     with pytest.raises(MemoryNotFreed, match=r"phase 'sleep of the rollout engine' freed 0 MiB instead of 2048 MiB"):
         roll_out(strategy)
-    assert strategy.calls[-3:] == ["sleep", "agree", "reload"]
+    assert strategy.calls[-4:] == ["sleep", "agree", *RELOAD]
 
 
 def test_check_updates_of_2_checks_each_second_update() -> None:

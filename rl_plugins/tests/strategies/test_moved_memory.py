@@ -40,6 +40,8 @@ def train(rank: int, name: str, folder: Path, options: dict[str, Any]) -> None:
     engine = strategy.rollout_phases.engine
     updates = [call for call in engine.calls if call.startswith("update_weights")]
     assert updates == ["update_weights 0", "update_weights 1"]
+    # The last optimizer step waited for the optimizer states.
+    assert all(shard.isfinite().all() for _, shard in strategy.shards("policy"))
     moved = ["policy", "critic", "reference"] if name in MOVES_FROZEN else ["policy", "critic"]
     assert sorted(engine.on_host) == sorted(set(moved) & module.named_models().keys())
 

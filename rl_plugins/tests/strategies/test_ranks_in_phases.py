@@ -111,7 +111,7 @@ class LateMemory(TrainingMemory):
         self._offload("parameters")
 
     @override
-    def reload(self) -> None:
+    def reload_parameters(self) -> None:
         if self._rank == 1:
             self._devices.log.append(f"rank 1 reloads while the engine is {'awake' * self._devices.engine_is_awake}")
             self._devices.rank_1_passed_sleep.set()
