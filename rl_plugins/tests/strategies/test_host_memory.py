@@ -96,7 +96,7 @@ def test_measure_room_compares_the_free_memory_with_the_engines_share(
     assert memory.crowded
 
 
-def test_host_memory_comes_back_on_a_stream_of_its_own_after_the_present_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_comes_back_on_a_separate_stream_after_the_present_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the current stream, only `wait` waits for the copies."""
     calls: list[str] = []
 
