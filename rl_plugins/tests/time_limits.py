@@ -28,6 +28,10 @@ ALLOWED: dict[str, tuple[float, str]] = {
         180.0,
         "one run loses an engine twice, and waits twice until another engine has started",
     ),
+    "integration_tests/test_lost_engine.py::test_killed_engine_of_two_processes_is_replaced_beside_four_workers": (
+        150.0,
+        "a run with ten processes that load libraries, and three processes of an engine start again",
+    ),
     "integration_tests/test_many_machines.py::test_run_outlives_a_killed_machine_and_ends_when_too_few_are_left": (
         180.0,
         "Ray notices a killed machine after a while, twice, and the workers start again",
