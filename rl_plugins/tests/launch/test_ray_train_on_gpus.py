@@ -65,7 +65,7 @@ def train(tmp_path: Path, *overrides: str) -> None:
     ray_train.train(config, RunFolder(tmp_path / "run"), None)
 
 
-def test_train_asks_for_a_gpu_for_each_worker_and_leaves_the_start_of_colocated_engines_to_them(
+def test_train_asks_for_a_gpu_for_each_worker_and_starts_no_colocated_engine(
     asked: dict[str, Any], tmp_path: Path
 ) -> None:
     train(tmp_path, "placement.num_workers=16", "rollout.tensor_parallel_size=2", "strategy.collective_timeout_s=77")
