@@ -34,6 +34,11 @@ def test_backend_of_auto_transport_follows_the_device(device: Any, transport: An
     assert arguments["logprobs_mode"] == "processed_logprobs"
 
 
+def test_engine_on_cpu_shares_prompts_by_blocks_of_32_tokens() -> None:
+    assert VLLMConfig("model").engine_arguments()["block_size"] == 32
+    assert "block_size" not in VLLMConfig("model", device="cuda").engine_arguments()
+
+
 def test_engine_on_cpu_has_plain_weights_and_one_thread() -> None:
     config = VLLMConfig("m", cpu_kv_cache_gib=3)
     assert config.engine_arguments()["quantization"] == "plain_weights"
