@@ -213,7 +213,10 @@ class Format:
 
 FORMATS = {
     "prompts": Format(COLUMNS, lambda row, keys, location: None),
-    "sft": Format(COLUMNS, lambda row, keys, location: find_text(row, keys.response_key, "response_key", location)),
+    "sft": Format(
+        UNSCORED_COLUMNS,
+        lambda row, keys, location: find_text(row, keys.response_key, "response_key", location),
+    ),
     "preferences": Format(
         UNSCORED_COLUMNS,
         lambda row, keys, location: read_pair(row, keys.chosen_key, keys.rejected_key, keys.margin_key, location),

@@ -128,6 +128,8 @@ def check_row(row: object, location: str, columns: Sequence[str] = COLUMNS) -> N
             raise RowError(location, f"column {name!r}", f"expected a mapping, got {_described(row[name])}.")
     if "reward_model" in columns and "ground_truth" not in row["reward_model"]:
         raise RowError(location, "column 'reward_model'", "it has no 'ground_truth'.")
+    if "reward_model" in columns and row["reward_model"]["ground_truth"] is None:
+        raise RowError(location, "column 'reward_model'", "'ground_truth' is null: give the answer, or '' for none.")
 
 
 def _check_prompt(prompt: object, location: str) -> None:

@@ -7,6 +7,7 @@ sampled tokens need not give the same tokens.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -25,6 +26,9 @@ Messages = Sequence[Mapping[str, Any]]
 _CHUNK = 1024
 # Placeholder for the policy's response; no template changes a single word.
 _RESPONSE = "whatever-was-said"
+# Characters that Unicode keeps out of texts, around the number of a special token.
+_MARK = "\ufdd0{}\ufdd1"
+_MARKS = re.compile("\ufdd0(\\d{1,9})\ufdd1", re.ASCII)
 _Item = TypeVar("_Item")
 
 # Tokenizers -------------------------------------------------------------------------------------------------------
@@ -140,17 +144,68 @@ def accepted_messages(
         yield row["prompt"]
 
 
+class PlainTexts:
+    """Texts of data in which a special token of the tokenizer is a text like any other.
+
+    A text with the end token of a chat template could otherwise end its own turn, and write turns of the policy. The
+    special tokens of the chat template itself stay special tokens.
+
+    Args:
+        tokenizer: tokenizer with the special tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer: Any = tokenizer
+        special = {str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        self._special = sorted(special | set(map(str, self._tokenizer.all_special_tokens)), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
+
+    def hide(self, value: Any) -> Any:
+        """Replace special tokens in a text, or in all texts of messages, by marks without a meaning for a template."""
+        if isinstance(value, str):
+            return self._pattern.sub(lambda found: _MARK.format(self._special.index(found.group())), value)
+        if isinstance(value, Mapping):
+            return {key: self.hide(item) for key, item in value.items()}
+        return [self.hide(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text of the chat template with marks."""
+        ids: list[int] = []
+        for position, part in enumerate(_MARKS.split(text)):
+            is_mark = position % 2 == 1
+            if is_mark:
+                part = self._special[int(part)] if int(part) < len(self._special) else _MARK.format(part)
+            if part:
+                ids += self._tokenizer.encode(part, add_special_tokens=False, split_special_tokens=is_mark)
+        return ids
+
+
+def encode_prompts(
+    prompts: Sequence[Messages], tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]
+) -> list[list[int]]:
+    """Return the token ids of each prompt's messages, up to and including the start of the assistant's turn.
+
+    Special tokens in the messages are plain text (see `PlainTexts`).
+    """
+    texts, options = PlainTexts(tokenizer), {"add_generation_prompt": True, **template_options}
+    conversations: list[Any] = [list(messages) for messages in prompts]
+    hidden = [texts.hide(messages) for messages in conversations]
+    clean = [place for place, messages in enumerate(conversations) if messages == hidden[place]]
+    encoded: Any = iter(())
+    if clean:
+        batch = [conversations[place] for place in clean]
+        encoded = iter(tokenizer.apply_chat_template(batch, tokenize=True, return_dict=False, **options))
+    ids_of = {place: list(next(encoded)) for place in clean}
+    for place in set(range(len(hidden))) - ids_of.keys():
+        ids_of[place] = texts.encode(str(tokenizer.apply_chat_template(hidden[place], tokenize=False, **options)))
+    return [ids_of[place] for place in range(len(hidden))]
+
+
 def tokenize_prompts(
     prompts: Iterable[Messages], tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]
 ) -> MappedLists:
-    """Return the token ids of each prompt's messages, up to and including the start of the assistant's turn."""
-
-    def tokenize(messages: list[Any]) -> Any:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template_options
-        )
-
-    return _tokenize_in_chunks(prompts, tokenize)
+    """Return the token ids of `encode_prompts` on disk."""
+    return _tokenize_in_chunks(prompts, lambda chunk: encode_prompts(chunk, tokenizer, template_options))
 
 
 def tokenize_responses(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> MappedLists:
@@ -218,7 +273,7 @@ class TurnTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any] | None = None) -> None:
         self._tokenizer, self._options = tokenizer, dict(template_options or {})
-        self._end = str(tokenizer.eos_token)
+        self._end, self._texts = str(tokenizer.eos_token), PlainTexts(tokenizer)
         self._text_after_response({"role": "user", "content": "and then?"})
 
     def tokens(self, message: Mapping[str, Any], last_token: int, max_tokens: int) -> tuple[list[int], bool]:
@@ -235,18 +290,14 @@ class TurnTokenizer:
         Raises:
             ConfigError: the chat template does not accept the message's role.
         """
-        content_ids = self._encode(str(message["content"]))
+        content_ids = self._texts.encode(self._texts.hide(str(message["content"])))
         was_cut = len(content_ids) > max_tokens
         if was_cut:
             message = {**message, "content": self._tokenizer.decode(content_ids[:max_tokens])}
-        text = self._text_after_response(message)
+        text = self._text_after_response(self._texts.hide(message))
         if last_token == self._tokenizer.eos_token_id:
             text = text.removeprefix(self._end)
-        return self._encode(text), was_cut
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return self._texts.encode(text), was_cut
 
     def _text_after_response(self, message: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError

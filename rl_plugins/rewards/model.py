@@ -100,14 +100,13 @@ class ModelReward:
     def _sequences(self, solution_strs: Sequence[str], prompts: Sequence[Messages | None]) -> list[list[int]]:
         if any(not prompt for prompt in prompts):
             raise ValueError("ModelReward reads the prompt's messages, and a sample has no prompt")
-        prompt_ids = self.tokenizer.apply_chat_template(
-            [list(prompt or ()) for prompt in prompts],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **self.chat_template_kwargs,
-        )
-        response_ids = self.tokenizer(list(solution_strs), add_special_tokens=False)["input_ids"]
+        from rl_plugins.data.tokenization import encode_prompts
+
+        prompt_ids = encode_prompts([prompt or () for prompt in prompts], self.tokenizer, self.chat_template_kwargs)
+        # A special token written by the policy is text for the reward model.
+        response_ids = self.tokenizer(list(solution_strs), add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
         end = [self.tokenizer.eos_token_id]
         return [[*prompt, *response, *end] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
 

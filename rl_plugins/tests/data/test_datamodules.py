@@ -112,7 +112,7 @@ def test_sft_data_module_drops_long_prompts_and_long_responses(row, tokenizer):
 
 
 def test_sft_data_module_validates_on_prompts_alone(row, tokenizer):
-    rows = [row(0), row(1, reward_model={"ground_truth": None})]
+    rows = [row(0), row(1, reward_model={"ground_truth": ""})]
     data = SFTDataModule(None, rows, tokenizer=tokenizer, prompts_per_step=1)
     data.setup("validate")
     (batch,) = data.val_dataloader()

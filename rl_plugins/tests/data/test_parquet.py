@@ -30,6 +30,7 @@ def test_load_rows_numbers_rows_over_all_files(row, write_rows):
         ({"ability": 3}, "column 'ability': expected a string, got int '3'"),
         ({"reward_model": "42"}, "column 'reward_model': expected a mapping"),
         ({"reward_model": {"style": "rule"}}, "column 'reward_model': it has no 'ground_truth'"),
+        ({"reward_model": {"ground_truth": None}}, "column 'reward_model': 'ground_truth' is null: give the answer"),
         ({"extra_info": None}, "column 'extra_info': expected a mapping"),
     ],
 )

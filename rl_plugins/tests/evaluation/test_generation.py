@@ -57,9 +57,9 @@ def rows():
                 "prompt": [{"role": "user", "content": f"{n}"}],
                 "data_source": "numbers",
                 "ability": "none",
+                "reward_model": {"ground_truth": str(n)},
                 # The first part has no such text at all.
-                "reward_model": {"ground_truth": None if n < 4 else str(n)},
-                "extra_info": {"n": n},
+                "extra_info": {"n": n, "note": None if n < 4 else str(n)},
             }
             for n in range(10)
         ]
