@@ -1,7 +1,8 @@
 """Saves and ends a run before its machine is taken away, so no finished step is lost.
 
-The file `stop` in the run's folder requests the end. SIGTERM (Slurm, Kubernetes, `ray job stop`) creates this file, and
-a user can create the file too. A time limit ends the run without the file. All ranks end after the same step.
+The file `stop` in the run's folder requests the end. SIGTERM (Slurm, Kubernetes, `ray job stop`) and SIGHUP (a closed
+terminal) create this file, and a user can create the file too. A time limit ends the run without the file. All ranks
+end after the same step.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from types import FrameType
 
 import psutil
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.signals import detach_from_terminal
 from rl_plugins.stages.stage import clock
 from rl_plugins.strategies.contract import strategy_of
 
@@ -65,7 +68,9 @@ class GracefulStop(Callback):
         # Lightning has set its own handler before this hook; that handler ends the run without a checkpoint.
         # Ray's workers train outside the main thread. There the driver process handles the signal.
         if threading.current_thread() is threading.main_thread():
-            self._handler.enter_context(stop_on_sigterm(self._folder))
+            self._handler.enter_context(stop_on_signals(self._folder))
+        # A request during the start: the run ends before its first step.
+        self._stop_on_request(trainer, pl_module)
 
     @override
     def on_train_batch_end(
@@ -73,13 +78,23 @@ class GracefulStop(Callback):
     ) -> None:
         if self._ray_notices:
             self._save_on_notice(trainer, pl_module)
+        self._stop_on_request(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._stop_on_request(trainer, pl_module)
+
+    def _stop_on_request(self, trainer: Trainer, pl_module: LightningModule) -> None:
         reason = self._reason() if trainer.is_global_zero else None
         requested = strategy_of(trainer).ranks.any(reason is not None)
         if not requested or trainer.should_stop:
             return
         PolicyCheckpoint.of(trainer).save_once(trainer, pl_module)
         if reason is not None:
-            self._folder.stopped.write_text(f"after step {clock(pl_module)}: {reason}", encoding="utf-8")
+            step = clock(pl_module)
+            place = f"after step {step}" if step else "before the first step"
+            self._folder.stopped.write_text(f"{place}: {reason}", encoding="utf-8")
         self.stopped = trainer.should_stop = True
         # Lightning would validate once more, and there can be no time left.
         trainer.limit_val_batches = 0
@@ -117,22 +132,32 @@ class GracefulStop(Callback):
 
 
 @contextmanager
-def stop_on_sigterm(folder: RunFolder) -> Iterator[None]:
-    """Let the first SIGTERM inside this context create the file `stop`. Only in the main thread.
+def stop_on_signals(folder: RunFolder) -> Iterator[None]:
+    """Let the first SIGTERM or SIGHUP inside this context create the file `stop`. Only in the main thread.
 
-    After the first SIGTERM, the previous handler is in place again.
+    After the first signal, the previous handlers are in place again. An ignored SIGHUP stays ignored.
     """
-    previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+    previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)}
+    if previous[signal.SIGHUP] == signal.SIG_IGN:
+        del previous[signal.SIGHUP]
     folder.path.mkdir(parents=True, exist_ok=True)
 
-    def request_stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, previous)
-        folder.stop.write_text("SIGTERM", encoding="utf-8")
-        # The signal can interrupt a print, and `print` is not reentrant.
-        os.write(2, f"{folder.path.name}: SIGTERM: ending after this step\n".encode())
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
-    signal.signal(signal.SIGTERM, request_stop)
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        restore()
+        name = signal.Signals(number).name
+        if number == signal.SIGHUP:
+            detach_from_terminal()
+        folder.stop.write_text(name, encoding="utf-8")
+        # The signal can interrupt a print, and `print` is not reentrant.
+        os.write(2, f"{folder.path.name}: {name}: ending after this step\n".encode())
+
+    for number in previous:
+        signal.signal(number, request_stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        restore()

@@ -61,6 +61,13 @@ class DeadlineExceeded(TimeoutError):
     """A wait passed its deadline. The message names the waiting process, its phase, and the awaited event."""
 
 
+class RayLost(RuntimeError):
+    """Ray, or Ray's process that leads the training, ended during a run. A resumed run loses no checkpoint.
+
+    The command-line entry points print the message as one line, and exit with status 69 ("unavailable" in sysexits.h).
+    """
+
+
 class RunStopped(Exception):
     """A run was asked to stop before its last step, and has saved a checkpoint.
 

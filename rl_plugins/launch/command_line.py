@@ -9,18 +9,19 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
 from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig, parse_config, register_schema, write_config
-from rl_plugins.errors import ConfigError, RunStopped, UserError
+from rl_plugins.errors import ConfigError, RayLost, RunStopped, UserError
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.signals import ending_signals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-_INTERRUPTED = 130
 _ABSENT = object()
 
 
@@ -43,23 +44,34 @@ def recipe_main(config_name: str) -> None:
 def exit_on_user_error(run: Callable[[], object], resume: str = "run.resume=true") -> None:
     """Call a function, and turn expected errors into one printed line and an exit status.
 
-    A `UserError` gives status 2, `RunStopped` gives status 75, and Ctrl-C gives status 130, like a shell.
+    docs/commands.md has the table of all statuses.
 
     Args:
         run: Function to call.
         resume: Option to continue the run, for the printed line.
     """
-    try:
-        run()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except RunStopped as stopped:
-        print(f"{stopped}. To continue, repeat the command with {resume}", flush=True)
-        sys.exit(os.EX_TEMPFAIL)
-    except KeyboardInterrupt:
-        print(f"interrupted. To continue from the newest checkpoint, repeat the command with {resume}", file=sys.stderr)
-        sys.exit(_INTERRUPTED)
+    with ending_signals() as signals:
+        try:
+            run()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except RayLost as error:
+            print(f"error: {error}. To continue, repeat the command with {resume}", file=sys.stderr)
+            sys.exit(os.EX_UNAVAILABLE)
+        except RunStopped as stopped:
+            print(f"{stopped}. To continue, repeat the command with {resume}", flush=True)
+            # Ray would call a job with another status than 0 failed.
+            sys.exit(0 if _is_ray_job() else os.EX_TEMPFAIL)
+        except KeyboardInterrupt as interrupt:
+            state = f": {interrupt}. To continue, repeat the command with {resume}" if str(interrupt) else ""
+            print(f"interrupted by {signals.name}{state}", file=sys.stderr)
+            sys.exit(signals.status)
+
+
+def _is_ray_job() -> bool:
+    """Return True if this process is the command of a Ray job."""
+    return "job_submission_id" in os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")
 
 
 def compose_config(config_name: str, overrides: list[str]) -> Any:
@@ -197,6 +209,24 @@ def _yaml(value: object) -> str:
     return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("...\n").strip()
 
 
+@contextmanager
+def exits_refused() -> Iterator[None]:
+    """Refuse `sys.exit(0)` of a reward or a data set, which would end a run without a word and with status 0.
+
+    Raises:
+        UserError: the block called `sys.exit` with the status of success.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            raise
+        raise UserError(
+            "code of the run (a reward, a data set) called sys.exit(0), and the run is not finished: remove the call"
+        ) from end
+
+
+@exits_refused()
 def run_recipe(
     config: RecipeConfig, recipe: str | None = None, when_checked: Callable[[RecipeConfig], None] | None = None
 ) -> RunFolder:
@@ -213,6 +243,7 @@ def run_recipe(
     Raises:
         ConfigError: The configuration, or for example a data file, is wrong. No heavy process has started.
         RunStopped: The run stopped on request, and has saved a checkpoint.
+        KeyboardInterrupt: A signal ended the run at once. The message names the newest checkpoint.
     """
     from omegaconf import OmegaConf
 
@@ -261,8 +292,13 @@ def run_recipe(
         from rl_plugins.launch.training import train_in_this_process as train
     else:
         from rl_plugins.launch.ray_train import train
-    with reported(folder):
-        train(config, folder, checkpoint)
+    try:
+        with reported(folder):
+            train(config, folder, checkpoint)
+    except KeyboardInterrupt:
+        newest = folder.latest_checkpoint()
+        state = f"the newest checkpoint is {newest.name}" if newest else "there is no checkpoint"
+        raise KeyboardInterrupt(f"{config.run.name}: {state}") from None
     if folder.stopped.is_file():
         raise RunStopped(f"{config.run.name}: stopped {folder.stopped.read_text(encoding='utf-8')}")
     return folder

@@ -39,6 +39,7 @@ from rl_plugins.launch.placement import (
 )
 from rl_plugins.models.pool_actor import PoolConfig, start_pool
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.signals import handlers_kept
 
 if TYPE_CHECKING:
     from rl_plugins.rollout.engine import RolloutEngine
@@ -74,7 +75,8 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
     if not sys.stdout.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if not ray.is_initialized():
-        start_ray(environment)
+        with handlers_kept():
+            start_ray(environment)
     placement, roles, nodes = config.placement, roles_of(config), [node["Resources"] for node in alive_nodes()]
     for line in table(roles, nodes):
         print(f"{config.run.name}: {line}", flush=True)
@@ -112,7 +114,7 @@ def _start_roles_and_fit(
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
-    from rl_plugins.callbacks.graceful_stop import stop_on_sigterm
+    from rl_plugins.callbacks.graceful_stop import stop_on_signals
     from rl_plugins.callbacks.progress import redraw_interval_s
     from rl_plugins.launch.worker_errors import WorkerFailures, user_errors_unwrapped, without_traceback
 
@@ -161,8 +163,11 @@ def _start_roles_and_fit(
     # Ray Train makes its own placement group of the same size.
     places.release(WORKERS)
     try:
-        with stop_on_sigterm(folder), user_errors_unwrapped():
+        with stop_on_signals(folder), user_errors_unwrapped():
             ray_trainer.fit()
+    except SystemExit:
+        # After Ctrl-C, Ray Train ends the workers and the process, without a word.
+        raise KeyboardInterrupt from None
     finally:
         # Another run may follow in this process, and needs the resources.
         if rollout is not None:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from ray.exceptions import RayActorError, RaySystemError
 from ray.train import ControllerError, UserCallback
 from typing_extensions import override
 
-from rl_plugins.errors import UserError
+from rl_plugins.errors import RayLost, UserError
 from rl_plugins.run_folder import RunFolder
 
 _SHOWN = 300
@@ -73,10 +74,17 @@ def without_traceback(train: Callable[[dict[str, Any]], None]) -> Callable[[dict
 
 @contextmanager
 def user_errors_unwrapped() -> Iterator[None]:
-    """Raise the `UserError` that `WorkerFailures` found, instead of Ray Train's `ControllerError`."""
+    """Raise the `UserError` that `WorkerFailures` found, instead of Ray Train's `ControllerError`.
+
+    Raises:
+        RayLost: Ray Train's controller, its machine or Ray itself ended.
+    """
     try:
         yield
     except ControllerError as error:
         if isinstance(error.controller_failure, UserError):
             raise error.controller_failure from None
         raise
+    except (RayActorError, RaySystemError) as error:
+        reason = " ".join(str(error).split())[:_SHOWN]
+        raise RayLost(f"Ray ended during the run: {type(error).__name__}: {reason}") from None

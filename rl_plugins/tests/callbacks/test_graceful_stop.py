@@ -120,6 +120,23 @@ def test_graceful_stop_saves_once_for_a_notice_of_ray_train_and_goes_on(
     assert [path.name[-1] for path in RunFolder(tmp_path).checkpoints()] == ["2", "5"]
 
 
+def test_graceful_stop_ends_a_run_before_its_first_step_on_a_request_during_the_start(tmp_path: Path) -> None:
+    RunFolder(tmp_path).stop.write_text("SIGTERM")
+    stage = build_stage(STEPS)
+    train(stage, callbacks(tmp_path))
+    assert stage.step == 0 and RunFolder(tmp_path).checkpoints() == []
+    assert RunFolder(tmp_path).stopped.read_text() == "before the first step: SIGTERM"
+
+
+def test_graceful_stop_saves_on_sighup(tmp_path: Path) -> None:
+    # A shell that started the tests in the background ignores SIGHUP.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    stage = build_stage(STEPS)
+    train(stage, callbacks(tmp_path, AfterStep([2], lambda *_: os.kill(os.getpid(), signal.SIGHUP))))
+    assert stage.step == 2 and RunFolder(tmp_path).checkpoint(2).is_dir()
+    assert RunFolder(tmp_path).stopped.read_text() == "after step 2: SIGHUP"
+
+
 def test_graceful_stop_refuses_a_trainer_without_policy_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a callback needs PolicyCheckpoint: add PolicyCheckpoint to Trainer"):
         train(build_stage(STEPS), [GracefulStop(tmp_path)])

@@ -140,7 +140,11 @@ def test_run_pipeline_resumes_with_the_stage_that_has_no_checkpoint(
     ("end", "status", "message"),
     [
         (RunStopped("sft: stopped after step 3: SIGTERM"), 75, ". To continue, repeat the command with resume=true"),
-        (KeyboardInterrupt(), 130, "interrupted. To continue from the newest checkpoint, repeat"),
+        (
+            KeyboardInterrupt("sft: there is no checkpoint yet"),
+            130,
+            "checkpoint yet. To continue, repeat the command with resume=true",
+        ),
     ],
     ids=["stopped", "ctrl-c"],
 )
