@@ -120,7 +120,7 @@ def test_graceful_stop_saves_once_for_a_notice_of_ray_train_and_goes_on(
     assert [path.name[-1] for path in RunFolder(tmp_path).checkpoints()] == ["2", "5"]
 
 
-def test_graceful_stop_ends_a_run_before_its_first_step_on_a_request_during_the_start(tmp_path: Path) -> None:
+def test_graceful_stop_takes_no_step_after_a_request_during_the_start(tmp_path: Path) -> None:
     RunFolder(tmp_path).stop.write_text("SIGTERM")
     stage = build_stage(STEPS)
     train(stage, callbacks(tmp_path))

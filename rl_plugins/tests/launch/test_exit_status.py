@@ -58,7 +58,7 @@ def test_exit_on_user_error_gives_a_line_and_a_status(
 ) -> None:
     # A shell that started the tests in the background ignores some signals.
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-        signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.signal(number, handler)
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
     try:
         exit_on_user_error(run)
