@@ -231,9 +231,7 @@ def test_recipe_main_ends_with_the_status_of_a_shell_after_ctrl_c(grpo, monkeypa
 
     monkeypatch.setattr("rl_plugins.launch.training.TrainingRun.call_recipe", interrupted)
     assert grpo(*IN_ONE_PROCESS, f"run.output_dir={tmp_path}") == 130
-    said = (
-        "interrupted by SIGINT: grpo: there is no checkpoint yet. To continue, repeat the command with run.resume=true"
-    )
+    said = "interrupted by SIGINT: grpo: there is no checkpoint. To continue, repeat the command with run.resume=true"
     assert capsys.readouterr().err.splitlines()[-1] == said
 
 
