@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.plain_file import load_plain
 from rl_plugins.stages.stage import Stage, clock
 from rl_plugins.strategies.contract import POLICY, REFERENCE, HasNamedModels, strategy_of
 
@@ -123,7 +124,7 @@ def read_average(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str
         ConfigError: the run has split its parameters with tensor parallelism.
     """
     files = sorted(checkpoint.glob("callbacks_*.pt"), key=lambda file: int(file.stem.removeprefix("callbacks_")))
-    states = [torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in files]
+    states = [load_plain(file, mmap=True) for file in files]
     averages = [state[PolicyAverage.__name__] for state in states if PolicyAverage.__name__ in state]
     names = [name for name in averages[0] if name in shapes] if averages else []
     if any(averages[0][name].dim() > 1 and averages[0][name].shape[1:] != shapes[name][1:] for name in names):

@@ -12,10 +12,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from rl_plugins.callbacks.checkpoint import PolicyCheckpoint, remove_folder, write_checkpoint
-from rl_plugins.errors import ConfigError
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint, put_in_place, remove_folder, write_checkpoint
+from rl_plugins.errors import ConfigError, StorageError
+from rl_plugins.manifest import CheckpointWriter, read_manifest
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.stage import clock
+from rl_plugins.whole_file import cannot_write
 
 _METRIC_FILE = "metric.json"
 _SIGNS = {"max": 1, "min": -1}
@@ -71,16 +73,14 @@ class BestCheckpoints(Callback):
         # Rank 0 decides for all ranks.
         if not trainer.strategy.broadcast(trainer.is_global_zero and self._is_wanted(value, step)):
             return
-        best = self._folder.best(step)
+        best, metric = self._folder.best(step), json.dumps({self._metric: value})
         if PolicyCheckpoint.of(trainer).saved_step != step:
-            write_checkpoint(trainer, best)
-        elif trainer.is_global_zero:
-            partial = best.with_name(f".{best.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(self._folder.checkpoint(step), partial, copy_function=_link)
-            os.replace(partial, best)
+            write_checkpoint(trainer, best, {_METRIC_FILE: metric})
+        else:
+            failure = _link_checkpoint(self._folder.checkpoint(step), best, metric) if trainer.is_global_zero else None
+            if (failure := trainer.strategy.broadcast(failure)) is not None:
+                raise StorageError(failure)
         if trainer.is_global_zero:
-            (best / _METRIC_FILE).write_text(json.dumps({self._metric: value}), encoding="utf-8")
             for old in self._ranked()[self._keep :]:
                 remove_folder(old)
         trainer.strategy.barrier("best checkpoints")
@@ -105,10 +105,23 @@ def _score(path: Path, metric: str, sign: int) -> float:
     """Return the metric of a checkpoint with the sign that makes more better; -inf for an unknown metric."""
     file = path / _METRIC_FILE
     if not file.is_file():
-        # The process was killed before it wrote the metric. This checkpoint is removed first.
         return -math.inf
     value: float = json.loads(file.read_text(encoding="utf-8")).get(metric, -math.inf * sign)
     return sign * value
+
+
+def _link_checkpoint(checkpoint: Path, best: Path, metric: str) -> str | None:
+    """Give the files of a checkpoint a second name; return an error as a line for the user."""
+    partial = best.with_name(f".{best.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        shutil.copytree(checkpoint, partial, copy_function=_link)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        return cannot_write(best, error)
+    writer = CheckpointWriter(partial)
+    writer.save_text(metric, partial / _METRIC_FILE)
+    return put_in_place(writer, read_manifest(partial), best)
 
 
 def _link(source: str, target: str) -> None:

@@ -1,8 +1,9 @@
 """Checkpoints on the stage's clock, with everything that a run needs to continue exactly.
 
-All ranks write a checkpoint under a temporary name, and rank 0 renames the folder when all ranks have finished. So a
-checkpoint with its final name is complete. Restarted workers and resumed runs look for checkpoints in the run's folder
-only; under Ray Train a checkpoint is also reported. A resumed run writes one line about the restored states.
+All ranks write a checkpoint under a temporary name, and rank 0 renames the folder when the disk has all files and their
+manifest. So a checkpoint with its final name is complete, and a damage is found before a file is loaded. Restarted
+workers and resumed runs look for checkpoints in the run's folder only; under Ray Train a checkpoint is also reported. A
+resumed run writes one line about the restored states.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rl_plugins.data.loaders import StepLoader
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, StorageError
+from rl_plugins.manifest import CheckpointWriter, synchronize, without, write_manifest
+from rl_plugins.plain_file import FileDigest, load_plain
+from rl_plugins.ranks import gather
+from rl_plugins.rewards.conversations import RECORDS
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.stage import Stage, clock
@@ -32,7 +37,7 @@ class HasRankShares(Protocol):
     """A module with a state whose shares are spread over the ranks. Another number of ranks can load the shares."""
 
     def rank_share(self) -> object | None:
-        """Return this rank's share, for `torch.save`; None on every rank if the module has no such state."""
+        """Return this rank's share, as plain values; None on every rank if the module has no such state."""
 
     def load_rank_shares(self, shares: list[Any], *, own: bool) -> str:
         """Restore the state; return the restored parts, in words.
@@ -48,7 +53,7 @@ class HasRankState(Protocol):
     """A callback with a different state on every rank. Checkpoints hold the states of all ranks."""
 
     def rank_state(self) -> dict[str, Any]:
-        """Return this rank's state, for `torch.save`."""
+        """Return this rank's state, as plain values."""
 
     def load_rank_state(self, state: dict[str, Any]) -> str:
         """Restore this rank's state; return the restored parts, in words."""
@@ -143,7 +148,7 @@ class PolicyCheckpoint(Callback):
         if trainer.is_global_zero:
             for model, num_kept in self._keep_models.items():
                 for old in self._folder.checkpoints()[:-num_kept]:
-                    remove_folder(old / "state" / model)
+                    remove_model(old, model)
             for old in self._folder.checkpoints()[: -self._keep_last]:
                 remove_folder(old)
         self.saved_step = step
@@ -169,7 +174,7 @@ class PolicyCheckpoint(Callback):
         if len(files) != trainer.world_size:
             _seed_generators(step, trainer.global_rank)
             return f"random states begin anew (saved by {len(files)} workers, now {trainer.world_size})"
-        state = torch.load(checkpoint / f"random_state_{trainer.global_rank}.pt", weights_only=False)
+        state = load_plain(checkpoint / f"random_state_{trainer.global_rank}.pt")
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
@@ -184,7 +189,7 @@ class PolicyCheckpoint(Callback):
             return []
         if len(files) != trainer.world_size:
             return [f"averages begin anew (saved by {len(files)} workers, now {trainer.world_size})"]
-        states = torch.load(checkpoint / f"callbacks_{trainer.global_rank}.pt", map_location="cpu", weights_only=True)
+        states = load_plain(checkpoint / f"callbacks_{trainer.global_rank}.pt")
         stateful = _with_rank_state(trainer)
         return [stateful[name].load_rank_state(state) for name, state in states.items() if name in stateful]
 
@@ -204,36 +209,66 @@ class PolicyCheckpoint(Callback):
             log.write(line + "\n")
 
 
-def write_checkpoint(trainer: Trainer, final: Path) -> None:
-    """Write a checkpoint; the folder gets the name `final` when it is complete. Collective.
+def write_checkpoint(trainer: Trainer, final: Path, notes: Mapping[str, str] | None = None) -> None:
+    """Write a checkpoint; the folder gets the name `final` when the disk has all files. Collective.
+
+    Args:
+        trainer: trainer with the states.
+        final: folder of the checkpoint.
+        notes: text of further files, by the name of the file.
 
     Raises:
         TrainingDiverged: a trained weight is NaN or infinite. Nothing is written.
+        StorageError: a rank cannot write a file. Earlier checkpoints are unchanged, and the new files are removed.
     """
     stage = trainer.lightning_module
     if isinstance(stage, Stage):
         trained = [name for name in stage.named_models() if name in stage.optimizer_configs()]
         check_finite_weights(strategy_of(trainer), trained, clock(stage), final)
     partial = final.with_name(f".{final.name}.partial")
+    writer = CheckpointWriter(partial)
     if trainer.is_global_zero:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        writer.make_folder(partial)
     trainer.strategy.barrier("checkpoint folder")
-    trainer.save_checkpoint(partial / "state", weights_only=False)
-    torch.save(_random_state(trainer.strategy.root_device), partial / f"random_state_{trainer.global_rank}.pt")
+    trainer.save_checkpoint(partial / "state", weights_only=False, storage_options=writer)
+    rank = trainer.global_rank
+    writer.save(_random_state(trainer.strategy.root_device), partial / f"random_state_{rank}.pt")
     states = {name: callback.rank_state() for name, callback in _with_rank_state(trainer).items()}
     if states:
-        torch.save(states, partial / f"callbacks_{trainer.global_rank}.pt")
+        writer.save(states, partial / f"callbacks_{rank}.pt")
     module: object = trainer.lightning_module
     share = module.rank_share() if isinstance(module, HasRankShares) else None
     if share is not None:
-        torch.save(share, partial / f"share_{trainer.global_rank}.pt")
-    trainer.strategy.barrier("checkpoint written")
-    if trainer.is_global_zero:
-        if final.exists():
+        writer.save(share, partial / f"share_{rank}.pt", records=RECORDS)
+    written = gather((writer.files, writer.failure))
+    failure = next((failure for _, failure in written if failure is not None), None)
+    if trainer.is_global_zero and failure is None:
+        for name, text in (notes or {}).items():
+            writer.save_text(text, partial / name)
+        failure = put_in_place(writer, {name: kept for files, _ in written for name, kept in files.items()}, final)
+    # All ranks end if rank 0 could not finish the folder.
+    failure = gather(failure)[0]
+    if failure is not None:
+        if trainer.is_global_zero:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise StorageError(f"{final.name} is not saved: {failure}. Earlier checkpoints are unchanged")
+
+
+def put_in_place(writer: CheckpointWriter, files: dict[str, FileDigest], final: Path) -> str | None:
+    """Write the manifest of a complete checkpoint and rename its folder; return an error as a line for the user."""
+    writer.add_others(files)
+    if writer.failure is None:
+        try:
+            write_manifest(writer.folder, files | writer.files)
             remove_folder(final)
-        os.replace(partial, final)
-    trainer.strategy.barrier("checkpoint in place")
+            os.replace(writer.folder, final)
+            synchronize(final.parent)
+        except StorageError as error:
+            return str(error)
+        except OSError as error:
+            writer.fail(final, error)
+    return writer.failure
 
 
 def _load_rank_shares(trainer: Trainer, checkpoint: Path) -> list[str]:
@@ -244,7 +279,7 @@ def _load_rank_shares(trainer: Trainer, checkpoint: Path) -> list[str]:
     own = len(files) == trainer.world_size
     if own:
         files = [files[trainer.global_rank]]
-    shares = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+    shares = [load_plain(file, records=RECORDS) for file in files]
     return [module.load_rank_shares(shares, own=own)]
 
 
@@ -270,6 +305,14 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(renamed, ignore_errors=True)
         os.replace(folder, renamed)
         shutil.rmtree(renamed)
+
+
+def remove_model(checkpoint: Path, model: str) -> None:
+    """Remove the states of one model from a checkpoint."""
+    folder = checkpoint / "state" / model
+    if folder.exists():
+        without(checkpoint, f"state/{model}")
+        remove_folder(folder)
 
 
 def _seed_generators(step: int, rank: int) -> None:

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError, DataError
+from rl_plugins.rewards.conversations import RECORDS
 from rl_plugins.rewards.records import Score
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 
@@ -45,7 +46,7 @@ class RolloutDump(Callback):
             kept = experience.compact()
             kept.set_column(_SCORES, scores)
             name = f"draw_{draw}_rank_{trainer.global_rank}_of_{trainer.world_size}.pt"
-            kept.save(_step_folder(self._folder, stage.step + 1) / name)
+            kept.save(_step_folder(self._folder, stage.step + 1) / name, RECORDS)
 
         stage.rollouts.on_collected = write
 
@@ -109,7 +110,7 @@ class RolloutReplay(Callback):
                 "Start from the checkpoint of the step before, and set the stage's max_steps (in a recipe: run.steps) "
                 "to the last of these steps"
             )
-        parts = [Experience.load(file) for file in files]
+        parts = [Experience.load(file, RECORDS) for file in files]
         if len(parts[0]) % num_samples:
             raise DataError(
                 f"{files[0]} holds {len(parts[0])} samples, and sampling.num_samples={num_samples}: set the number of "

@@ -59,7 +59,7 @@ def train(
     strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
     trainer = canned.quiet_trainer(strategy, precision="64-true", callbacks=[seen, checkpoints])
     loader = canned.loader([canned.prompt_batch(canned.PROMPTS)] * STEPS)
-    trainer.fit(stage, loader, ckpt_path=None if resume is None else resume / "state", weights_only=False)
+    trainer.fit(stage, loader, ckpt_path=None if resume is None else resume / "state", weights_only=True)
     return seen.metrics, {name: weight.detach().clone() for name, weight in stage.policy.named_parameters()}
 
 

@@ -22,6 +22,10 @@ class DataError(UserError, RuntimeError):
     """Data that a running step cannot train on."""
 
 
+class StorageError(UserError, RuntimeError):
+    """A file that cannot be written, because its disk is full or its folder is read-only."""
+
+
 class TrainingDiverged(UserError, RuntimeError):
     """Training passed a bound of the divergence guard."""
 

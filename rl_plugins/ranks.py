@@ -83,6 +83,15 @@ class Ranks:
         return reduced.to(values.device)
 
 
+def place() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks. Without a process group, return 0 and 1."""
+    import torch
+
+    if not _has_process_group():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
 def barrier() -> None:
     """Wait for all ranks of the process group; return at once in a process without a group."""
     import torch

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 _CHECKPOINT = re.compile(r"checkpoint_(\d{8})$")
@@ -169,6 +170,11 @@ class RunFolder:
     def _named(self, pattern: re.Pattern[str]) -> list[Path]:
         # `match` starts at the first character: the names of incomplete folders begin with a dot.
         return sorted(path for path in self.path.iterdir() if pattern.match(path.name)) if self.path.is_dir() else []
+
+    def aside(self, checkpoint: Path) -> Path:
+        """Return a free name for a damaged checkpoint, which is kept for its owner to look at."""
+        names = (f"damaged_{number}_{checkpoint.name}" for number in count(1))
+        return next(path for name in names if not (path := self.path / name).exists())
 
     def latest_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint."""

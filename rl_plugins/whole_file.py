@@ -1,22 +1,56 @@
-"""Files written completely or not at all, also if the process is killed."""
+"""Files written completely or not at all, also if the process is killed or the disk is full."""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from rl_plugins.errors import StorageError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` write a temporary file beside `path`, then rename the file to `path`."""
+    """Let `write` write a temporary file beside `path`, then rename the file to `path`. Make the folder if missing.
+
+    Raises:
+        StorageError: the file cannot be written. An earlier file at `path` is unchanged.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with storing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def write_whole_text(path: Path, text: str) -> None:
     """Write a text in UTF-8, like `write_whole`."""
     write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turn an error of the file system inside this context into one clear line.
+
+    Args:
+        path: file or folder that the context writes.
+
+    Raises:
+        StorageError: the context raised an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(cannot_write(path, error)) from error
+
+
+def cannot_write(path: Path, error: OSError) -> str:
+    """Return one line about a file that cannot be written: the path, the reason and the way out."""
+    way_out = "make room on its disk" if error.errno in _FULL else "make its folder writable"
+    return f"{path} cannot be written ({error.strerror or error}): {way_out}, then repeat the command"

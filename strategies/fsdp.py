@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.intact_checkpoint import check_state
 from rl_plugins.models.loading import without_weights
 from rl_plugins.models.lora import plain_weights
 from rl_plugins.models.remote import RemoteLearner, RemoteModel
@@ -62,6 +63,7 @@ from rl_plugins.strategies.sharded import (
     save_unsharded,
     share_sequences,
     stop_sharing,
+    writer_of,
 )
 from rl_plugins.strategies.tensor_parallel import cut_over_group
 from rl_plugins.strategies.weight_sources import FSDPWeightSource, shard_of
@@ -287,12 +289,13 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
             return
         self.rollout_phases.memory.wait_for_optimizer()
         folder = Path(self.broadcast(os.fspath(filepath)))
-        folder.mkdir(parents=True, exist_ok=True)
+        writer = writer_of(storage_options, folder)
+        writer.make_folder(folder)
         for name, model in self._models.items():
             if name in self._optimizers_of or name in self._blended.names:
-                save_model(folder / name, model, self._optimizers_of.get(name))
+                save_model(writer, folder / name, model, self._optimizers_of.get(name))
         if self.is_global_zero:
-            save_unsharded(folder, self._models, checkpoint)
+            save_unsharded(writer, folder, self._models, checkpoint)
         self.barrier("checkpoint written")
 
     @override
@@ -305,6 +308,7 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
         if not self._models:
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(self.broadcast(os.fspath(checkpoint_path)))
+        check_state(folder)
         check_folder(folder, self._blended)
         self.rollout_phases.memory.wait_for_optimizer()
         self._blended.reset_averages()

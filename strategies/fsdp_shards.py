@@ -11,21 +11,47 @@ name, if a step has created the states.
 
 from __future__ import annotations
 
+import os
+import pickle
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from rl_plugins.errors import CheckpointError
+from rl_plugins.manifest import CheckpointWriter
 from rl_plugins.models.lora import has_adapter
+from rl_plugins.plain_file import HashedFile
 
 _METADATA_FILE = ".metadata"
+_DESCRIPTION = {
+    *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+}  # fmt: skip
+"""Module and name of each class in PyTorch's description of a checkpoint."""
 
 
 # The whole model of rank 0 ----------------------------------------------------------------------------------------
@@ -74,7 +100,7 @@ def send_shards(model: nn.Module, whole: dict[str, Tensor], device: torch.device
 # The folder of a checkpoint ---------------------------------------------------------------------------------------
 
 
-def save_model(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+def save_model(writer: CheckpointWriter, folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Write the weights of a model, and the optimizer states if an optimizer is given. Collective."""
     state: dict[str, Any] = {"weights": _weights(model)}
     if optimizer is not None:
@@ -82,7 +108,10 @@ def save_model(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> N
         kept = optimizer.state_dict()
         state["states"] = {names[index]: dict(values) for index, values in kept["state"].items()}
         state["groups"] = {str(index): group for index, group in enumerate(kept["param_groups"])}
-    dcp.save(state, checkpoint_id=folder)
+    # `HashedFile` waits for the disk by itself.
+    storage = dcp.FileSystemWriter(folder, sync_files=False)
+    storage.fs = _HashingFiles(writer)
+    dcp.save(state, storage_writer=storage)
 
 
 def load_model(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -109,7 +138,7 @@ def load_model(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> N
             if key.startswith("groups."):
                 _, index, option = key.split(".", maxsplit=2)
                 state["groups"].setdefault(index, {})[option] = None
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, storage_reader=_PlainReader(folder), planner=_PlainPlanner())
     if optimizer is not None:
         indices = {name: index for index, name in enumerate(names)}
         optimizer.load_state_dict(
@@ -135,7 +164,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         # Reading without the other ranks is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load({"weights": weights}, checkpoint_id=folder, no_dist=True)
+        dcp.load({"weights": weights}, storage_reader=_PlainReader(folder), planner=_PlainPlanner(), no_dist=True)
     return weights
 
 
@@ -150,11 +179,73 @@ def _read_metadata(folder: Path) -> Metadata:
             f"{folder} holds no shards of model {folder.name!r}, or the shards of another strategy: resume with the "
             "strategy of the checkpoint, or from another checkpoint"
         )
-    metadata = dcp.FileSystemReader(folder).read_metadata()
+    metadata = _PlainReader(folder).read_metadata()
     for part in sorted({part.relative_path for part in metadata.storage_data.values()}):
         if not (folder / part).is_file():
             raise CheckpointError(f"{folder} is incomplete: {part} is missing. Resume from another checkpoint")
     return metadata
+
+
+class _HashingFiles(FileSystem):
+    """Files whose digests are computed while PyTorch writes the files; see `CheckpointWriter` for errors."""
+
+    def __init__(self, writer: CheckpointWriter) -> None:
+        self._writer = writer
+
+    @override
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        """Open a new file."""
+        file = HashedFile(Path(path))
+        yield file
+        self._writer.finish(file, Path(path))
+
+    @override
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Make a folder, and the folders above it."""
+        self._writer.make_folder(Path(path))
+
+    @override
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file that is written."""
+        self._writer.rename(Path(path), Path(new_path))
+
+
+class _PlainReader(dcp.FileSystemReader):
+    """Reads PyTorch's description of a checkpoint, which is a pickle, without any other class."""
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the description."""
+        file = Path(self.path) / _METADATA_FILE
+        try:
+            metadata = _DescriptionUnpickler(BytesIO(file.read_bytes())).load()
+        except (pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{file} cannot be read as data ({error}): use another checkpoint") from None
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _DescriptionUnpickler(pickle.Unpickler):
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of PyTorch's description."""
+        if (module, name) not in _DESCRIPTION:
+            raise pickle.UnpicklingError(f"it holds code: {module}.{name}")
+        return super().find_class(module, name)
+
+
+class _PlainPlanner(dcp.DefaultLoadPlanner):
+    """Reads values that are no tensors as data."""
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        """Put a value into the state."""
+        plain = BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from rl_plugins.errors import CheckpointError, ConfigError
+from rl_plugins.manifest import CheckpointWriter
 from rl_plugins.models.remote import RemoteLearner, RemoteModel
+from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import HasNamedModels
@@ -172,11 +174,27 @@ def learners_of(models: Mapping[str, nn.Module]) -> dict[str, RemoteLearner]:
     return {name: model for name, model in models.items() if isinstance(model, RemoteLearner)}
 
 
-def save_unsharded(folder: Path, models: Mapping[str, nn.Module], lightning: dict[str, Any]) -> None:
+def writer_of(storage_options: object, folder: Path) -> CheckpointWriter:
+    """Return the writer that `PolicyCheckpoint` passes as `storage_options`, or a new writer for a folder."""
+    return storage_options if isinstance(storage_options, CheckpointWriter) else CheckpointWriter(folder)
+
+
+def save_unsharded(
+    writer: CheckpointWriter, folder: Path, models: Mapping[str, nn.Module], lightning: dict[str, Any]
+) -> None:
     """Save learners, and the states of Lightning's loops, of callbacks and of the stage. Only one rank calls this."""
     for name, learner in learners_of(models).items():
-        learner.save(folder / name)
-    torch.save(lightning, folder / _LIGHTNING_FILE)
+        save_learner(writer, learner, folder / name)
+    writer.save(lightning, folder / _LIGHTNING_FILE)
+
+
+def save_learner(writer: CheckpointWriter, learner: RemoteLearner, folder: Path) -> None:
+    """Let the process of a learner save the learner."""
+    if writer.failure is None:
+        try:
+            learner.save(folder)
+        except OSError as error:
+            writer.fail(folder, error)
 
 
 def check_folder(folder: Path, blended: BlendedModels) -> None:
@@ -199,6 +217,5 @@ def load_learner(learner: RemoteLearner, folder: Path, ranks: Ranks) -> None:
 
 def read_lightning(folder: Path) -> dict[str, Any]:
     """Return the states of Lightning's loops, of callbacks and of the stage."""
-    # The file holds plain Python objects, and was written by this program.
-    states: dict[str, Any] = torch.load(folder / _LIGHTNING_FILE, map_location="cpu", weights_only=False)
+    states: dict[str, Any] = load_plain(folder / _LIGHTNING_FILE)
     return states

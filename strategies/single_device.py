@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.intact_checkpoint import check_state
 from rl_plugins.models.lora import plain_weights
+from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
@@ -24,7 +26,14 @@ from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.strategies.rollout_phases import RolloutPhases
-from rl_plugins.strategies.sharded import AutogradSteps, learners_of, optimizers_of, restored_states
+from rl_plugins.strategies.sharded import (
+    AutogradSteps,
+    learners_of,
+    optimizers_of,
+    restored_states,
+    save_learner,
+    writer_of,
+)
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
 
 
@@ -116,18 +125,21 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        writer = writer_of(storage_options, Path(filepath).parent)
+        writer.save(checkpoint, Path(filepath))
         # Lightning's checkpoint file does not hold learners.
         for name, learner in learners_of(self._models()).items():
-            learner.save(_learner_folder(filepath, name))
+            save_learner(writer, learner, _learner_folder(filepath, name))
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        check_state(Path(checkpoint_path))
         self.rollout_phases.weights_changed()
         self._blended.reset_averages()
         for name, learner in learners_of(self._models()).items():
             learner.load(_learner_folder(checkpoint_path, name))
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint: dict[str, Any] = load_plain(Path(checkpoint_path))
+        return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

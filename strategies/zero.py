@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from rl_plugins.errors import CheckpointError, ConfigError
+from rl_plugins.errors import ConfigError
+from rl_plugins.intact_checkpoint import check_state
 from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.models.remote import RemoteLearner, RemoteModel
+from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
-from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.memory import TrainingMemory
@@ -51,12 +52,12 @@ from rl_plugins.strategies.sharded import (
     save_unsharded,
     share_sequences,
     stop_sharing,
+    writer_of,
 )
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
-from rl_plugins.strategies.zero_shards import ZeroShards
+from rl_plugins.strategies.zero_shards import TAG, ZeroShards, check_shards
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
 
-_TAG = "zero"
 _WEIGHTS_FILE = "weights.pt"
 
 
@@ -370,19 +371,22 @@ class ZeroStrategy(DeepSpeedStrategy):
         if not self._model_engines:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        from rl_plugins.strategies.zero_checkpoint import save_shards
+
         self.rollout_phases.memory.wait_for_optimizer()
         folder = Path(self.broadcast(os.fspath(filepath)))
-        folder.mkdir(parents=True, exist_ok=True)
+        writer = writer_of(storage_options, folder)
+        writer.make_folder(folder)
         for name, engine in self._trained.items():
             # For a model with an adapter, the frozen weights remain only in the folder of the model.
-            engine.save_checkpoint(str(folder / name), tag=_TAG, exclude_frozen_parameters=has_adapter(engine.module))
+            save_shards(writer, engine, folder / name, rank=self.global_rank, without_frozen=has_adapter(engine.module))
         for name in sorted(self._blended.names):
             weights = {key: tensor.to("cpu", copy=True) for key, tensor in self.weight_source(name)}
             if self.is_global_zero:
-                (folder / name).mkdir(exist_ok=True)
-                torch.save(weights, folder / name / _WEIGHTS_FILE)
+                writer.make_folder(folder / name)
+                writer.save(weights, folder / name / _WEIGHTS_FILE)
         if self.is_global_zero:
-            save_unsharded(folder, self._model_engines, checkpoint)
+            save_unsharded(writer, folder, self._model_engines, checkpoint)
         self.barrier("checkpoint written")
 
     @override
@@ -390,10 +394,10 @@ class ZeroStrategy(DeepSpeedStrategy):
         if not self._model_engines:
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(checkpoint_path)
+        check_state(folder)
         check_folder(folder, self._blended)
         self.rollout_phases.memory.wait_for_optimizer()
-        for name in self._trained:
-            self._check_shards(folder, name)
+        check_shards(folder, list(self._trained))
         self._blended.reset_averages()
         self.restored = {
             name: self._load_trained(folder, name) if name in self._trained else self._load_frozen(folder, name)
@@ -402,21 +406,14 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.rollout_phases.weights_changed()
         return read_lightning(folder)
 
-    def _check_shards(self, folder: Path, name: str) -> None:
-        if (folder / name / _TAG).is_dir():
-            return
-        run = RunFolder(folder.absolute().parent.parent)
-        whole = [
-            path for path in run.checkpoints() if all((path / folder.name / n / _TAG).is_dir() for n in self._trained)
-        ]
-        way_out = f"{whole[-1]} is the newest that holds all models" if whole else "no checkpoint of the run holds all"
-        raise CheckpointError(f"{folder / name} holds no shards of model {name!r}: {way_out}")
-
     def _load_trained(self, folder: Path, name: str) -> str:
         """Load the shards of a trained model; return the restored states in words."""
-        engine, shards = self._trained[name], ZeroShards(folder / name / _TAG)
+        from rl_plugins.strategies.zero_checkpoint import load_shards
+
+        engine, shards = self._trained[name], ZeroShards(folder / name / TAG)
         if shards.fit(engine, self.world_size):
-            engine.load_checkpoint(str(folder / name), tag=_TAG, load_module_strict=not has_adapter(engine.module))
+            # For a model with an adapter, the frozen weights are not in the checkpoint.
+            load_shards(engine, folder / name, strict=not has_adapter(engine.module))
             return self._saved_states[name]
         shards.restore(engine, self.global_rank, self.world_size)
         return (
@@ -433,7 +430,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         file = folder / name / _WEIGHTS_FILE
         if not file.is_file():
             return "from its own file"
-        self._load_weights(name, torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        self._load_weights(name, load_plain(file, mmap=True))
         return "weights"
 
     def _load_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:

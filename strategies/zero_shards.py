@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import CheckpointError
+from rl_plugins.plain_file import load_plain
+from rl_plugins.run_folder import RunFolder
+
+TAG = "zero"
+"""Name of the folder of shards in the folder of a model."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ class ZeroShards:
         models = sorted(folder.glob("*_model_states.pt"), key=_worker_of)
         if not files or not models:
             raise CheckpointError(f"{folder} holds no shards of a model engine: resume from another checkpoint")
+        self._models = models
         self._model = _load(models[0])
         self._workers = [_Partitions(_load(file)["optimizer_state_dict"]) for file in files]
         self.workers, self.stage = len(files), self._workers[0].stage
@@ -151,6 +158,27 @@ class ZeroShards:
                 buffer.copy_(self._model["module"][name])
         for counter in ("global_steps", "global_samples", "skipped_steps"):
             setattr(engine, counter, self._model[counter])
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Return the whole weights of the model: trained weights in float32, frozen weights and buffers."""
+        shapes = {name: shape for group in self._model["param_shapes"] for name, shape in group.items()}
+        weights = {name: self._join(name).view(shape) for name, shape in shapes.items()}
+        if frozen := self._model.get("frozen_param_shapes"):
+            models = [_load(file) for file in self._models] if self.stage == 3 else [self._model]
+            for name, shape in frozen.items():
+                parts = [model["frozen_param_fragments"][name].flatten() for model in models]
+                weights[name] = torch.cat(parts)[: shape.numel()].view(shape)
+        for name in self._model["buffer_names"]:
+            buffer = self._model["module"][name]
+            weights[name] = buffer.float() if buffer.is_floating_point() else buffer
+        for name, same in self._model["shared_params"].items():
+            weights[name] = weights[same]
+        return weights
+
+    def _join(self, name: str) -> Tensor:
+        """Return the flattened weights of a trained parameter."""
+        stretches = sorted(self._of_parameter[name], key=lambda stretch: stretch[1].start)
+        return torch.cat([worker.masters[s.partition][s.offset : s.offset + s.numel] for worker, s in stretches])
 
     def _fill(self, master: Tensor, stretches: Sequence[Stretch]) -> dict[str, Any]:
         """Write the master weights of a partition in place, and return the optimizer state of the partition."""
@@ -226,6 +254,31 @@ def _worker_of(file: Path) -> int:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    # This program wrote the file. With mmap, only the copied parts are read.
-    values: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    # With mmap, only the copied parts are read.
+    values: dict[str, Any] = load_plain(file, records=deepspeed_records(), mmap=True)
     return values
+
+
+def check_shards(state: Path, names: Sequence[str]) -> None:
+    """Check a checkpoint for the shards of models.
+
+    Raises:
+        CheckpointError: a model is missing; the message names the newest checkpoint with all models.
+    """
+    missing = next((name for name in names if not (state / name / TAG).is_dir()), None)
+    if missing is None:
+        return
+    run = RunFolder(state.absolute().parent.parent)
+    whole = [path for path in run.checkpoints() if all((path / state.name / name / TAG).is_dir() for name in names)]
+    way_out = f"{whole[-1]} is the newest that holds all models" if whole else "no checkpoint of the run holds all"
+    raise CheckpointError(f"{state / missing} holds no shards of model {missing!r}: {way_out}")
+
+
+@cache
+def deepspeed_records() -> tuple[Any, ...]:
+    """Return the classes of DeepSpeed in its files: plain records and enumerations."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)

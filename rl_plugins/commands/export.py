@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentParser, Namespace
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
+from rl_plugins.manifest import find_damage
 from rl_plugins.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def export_checkpoint(
             the run.
 
     Raises:
+        CheckpointError: a file of `checkpoint` is missing or damaged.
         ConfigError: `checkpoint` is not a checkpoint, or its weights are those of another model; the architecture
             cannot be found; an adapter is requested from a run without one; the average is stored in parts of tensors;
             or `out` exists.
@@ -74,6 +76,8 @@ def export_checkpoint(
     if not state.exists():
         raise ConfigError(f"{checkpoint} is not a checkpoint of a run: it has no {state.name}")
     trained = _read_trained_model(checkpoint, model)
+    if (damage := find_damage(checkpoint)) is not None:
+        raise CheckpointError(f"{damage}: export another checkpoint")
 
     # transformers imports DeepSpeed, which would look for a device and print the result.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -171,21 +175,18 @@ def _read_sharded_weights(state: Path, engine: str) -> dict[str, Tensor]:
     folder = state / engine
     if is_model_folder(folder):
         return read_weights(folder)
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from rl_plugins.strategies.zero_shards import TAG, ZeroShards
 
-    if not (folder / "latest").is_file():
+    if not (folder / TAG).is_dir():
         raise ConfigError(f"{state} holds no shards of the model {engine!r}")
-    # DeepSpeed prints a line for each shard.
-    with redirect_stdout(None), open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
-        weights: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder))
-    return weights
+    return ZeroShards(folder / TAG).whole_weights()
 
 
 def _read_unsharded_weights(state: Path, engine: str) -> dict[str, Tensor]:
-    import torch
+    from rl_plugins.plain_file import load_plain
 
-    # The file also holds Python objects with the states of loops and callbacks. This project wrote the file.
-    checkpoint = torch.load(state, map_location="cpu", weights_only=False, mmap=True)
+    # The file also holds the states of loops and callbacks.
+    checkpoint = load_plain(state, mmap=True)
     prefix = f"{engine}."
     weights = checkpoint.get("state_dict", {})
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}

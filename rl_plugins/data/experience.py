@@ -23,6 +23,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_plugins.data.padding import fit_width, pad_ragged
+from rl_plugins.plain_file import load_plain, save_plain
+from rl_plugins.whole_file import write_whole
 
 COMPUTED_FIELDS = (
     "token_level_rewards", "old_log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_ids",
@@ -414,24 +416,18 @@ class Experience(TensorClass, shadow=True):
         """Drop the last `extra` samples: the inverse of `pad_to_multiple`."""
         return self[: len(self) - extra]
 
-    def save(self, path: str | os.PathLike[str]) -> None:  # type: ignore[override]
-        """Write the batch to one file, which gets its name when complete; columns and `meta` are pickled."""
+    def save(self, path: str | os.PathLike[str], records: Sequence[type] = ()) -> None:  # type: ignore[override]
+        """Write the batch to one file, which gets its name when complete; see `save_plain` for `records`."""
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         # A clone, because torch writes the whole storage behind a slice.
         fields = {name: getattr(self, name).clone() for name in _names(self)}
         content = fields | {"rows": dict(self.columns), "meta": self.meta, "batch_size": [len(self)]}
-        try:
-            torch.save(content, temporary)
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(target, lambda file: save_plain(content, file, records=records))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file of `save` onto the CPU. The file is unpickled, so load trusted files only."""
-        return cls(**torch.load(path, map_location="cpu", weights_only=False))
+    def load(cls, path: str | os.PathLike[str], records: Sequence[type] = ()) -> Self:
+        """Read a file of `save` onto the CPU, as data; see `load_plain`."""
+        return cls(**load_plain(Path(path), records=records))
 
 
 def computed(field: Tensor | None) -> Tensor:

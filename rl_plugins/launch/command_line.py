@@ -287,14 +287,13 @@ def run_recipe(
         print(f"{config.run.name}: continuing from {latest}", flush=True)
     elif folder.has_results():
         print(f"{config.run.name}: {folder.path} has no checkpoint, so training starts from the beginning", flush=True)
-    checkpoint = None if latest is None else str(latest)
     if config.launcher == "local":
         from rl_plugins.launch.training import train_in_this_process as train
     else:
         from rl_plugins.launch.ray_train import train
     try:
         with reported(folder):
-            train(config, folder, checkpoint)
+            train(config, folder)
     except KeyboardInterrupt:
         newest = folder.latest_checkpoint()
         state = f"the newest checkpoint is {newest.name}" if newest else "there is no checkpoint"

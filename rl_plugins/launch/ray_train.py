@@ -53,7 +53,7 @@ _OBJECT_STORE_BYTES = 512 * 2**20
 _ATTEMPT_S = 60
 
 
-def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> None:
+def train(config: RecipeConfig, folder: RunFolder) -> None:
     """Train on Ray.
 
     Raises:
@@ -86,12 +86,10 @@ def train(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> No
         wait_until_project_is_unpacked(started_in, [node for node in ray.nodes() if node["Alive"]])
         if config.on_gpus:
             check_nodes(config, alive_nodes())
-        _start_roles_and_fit(config, folder, checkpoint, roles, places)
+        _start_roles_and_fit(config, folder, roles, places)
 
 
-def _start_roles_and_fit(
-    config: RecipeConfig, folder: RunFolder, checkpoint: str | None, roles: list[Role], places: Reservation
-) -> None:
+def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Role], places: Reservation) -> None:
     """Start all roles on the reserved resources and train."""
     # Ray ends an actor when its last handle is gone, so this function keeps all handles.
     rollout = None
@@ -126,7 +124,6 @@ def _start_roles_and_fit(
         without_traceback(train_worker),
         train_loop_config={
             "config": asdict(config),
-            "checkpoint": checkpoint,
             "rollout": rollout,
             "pools": list(pools),
             "critic": critic,
@@ -190,9 +187,9 @@ def train_worker(arguments: dict[str, Any]) -> None:
     from ray.train.lightning import RayLightningEnvironment
 
     from rl_plugins.config.recipe import parse_config
+    from rl_plugins.intact_checkpoint import newest_intact
     from rl_plugins.launch.training import TrainingRun, scorer_of, transformers_rollout
     from rl_plugins.models.pool import ModelPool
-    from rl_plugins.ranks import broadcast
     from rl_plugins.stages.critic_pool import CriticPool
 
     config = parse_config(arguments["config"])
@@ -210,10 +207,9 @@ def train_worker(arguments: dict[str, Any]) -> None:
         pools.append(CriticPool(pool, options, rank))
     strategy = ray_strategy(config, rollout)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
-    # A restarted worker group continues from the newest checkpoint in the folder. Ray Train hears of a checkpoint some
-    # seconds late. Rank 0 broadcasts the path, because other machines may see a new file later.
-    written = broadcast(folder.latest_checkpoint())
-    checkpoint = arguments["checkpoint"] if written is None else str(written)
+    # A restarted worker group, too, continues from the newest checkpoint in the folder. Ray Train hears of a checkpoint
+    # some seconds late.
+    checkpoint = newest_intact(folder)
     TrainingRun(
         config=config,
         folder=folder,

@@ -41,6 +41,7 @@ from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
 from rl_plugins.errors import DataError
+from rl_plugins.intact_checkpoint import newest_intact
 from rl_plugins.launch.instantiation import training_data
 from rl_plugins.launch.quiet import quiet_libraries
 from rl_plugins.launch.resume import note_end
@@ -91,7 +92,7 @@ class TrainingRun:
     folder: RunFolder
     strategy: Any
     scorer: Scorer | None
-    checkpoint: str | None
+    checkpoint: Path | None
     in_ray: bool
     redraw_s: float
     started: float
@@ -294,8 +295,8 @@ class TrainingRun:
         """
         config = self.config
         self._connect_pools(stage)
-        state = None if self.checkpoint is None else str(Path(self.checkpoint) / "state")
-        trainer.fit(stage, datamodule=data, ckpt_path=state, weights_only=False)
+        state = None if self.checkpoint is None else str(self.checkpoint / "state")
+        trainer.fit(stage, datamodule=data, ckpt_path=state, weights_only=True)
         callbacks = callbacks_of(trainer)
         if any(isinstance(callback, GracefulStop) and callback.stopped for callback in callbacks):
             return
@@ -324,13 +325,12 @@ class TrainingRun:
                 stage.further_metrics.append(pool.metrics)
 
 
-def train_in_this_process(config: RecipeConfig, folder: RunFolder, checkpoint: str | None) -> None:
+def train_in_this_process(config: RecipeConfig, folder: RunFolder) -> None:
     """Train with the launcher `local`.
 
     Args:
         config: options of the run.
         folder: folder of the run.
-        checkpoint: folder of the checkpoint from which training continues; None starts from the beginning.
     """
     from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
@@ -345,7 +345,7 @@ def train_in_this_process(config: RecipeConfig, folder: RunFolder, checkpoint: s
         folder=folder,
         strategy=SingleDeviceRolloutStrategy(device, rollout=transformers_rollout(config, device)),
         scorer=scorer,
-        checkpoint=checkpoint,
+        checkpoint=newest_intact(folder),
         in_ray=False,
         redraw_s=redraw_interval_s(),
         started=psutil.Process().create_time(),

@@ -63,6 +63,10 @@ class Ending:
         return "\n".join([first["content"], *(f"[{message['role']}] {message['content']}" for message in rest)])
 
 
+RECORDS = (Score, Ending)
+"""Classes in files of samples, beside plain values."""
+
+
 class Trajectory:
     """A conversation so far, as messages and as tokens.
 

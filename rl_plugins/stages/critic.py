@@ -27,6 +27,7 @@ from rl_plugins.errors import CheckpointError
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.scalar_head import load_scalar_head, position_scores, response_values
+from rl_plugins.plain_file import load_plain, save_plain
 from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.micro_batches import Cutter, Lengths
 from rl_plugins.stages.optimizer import MicroBatchLoss
@@ -238,7 +239,7 @@ class CriticLearner:
             "schedule": self._schedule.state_dict(),
             "updates": self._updates,
         }
-        torch.save(state, folder / _FILE)
+        save_plain(state, folder / _FILE)
 
     def load(self, folder: Path) -> None:
         """Restore the state of `save` from `folder`.
@@ -253,7 +254,7 @@ class CriticLearner:
                 "workers, set placement.critic.actors=0; if the checkpoint no longer keeps its critic "
                 "(critic.keep_checkpoints), resume from a newer checkpoint"
             )
-        state = torch.load(file, map_location=self._device, weights_only=True)
+        state = load_plain(file, device=self._device)
         shapes, saved_shapes = (
             {name: tuple(weight.shape) for name, weight in weights.items()}
             for weights in (self.weights, state["weights"])

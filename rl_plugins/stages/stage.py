@@ -412,7 +412,7 @@ class Stage(LightningModule):
         Args:
             state: subfolder `state` of a checkpoint.
         """
-        checkpoint = self.strategy.load_checkpoint(state, weights_only=False)
+        checkpoint = self.strategy.load_checkpoint(state)
         self.on_load_checkpoint(checkpoint)
         self.strategy.load_model_state_dict(checkpoint)
         if self.strategy.lightning_restore_optimizer:

@@ -21,7 +21,7 @@ def trainer_on(device: torch.device, checkpoint: Path) -> Any:
     strategy = SimpleNamespace(root_device=device, barrier=lambda name: None)
     return SimpleNamespace(
         strategy=strategy,
-        save_checkpoint=lambda folder, weights_only: None,
+        save_checkpoint=lambda folder, **options: None,
         ckpt_path=checkpoint / "state",
         lightning_module=Stage(build_policy(), tokenizer=canned.tokenizer),
         train_dataloader=None,

@@ -13,11 +13,13 @@ from rl_plugins.algorithms.filtering import GroupFilter
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
 from rl_plugins.data.experience import Experience
-from rl_plugins.errors import ConfigError, DataError
+from rl_plugins.errors import CheckpointError, ConfigError, DataError
+from rl_plugins.rewards.conversations import RECORDS
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.callbacks.training import build_policy, build_stage, train, weights
+from rl_plugins.tests.files import Command
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
 
@@ -65,12 +67,21 @@ def test_rollout_replay_of_one_step_and_retention_of_rollout_dump(tmp_path: Path
 
 def test_rollout_dump_file_holds_texts_scores_and_versions(tmp_path: Path) -> None:
     train(build_stage(1), [RolloutDump(tmp_path, keep_last=1)])
-    experience = Experience.load(tmp_path / "step_00000001" / "draw_0_rank_0_of_1.pt")
+    experience = Experience.load(tmp_path / "step_00000001" / "draw_0_rank_0_of_1.pt", RECORDS)
     assert set(experience.columns["response"]) <= {text for texts in canned.RESPONSES.values() for text in texts}
     assert {score.failure for score in experience.columns["scored"]} <= {None, "raised"}
     assert not experience.policy_versions.any()
     # The dump is taken before anything is computed.
     assert experience.advantages is None and experience.old_log_probs is None
+
+
+def test_rollout_replay_never_runs_code_of_a_dump(tmp_path: Path) -> None:
+    dump, mark = tmp_path / "rollouts", tmp_path / "mark"
+    train(build_stage(1), [RolloutDump(dump, keep_last=1)])
+    torch.save(Command(f"touch {mark}"), dump / "step_00000001" / "draw_0_rank_0_of_1.pt")
+    with pytest.raises(CheckpointError, match="it holds code"):
+        train(build_stage(1), [RolloutReplay(dump)], strategy=no_engine())
+    assert not mark.exists()
 
 
 def test_rollout_dump_refuses_a_stage_without_experience(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def train(
     loader = StepLoader(
         canned.Prompts(), prompts_per_step=2, seed=3, rank=trainer.global_rank, world_size=trainer.world_size
     )
-    trainer.fit(stage, loader, ckpt_path=None if resume is None else resume / "state", weights_only=False)
+    trainer.fit(stage, loader, ckpt_path=None if resume is None else resume / "state", weights_only=True)
     return trainer, log
 
 

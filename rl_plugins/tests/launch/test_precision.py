@@ -71,7 +71,7 @@ def test_ray_launcher_records_the_precision_of_the_resolved_device(
     monkeypatch.setattr(ray_train, "worker_environment", start)
     folder = RunFolder(tmp_path)
     with pytest.raises(_Started, match=device):
-        ray_train.train(on("auto"), folder, None)
+        ray_train.train(on("auto"), folder)
     assert OmegaConf.load(folder.config).model.precision == precision
 
 
@@ -84,7 +84,7 @@ def test_local_launcher_on_a_gpu_uses_tensor_cores_and_records_the_precision(
     monkeypatch.setattr("rl_plugins.launch.training.scorer_of", lambda config: None)
     folder = RunFolder(tmp_path)
     for device, precision, products in (("cpu", "32-true", "highest"), ("cuda", "bf16-mixed", "high")):
-        train_in_this_process(on(device, "launcher=local", "rollout.engine=transformers"), folder, None)
+        train_in_this_process(on(device, "launcher=local", "rollout.engine=transformers"), folder)
         assert runs[-1].config.precision == OmegaConf.load(folder.config).model.precision == precision
         assert torch.get_float32_matmul_precision() == products
 

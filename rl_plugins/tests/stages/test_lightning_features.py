@@ -74,7 +74,7 @@ def test_model_checkpoint_keeps_the_best_and_fit_resumes_from_a_checkpoint(tmp_p
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=1.ckpt", "step=2.ckpt"]
     resumed = stage(build_model(hidden_size=32, intermediate_size=48, seed=9))
     trainer = make_trainer(tmp_path, logger=False, enable_checkpointing=False)
-    fit(trainer, resumed, ckpt_path=tmp_path / "step=2.ckpt", weights_only=False)
+    fit(trainer, resumed, ckpt_path=tmp_path / "step=2.ckpt", weights_only=True)
     assert resumed.step == whole.step == 6
     for one, other in zip(weights(resumed), weights(whole), strict=True):
         assert torch.equal(one, other)

@@ -70,7 +70,7 @@ def train(name: str, ranks: int, run: Path, policy: str, learnt: str, resume: Pa
     loader = StepLoader(
         canned.Prompts(), prompts_per_step=4, seed=3, rank=trainer.global_rank, world_size=trainer.world_size
     )
-    trainer.fit(stage, loader, ckpt_path=None if resume is None else resume / "state", weights_only=False)
+    trainer.fit(stage, loader, ckpt_path=None if resume is None else resume / "state", weights_only=True)
     return stage.reward_model.learnt, strategy.restored.get("reward_model", "nothing")
 
 

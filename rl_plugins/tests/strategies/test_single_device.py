@@ -78,7 +78,7 @@ def test_update_weights_is_called_after_a_checkpoint_is_loaded(tmp_path: Any) ->
     trainer.fit(module, loader(1))
     trainer.save_checkpoint(tmp_path / "state.ckpt")
     take(calls)
-    trainer.validate(module, loader(2), ckpt_path=tmp_path / "state.ckpt", weights_only=False, verbose=False)
+    trainer.validate(module, loader(2), ckpt_path=tmp_path / "state.ckpt", weights_only=True, verbose=False)
     assert updates(calls) == ["update_weights 1"]
 
 

@@ -148,6 +148,6 @@ def masters(folder: Path, name: str) -> dict[str, Tensor]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     weights: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(
-        str(RunFolder(folder / name).checkpoint(STEPS) / "state" / "policy")
+        str(RunFolder(folder / name).checkpoint(STEPS) / "state" / "policy"), tag="zero"
     )
     return weights

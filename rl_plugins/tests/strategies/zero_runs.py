@@ -107,7 +107,7 @@ def train(_: int, folder: Path, name: str) -> None:
         canned.Prompts(), prompts_per_step=4, seed=3, rank=trainer.global_rank, world_size=trainer.world_size
     )
     start = None if run.resume is None else RunFolder(folder / run.resume).checkpoint(SAVED) / "state"
-    trainer.fit(stage, loader, ckpt_path=start, weights_only=False)
+    trainer.fit(stage, loader, ckpt_path=start, weights_only=True)
     if trainer.is_global_zero:
         torch.save({"steps": record.steps, "weights": record.weights}, folder / f"{name}.pt")
 
