@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
+
+from rl_plugins.whole_file import storing
 
 _CHECKPOINT = re.compile(r"checkpoint_(\d{8})$")
 _UNFINISHED = re.compile(r"\.(checkpoint|best)_\d{8}\.(partial|removed)$")
@@ -213,27 +216,49 @@ def checkpoint_step(path: Path) -> int:
 
 
 def append_metrics(path: Path, metrics: Mapping[str, float], step: int | None) -> None:
-    """Append a line to a `metrics.jsonl`. A last line left incomplete by a killed process is removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Append a line to a `metrics.jsonl`. After a torn line (a killed process, a full disk) the line is a new one.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
     row = json.dumps({"step": step, "time": round(time.time(), 3), **metrics})
-    with path.open("ab+") as file:
-        file.seek(max(0, file.tell() - 1))
-        if file.read() not in (b"", b"\n"):
-            file.truncate(path.read_bytes().rfind(b"\n") + 1)
-        file.write(f"{row}\n".encode())
+    with storing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            file.seek(max(0, file.tell() - 1))
+            start = "" if file.read() in (b"", b"\n") else "\n"
+            file.write(f"{start}{row}\n".encode())
+
+
+def parse_row(line: bytes) -> dict[str, float] | None:
+    """Return the values of a line of a `metrics.jsonl`; None for a damaged line."""
+    try:
+        row: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    numbers = isinstance(row, dict) and all(isinstance(value, int | float) for value in row.values())
+    return row if numbers and isinstance(row.get("step"), int) and math.isfinite(row.get("time", 0)) else None
 
 
 def metric_rows(path: Path) -> list[dict[str, float]]:
-    """Return the complete lines of a `metrics.jsonl`; none if the file does not exist."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()]
+    """Return the complete lines of a `metrics.jsonl` without damaged lines; none if the file does not exist."""
+    return [row for line in _complete_lines(path) if (row := parse_row(line)) is not None]
+
+
+def count_damaged_lines(path: Path) -> int:
+    """Return the number of complete lines of a `metrics.jsonl` that readers leave out."""
+    return sum(parse_row(line) is None for line in _complete_lines(path))
+
+
+def _complete_lines(path: Path) -> list[bytes]:
+    content = path.read_bytes() if path.is_file() else b""
+    return [line for line in content.rpartition(b"\n")[0].split(b"\n") if line.strip()]
 
 
 def read_metrics(path: Path, *, finite: bool = True) -> dict[str, dict[int, float]]:
     """Return the values of each metric of a `metrics.jsonl` by step, in the order of the steps.
 
-    For a repeated step the later value counts. An incomplete last line is left out.
+    For a repeated step the later value counts. Damaged lines and an incomplete last line are left out.
 
     Args:
         path: path of the file; a missing file has no metrics.

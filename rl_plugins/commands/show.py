@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from rl_plugins.commands.main import add_run_argument, existing_run
 from rl_plugins.errors import ConfigError
 from rl_plugins.report.summary import read_samples, summarize
-from rl_plugins.run_folder import RunFolder, read_metrics
+from rl_plugins.run_folder import RunFolder, count_damaged_lines, read_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,6 +63,8 @@ def run(arguments: Namespace) -> int:
     _show_phases(console, folder)
     _show_samples(console, folder, arguments.samples)
     _show_paths(console, folder)
+    if damaged := count_damaged_lines(folder.metrics):
+        console.print(f"{'left out':<17}{damaged} damaged lines of {folder.metrics}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -20,7 +20,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch.preflight import tracking_uri
 from rl_plugins.report.page import write_report
 from rl_plugins.report.summary import read_samples
-from rl_plugins.run_folder import RunFolder, read_metrics
+from rl_plugins.run_folder import RunFolder, count_damaged_lines, read_metrics
 from rl_plugins.tracking.loggers import MLflowTracking
 from rl_plugins.tracking.provenance import describe_file, git_tags
 from rl_plugins.tracking.registry import Evaluation, register_policy
@@ -140,6 +140,8 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     tracking.finalize("FINISHED" if steps >= config.run.steps else "KILLED", deadline_s)
     # The tracking logger has logged the refused calls.
     complete = tracking.all_sent() and registered.is_set() == must_register
+    if damaged := count_damaged_lines(folder.metrics):
+        print(f"{folder.metrics}: {damaged} damaged lines are left out", flush=True)
     if complete:
         print(f"{tracking_uri(config)} has all of {path}, {steps} steps", flush=True)
     return complete

@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from rl_plugins.report.charts import COLOURS, Chart, area_chart, line_chart, short_number, stacked_bar
 from rl_plugins.report.curves import Points, Series, main_curves, other_curves
 from rl_plugins.report.summary import pair_samples, read_samples, summarize_metrics, validation_step
-from rl_plugins.run_folder import RunFolder, read_metrics
+from rl_plugins.run_folder import RunFolder, count_damaged_lines, read_metrics
 from rl_plugins.whole_file import write_whole_text
 
 _PACKAGES = re.compile(
@@ -91,7 +91,7 @@ def _without_controls(value: object) -> object:
 
 def _values(folder: RunFolder) -> dict[str, object]:
     """Return the variables of the template."""
-    with_gaps = read_metrics(folder.metrics, finite=False)
+    with_gaps, damaged = read_metrics(folder.metrics, finite=False), count_damaged_lines(folder.metrics)
     series = {name: finite for name, points in with_gaps.items() if (finite := _finite(points))}
     texts = {
         name: _text(file)
@@ -111,7 +111,8 @@ def _values(folder: RunFolder) -> dict[str, object]:
             title + text.strip()
             for title, file in (("Ended by an error: ", folder.error), ("Stopped: ", folder.stopped))
             if (text := _text(file)) is not None
-        ],
+        ]
+        + [f"Left out: {damaged} damaged lines of {folder.metrics.name}"] * bool(damaged),
         "figures": _figures(series, folder, config.get("run", {}).get("steps")),
         "colours": COLOURS,
         "has_metrics": bool(with_gaps),

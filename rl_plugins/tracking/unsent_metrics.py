@@ -12,11 +12,12 @@ keeps equal points once.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from rl_plugins.run_folder import parse_row
 
 MAX_BATCH = 1000
 """MLflow's limit on the number of points in one request."""
@@ -123,8 +124,11 @@ class UnsentMetrics:
             if not line.endswith(b"\n"):
                 break
             end += len(line)
-            row = json.loads(line)
-            step, time_ms = int(row.pop("step")), round(row.pop("time") * 1000)
+            row = parse_row(line)
+            if row is None:
+                # A torn line, and the line is still in the file. `count_damaged_lines` counts it.
+                continue
+            step, time_ms = int(row.pop("step")), round(row.pop("time", 0) * 1000)
             if _ROLLBACKS in row:
                 last_steps = {name: min(last, step) for name, last in last_steps.items() if name != _ROLLBACKS}
             for metric, value in row.items():

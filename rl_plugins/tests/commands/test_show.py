@@ -59,6 +59,15 @@ def test_read_metrics_leaves_out_an_unfinished_line(run):
     assert max(read_metrics(run / "metrics.jsonl")["train/reward"]) == 39
 
 
+def test_show_and_report_leave_out_and_count_damaged_lines(run, capsys):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "train/rew\n\x00\x00\n{"step": 41, "train/reward": 0.5}\n')
+    assert main(["show", str(run)]) == 0
+    assert f"left out         2 damaged lines of {run / 'metrics.jsonl'}" in capsys.readouterr().out
+    assert main(["report", str(run)]) == 0
+    assert "Left out: 2 damaged lines of metrics.jsonl" in (run / "report.html").read_text()
+
+
 def test_sparkline_averages_neighbours():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert sparkline([1.0, 1.0]) == "▁▁" and len(sparkline(list(range(1000)), 20)) == 20

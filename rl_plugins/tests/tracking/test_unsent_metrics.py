@@ -11,9 +11,11 @@ import pytest
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.divergence_guard import DivergenceGuard
 from rl_plugins.config.run import Bounds
-from rl_plugins.run_folder import metric_rows
+from rl_plugins.errors import StorageError
+from rl_plugins.run_folder import count_damaged_lines, metric_rows, read_metrics
 from rl_plugins.tests.callbacks.training import alter, build_stage, train
 from rl_plugins.tests.cases import case
+from rl_plugins.tests.files import limited_file_size
 from rl_plugins.tracking import unsent_metrics
 from rl_plugins.tracking.loggers import JsonLinesLogger
 from rl_plugins.tracking.unsent_metrics import MAX_BATCH, Point, UnsentMetrics
@@ -144,7 +146,7 @@ def test_batches_leave_a_line_alone_until_the_end_of_the_line(log, unsent, tmp_p
 
 
 @pytest.mark.parametrize("whole", [0, 1])
-def test_log_metrics_replaces_a_last_line_without_an_end(log, unsent, tmp_path, whole):
+def test_log_metrics_starts_on_a_new_line_after_a_torn_line(log, unsent, tmp_path, whole):
     file = tmp_path / "metrics.jsonl"
     for step in range(whole):
         log.log_metrics({"a": 0.0}, step)
@@ -154,6 +156,35 @@ def test_log_metrics_replaces_a_last_line_without_an_end(log, unsent, tmp_path, 
     log.log_metrics({"a": 8.0}, 8)
     assert take(unsent) == [("a", 8, 8.0)]
     assert [row["step"] for row in metric_rows(file)] == [*range(whole), 8]
+    assert count_damaged_lines(file) == 1
+
+
+DAMAGED = [
+    b'{"step": 7, "time": 5.25, "a', b"\x00\x00\x00", b"\xff\xfe", b"[1]", b'{"time": 1.0, "a": 1.0}', b"[" * 10_000,
+    b'{"step": 1, "time": NaN}', b'{"step": 1, "time": 1.0, "a": "text"}',
+]  # fmt: skip
+
+
+def test_readers_leave_out_and_count_damaged_lines(log, unsent, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    for number, line in enumerate(DAMAGED):
+        with case(repr(line[:40])):
+            log.log_metrics({"a": 1.0}, 2 * number)
+            with file.open("ab") as written:
+                written.write(line + b"\n")
+            log.log_metrics({"a": 2.0}, 2 * number + 1)
+            assert take(unsent) == [("a", 2 * number, 1.0), ("a", 2 * number + 1, 2.0)] and not unsent.has_points()
+            assert list(read_metrics(file)["a"]) == list(range(2 * number + 2))
+            assert count_damaged_lines(file) == number + 1
+
+
+def test_log_metrics_on_a_full_disk_keeps_earlier_lines(log, tmp_path):
+    log.log_metrics({"a": 1.0}, 1)
+    message = r"metrics\.jsonl cannot be written \(File too large\): make room"
+    with pytest.raises(StorageError, match=message), limited_file_size(60):
+        log.log_metrics({"a": 2.0}, 2)
+    log.log_metrics({"a": 3.0}, 3)
+    assert read_metrics(tmp_path / "metrics.jsonl") == {"a": {1: 1.0, 3: 3.0}}
 
 
 def test_batches_of_a_long_file_are_within_the_limit_of_the_store(log, unsent):
