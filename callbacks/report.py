@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.report.page import write_report
+from rl_plugins.report.page import only_printed, write_report
 from rl_plugins.report.pictures import draw_curves
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tracking.loggers import mlflow_loggers
@@ -34,9 +34,10 @@ class RunReport(Callback):
 
     def _write(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and self._folder.metrics.is_file():
-            report = write_report(self._folder)
-            for logger in mlflow_loggers(trainer.loggers):
-                logger.log_artifact(report)
+            with only_printed():
+                report = write_report(self._folder)
+                for logger in mlflow_loggers(trainer.loggers):
+                    logger.log_artifact(report)
 
 
 class Curves(Callback):

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rl_plugins.report.page import only_printed
 from rl_plugins.stages.stage import Stage
 from rl_plugins.tracking.loggers import MLflowTracking, mlflow_loggers
 from rl_plugins.tracking.run import TrackedRun
@@ -33,10 +34,10 @@ class SampleTable(Callback):
             return
         rows = pl_module.shown_samples.validation[: self._rows]
         file = self._folder / f"step_{pl_module.step:08d}.json"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write_whole_text(file, json.dumps(rows, indent=1, ensure_ascii=False))
-        for logger in mlflow_loggers(trainer.loggers):
-            log_samples(logger, file)
+        with only_printed():
+            write_whole_text(file, json.dumps(rows, indent=1, ensure_ascii=False))
+            for logger in mlflow_loggers(trainer.loggers):
+                log_samples(logger, file)
 
 
 def log_samples(tracking: MLflowTracking, file: Path) -> None:

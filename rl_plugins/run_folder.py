@@ -132,6 +132,11 @@ class RunFolder:
         return self.path / "changes.yaml"
 
     @property
+    def lock(self) -> Path:
+        """File that the process of the run locks."""
+        return self.path / ".lock"
+
+    @property
     def error(self) -> Path:
         """File with the error of a failed run."""
         return self.path / "error.txt"

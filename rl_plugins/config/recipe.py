@@ -30,6 +30,7 @@ from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunCo
 from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
 from rl_plugins.config.settings import Settings, one_of
 from rl_plugins.errors import ConfigError
+from rl_plugins.whole_file import write_whole_text
 
 COLLECTING_STAGES = ("policy_optimization", "prime")
 """Stages with an experience maker."""
@@ -213,7 +214,7 @@ def parse_config(values: object) -> RecipeConfig:
 
 def write_config(config: RecipeConfig, file: Path) -> None:
     """Write a configuration that `parse_config` reads."""
-    file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    write_whole_text(file, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def _mixture_parts(parts: object) -> dict[str, MixturePart]:

@@ -17,7 +17,9 @@ from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
 from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig, parse_config, register_schema, write_config
 from rl_plugins.errors import ConfigError, RayLost, RunStopped, UserError
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.run_lock import owned
 from rl_plugins.signals import ending_signals
+from rl_plugins.whole_file import storing, write_whole_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -245,13 +247,9 @@ def run_recipe(
         RunStopped: The run stopped on request, and has saved a checkpoint.
         KeyboardInterrupt: A signal ended the run at once. The message names the newest checkpoint.
     """
-    from omegaconf import OmegaConf
-
     from rl_plugins.launch.build_lock import clear_stale_build_locks, extensions_folder
-    from rl_plugins.launch.preflight import fetch_models, preflight, slow_here, tracking_uri
+    from rl_plugins.launch.preflight import fetch_models, preflight, tracking_uri
     from rl_plugins.launch.resume import finished_step
-    from rl_plugins.report.page import reported
-    from rl_plugins.tracking.provenance import write_provenance
 
     if config.launcher == "local":
         # Set before the checks import torch: spinning threads make other threads up to ten times slower.
@@ -271,12 +269,28 @@ def run_recipe(
         when_checked(config)
     for lock in clear_stale_build_locks(extensions_folder()):
         print(f"{config.run.name}: removed {lock}, the lock of a killed build", flush=True)
-    folder.path.mkdir(parents=True, exist_ok=True)
+    with storing(folder.path):
+        folder.path.mkdir(parents=True, exist_ok=True)
+    with owned(folder):
+        _train(config, folder, recipe)
+    if folder.stopped.is_file():
+        raise RunStopped(f"{config.run.name}: stopped {folder.stopped.read_text(encoding='utf-8')}")
+    return folder
+
+
+def _train(config: RecipeConfig, folder: RunFolder, recipe: str | None) -> None:
+    """Write the files of the start, and train. The process owns the folder."""
+    from omegaconf import OmegaConf
+
+    from rl_plugins.launch.preflight import slow_here
+    from rl_plugins.report.page import reported
+    from rl_plugins.tracking.provenance import write_provenance
+
     write_config(config, folder.config)
     write_provenance(folder)
     if recipe is not None:
         changes = difference(compose_config(recipe, []), OmegaConf.structured(config))
-        folder.changes.write_text(f"# recipe: {recipe}\n{changes}\n", encoding="utf-8")
+        write_whole_text(folder.changes, f"# recipe: {recipe}\n{changes}\n")
     if slow := slow_here(config):
         print(f"{config.run.name}: {slow}", flush=True)
     print(f"{config.run.name}: {_describe_batch(config)}", flush=True)
@@ -298,9 +312,6 @@ def run_recipe(
         newest = folder.latest_checkpoint()
         state = f"the newest checkpoint is {newest.name}" if newest else "there is no checkpoint"
         raise KeyboardInterrupt(f"{config.run.name}: {state}") from None
-    if folder.stopped.is_file():
-        raise RunStopped(f"{config.run.name}: stopped {folder.stopped.read_text(encoding='utf-8')}")
-    return folder
 
 
 def _describe_batch(config: RecipeConfig) -> str:

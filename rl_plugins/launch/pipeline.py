@@ -32,6 +32,7 @@ from rl_plugins.tracking.run import RunDescription, TrackedRun
 from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, RunSender
 from rl_plugins.tracking.store import check_store, open_client
 from rl_plugins.tracking.unsent_metrics import UnsentMetrics
+from rl_plugins.whole_file import write_whole_text
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ def run_pipeline(composed: DictConfig) -> Path:
         check_store(str(first.tracking.uri))
     resolved = _resolve(composed)
     resolved.tracking_uri = first.tracking.uri
-    RunFolder(folder).pipeline.write_text(OmegaConf.to_yaml(resolved), encoding="utf-8")
+    write_whole_text(RunFolder(folder).pipeline, OmegaConf.to_yaml(resolved))
     with ExitStack() as stack:
         parent = stack.enter_context(parent_run(folder)) if first.tracking.enabled else None
         for position, (name, config) in enumerate(configs.items(), start=1):

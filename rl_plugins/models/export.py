@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.manifest import synchronize
 from rl_plugins.models.lora import has_adapter
 from rl_plugins.weights.source import WeightSource
+from rl_plugins.whole_file import storing
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -90,8 +94,21 @@ def save_adapter(
 @contextmanager
 def _atomic_folder(folder: Path) -> Iterator[Path]:
     """Give a temporary folder, and move its content to `folder` at the end of the block."""
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.removed")
     shutil.rmtree(partial, ignore_errors=True)
-    yield partial
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+    with storing(folder):
+        try:
+            yield partial
+            for file in partial.rglob("*"):
+                synchronize(file)
+        except SafetensorError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise OSError(errno.ENOSPC, str(error)) from error
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(folder, old)
+        os.replace(partial, folder)
+    shutil.rmtree(old, ignore_errors=True)

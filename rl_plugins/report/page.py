@@ -17,6 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
+from rl_plugins.errors import StorageError
 from rl_plugins.report.charts import COLOURS, Chart, area_chart, line_chart, short_number, stacked_bar
 from rl_plugins.report.curves import Points, Series, main_curves, other_curves
 from rl_plugins.report.summary import pair_samples, read_samples, summarize_metrics, validation_step
@@ -70,11 +71,22 @@ def reported(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        folder.error.write_text("".join(format_exception_only(error)), encoding="utf-8")
+        with only_printed():
+            write_whole_text(folder.error, "".join(format_exception_only(error)))
         raise
     finally:
         if folder.metrics.is_file():
-            print(f"{folder.path.name}: report in {write_report(folder)}", flush=True)
+            with only_printed():
+                print(f"{folder.path.name}: report in {write_report(folder)}", flush=True)
+
+
+@contextmanager
+def only_printed() -> Iterator[None]:
+    """Print the error of a file that cannot be written. A report never ends a run, nor hides another error."""
+    try:
+        yield
+    except StorageError as error:
+        print(error, flush=True)
 
 
 def _template() -> Template:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.whole_file import write_whole_text
 
 GIT_STATE_FILE = ".git_state.json"
 """File with the git state, in the working folder of a Ray job, because Ray gets a project without its repository."""
@@ -33,12 +34,12 @@ def write_provenance(folder: RunFolder) -> None:
     metadata = [distribution.metadata for distribution in importlib.metadata.distributions()]
     installed = {f"{fields['Name']}=={fields['Version']}" for fields in metadata}
     head = [f"# python {platform.python_version()} on {platform.platform()}", f"# {' '.join(sys.argv)}"]
-    folder.environment.write_text("\n".join([*head, *sorted(installed, key=str.lower), ""]), encoding="utf-8")
+    write_whole_text(folder.environment, "\n".join([*head, *sorted(installed, key=str.lower), ""]))
     state = git_state(Path.cwd())
     if state is not None:
         summary = {"commit": state["commit"], "changes": state["changes"]}
-        folder.git_state.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-        folder.git_diff.write_text(state["diff"], encoding="utf-8")
+        write_whole_text(folder.git_state, json.dumps(summary, indent=1))
+        write_whole_text(folder.git_diff, state["diff"])
 
 
 def git_tags(folder: RunFolder) -> dict[str, str]:

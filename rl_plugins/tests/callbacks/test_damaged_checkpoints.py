@@ -49,6 +49,16 @@ def test_export_checkpoint_names_a_damaged_file(folder: RunFolder, tmp_path: Pat
     export_checkpoint(folder.checkpoint(1), tmp_path / "out", model)
 
 
+def test_export_checkpoint_on_a_full_disk_leaves_nothing(folder: RunFolder, tmp_path: Path) -> None:
+    model = str(save_tiny_policy(tmp_path / "model", hidden_size=32, intermediate_size=48))
+    with (
+        pytest.raises(StorageError, match=r"out cannot be written \(.*File too large.*\): make room"),
+        limited_file_size(20_000),
+    ):
+        export_checkpoint(folder.checkpoint(2), tmp_path / "out", model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
+
+
 @pytest.mark.parametrize("name", ["state", "random_state_0.pt"])
 def test_policy_checkpoint_never_runs_code_of_a_checkpoint(folder: RunFolder, tmp_path: Path, name: str) -> None:
     file, mark = folder.checkpoint(2) / name, tmp_path / "mark"
