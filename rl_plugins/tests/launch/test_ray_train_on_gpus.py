@@ -62,7 +62,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def train(tmp_path: Path, *overrides: str) -> None:
     config = configured("grpo", "model.path=none", "placement.device=cuda", *overrides)
     (tmp_path / "run").mkdir()
-    ray_train.train(config, RunFolder(tmp_path / "run"), None)
+    ray_train.train(config, RunFolder(tmp_path / "run"))
 
 
 def test_train_asks_for_a_gpu_for_each_worker_and_starts_no_colocated_engine(
