@@ -23,7 +23,7 @@ class DataError(UserError, RuntimeError):
 
 
 class StorageError(UserError, RuntimeError):
-    """A file that cannot be written, because its disk is full or its folder is read-only."""
+    """A file of a full disk or a read-only folder, not written."""
 
 
 class TrainingDiverged(UserError, RuntimeError):

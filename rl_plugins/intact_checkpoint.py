@@ -42,8 +42,8 @@ def newest_intact(folder: RunFolder) -> Path | None:
 def check_state(state: Path) -> None:
     """Check the files of a checkpoint before its folder `state` is loaded. Collective.
 
-    A file with another name is of Lightning's own `ModelCheckpoint`, and has no manifest. A checkpoint that
-    `newest_intact` has just returned is not read again.
+    A file with another name is of Lightning's own `ModelCheckpoint`, and has no manifest. The last
+    checkpoint of `newest_intact` is not read again.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another checkpoint. The message names the file, and the newest

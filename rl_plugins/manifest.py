@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: size and digest of each file. The manifest is the last file that is written.
+"""Manifest of a checkpoint: size and digest of each file. The manifest is written last.
 
 Each rank computes the digests of its own files while it writes the files. Before a resume, the ranks share the reading
 of all files. A checkpoint without a manifest, or with other files than in its manifest, is damaged.
@@ -62,7 +62,7 @@ class CheckpointWriter:
             self.finish(file, path)
 
     def finish(self, file: HashedFile, path: Path) -> None:
-        """Finish a file that another library has written."""
+        """Finish a file of another library."""
         try:
             self.files[self._name(path)] = file.finish()
         except OSError as error:
@@ -78,7 +78,7 @@ class CheckpointWriter:
                 self.fail(path, error)
 
     def add(self, path: Path) -> None:
-        """Read a file that another library has written, and write its content to the disk."""
+        """Read a file of another library, and write its content to the disk."""
         if self.failure is None:
             try:
                 synchronize(path)
@@ -87,7 +87,7 @@ class CheckpointWriter:
                 self.fail(path, error)
 
     def add_others(self, known: Mapping[str, FileDigest]) -> None:
-        """Add the files of the folder that no rank has written with its `CheckpointWriter`."""
+        """Add the files of the folder without a record in `known`."""
         for name in _file_names(self.folder):
             if name not in known and name not in self.files:
                 self.add(self.folder / name)

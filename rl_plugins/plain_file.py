@@ -1,8 +1,8 @@
 """Files of tensors and plain values. Such a file is read as data: reading never runs code from the file.
 
 `torch.save` writes a pickle. `torch.load(weights_only=True)` refuses every class in the pickle, except for tensors,
-plain values and a list of harmless classes. The list is the same for writing and reading, so no file is written that
-cannot be read.
+plain values and a list of harmless classes. Writing and reading have the same list, so each written file can
+be read.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def read_record(path: Path) -> FileDigest:
 
 
 def save_plain(value: object, path: Path, *, records: Sequence[type] = ()) -> FileDigest:
-    """Write tensors and plain values to a file that `load_plain` reads.
+    """Write tensors and plain values to a file for `load_plain`.
 
     Args:
         value: tensors, arrays, numbers, texts, bytes, dates, and lists, tuples, sets and dictionaries of such values.

@@ -133,7 +133,7 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        """File that the process of the run locks."""
+        """File with the lock of the run's process."""
         return self.path / ".lock"
 
     @property
@@ -251,7 +251,7 @@ def metric_rows(path: Path) -> list[dict[str, float]]:
 
 
 def count_damaged_lines(path: Path) -> int:
-    """Return the number of complete lines of a `metrics.jsonl` that readers leave out."""
+    """Return the number of damaged complete lines of a `metrics.jsonl`."""
     return sum(parse_row(line) is None for line in _complete_lines(path))
 
 

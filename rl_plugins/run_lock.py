@@ -1,4 +1,4 @@
-"""One run owns its folder: a lock that ends with its process, also after `kill -9`."""
+"""One run owns its folder: a lock until the end of its process, also after `kill -9`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def storing(path: Path) -> Iterator[None]:
     """Turn an error of the file system inside this context into one clear line.
 
     Args:
-        path: file or folder that the context writes.
+        path: written file or folder.
 
     Raises:
         StorageError: the context raised an OSError.
@@ -51,6 +51,6 @@ def storing(path: Path) -> Iterator[None]:
 
 
 def cannot_write(path: Path, error: OSError) -> str:
-    """Return one line about a file that cannot be written: the path, the reason and the way out."""
+    """Return one line about a failed write: the path, the reason and the way out."""
     way_out = "make room on its disk" if error.errno in _FULL else "make its folder writable"
     return f"{path} cannot be written ({error.strerror or error}): {way_out}, then repeat the command"
