@@ -69,8 +69,8 @@ class GracefulStop(Callback):
         # Ray's workers train outside the main thread. There the driver process handles the signal.
         if threading.current_thread() is threading.main_thread():
             self._handler.enter_context(stop_on_signals(self._folder))
-        # A request during the start: the run ends before its first step.
-        self._stop_on_request(trainer, pl_module)
+        # After a request during the start, the run ends before its first step. A time limit leaves one step.
+        self._stop_on_request(trainer, pl_module, timed=False)
 
     @override
     def on_train_batch_end(
@@ -85,8 +85,8 @@ class GracefulStop(Callback):
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._stop_on_request(trainer, pl_module)
 
-    def _stop_on_request(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        reason = self._reason() if trainer.is_global_zero else None
+    def _stop_on_request(self, trainer: Trainer, pl_module: LightningModule, *, timed: bool = True) -> None:
+        reason = self._reason(timed) if trainer.is_global_zero else None
         requested = strategy_of(trainer).ranks.any(reason is not None)
         if not requested or trainer.should_stop:
             return
@@ -111,10 +111,10 @@ class GracefulStop(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._handler.close()
 
-    def _reason(self) -> str | None:
+    def _reason(self, timed: bool) -> str | None:
         if self._folder.stop.exists():
             return self._folder.stop.read_text(encoding="utf-8").strip() or f"asked by {self._folder.stop}"
-        if self._limit_s is not None and time.time() - self._started >= self._limit_s:
+        if timed and self._limit_s is not None and time.time() - self._started >= self._limit_s:
             return f"the time limit of {self._limit_s:.0f} s"
         return None
 

@@ -18,7 +18,7 @@ from rl_plugins.tests.stages import canned
 
 def trainer_on(device: torch.device, checkpoint: Path) -> Any:
     """Attributes of a trainer for a checkpoint. The trainer's worker has a device."""
-    strategy = SimpleNamespace(root_device=device, barrier=lambda name: None)
+    strategy = SimpleNamespace(root_device=device, barrier=lambda name: None, model_engine=None)
     return SimpleNamespace(
         strategy=strategy,
         save_checkpoint=lambda folder, **options: None,
@@ -41,6 +41,7 @@ def test_checkpoint_has_the_random_state_of_the_workers_own_device(
     def set_state(state: Tensor, device: torch.device) -> None:
         restored[device] = state
 
+    monkeypatch.setattr("rl_plugins.callbacks.checkpoint.check_finite_weights", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: saved[device.index])
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(saved))
