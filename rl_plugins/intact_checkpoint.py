@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_plugins.errors import CheckpointError
-from rl_plugins.manifest import find_damage
+from rl_plugins.manifest import MANIFEST, find_damage
 from rl_plugins.ranks import barrier, broadcast, gather, place
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.whole_file import storing
@@ -42,15 +42,15 @@ def newest_intact(folder: RunFolder) -> Path | None:
 def check_state(state: Path) -> None:
     """Check the files of a checkpoint before its folder `state` is loaded. Collective.
 
-    A file with another name is of Lightning's own `ModelCheckpoint`, and has no manifest. The last
-    checkpoint of `newest_intact` is not read again.
+    Lightning's `ModelCheckpoint` and `Trainer.save_checkpoint` write no manifest, so their files are not compared. The
+    last checkpoint of `newest_intact` is not read again.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another checkpoint. The message names the file, and the newest
             intact checkpoint before.
     """
     checkpoint = state.absolute().parent
-    if state.name != "state":
+    if state.name != "state" or not broadcast((checkpoint / MANIFEST).exists()):
         return
     if checkpoint in _checked:
         _checked.remove(checkpoint)

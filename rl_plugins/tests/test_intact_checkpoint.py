@@ -69,3 +69,9 @@ def test_check_state_names_the_file_and_the_intact_checkpoint_before(run: RunFol
     flip_byte(run.checkpoint(2) / "state")
     with pytest.raises(CheckpointError, match="there is no intact checkpoint before"):
         check_state(run.checkpoint(6) / "state")
+
+
+def test_check_state_of_a_checkpoint_without_a_manifest(run: RunFolder) -> None:
+    """`Trainer.save_checkpoint` writes no manifest."""
+    (run.checkpoint(6) / "manifest.json").unlink()
+    check_state(run.checkpoint(6) / "state")

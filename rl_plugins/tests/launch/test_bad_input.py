@@ -213,7 +213,7 @@ def test_run_recipe_resumes_a_folder_without_a_checkpoint_from_the_beginning(sta
 
 
 def test_recipe_main_prints_the_option_that_continues_a_stopped_run(grpo, monkeypatch, tmp_path, capsys):
-    def stopped(config, folder, checkpoint):
+    def stopped(config, folder):
         folder.stopped.write_text("after step 3: SIGTERM")
 
     monkeypatch.setattr(training, "train_in_this_process", stopped)

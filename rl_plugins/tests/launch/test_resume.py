@@ -32,7 +32,12 @@ def _in_workplace(workplace: Path, _composed_once: None, monkeypatch: pytest.Mon
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """Checkpoint of each start of training. Training takes no step."""
     calls: list[str | None] = []
-    monkeypatch.setattr(training, "train_in_this_process", lambda config, folder, checkpoint: calls.append(checkpoint))
+
+    def start(config: RecipeConfig, folder: RunFolder) -> None:
+        newest = folder.latest_checkpoint()
+        calls.append(None if newest is None else str(newest))
+
+    monkeypatch.setattr(training, "train_in_this_process", start)
     return calls
 
 

@@ -46,7 +46,9 @@ def test_check_gpu_refuses_a_machine_without_a_visible_gpu(message, monkeypatch)
 
 
 def test_make_gpu_checks_before_the_tests(root):
-    planned = subprocess.run(["make", "-n", "gpu"], cwd=root, capture_output=True, text=True, check=True).stdout
+    planned = subprocess.run(
+        ["make", "--no-print-directory", "-n", "gpu"], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
     assert planned.splitlines() == [
         "python requirements/check_gpu.py",
         "python -m integration_tests.gpu.without_vllm",

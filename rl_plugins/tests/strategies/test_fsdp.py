@@ -20,6 +20,7 @@ from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.strategies.fsdp import blocks
 from rl_plugins.strategies.fsdp_shards import read_weights
 from rl_plugins.strategies.tensor_parallel import plan_of
+from rl_plugins.tests.files import rewrite_manifest
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies import fsdp_runs
 from rl_plugins.tests.strategies.fsdp_runs import Course, Layout, assert_same_course
@@ -118,6 +119,7 @@ def test_ranks_without_tensor_parallelism_resume_a_checkpoint_of_groups(groups: 
 
 def test_export_checkpoint_writes_the_trained_weights(two_ranks: Trained, tmp_path: Path) -> None:
     out = tmp_path / "exported"
+    rewrite_manifest(two_ranks.folder / "checkpoint")
     export_checkpoint(two_ranks.folder / "checkpoint", out, model=str(two_ranks.folder / "policy"))
     exported, (weights, _, _) = load_file(out / "model.safetensors"), two_ranks.course[0]
     assert exported.keys() == weights.keys()
