@@ -171,8 +171,8 @@ class ZeroShards:
         for name in self._model["buffer_names"]:
             buffer = self._model["module"][name]
             weights[name] = buffer.float() if buffer.is_floating_point() else buffer
-        for name, same in self._model["shared_params"].items():
-            weights[name] = weights[same]
+        # A checkpoint of an adapter has no frozen weights.
+        weights |= {name: weights[same] for name, same in self._model["shared_params"].items() if same in weights}
         return weights
 
     def _join(self, name: str) -> Tensor:
