@@ -61,6 +61,17 @@ def greet(name: str, greeting: bytes) -> socket.socket:
     return connection
 
 
+def is_closed_by_peer(connection: socket.socket) -> bool:
+    """Wait until the other side closes a connection; return False if it sends a byte instead.
+
+    The kernel reports a reset where the listener was closed before it accepted the connection or read the greeting.
+    """
+    try:
+        return connection.recv(10) == b""
+    except ConnectionResetError:
+        return True
+
+
 def assert_all_ranks_connect(name: str, listener: RankListener) -> None:
     sides = [connect_to_engine(name, SECRET, rank, DEADLINE_S) for rank in range(RANKS)]
     accepted = listener.wait(DEADLINE_S)
@@ -103,14 +114,14 @@ def test_listener_drops_only_the_connection_with_a_wrong_greeting(
     greeting: bytes, name: str, listener: RankListener
 ) -> None:
     wrong = greet(name, greeting)
-    assert wrong.recv(10) == b""
+    assert is_closed_by_peer(wrong)
     assert_all_ranks_connect(name, listener)
 
 
 def test_listener_drops_the_second_connection_of_a_rank(name: str, listener: RankListener) -> None:
     first = greet(name, SECRET + bytes(8))
     second = greet(name, SECRET + bytes(8))
-    assert second.recv(10) == b""
+    assert is_closed_by_peer(second)
     other = greet(name, SECRET + (1).to_bytes(8))
     listener.wait(DEADLINE_S)[0].sendall(b"first")
     assert first.recv(10) == b"first"
@@ -120,7 +131,7 @@ def test_listener_drops_the_second_connection_of_a_rank(name: str, listener: Ran
 def test_silent_connections_delay_no_rank(name: str, listener: RankListener) -> None:
     silent = [greet(name, b"") for _ in range(100)]
     assert_all_ranks_connect(name, listener)
-    assert [connection.recv(10) for connection in silent] == [b""] * len(silent)
+    assert all(is_closed_by_peer(connection) for connection in silent)
 
 
 def test_listener_ends_after_the_last_rank(name: str, listener: RankListener) -> None:
@@ -135,7 +146,8 @@ def test_close_ends_a_listener_without_ranks(name: str) -> None:
     silent, rank = greet(name, b""), connect_to_engine(name, SECRET, 0, DEADLINE_S)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(listener.close).result(timeout=DEADLINE_S)
-    assert silent.recv(10) == rank.recv(10) == b""
+    assert is_closed_by_peer(silent)
+    assert is_closed_by_peer(rank)
     with pytest.raises(ConnectionRefusedError):
         greet(name, SECRET + bytes(8))
 
