@@ -36,6 +36,10 @@ ALLOWED: dict[str, tuple[float, str]] = {
         180.0,
         "Ray notices a killed machine after a while, twice, and the workers start again",
     ),
+    "integration_tests/test_ray_job.py::test_submitted_job_is_stopped_by_ctrl_c_and_resumed_as_a_ray_job": (
+        150.0,
+        "a head node of Ray starts, and two jobs, each of which starts the whole stack",
+    ),
     "integration_tests/test_resume.py::"
     "test_run_resumed_after_lost_worker_driver_and_engine_equals_an_uninterrupted_run": (
         300.0,
