@@ -46,8 +46,11 @@ def test_run_resumed_after_lost_worker_driver_and_engine_equals_an_uninterrupted
     pace.wait(broken)
     said = " ".join(broken.log.read_text().split())
     assert re.search(
-        r"broken: training worker \d failed \(.+\)\. The workers start again from checkpoint_00000003,", said
+        r"broken: training worker \d failed \(.+\)\. The workers start again, restart 1 of 2; the newest checkpoint is "
+        r"checkpoint_00000003\.",
+        said,
     )
+    assert re.search(r"broken: continuing from \S+/checkpoint_00000003 ", said)
     assert "restart 1 of 2" in (broken.run / "failures.txt").read_text()
     broken.kill()  # the driver and all its processes
     assert broken.trained()[-1]["step"] == 6 and not list(broken.run.glob("policy"))

@@ -11,7 +11,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """A wrong option, file, row or environment, found before the first optimizer step."""
+    """A wrong option, argument, file, row or environment, or a call that the present state forbids."""
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -19,11 +19,11 @@ class CheckpointError(UserError, RuntimeError):
 
 
 class DataError(UserError, RuntimeError):
-    """Data that a running step cannot train on."""
+    """Data that a run cannot train on: a batch without usable samples, or no data at all."""
 
 
 class StorageError(UserError, RuntimeError):
-    """A file of a full disk or a read-only folder, not written."""
+    """A failed write: the disk is full, or the folder is read-only."""
 
 
 class TrainingDiverged(UserError, RuntimeError):

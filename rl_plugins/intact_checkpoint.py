@@ -16,7 +16,8 @@ _checked: set[Path] = set()
 def newest_intact(folder: RunFolder) -> Path | None:
     """Return the newest intact checkpoint of a run; None if the run has no checkpoint. Collective.
 
-    Rank 0 renames each newer, damaged checkpoint, and prints one line about it. The files are kept.
+    Rank 0 renames each newer, damaged checkpoint, and prints one line about it. The files are kept. Rank 0 prints the
+    name of the intact checkpoint, too.
 
     Raises:
         CheckpointError: the run has checkpoints, and all of them are damaged.
@@ -27,8 +28,10 @@ def newest_intact(folder: RunFolder) -> Path | None:
     for checkpoint in reversed(checkpoints):
         damage = damage_of(checkpoint)
         if damage is None:
-            _set_aside(folder, damages, checkpoint)
+            _set_aside(folder, damages)
             _checked.add(checkpoint.absolute())
+            if place()[0] == 0:
+                print(f"{folder.path.name}: continuing from {checkpoint}", flush=True)
             return checkpoint
         damages[checkpoint] = damage
     if damages:
@@ -73,16 +76,12 @@ def damage_of(checkpoint: Path) -> str | None:
     return next((damage for damage in found if damage is not None), None)
 
 
-def _set_aside(folder: RunFolder, damages: dict[Path, str], intact: Path) -> None:
+def _set_aside(folder: RunFolder, damages: dict[Path, str]) -> None:
     """Rename damaged checkpoints, so that no later step of the run takes them for its newest checkpoint."""
     if place()[0] == 0:
         for checkpoint, damage in damages.items():
             aside = folder.aside(checkpoint)
             with storing(aside):
                 checkpoint.rename(aside)
-            print(
-                f"{folder.path.name}: {damage}. So {checkpoint.name} is now {aside.name}, and training continues from "
-                f"the intact {intact.name}",
-                flush=True,
-            )
+            print(f"{folder.path.name}: {damage}, so {checkpoint.name} is now {aside.name}, and not used", flush=True)
     barrier()

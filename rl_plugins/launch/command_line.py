@@ -237,13 +237,16 @@ def run_recipe(
     Args:
         config: Configuration of the run.
         recipe: Name of the recipe, to write the difference from the recipe into the run's folder.
-        when_checked: Function to call after all checks, before a file is written.
+        when_checked: Function of the configuration. It is called after all checks, before a file is written into the
+            run's folder.
 
     Returns:
         Folder of the run.
 
     Raises:
         ConfigError: The configuration, or for example a data file, is wrong. No heavy process has started.
+        UserError: The run could not go on: a damaged checkpoint, failed rewards, a full disk, diverged training.
+        RayLost: Ray ended during the run.
         RunStopped: The run stopped on request, and has saved a checkpoint.
         KeyboardInterrupt: A signal ended the run at once. The message names the newest checkpoint.
     """
@@ -296,15 +299,12 @@ def _train(config: RecipeConfig, folder: RunFolder, recipe: str | None) -> None:
     print(f"{config.run.name}: {_describe_batch(config)}", flush=True)
     for left in (folder.stop, folder.stopped, folder.finished):
         left.unlink(missing_ok=True)
-    latest = folder.latest_checkpoint()
-    if latest is not None:
-        print(f"{config.run.name}: continuing from {latest}", flush=True)
-    elif folder.has_results():
+    if folder.has_results() and folder.latest_checkpoint() is None:
         print(f"{config.run.name}: {folder.path} has no checkpoint, so training starts from the beginning", flush=True)
     if config.launcher == "local":
         from rl_plugins.launch.training import train_in_this_process as train
     else:
-        from rl_plugins.launch.ray_train import train
+        from rl_plugins.launch.ray_train import train_on_ray as train
     try:
         with reported(folder):
             train(config, folder)

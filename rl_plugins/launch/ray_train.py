@@ -53,8 +53,8 @@ _OBJECT_STORE_BYTES = 512 * 2**20
 _ATTEMPT_S = 60
 
 
-def train(config: RecipeConfig, folder: RunFolder) -> None:
-    """Train on Ray.
+def train_on_ray(config: RecipeConfig, folder: RunFolder) -> None:
+    """Train with the launcher `ray`.
 
     Raises:
         ConfigError: The cluster has fewer CPUs or GPUs than the placement needs, has GPUs that the run cannot use, or a

@@ -17,8 +17,8 @@ def check_resume(config: RecipeConfig, folder: RunFolder) -> None:
     checkpoint starts from the beginning, like workers after a failure before the first checkpoint.
 
     Raises:
-        ConfigError: the folder has another content, has results although the run must be new, has no checkpoint to
-            continue from, or does not exist although `run.resume=true`.
+        ConfigError: the folder has another content, has results although the run must be new, has an exported policy
+            and no checkpoint, or does not exist although `run.resume=true`.
     """
     resume = config.run.resume
     if folder.path.is_file() or (folder.has_content() and not (folder.has_results() or folder.config.is_file())):

@@ -51,8 +51,8 @@ class WorkerFailures(UserCallback):
         cause = getattr(error, "_base_exc", error)
         said = " ".join(f"{type(cause).__name__}: {cause}".split())[:_SHOWN]
         line = (
-            f"training worker {rank} failed ({said}). The workers start again from "
-            f"{newest.name if newest else 'the beginning'}, restart {self._failures} of {self._max_restarts}"
+            f"training worker {rank} failed ({said}). The workers start again, restart {self._failures} of "
+            f"{self._max_restarts}; {f'the newest checkpoint is {newest.name}' if newest else 'there is no checkpoint'}"
         )
         self._folder.add_failure(line, "\n".join(f"worker {one}:\n{error}" for one, error in worker_exceptions.items()))
         print(f"{self._folder.path.name}: {line}. For tracebacks see {self._folder.failures}", flush=True)

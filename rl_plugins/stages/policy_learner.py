@@ -160,7 +160,7 @@ class PolicyLearner:
             gap = (before_BT - micro.rollout_log_probs).abs()
             metrics.add_each({**values, "entropy": entropy_BT}, tensors["response_mask_BT"])
             metrics.add({"rollout_gap": gap}, micro.response_mask, maximum=True)
-            # DeepSpeed averages gradients over ranks, so the loss of a rank is scaled up by the number of ranks.
+            # Model engines average gradients over ranks, so the loss of a rank is scaled up by the number of ranks.
             metrics.add_sum("loss", loss.detach() / (world_size * self._updates))
             yield loss, position == len(micro_batches) - 1
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from integration_tests.gpu.without_vllm.cases import Case, Place, Skipped, need, seconds_of
+from integration_tests.gpu.without_vllm.output_head import head_inputs
 from rl_plugins.models.liger import fused_log_probs, use_liger
 from rl_plugins.models.token_distributions import ColumnSpec, chunked_head_columns, logits_at_once
 
@@ -64,14 +65,9 @@ def output_head(place: Place) -> Mapping[str, Any]:
     need("liger_kernel", "model.liger")
     if not place.on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise Skipped("the kernels of Liger need a GPU")
-    count, width, words = (8192, 3584, 151_936) if place.on_gpu else (20, 16, 300)
-    dtype = torch.bfloat16 if place.on_gpu else torch.float32
-    generator = torch.Generator(place.device).manual_seed(0)
-    options: dict[str, Any] = {"device": place.device, "generator": generator}
-    hidden = torch.randn(count, width, **options).to(dtype).requires_grad_()
-    weight = (0.02 * torch.randn(words, width, **options)).to(dtype).requires_grad_()
-    tokens, factors = torch.randint(words, (count,), **options), torch.rand(count, **options)
-    rows = max(1, logits_at_once(hidden.device).chunk // words)
+    hidden, weight, tokens = head_inputs(place)
+    factors = torch.rand(len(tokens), device=place.device, generator=torch.Generator(place.device).manual_seed(0))
+    rows = max(1, logits_at_once(hidden.device).chunk // len(weight))
 
     def with_gradients(log_probs: Tensor) -> list[Tensor]:
         return [log_probs.detach(), *torch.autograd.grad((factors * log_probs).sum(), (hidden, weight))]

@@ -32,7 +32,7 @@ def run(place: Place, size: LogitsAtOnce) -> Mapping[str, Any]:
     Raises:
         AssertionError: log-probs or gradients differ from those of the default size.
     """
-    hidden, weight, tokens = _inputs(place)
+    hidden, weight, tokens = head_inputs(place)
     rows = max(1, size.chunk // len(weight))
 
     def step() -> list[Tensor]:
@@ -51,7 +51,7 @@ def run(place: Place, size: LogitsAtOnce) -> Mapping[str, Any]:
 
 
 @cache
-def _inputs(place: Place) -> tuple[Tensor, Tensor, Tensor]:
+def head_inputs(place: Place) -> tuple[Tensor, Tensor, Tensor]:
     """Return hidden states, the weight of the head, and tokens: of Qwen2.5-7B on a GPU."""
     count, width, words = (8192, 3584, 151_936) if place.on_gpu else (64, 32, 300)
     dtype = torch.bfloat16 if place.on_gpu else torch.float32
@@ -65,7 +65,7 @@ def _inputs(place: Place) -> tuple[Tensor, Tensor, Tensor]:
 @cache
 def _norms(place: Place) -> list[Tensor]:
     """Return the norms of log-probs and gradients, with chunks of the default size."""
-    hidden, weight, tokens = _inputs(place)
+    hidden, weight, tokens = head_inputs(place)
     rows = max(1, logits_at_once(hidden.device).chunk // len(weight))
     columns_NC = chunked_head_columns(hidden, weight, None, tokens, ColumnSpec(), rows=rows)
     gradients = torch.autograd.grad(columns_NC[:, 0].sum(), (hidden, weight))

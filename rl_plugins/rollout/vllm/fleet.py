@@ -1,7 +1,8 @@
 """The engines' actors: the list of living engines, the engines of each rank, and calls with deadlines.
 
-A lost engine leaves the list of living engines, and the remaining engines take over its work. After Ray has restarted
-the engine, the next weight update adds the engine to the list again.
+A lost engine leaves the list of living engines, and the remaining engines take over its work. Ray restarts the engine.
+If the engine shared the workers' GPUs, the workers start another one. The next weight update adds the engine to the
+list again.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def test_ray_launcher_records_the_precision_of_the_resolved_device(
     monkeypatch.setattr(ray_train, "worker_environment", start)
     folder = RunFolder(tmp_path)
     with pytest.raises(_Started, match=device):
-        ray_train.train(on("auto"), folder)
+        ray_train.train_on_ray(on("auto"), folder)
     assert OmegaConf.load(folder.config).model.precision == precision
 
 

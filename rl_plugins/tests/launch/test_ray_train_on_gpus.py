@@ -1,4 +1,4 @@
-"""ray_train.train on GPUs: the workers and engines that the launcher asks for, without Ray, GPUs and vLLM."""
+"""train_on_ray on GPUs: the workers and engines that the launcher asks for, without Ray, GPUs and vLLM."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def train(tmp_path: Path, *overrides: str) -> None:
     config = configured("grpo", "model.path=none", "placement.device=cuda", *overrides)
     (tmp_path / "run").mkdir()
-    ray_train.train(config, RunFolder(tmp_path / "run"))
+    ray_train.train_on_ray(config, RunFolder(tmp_path / "run"))
 
 
 def test_train_asks_for_a_gpu_for_each_worker_and_starts_no_colocated_engine(

@@ -31,7 +31,8 @@ def test_after_exception_writes_other_errors_down_while_restarts_are_left(tmp_pa
     failures = WorkerFailures(folder, 1)
     errors = {1: FromWorker(ValueError("a bug\nof mine")), 0: FromWorker(OSError("disk"))}
     failures.after_exception(None, errors)
-    said = "training worker 0 failed (OSError: disk). The workers start again from checkpoint_00000003, restart 1 of 1"
+    said = "training worker 0 failed (OSError: disk). The workers start again, restart 1 of 1; the newest "
+    said += "checkpoint is checkpoint_00000003"
     assert capsys.readouterr().out == f"run: {said}. For tracebacks see {folder.failures}\n"
     assert said in folder.failures.read_text() and "worker 1:" in folder.failures.read_text()
     # The next error ends the run, and Ray Train raises this error.
