@@ -138,7 +138,7 @@ class Algorithm:
         modifiers: modifiers of the policy loss.
         correction: correction of the gap between the policy that sampled and the policy that is trained; an object or a
             name in `ROLLOUT_CORRECTIONS`. None is no correction; recipes replace null with `token_tis` if the rollout
-            engine quantizes weights or KV cache.
+            engine quantizes weights or KV cache, or `rollout.dtype` differs from the dtype of training.
         shaping: changes to the scores before advantages are computed.
         group_filter: dynamic sampling; None trains on every group.
         resampling: draw the samples to train on by their rewards; None trains on each sample once.

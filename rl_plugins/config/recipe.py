@@ -87,8 +87,8 @@ class RecipeConfig(Settings):
         if not isinstance(self.algorithm, dict) or self.algorithm.get("correction", "none") is not None:
             return
         # With a staleness, the ratios of the loss are ratios to the sampling policies already.
-        gap = self.rollout.quantizes and not self.schedule.max_staleness
-        self.algorithm["correction"] = "token_tis" if gap else "none"
+        gap = self.rollout.quantizes or self.rollout_dtype != self._passes_dtype
+        self.algorithm["correction"] = "token_tis" if gap and not self.schedule.max_staleness else "none"
 
     @property
     def generates(self) -> bool:
@@ -153,7 +153,11 @@ class RecipeConfig(Settings):
     @property
     def rollout_dtype(self) -> str:
         """Name of the dtype of a rollout engine's weights: the option, or the dtype of the policy's passes."""
-        return self.rollout.dtype or ("float32" if self.precision == "32-true" else "bfloat16")
+        return self.rollout.dtype or self._passes_dtype
+
+    @property
+    def _passes_dtype(self) -> str:
+        return "float32" if self.precision == "32-true" else "bfloat16"
 
     def set_device(self, device: str) -> None:
         """Set the device of the run, `cpu` or `cuda`, and the precision that follows from the device.

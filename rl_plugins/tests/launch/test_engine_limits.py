@@ -58,12 +58,15 @@ def test_rollout_sleep_frees_the_weights_on_gpus_if_all_weights_are_sent(
         (("+rollout.vllm.kv_cache_dtype=auto",), "none"),
         (("+rollout.vllm.kv_cache_dtype=fp8",), "token_tis"),
         (("+rollout.vllm.quantization=fp8",), "token_tis"),
+        (("rollout.dtype=float32",), "token_tis"),
+        (("rollout.dtype=bfloat16",), "none"),
+        (("rollout.dtype=float32", "model.precision=32-true"), "none"),
         (("+rollout.vllm.quantization=fp8", "algorithm.correction=none"), "none"),
         (("+rollout.vllm.quantization=fp8", "algorithm.correction=icepop"), "icepop"),
         (("+rollout.vllm.quantization=fp8", "schedule.max_staleness=1"), "none"),
     ],
 )
-def test_correction_is_truncated_importance_sampling_if_the_engine_quantizes(
+def test_correction_is_truncated_importance_sampling_if_the_engine_computes_with_other_types(
     options: tuple[str, ...], correction: str
 ) -> None:
     assert on("cuda", *options).algorithm["correction"] == correction
