@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
@@ -181,6 +181,19 @@ class Inspected(Recorded):
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         assert not self.reference.training
         assert not any(parameter.requires_grad for parameter in self.reference.parameters())
+        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+        # Tensors of a group have different shardings, which a fused or for-each kernel refuses.
+        assert {group["fused"] for group in groups} == {strategy._group_size == 1}
+
+    def check_offload(self, strategy: FSDPStrategy) -> None:
+        """Check that FSDP fetches the blocks of a model with `offload=cpu`, and of no other model, from host memory."""
+        for name, model in self.named_models().items():
+            fetched = name != "critic"
+            sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+            groups = [module._get_fsdp_state()._fsdp_param_group for module in sharded]
+            assert len(groups) > 1
+            for group in groups:
+                assert group and isinstance(group.offload_policy, CPUOffloadPolicy) == fetched, name
 
     def check_loading(self, strategy: FSDPStrategy) -> None:
         """Rank 0 has loaded whole models, the other ranks nothing; now all ranks have shards of rank 0's weights."""

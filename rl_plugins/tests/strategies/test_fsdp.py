@@ -74,6 +74,12 @@ def test_fsdp_engines(tmp_path: Path, layout: Layout, check: str) -> None:
     run_ranks(fsdp_runs.inspect, layout, tmp_path, f"check_{check}", world_size=layout.world_size)
 
 
+def test_offload_of_a_model_keeps_its_shards_in_host_memory(tmp_path: Path) -> None:
+    save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES)
+    layout = fsdp_runs.TWO.with_options(offload={"policy": "cpu", "reference": "cpu"})
+    run_ranks(fsdp_runs.inspect, layout, tmp_path, "check_offload")
+
+
 def test_ranks_train_like_a_single_device(trained: Trained) -> None:
     assert max(max(norms) for _, _, norms in trained.expected) > 0.05
     assert_same_course(trained.course, trained.expected)
