@@ -102,6 +102,15 @@ COMPUTED_FOR_LOSSES = frozenset({
 })  # fmt: skip
 """Inputs of advantage estimators and policy losses: always given, or computed only for a function that needs them."""
 
+PAIR_INPUTS = frozenset({
+    "chosen_log_probs_N", "rejected_log_probs_N", "ref_chosen_log_probs_N", "ref_rejected_log_probs_N",
+    "chosen_lengths_N", "rejected_lengths_N", "margins_N",
+})  # fmt: skip
+JUDGED_INPUTS = frozenset({"log_probs_N", "ref_log_probs_N", "lengths_N", "desirable_N", "reference_point"})
+SCORED_PAIR_INPUTS = frozenset({"chosen_scores_B", "rejected_scores_B", "margins_B"})
+SCORED_STEP_INPUTS = frozenset({"scores_BT", "labels_BT", "label_mask_BT"})
+"""Inputs of losses of preferences and of reward models, by the kind of the data."""
+
 
 def required_inputs(function: Callable[..., Any], options: Mapping[str, Any]) -> list[str]:
     """List the keyword arguments that have neither a default nor an option."""

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rl_plugins.config.placement import POOLS
-from rl_plugins.config.recipe import COLLECTING_STAGES, SAMPLING_STAGES, RecipeConfig
+from rl_plugins.config.recipe import COLLECTING_STAGES, GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.config.rollout import ADAPTER_RANKS
 from rl_plugins.errors import ConfigError
 
@@ -145,6 +145,14 @@ def _check_data(config: RecipeConfig) -> None:
     others = [option for option in ("train_files", "dataset") if getattr(data, option)]
     if data.mixture and others:
         raise ConfigError(f"data.mixture and data.{others[0]} both name the training data: leave one of them out")
+    if data.label_key is not None and config.stage in GIVEN_RESPONSE_STAGES:
+        option = f"data.label_key={data.label_key}"
+        if config.stage == "reward_modeling":
+            raise ConfigError(f"{option}: a reward model learns from pairs or labelled steps: leave data.label_key out")
+        if data.margin_key is not None:
+            raise ConfigError(
+                f"{option} is for single responses, and data.margin_key={data.margin_key} is for pairs: leave one out"
+            )
     share = data.curriculum.share
     if share and config.stage not in SAMPLING_STAGES:
         raise ConfigError(f"data.curriculum.share={share}: stage={config.stage} sees no rewards: leave it at 0")

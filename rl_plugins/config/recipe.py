@@ -159,6 +159,14 @@ class RecipeConfig(Settings):
     def _passes_dtype(self) -> str:
         return "float32" if self.precision == "32-true" else "bfloat16"
 
+    @property
+    def model_paths(self) -> dict[str, str]:
+        """Folder or Hugging Face name of each model that the recipe names, by the group of its option `path`."""
+        paths = {group: getattr(self, group).path for group in MODELS}
+        if isinstance(self.process_reward_model, dict) and self.stage == "prime":
+            paths["process_reward_model"] = self.process_reward_model.get("path")
+        return {group: path for group, path in paths.items() if path and isinstance(path, str)}
+
     def set_device(self, device: str) -> None:
         """Set the device of the run, `cpu` or `cuda`, and the precision that follows from the device.
 
@@ -184,9 +192,13 @@ class RecipeConfig(Settings):
         for reward in self.reward.functions.values():
             if isinstance(reward, dict) and "_target_" not in reward and "path" in reward:
                 reward["path"] = _absolute(str(reward["path"]))
-        for group in (getattr(self, name) for name in MODELS):
-            if group.path and Path(group.path).is_dir():
-                group.path = _absolute(group.path)
+        for group, path in self.model_paths.items():
+            if Path(path).is_dir():
+                settings = getattr(self, group)
+                if isinstance(settings, dict):
+                    settings["path"] = _absolute(path)
+                else:
+                    settings.path = _absolute(path)
 
 
 def _absolute(path: str) -> str:

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple, NoReturn
 from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Row, check_row
 from rl_plugins.errors import RowError
 
+STEP_SEPARATOR = "\n"
+"""Text at the end of every step of a response but the last, by default."""
+
 # Values under dotted keys -----------------------------------------------------------------------------------------
 
 
@@ -163,6 +166,11 @@ def read_steps(row: Row, steps_key: str, labels_key: str, location: str) -> tupl
     return steps, labels
 
 
+def separated_steps(steps: Sequence[str], separator: str = STEP_SEPARATOR) -> list[str]:
+    """Return the steps of a response, each but the last with the separator at its end."""
+    return [*(f"{step}{separator}" for step in steps[:-1]), steps[-1]]
+
+
 # Kinds of files ---------------------------------------------------------------------------------------------------
 
 
@@ -196,10 +204,12 @@ class Format:
     Attributes:
         columns: names of the columns every row must have.
         read: Function that reads the values beside the prompt. It raises a RowError if a value is missing or wrong.
+        responses: Function of the values of `read`; returns each response as texts that are tokenised one by one.
     """
 
     columns: Sequence[str]
     read: Callable[[Row, RowKeys, str], Any]
+    responses: Callable[[Any], Sequence[Sequence[str]]]
 
     def check(self, row: Row, keys: RowKeys, location: str) -> None:
         """Check a row.
@@ -212,21 +222,26 @@ class Format:
 
 
 FORMATS = {
-    "prompts": Format(COLUMNS, lambda row, keys, location: None),
+    "prompts": Format(COLUMNS, lambda row, keys, location: None, lambda nothing: []),
     "sft": Format(
         UNSCORED_COLUMNS,
         lambda row, keys, location: find_text(row, keys.response_key, "response_key", location),
+        lambda response: [[response]],
     ),
     "preferences": Format(
         UNSCORED_COLUMNS,
         lambda row, keys, location: read_pair(row, keys.chosen_key, keys.rejected_key, keys.margin_key, location),
+        lambda pair: [[pair.chosen], [pair.rejected]],
     ),
     "judged": Format(
         UNSCORED_COLUMNS,
         lambda row, keys, location: read_judged(row, keys.response_key, keys.label_key, location),
+        lambda judged: [judged[:1]],
     ),
     "steps": Format(
-        UNSCORED_COLUMNS, lambda row, keys, location: read_steps(row, keys.steps_key, keys.labels_key, location)
+        UNSCORED_COLUMNS,
+        lambda row, keys, location: read_steps(row, keys.steps_key, keys.labels_key, location),
+        lambda labelled: [separated_steps(labelled[0])],
     ),
 }
 """Prompts without responses; responses to learn; pairs; single judged responses; responses in labelled steps."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
-from rl_plugins.data.formats import read_steps
+from rl_plugins.data.formats import STEP_SEPARATOR, read_steps, separated_steps
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import UNSCORED_COLUMNS, Paths, PromptRows, RowSource
@@ -70,7 +70,7 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         *,
         steps_key: str = "extra_info.steps",
         labels_key: str = "extra_info.labels",
-        step_separator: str = "\n",
+        step_separator: str = STEP_SEPARATOR,
         max_response_tokens: int = 1024,
         **options: Unpack[StepOptions],
     ) -> None:
@@ -110,7 +110,7 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         """Yield the token ids and the token labels of each row's response."""
         for number, row in enumerate(rows):
             steps, labels = read_steps(row, self.steps_key, self.labels_key, rows.location(number))
-            texts = [f"{step}{self.step_separator}" for step in steps[:-1]] + steps[-1:]
+            texts = separated_steps(steps, self.step_separator)
             ids_of_steps = tokenizer(texts, add_special_tokens=False)["input_ids"]
             ids_of_steps[-1] = [*ids_of_steps[-1], tokenizer.eos_token_id]
             response: list[int] = []

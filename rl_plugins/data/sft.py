@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Unpack
 
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
 from rl_plugins.data.formats import find_text
 from rl_plugins.data.orders import Source
-from rl_plugins.data.parquet import Paths, PromptRows, RowSource
+from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import TokenizedColumns, TokenizedPrompts
 from rl_plugins.data.tokenization import check_end_of_sequence, tokenize_responses
 
@@ -43,6 +44,10 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         super().__init__(train, validation, **options)
         self.response_key = response_key
         self.max_response_tokens = max_response_tokens
+
+    def columns(self, split: str) -> Sequence[str]:
+        """Return the columns every row must have; only validation rows need a reward."""
+        return COLUMNS if split == "validation" else UNSCORED_COLUMNS
 
     def build(
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str

@@ -1,4 +1,4 @@
-"""Check of the algorithm: types of its options, and a run on made-up samples.
+"""Checks of the algorithm or the loss: types of the options, and a run on made-up samples.
 
 The schema of a recipe cannot know the types, because `_target_` may name any class. The signatures of the algorithm's
 functions declare them.
@@ -17,6 +17,16 @@ from torch import Tensor
 
 from rl_plugins.algorithms.aggregation import GlobalCounts
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.inputs import (
+    JUDGED_INPUTS,
+    PAIR_INPUTS,
+    SCORED_PAIR_INPUTS,
+    SCORED_STEP_INPUTS,
+    call_with,
+    required_inputs,
+)
+from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
+from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
@@ -110,6 +120,70 @@ def check_algorithm(config: RecipeConfig) -> None:
 
 def _alone(values: Tensor) -> Tensor:
     return values
+
+
+def check_loss(config: RecipeConfig) -> None:
+    """Look up the loss of preferences or of a reward model, check its options, and call it on two made-up examples.
+
+    Raises:
+        ConfigError: The name or an option is unknown, a value has the wrong type or is outside its range, or the data
+            does not have the inputs of the loss.
+    """
+    data, options = config.data, config.loss.options
+    of_scores = config.stage == "reward_modeling"
+    table: Mapping[str, Callable[..., Any]] = REWARD_MODEL_LOSSES if of_scores else PREFERENCE_LOSSES
+    name = config.loss.name or ("bradley_terry" if of_scores else "dpo")
+    if name not in table:
+        raise ConfigError(f"loss.name={name}: use one of {', '.join(table)}")
+    function = table[name]
+    if of_scores:
+        given = SCORED_STEP_INPUTS if name == "process_reward" else SCORED_PAIR_INPUTS
+    else:
+        given = JUDGED_INPUTS if data.label_key is not None else PAIR_INPUTS | JUDGED_INPUTS
+    if computed := sorted(given & options.keys()):
+        raise ConfigError(f"loss.options.{computed[0]}: the stage computes this input of the loss: leave it out")
+    _check("loss.options", function, options)
+    needs = set(required_inputs(function, options))
+    if not of_scores and data.label_key is not None and needs <= PAIR_INPUTS:
+        raise ConfigError(
+            f"data.label_key={data.label_key}: the loss {name} takes pairs, not single responses: use "
+            "loss.name=kto, or leave data.label_key out"
+        )
+    if missing := sorted(needs - given):
+        raise ConfigError(
+            f"loss.name={name} needs {missing[0]}, and the data of stage={config.stage} gives only "
+            f"{', '.join(sorted(given))}: use another loss, or give loss.options.{missing[0]}"
+        )
+    inputs = {input_name: torch.zeros((2, 1) if input_name.endswith("_BT") else 2) for input_name in given}
+    inputs |= {"reference_point": torch.zeros(())} if "reference_point" in given else {}
+    try:
+        losses, _ = call_with(function, inputs, options)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loss.options: {error}") from None
+    if not losses.isfinite().all():
+        raise ConfigError(f"loss.options={options}: the loss {name} of made-up examples is {losses.tolist()}")
+
+
+def check_process_reward_model(config: RecipeConfig) -> None:
+    """Build the settings of PRIME's process reward model, and check their types.
+
+    Raises:
+        ConfigError: The option is not a node for `ProcessRewardConfig`, or a setting is wrong.
+    """
+    # The import loads transformers, which takes seconds.
+    from rl_plugins.stages.process_rewards import ProcessRewardConfig
+
+    if config.process_reward_model is None:
+        return
+    settings = instantiate_node("process_reward_model", config.process_reward_model)
+    if not isinstance(settings, ProcessRewardConfig):
+        raise ConfigError(
+            f"process_reward_model._target_={config.process_reward_model['_target_']} gives a "
+            f"{type(settings).__name__}: name rl_plugins.stages.process_rewards.ProcessRewardConfig"
+        )
+    _check_fields("process_reward_model", settings)
 
 
 def check_option_types(algorithm: Algorithm) -> None:

@@ -1,46 +1,52 @@
-"""Checks of the data on a few samples: call the reward, try the chat template, and measure prompts."""
+"""Checks of the data: read every row, call the reward, try the chat template, and measure prompts and responses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.launch.instantiation import training_data
 
 if TYPE_CHECKING:
     import numpy as np
+    from transformers import PreTrainedTokenizerBase
 
     from rl_plugins.data.parquet import PromptRows, Row
     from rl_plugins.rewards.records import Message
     from rl_plugins.rewards.trial import RewardTrial
 
-_PROMPTS_MEASURED = 1000
+_ROWS_MEASURED = 1000
+# Name of an argument with a dotted key; the option has the same name in the group `data`.
+_KEY = re.compile(r"\b\w+_key=")
 # A response without an answer, so that an environment replies.
 _NO_ANSWER = "?"
 
 
-def check_prompts(config: RecipeConfig) -> None:
-    """Read every row once, call the reward for one row of each data source, and measure prompts.
+def check_data(config: RecipeConfig) -> None:
+    """Read every row, call the reward for one row of each data source, and measure prompts and responses.
 
     Raises:
         ConfigError: A file or a row is wrong, there are too few rows, a data source has no reward, a reward fails, or a
-            prompt is too long or refused by the chat template.
+            prompt is refused by the chat template. Or texts are too long: too few rows are left, or no long row is
+            allowed.
     """
     import numpy as np
 
     from rl_plugins.data.curriculum import Curriculum
+    from rl_plugins.data.formats import FORMATS
     from rl_plugins.data.orders import build_mixture, load_parts
     from rl_plugins.data.parquet import load_rows
 
     data, needed = config.data, config.batch.prompts_per_step
     source = training_data(config)
-    train_columns, val_columns = columns_of(config)
-    train, firsts = load_parts(source, train_columns)
+    train_kind, val_kind = kinds_of(config)
+    train, firsts = load_parts(source, FORMATS[train_kind].columns)
     if len(train) < needed:
         raise ConfigError(
             f"the training data has {len(train)} rows, fewer than batch.prompts_per_step={needed}. Lower "
@@ -51,22 +57,30 @@ def check_prompts(config: RecipeConfig) -> None:
         mixture = build_mixture(source, firsts, len(train), **size)
         if data.curriculum.share:
             Curriculum(mixture, data.curriculum, kept=np.arange(len(train)), **size)
-    validation = load_rows(data.val_files, val_columns) if data.val_files else None
+    training = _Rows(train, train_kind, needed, config)
+    validation = None
+    if data.val_files:
+        validation = _Rows(load_rows(data.val_files, FORMATS[val_kind].columns), val_kind, 1, config)
     # The reward scores the responses to these rows.
     scored = [train] if config.stage in SAMPLING_STAGES else []
-    scored += [validation] if validation and config.generates else []
+    scored += [validation.rows] if validation and config.generates else []
     replies = _check_rewards(config, chain.from_iterable(scored))
     if (Path(config.model.path) / "tokenizer.json").is_file():
-        for rows in filter(None, (train, validation)):
-            _check_lengths(config, rows, replies)
+        tokenizer = _load_tokenizer(config, replies)
+        for rows in filter(None, (training, validation)):
+            rows.check_lengths(tokenizer)
 
 
-def columns_of(config: RecipeConfig) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the necessary columns of training rows and of validation rows. Only scored rows need a reward."""
-    from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS
-
-    given = config.stage in GIVEN_RESPONSE_STAGES
-    return UNSCORED_COLUMNS if given else COLUMNS, COLUMNS if config.generates else UNSCORED_COLUMNS
+def kinds_of(config: RecipeConfig) -> tuple[str, str]:
+    """Return the names of the formats (`FORMATS`) of training rows and of validation rows."""
+    if config.stage == "sft":
+        return "sft", "prompts"
+    if config.stage not in GIVEN_RESPONSE_STAGES:
+        return "prompts", "prompts"
+    kind = "judged" if config.data.label_key is not None else "preferences"
+    if config.loss.name == "process_reward":
+        kind = "steps"
+    return kind, "prompts" if config.generates else kind
 
 
 def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
@@ -134,27 +148,16 @@ def _details_used(algorithm: object) -> list[tuple[str, str]]:
     return [*names, *([("algorithm.group_filter.metric", metric)] if metric else [])]
 
 
-def _check_lengths(config: RecipeConfig, rows: PromptRows, replies: Iterable[Message]) -> None:
-    """Try the chat template, and measure prompts in tokens.
-
-    The template is tried on every order of roles, and on the replies of environments. Only the prompts with the most or
-    the fewest characters are measured, to limit the time for a large data set.
+def _load_tokenizer(config: RecipeConfig, replies: Iterable[Message]) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the policy, and try its chat template on the replies of environments.
 
     Raises:
-        ConfigError: The template refuses messages, or a prompt is too long.
+        ConfigError: The tokenizer has no template, or the template refuses a reply.
     """
-    import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-    from rl_plugins.data.tokenization import (
-        TurnTokenizer,
-        accepted_messages,
-        check_chat_template,
-        tokenize_prompts,
-        within_limit,
-    )
+    from rl_plugins.data.tokenization import TurnTokenizer, check_chat_template
 
-    limit, refuse = config.data.max_prompt_tokens, config.data.overlong_prompts == "error"
     # The import of AutoTokenizer would take several seconds. The token ids are not used.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
     check_chat_template(tokenizer)
@@ -162,27 +165,112 @@ def _check_lengths(config: RecipeConfig, rows: PromptRows, replies: Iterable[Mes
         turns = TurnTokenizer(tokenizer)
         for reply in replies:
             turns.tokens(reply, tokenizer.eos_token_id, config.environment.max_observation_tokens)
+    return tokenizer
 
-    def measure(numbers: Sequence[int]) -> np.ndarray:
-        return tokenize_prompts((rows.rows[number]["prompt"] for number in numbers), tokenizer, {}).lengths
 
-    characters = [_characters(messages) for messages in accepted_messages(rows, tokenizer, {})]
-    by_characters = np.argsort(characters, kind="stable").tolist()
-    measured = by_characters[-_PROMPTS_MEASURED:] if refuse else by_characters[:_PROMPTS_MEASURED]
-    lengths = np.zeros(len(rows), dtype=np.int64)
-    lengths[measured] = measure(measured)
-    if not refuse:
-        if lengths[measured].min() <= limit:
+class _Rows:
+    """Rows of training or of validation.
+
+    Args:
+        rows: The rows.
+        kind: Name of their format.
+        needed: Smallest number of rows with a prompt and responses within the limits.
+        config: Configuration of the run.
+
+    Raises:
+        ConfigError: A value beside the prompt is missing or wrong.
+    """
+
+    def __init__(self, rows: PromptRows, kind: str, needed: int, config: RecipeConfig) -> None:
+        from rl_plugins.data.formats import FORMATS, RowKeys
+
+        data = config.data
+        self._keys = RowKeys(
+            response_key=data.response_key,
+            chosen_key=data.chosen_key,
+            rejected_key=data.rejected_key,
+            margin_key=data.margin_key,
+            label_key=data.label_key or "",
+            steps_key=data.steps_key,
+            labels_key=data.labels_key,
+        )
+        self.rows, self._format, self._needed, self._config = rows, FORMATS[kind], needed, config
+        self._limits = {"data.max_prompt_tokens": data.max_prompt_tokens}
+        # Characters of the longest response of each row.
+        self._response_characters: list[int] = []
+        if kind == "prompts":
             return
-        rest = by_characters[_PROMPTS_MEASURED:]
-        lengths[rest] = measure(rest)
-    within_limit(
-        rows,
-        lengths,
-        option="data.max_prompt_tokens",
-        limit=limit,
-        overlong="error" if refuse else "filter",
-    )
+        self._limits["sampling.max_tokens"] = config.sampling.max_tokens
+        for number, row in enumerate(rows):
+            responses = self._responses(row, rows.location(number))
+            self._response_characters.append(max(sum(map(len, texts)) for texts in responses))
+
+    def _responses(self, row: Row, location: str) -> Sequence[Sequence[str]]:
+        try:
+            return self._format.responses(self._format.read(row, self._keys, location))
+        except RowError as error:
+            named = (_KEY.sub(r"data.\g<0>", text) for text in (error.field, error.reason))
+            raise RowError(error.where, *named) from None
+
+    def check_lengths(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Try the chat template on every order of roles, and measure texts in tokens.
+
+        To limit the time for a large data set, with `data.overlong_prompts=filter` only the shortest rows are measured,
+        until enough rows are within the limits; with `error`, only the rows with the most characters.
+
+        Raises:
+            ConfigError: The template refuses messages, too few rows are within the limits, or a row is too long.
+        """
+        import numpy as np
+
+        from rl_plugins.data.tokenization import accepted_messages, within_limit
+
+        characters = np.asarray([
+            [_characters(messages) for messages in accepted_messages(self.rows, tokenizer, {})],
+            *([self._response_characters] if self._response_characters else []),
+        ])  # fmt: skip
+        lengths = np.zeros_like(characters)
+
+        def measure(numbers: np.ndarray) -> None:
+            for one, measured in zip(lengths, self._measured(numbers.tolist(), tokenizer), strict=True):
+                one[numbers] = measured
+
+        refuse = self._config.data.overlong_prompts == "error"
+        if refuse:
+            for of_text in characters:
+                measure(np.argsort(of_text, kind="stable")[-_ROWS_MEASURED:])
+        else:
+            limits, fitting = np.asarray(list(self._limits.values()))[:, None], 0
+            shortest = np.argsort(characters.sum(axis=0), kind="stable")
+            for first in range(0, len(shortest), _ROWS_MEASURED):
+                numbers = shortest[first : first + _ROWS_MEASURED]
+                measure(numbers)
+                fitting += int((lengths[:, numbers] <= limits).all(axis=0).sum())
+                if fitting >= self._needed:
+                    return
+        for (option, limit), of_text in zip(self._limits.items(), lengths, strict=True):
+            within_limit(self.rows, of_text, option=option, limit=limit, overlong="error" if refuse else "filter")
+        if not refuse:
+            options = " and ".join(f"{option}={limit}" for option, limit in self._limits.items())
+            raise ConfigError(
+                f"{fitting} of {len(self.rows)} rows are within {options}, fewer than "
+                f"batch.prompts_per_step={self._needed}: raise a limit, lower batch.prompts_per_step, or add data"
+            )
+
+    def _measured(self, numbers: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[int]]:
+        """Yield the tokens of each prompt, then of each longest response."""
+        from rl_plugins.data.tokenization import tokenize_prompts
+
+        yield tokenize_prompts((self.rows.rows[number]["prompt"] for number in numbers), tokenizer, {}).lengths.tolist()
+        if self._response_characters:
+            yield [
+                max(
+                    # The end of a response is one more token.
+                    1 + sum(map(len, tokenizer(list(texts), add_special_tokens=False)["input_ids"]))
+                    for texts in self._responses(self.rows.rows[number], self.rows.location(number))
+                )
+                for number in numbers
+            ]
 
 
 def _characters(messages: Iterable[Mapping[str, Any]]) -> int:

@@ -45,15 +45,21 @@ def preflight(config: RecipeConfig) -> None:
     # an outage, which a run survives.
     if config.tracking.enabled and config.tracking.parent_run is None:
         check_store(tracking_uri(config))
-    from rl_plugins.launch.dry_run import check_prompts
+    from rl_plugins.launch.dry_run import check_data
 
-    check_prompts(config)
+    check_data(config)
     if config.stage in ("policy_optimization", "prime"):
         # The import loads torch, which takes seconds.
-        from rl_plugins.launch.algorithm_check import check_algorithm, check_pools
+        from rl_plugins.launch.algorithm_check import check_algorithm, check_pools, check_process_reward_model
 
         check_algorithm(config)
         check_pools(config)
+        if config.stage == "prime":
+            check_process_reward_model(config)
+    elif config.stage != "sft":
+        from rl_plugins.launch.algorithm_check import check_loss
+
+        check_loss(config)
 
 
 def check_stage_ahead(config: RecipeConfig, folder: Path) -> None:
@@ -159,9 +165,8 @@ def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lamb
     """
     from rl_plugins.models.loading import check_model_folder
 
-    for group in ("model", "reference", "teacher", "critic", "reward_model"):
-        path = getattr(config, group).path
-        if not path or is_left_out(path):
+    for group, path in config.model_paths.items():
+        if is_left_out(path):
             continue
         option = f"{group}.path"
         check_model_folder(option, path)
@@ -241,15 +246,16 @@ def _context_window(model: dict[str, Any]) -> int | None:
 
 def _check_data_files(config: RecipeConfig, is_made_later: Callable[[str], bool]) -> None:
     """Open the data files, which fails for a missing file or a missing column."""
+    from rl_plugins.data.formats import FORMATS
     from rl_plugins.data.parquet import ParquetRows
-    from rl_plugins.launch.dry_run import columns_of
+    from rl_plugins.launch.dry_run import kinds_of
 
     data = config.data
     train_files = [path for part in data.mixture.values() for path in part.files] or data.train_files
-    for paths, columns in zip((train_files, data.val_files), columns_of(config), strict=True):
+    for paths, kind in zip((train_files, data.val_files), kinds_of(config), strict=True):
         for path in paths:
             if not is_made_later(path):
-                ParquetRows(Path(path), columns)
+                ParquetRows(Path(path), FORMATS[kind].columns)
 
 
 def _check_reward_files(config: RecipeConfig) -> None:

@@ -17,12 +17,6 @@ from rl_plugins.data.preferences import PairBatch, UnpairedBatch
 from rl_plugins.ranks import Ranks
 from rl_plugins.stages.micro_batches import Lengths
 
-PAIR_INPUTS = frozenset({
-    "chosen_log_probs_N", "rejected_log_probs_N", "ref_chosen_log_probs_N", "ref_rejected_log_probs_N",
-    "chosen_lengths_N", "rejected_lengths_N", "margins_N",
-})  # fmt: skip
-JUDGED_INPUTS = frozenset({"log_probs_N", "ref_log_probs_N", "lengths_N", "desirable_N", "reference_point"})
-
 
 @dataclass(frozen=True)
 class PreferenceExamples:

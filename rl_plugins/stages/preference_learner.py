@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
-from rl_plugins.algorithms.inputs import call_with, required_inputs
+from rl_plugins.algorithms.inputs import JUDGED_INPUTS, PAIR_INPUTS, call_with, required_inputs
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, kto_reference_point
 from rl_plugins.algorithms.registry import named_function
 from rl_plugins.data.experience import Experience
@@ -22,7 +22,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
-from rl_plugins.stages.preference_examples import JUDGED_INPUTS, PAIR_INPUTS, PreferenceExamples, mismatched
+from rl_plugins.stages.preference_examples import PreferenceExamples, mismatched
 from rl_plugins.strategies.contract import POLICY, REFERENCE
 
 

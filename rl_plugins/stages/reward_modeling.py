@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
-from rl_plugins.algorithms.inputs import call_with, required_inputs
+from rl_plugins.algorithms.inputs import SCORED_PAIR_INPUTS, SCORED_STEP_INPUTS, call_with, required_inputs
 from rl_plugins.algorithms.registry import named_function
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES, RewardModelLoss
 from rl_plugins.data.experience import Experience
@@ -145,7 +145,7 @@ class RewardModeling(Stage):
 class Pairs:
     """Pairs of responses to one prompt; both responses of a pair are always in the same micro-batch."""
 
-    given = frozenset({"chosen_scores_B", "rejected_scores_B", "margins_B"})
+    given = SCORED_PAIR_INPUTS
 
     def __init__(self, batch: PairBatch, pad_token_id: int) -> None:
         """Pad the pairs."""
@@ -190,7 +190,7 @@ class Pairs:
 class Steps:
     """Responses with a label at the end of each step."""
 
-    given = frozenset({"scores_BT", "labels_BT", "label_mask_BT"})
+    given = SCORED_STEP_INPUTS
 
     def __init__(self, batch: ProcessRewardBatch, pad_token_id: int) -> None:
         """Pad the responses and the labels."""

@@ -111,6 +111,17 @@ def test_sft_data_module_drops_long_prompts_and_long_responses(row, tokenizer):
         data.setup("fit")
 
 
+def test_sft_data_module_needs_reward_model_only_for_validation(row, tokenizer):
+    rows = [{name: value for name, value in row(0).items() if name != "reward_model"}]
+    options = {"tokenizer": tokenizer, "prompts_per_step": 1, "response_key": "extra_info.answer"}
+    data = SFTDataModule(rows, **options)
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    assert tokenizer.decode(batch["response_ids"][0]) == "it is 1<|end|>"
+    with pytest.raises(ConfigError, match="list, row 0, column 'reward_model': it is missing"):
+        SFTDataModule(None, rows, **options).setup("validate")
+
+
 def test_sft_data_module_validates_on_prompts_alone(row, tokenizer):
     rows = [row(0), row(1, reward_model={"ground_truth": ""})]
     data = SFTDataModule(None, rows, tokenizer=tokenizer, prompts_per_step=1)

@@ -86,6 +86,21 @@ def workplace(tmp_path_factory) -> Path:
     system = {"role": "system", "content": "Add."}
     write("system", [row(prompt=[system] * (number == 40) + row()["prompt"]) for number in range(64)])
     write("one_long", [row("1+" * 40)] + [row() for _ in range(63)])
+    pairs = [row(chosen=f"{number}", rejected="no", margin=0.5, good=True) for number in range(40)]
+    write("pairs", [{key: value for key, value in pair.items() if key != "reward_model"} for pair in pairs])
+    write("equal_pair", [*pairs[:33], pairs[0] | {"chosen": "no"}])
+    write("pair_of_nulls", [*pairs[:33], pairs[0] | {"rejected": None}])
+    write("no_margin", [*pairs[:33], pairs[0] | {"margin": float("inf")}])
+    write("wrong_label", [pair | {"good": 1} for pair in pairs])
+    write("long_pairs", [pair | {"chosen": "9" * (60 + number)} for number, pair in enumerate(pairs)])
+    write("one_long_pair", [*pairs[:33], pairs[0] | {"rejected": "9" * 60}])
+    few = [pair | {"rejected": "9" * 60 * (number < 9)} for number, pair in enumerate(pairs)]
+    write("few_short_pairs", [pair | {"rejected": pair["rejected"] or "no"} for pair in few])
+    steps = [row(extra_info={"steps": ["1", "2"], "labels": [1.0, None]}) for _ in range(40)]
+    write("steps", steps)
+    write("label_of_2", [*steps[:32], row(extra_info={"steps": ["1", "2"], "labels": [1.0, 2.0]})])
+    write("label_too_many", [*steps[:32], row(extra_info={"steps": ["1", "2"], "labels": [1.0, 0.0, 0.0]})])
+    write("no_truth", [*(row() for _ in range(32)), row(reward_model={"style": "rule", "ground_truth": ""})])
     (folder / "text.parquet").write_text("hello")
     (folder / "rewards.py").write_text(REWARDS)
     save_model(folder / "model")

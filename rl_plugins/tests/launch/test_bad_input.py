@@ -16,9 +16,9 @@ from huggingface_hub import constants
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch import preflight, ray_train, training
 from rl_plugins.launch.command_line import compose_config, recipe_main, run_recipe
-from rl_plugins.launch.dry_run import check_prompts
+from rl_plugins.launch.dry_run import check_data
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tests.launch.bad_options import CHECKS, COMPOSING
+from rl_plugins.tests.launch.bad_options import CHECKS, COMPOSING, OTHER_RECIPES, PAIRS, STEPS
 from rl_plugins.tests.launch.configurations import configured, message_of
 
 GOOD = [
@@ -43,7 +43,7 @@ def _in_workplace(workplace: Path, _composed_once: None, monkeypatch: pytest.Mon
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the called launchers. The launchers do nothing."""
     calls: list[str] = []
-    monkeypatch.setattr(ray_train, "train", lambda *_: calls.append("ray"))
+    monkeypatch.setattr(ray_train, "train_on_ray", lambda *_: calls.append("ray"))
     monkeypatch.setattr(training, "train_in_this_process", lambda *_: calls.append("local"))
     return calls
 
@@ -68,9 +68,9 @@ def compose(*overrides: str) -> str:
     return message_of(lambda: parse_config(compose_config("grpo", [*GOOD, *overrides])))
 
 
-def check(*overrides: str) -> str:
+def check(*overrides: str, recipe: str = "grpo") -> str:
     """Return the message of `run_recipe`'s ConfigError for the good and the given options."""
-    return message_of(lambda: run_recipe(configured("grpo", *GOOD, *overrides)))
+    return message_of(lambda: run_recipe(configured(recipe, *GOOD, *overrides)))
 
 
 def missing_words(message: str, overrides: list[str], expected: list[str]) -> list[str]:
@@ -104,6 +104,35 @@ def test_run_recipe_names_the_option_and_the_way_out(subject, started):
     assert wrong == [] and started == []
 
 
+@pytest.mark.parametrize("recipe", OTHER_RECIPES)
+def test_run_recipe_names_the_row_or_the_option_in_other_recipes(recipe, started):
+    wrong = []
+    for overrides, expected in OTHER_RECIPES[recipe]:
+        wrong += missing_words(check(*overrides, recipe=recipe), overrides, expected)
+    assert wrong == [] and started == []
+
+
+def test_run_recipe_starts_other_recipes_with_good_input(started, tmp_path):
+    good: list[tuple[str, list[str]]] = [
+        ("sft", []),
+        ("sft", ["data.train_files=[pairs.parquet]", "data.response_key=chosen"]),
+        ("preference_optimization", [PAIRS]),
+        ("preference_optimization", ["data.train_files=[one_long_pair.parquet]"]),
+        ("preference_optimization", [PAIRS, "loss.name=kto", "data.label_key=good", "data.response_key=chosen"]),
+        ("reward_modeling", [PAIRS, "data.val_files=[pairs.parquet]"]),
+        ("reward_modeling", [*STEPS, "data.val_files=[steps.parquet]"]),
+        ("prime", ["process_reward_model.path=model"]),
+        ("online_preference_optimization", []),
+    ]
+    # In one process, because each process for the trial of a reward takes a second.
+    alone = [*IN_ONE_PROCESS, "reward.num_workers=0", "tracking.enabled=false"]
+    messages = [
+        check(f"run.output_dir={tmp_path}/{number}", *alone, *options, recipe=recipe)
+        for number, (recipe, options) in enumerate(good)
+    ]
+    assert messages == ["nothing is refused"] * len(good) and started == ["local"] * len(good)
+
+
 def test_run_recipe_refuses_offload_to_nvme_without_libaio(started, monkeypatch):
     # In the place of DeepSpeed's module, whose import takes seconds and whose answer is the machine's.
     builder = SimpleNamespace(is_compatible=lambda: False)
@@ -127,13 +156,13 @@ def test_run_recipe_refuses_a_tracking_server_that_does_not_answer(started, refu
     assert missing_words(check(*overrides), overrides, words) == [] and started == []
 
 
-def test_check_prompts_calls_rewards_without_gpus(monkeypatch):
+def test_check_data_calls_rewards_without_gpus(monkeypatch):
     """A reward must not take memory of a worker's GPU in this process."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
 
     def check(*options: str) -> str:
         reward = ["reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=sees_gpus"]
-        return message_of(lambda: check_prompts(configured("grpo", *GOOD, *reward, *options)))
+        return message_of(lambda: check_data(configured("grpo", *GOOD, *reward, *options)))
 
     assert "CUDA_VISIBLE_DEVICES=''" in check() and os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert check("reward.gpus=0.5") == "nothing is refused"
