@@ -106,6 +106,14 @@ class RecipeConfig(Settings):
         return bool(self.data.val_files) and self.run.eval_every > 0
 
     @property
+    def prompts_drawn(self) -> int:
+        """Number of prompts drawn for a step; see `algorithm.group_filter`."""
+        node = self.algorithm if isinstance(self.algorithm, dict) else {}
+        group_filter = node.get("group_filter") or {}
+        oversampling = group_filter.get("oversampling", 1) if self.stage in COLLECTING_STAGES else 1
+        return self.batch.prompts_per_step * int(oversampling)
+
+    @property
     def num_workers(self) -> int:
         """Number of training workers: one with the local launcher."""
         return 1 if self.launcher == "local" else self.placement.num_workers

@@ -47,6 +47,9 @@ class RunConfig(Settings):
         name: name of the run; its folder is `output_dir/name`.
         output_dir: parent folder of all runs.
         steps: number of training steps.
+        epochs: passes over the rows of `data.train_files`, such as 3 or 0.5, which set `steps`; null keeps `steps`. Rows
+            that are dropped as too long count as well.
+        dry_run: run all checks, print the size of a step, and exit without a start.
         seed: seed of all random numbers.
         resume: `true` continues the run of this name; `auto` starts the run if there is none, continues the run if
             steps are left, and does nothing if the run is finished; `false` refuses to change an existing run.
@@ -69,6 +72,8 @@ class RunConfig(Settings):
     name: str = MISSING
     output_dir: str = "outputs"
     steps: Annotated[int, AT_LEAST_1] = 100
+    epochs: Annotated[float | None, ABOVE_0_OR_NULL] = None
+    dry_run: bool = False
     seed: Annotated[int, NOT_NEGATIVE] = 0
     resume: Annotated[bool | str, _RESUME] = False
     deterministic: bool = False

@@ -22,7 +22,13 @@ from rl_plugins.data.loaders import BatchSource, EvalLoader, StepLoader
 from rl_plugins.data.orders import Mixture, Order, Source, build_mixture, load_parts
 from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import PromptBatch, TokenizedPrompts, build_prompts
-from rl_plugins.data.tokenization import Overlong, check_chat_template, load_tokenizer, within_limit
+from rl_plugins.data.tokenization import (
+    Overlong,
+    check_chat_template,
+    check_template_options,
+    load_tokenizer,
+    within_limit,
+)
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,6 +130,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             if isinstance(self.tokenizer, str):
                 self.tokenizer = load_tokenizer(self.tokenizer)
             check_chat_template(self.tokenizer)
+            check_template_options(self.tokenizer, self.chat_template_kwargs)
             self.sources[split] = self.build(rows, self.tokenizer, split)
             kept = len(self.sources[split])
             self.dropped_prompts[split] = len(rows) - kept

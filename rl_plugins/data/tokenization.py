@@ -7,8 +7,10 @@ sampled tokens need not give the same tokens.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -29,6 +31,9 @@ _RESPONSE = "whatever-was-said"
 # Characters that Unicode keeps out of texts, around the number of a special token.
 _MARK = "\ufdd0{}\ufdd1"
 _MARKS = re.compile("\ufdd0(\\d{1,9})\ufdd1", re.ASCII)
+_NAMES = re.compile(r"[A-Za-z_]\w*")
+_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "chat_template"})
+"""Arguments of `apply_chat_template` for variables of the template, or for the template itself."""
 _Item = TypeVar("_Item")
 
 # Tokenizers -------------------------------------------------------------------------------------------------------
@@ -83,6 +88,30 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
             f"The tokenizer {tokenizer.name_or_path!r} has no chat template, which messages need: use the "
             "tokenizer of an instruction-tuned model, or set its `chat_template`."
         )
+
+
+def check_template_options(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
+    """Check the names of further variables of the chat template.
+
+    Raises:
+        ConfigError: the package itself sets an argument, or the template has no variable of a name.
+    """
+    if not template_options:
+        return
+    arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"kwargs"}
+    template = tokenizer.get_chat_template(template_options.get("chat_template"), template_options.get("tools"))
+    words = set(_NAMES.findall(template)) | _TEMPLATE_ARGUMENTS
+    for name in template_options:
+        if name in arguments - _TEMPLATE_ARGUMENTS:
+            raise ConfigError(
+                f"chat_template_kwargs.{name}: the package sets this argument of apply_chat_template: leave it out"
+            )
+        if name not in words:
+            close = get_close_matches(name, words, n=1)
+            raise ConfigError(
+                f"chat_template_kwargs.{name}: the chat template of {tokenizer.name_or_path!r} reads no such variable: "
+                + (f"did you mean {close[0]!r}?" if close else "leave it out, or correct the name")
+            )
 
 
 def check_end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> None:

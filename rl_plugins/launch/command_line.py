@@ -232,7 +232,7 @@ def exits_refused() -> Iterator[None]:
 def run_recipe(
     config: RecipeConfig, recipe: str | None = None, when_checked: Callable[[RecipeConfig], None] | None = None
 ) -> RunFolder:
-    """Check the configuration and train.
+    """Check the configuration and train. With `run.dry_run`, only check the configuration.
 
     Args:
         config: Configuration of the run.
@@ -251,12 +251,14 @@ def run_recipe(
         KeyboardInterrupt: A signal ended the run at once. The message names the newest checkpoint.
     """
     from rl_plugins.launch.build_lock import clear_stale_build_locks, extensions_folder
+    from rl_plugins.launch.dry_run import set_steps
     from rl_plugins.launch.preflight import fetch_models, preflight, tracking_uri
     from rl_plugins.launch.resume import finished_step
 
     if config.launcher == "local":
         # Set before the checks import torch: spinning threads make other threads up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_steps(config)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     if (step := finished_step(config, folder)) is not None:
         print(
@@ -268,6 +270,12 @@ def run_recipe(
     config.tracking.uri = tracking_uri(config)
     fetch_models(config)
     preflight(config)
+    if config.run.dry_run:
+        print(
+            f"{config.run.name}: all checks have passed: {_describe_batch(config)}. Without run.dry_run, the run starts",
+            flush=True,
+        )
+        return folder
     if when_checked is not None:
         when_checked(config)
     for lock in clear_stale_build_locks(extensions_folder()):

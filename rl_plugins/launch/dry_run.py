@@ -28,6 +28,28 @@ _KEY = re.compile(r"\b\w+_key=")
 _NO_ANSWER = "?"
 
 
+def set_steps(config: RecipeConfig) -> None:
+    """Set `run.steps` to the steps of `run.epochs`, if the option is given.
+
+    Raises:
+        ConfigError: The training data is missing, or has no passes because prompts are drawn in shares.
+    """
+    from rl_plugins.data.formats import FORMATS
+    from rl_plugins.data.orders import load_parts
+
+    epochs, data = config.run.epochs, config.data
+    if epochs is None:
+        return
+    for option, is_set in {"data.mixture": data.mixture, "data.curriculum.share": data.curriculum.share}.items():
+        if is_set:
+            raise ConfigError(
+                f"run.epochs={epochs:g}: {option} draws prompts in shares, so there are no passes over all rows: leave "
+                "run.epochs out, and give run.steps"
+            )
+    rows, _ = load_parts(training_data(config), FORMATS[kinds_of(config)[0]].columns)
+    config.run.steps = max(1, round(epochs * (len(rows) // config.prompts_drawn)))
+
+
 def check_data(config: RecipeConfig) -> None:
     """Read every row, call the reward for one row of each data source, and measure prompts and responses.
 
@@ -156,13 +178,18 @@ def _load_tokenizer(config: RecipeConfig, replies: Iterable[Message]) -> PreTrai
     """
     from transformers import PreTrainedTokenizerFast
 
-    from rl_plugins.data.tokenization import TurnTokenizer, check_chat_template
+    from rl_plugins.data.tokenization import TurnTokenizer, check_chat_template, check_template_options
 
     # The import of AutoTokenizer would take several seconds. The token ids are not used.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
     check_chat_template(tokenizer)
+    options = config.data.chat_template_kwargs
+    try:
+        check_template_options(tokenizer, options)
+    except ConfigError as error:
+        raise ConfigError(f"data.{error}") from None
     if config.environment.max_turns > 1:
-        turns = TurnTokenizer(tokenizer)
+        turns = TurnTokenizer(tokenizer, options)
         for reply in replies:
             turns.tokens(reply, tokenizer.eos_token_id, config.environment.max_observation_tokens)
     return tokenizer
@@ -195,6 +222,7 @@ class _Rows:
             labels_key=data.labels_key,
         )
         self.rows, self._format, self._needed, self._config = rows, FORMATS[kind], needed, config
+        self._template_options = data.chat_template_kwargs
         self._limits = {"data.max_prompt_tokens": data.max_prompt_tokens}
         # Characters of the longest response of each row.
         self._response_characters: list[int] = []
@@ -226,7 +254,7 @@ class _Rows:
         from rl_plugins.data.tokenization import accepted_messages, within_limit
 
         characters = np.asarray([
-            [_characters(messages) for messages in accepted_messages(self.rows, tokenizer, {})],
+            [_characters(messages) for messages in accepted_messages(self.rows, tokenizer, self._template_options)],
             *([self._response_characters] if self._response_characters else []),
         ])  # fmt: skip
         lengths = np.zeros_like(characters)
@@ -261,7 +289,8 @@ class _Rows:
         """Yield the tokens of each prompt, then of each longest response."""
         from rl_plugins.data.tokenization import tokenize_prompts
 
-        yield tokenize_prompts((self.rows.rows[number]["prompt"] for number in numbers), tokenizer, {}).lengths.tolist()
+        prompts = (self.rows.rows[number]["prompt"] for number in numbers)
+        yield tokenize_prompts(prompts, tokenizer, self._template_options).lengths.tolist()
         if self._response_characters:
             yield [
                 max(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,6 +69,7 @@ class PipelineConfig:
         tracking_uri: URI of the MLflow store; null is MLFLOW_TRACKING_URI, or an SQLite file in the pipeline's folder.
         experiment: MLflow experiment.
         resume: `true` or `auto` starts or continues the pipeline of this name; `false` refuses to change a pipeline.
+        dry_run: check all stages, with the rows and rewards of the next stage, and exit without a start.
         folder: folder of the pipeline, for the options of stages to refer to.
         data: lists of files by name, for the options of stages to refer to.
         common: options of every stage.
@@ -80,6 +82,7 @@ class PipelineConfig:
     tracking_uri: str | None = None
     experiment: str = "rl_plugins"
     resume: bool | str = False
+    dry_run: bool = False
     folder: str = MISSING
     data: dict[str, list[str]] = field(default_factory=dict)
     common: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +105,9 @@ def pipeline_main(config_name: str) -> None:
 
     def run() -> None:
         for composed, _ in compose_for_command_line(config_name):
-            print(f"all stages are in {run_pipeline(composed)}")
+            folder = run_pipeline(composed)
+            if not composed.dry_run:
+                print(f"all stages are in {folder}")
 
     exit_on_user_error(run, resume="resume=true")
 
@@ -124,6 +129,11 @@ def run_pipeline(composed: DictConfig) -> Path:
     first = next(iter(configs.values()))
     folder = Path(first.run.output_dir)
     _check_stages(configs, folder, resume=composed.resume)
+    if composed.dry_run:
+        left = (name for name in configs if RunFolder(folder / name).exported() is None)
+        for name in islice(left, 1):
+            _name_stage(name, partial(run_recipe, configs[name]))
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     if first.tracking.enabled:
         check_store(str(first.tracking.uri))
@@ -165,7 +175,7 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
     tracking = {"uri": uri, "experiment": pipeline.experiment}
     configs = {}
     for name, stage in pipeline.stages.items():
-        own_options = {"run": {**run, "name": name}, "tracking": tracking}
+        own_options = {"run": {**run, "name": name, "dry_run": pipeline.dry_run}, "tracking": tracking}
 
         def compose(stage: PipelineStage = stage, own_options: Mapping[str, Any] = own_options) -> RecipeConfig:
             # Merged as plain values: `parse_config` compares the result with the schema, and names the wrong option.

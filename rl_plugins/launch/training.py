@@ -36,7 +36,7 @@ from rl_plugins.callbacks.system_metrics import SystemMetrics
 from rl_plugins.callbacks.target_reward import TargetReward
 from rl_plugins.callbacks.throughput import Throughput
 from rl_plugins.config.models import RewardModelConfig
-from rl_plugins.config.recipe import COLLECTING_STAGES, RecipeConfig, write_config
+from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
@@ -140,7 +140,9 @@ class TrainingRun:
         return {
             "scorer": self.scorer,
             "eval_sampling": eval_sampling,
-            "environment": EnvironmentConfig(**vars(self.config.environment)),
+            "environment": EnvironmentConfig(
+                **vars(self.config.environment), template_options=self.config.data.chat_template_kwargs
+            ),
             "seed": self.config.run.seed,
         }
 
@@ -180,9 +182,10 @@ class TrainingRun:
         return {
             "validation": list(data.val_files) or None,
             "tokenizer": self.tokenizer,
-            "prompts_per_step": config.batch.prompts_per_step * _oversampling(config),
+            "prompts_per_step": config.prompts_drawn,
             "eval_batch_size": data.eval_batch_size,
             "overlong_prompts": data.overlong_prompts,
+            "chat_template_kwargs": data.chat_template_kwargs,
             "seed": config.run.seed,
             "max_prompt_tokens": data.max_prompt_tokens,
         }
@@ -395,10 +398,3 @@ def transformers_rollout(config: RecipeConfig, device: str) -> TransformersRollo
     return TransformersRollout(
         config.model.path, dtype=dtype, device=device, check_updates=config.rollout.check_updates
     )
-
-
-def _oversampling(config: RecipeConfig) -> int:
-    """Return the number of groups that are sampled for each group of a step; see `algorithm.group_filter`."""
-    node = config.algorithm if isinstance(config.algorithm, dict) else {}
-    group_filter = node.get("group_filter") or {}
-    return int(group_filter.get("oversampling", 1)) if config.stage in COLLECTING_STAGES else 1

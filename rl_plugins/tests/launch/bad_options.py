@@ -121,6 +121,7 @@ CHECKS: dict[str, list[Case]] = {
         ),
         (["rollout.engines=many"], ["rollout.engines=many", "per_worker"]),
         (["run.steps=0"], ["run.steps=0", "at least 1"]),
+        (["run.epochs=0"], ["run.epochs=0", "above 0, or null"]),
         (["sampling.temperature=-1"], ["sampling.temperature=-1", "0 or more"]),
         (
             ["validation.samples_per_prompt=4"],
@@ -267,6 +268,8 @@ CHECKS: dict[str, list[Case]] = {
             ],
             ["data.mixture.b: 1 rows are too few", "lower its weight"],
         ),
+        (["run.epochs=2", "data.curriculum.share=0.5"], ["run.epochs=2", "data.curriculum.share", "give run.steps"]),
+        (["run.epochs=2", "data.train_files=[gone.parquet]"], ["gone.parquet", "no such file"]),
         (["data.curriculum.share=1"], ["data.curriculum.share=1", "below 1"]),
         (
             ["data.curriculum.share=0.5", "batch.samples_per_prompt=1"],
@@ -275,6 +278,14 @@ CHECKS: dict[str, list[Case]] = {
         (["data.curriculum.share=0.5", "stage=sft"], ["data.curriculum.share=0.5", "stage=sft"]),
         (["data.curriculum.share=0.01", "batch.prompts_per_step=4"], ["share=0.01 of 4 prompts per step is 0"]),
         (["data.dataset={_target_: no_such.Rows}"], ["data.dataset", "no_such"]),
+        (
+            ["model.path=thinks", "+data.chat_template_kwargs.enable_thinkin=false"],
+            ["data.chat_template_kwargs.enable_thinkin: ", "did you mean 'enable_thinking'?"],
+        ),
+        (
+            ["+data.chat_template_kwargs.padding=true"],
+            ["data.chat_template_kwargs.padding: the package sets", "leave it out"],
+        ),
     ],
     "rewards": [
         (

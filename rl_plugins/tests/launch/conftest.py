@@ -21,6 +21,7 @@ USERS_ONLY = (
     "{% for m in messages %}{% if m['role'] in ('user', 'assistant') %}{{ m['content'] }}"
     "{% else %}{{ raise_exception('no role ' ~ m['role']) }}{% endif %}{% endfor %}<|end|>"
 )
+THINKS = CHAT_TEMPLATE + "{% if enable_thinking is not defined %}<think>{% endif %}"
 REWARDS = """
 def half(solution_str, ground_truth):
     return 0.5
@@ -107,6 +108,7 @@ def workplace(tmp_path_factory) -> Path:
     save_model(folder / "few_embeddings", vocab_size=100)
     save_model(folder / "users_only", chat_template=USERS_ONLY)
     save_model(folder / "no_template", chat_template=None)
+    save_model(folder / "thinks", chat_template=THINKS)
     (folder / "no_config").mkdir()
     (folder / "outputs" / "old").mkdir(parents=True)
     (folder / "outputs" / "through" / "policy").mkdir(parents=True)

@@ -16,7 +16,8 @@ from huggingface_hub import constants
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch import preflight, ray_train, training
 from rl_plugins.launch.command_line import compose_config, recipe_main, run_recipe
-from rl_plugins.launch.dry_run import check_data
+from rl_plugins.launch.dry_run import check_data, set_steps
+from rl_plugins.launch.resume import note_end
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.launch.bad_options import CHECKS, COMPOSING, OTHER_RECIPES, PAIRS, STEPS
 from rl_plugins.tests.launch.configurations import configured, message_of
@@ -231,6 +232,42 @@ def test_run_recipe_starts_the_launcher_with_good_input(overrides, started, tmp_
     run_recipe(configured("grpo", *GOOD, f"run.output_dir={tmp_path}", *overrides))
     assert started == ["local" if "launcher=local" in overrides else "ray"]
     assert "prompts x " in capsys.readouterr().out
+
+
+def test_recipe_main_only_checks_with_dry_run(grpo, started, tmp_path, capsys):
+    assert grpo(f"run.output_dir={tmp_path}", "run.dry_run=true") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("grpo: all checks have passed: 100 RL steps of 32 prompts x 8 samples")
+    assert started == [] and not (tmp_path / "grpo").exists()
+    assert grpo(f"run.output_dir={tmp_path}", "run.dry_run=true", "run.steps=0") == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["run.epochs=3", "batch.prompts_per_step=16"], 12),
+        (["run.epochs=0.5", "batch.prompts_per_step=16"], 2),
+        # The rows of an incomplete step are dropped.
+        (["run.epochs=2", "batch.prompts_per_step=24"], 4),
+        (["run.epochs=2", "algorithm=dapo", "batch.prompts_per_step=8", "algorithm.group_filter.oversampling=2"], 8),
+        (["run.epochs=null", "run.steps=7"], 7),
+    ],
+)
+def test_set_steps_counts_the_steps_of_epochs(overrides, steps):
+    config = configured("grpo", *GOOD, *overrides)
+    set_steps(config)
+    assert config.run.steps == steps
+
+
+def test_run_recipe_finds_a_run_of_epochs_finished(started, tmp_path, capsys):
+    config = configured("grpo", *GOOD, f"run.output_dir={tmp_path}", "run.resume=auto", "run.epochs=3")
+    set_steps(config)
+    folder = RunFolder(tmp_path / "grpo")
+    folder.export.mkdir(parents=True)
+    (folder.export / "config.json").write_text("{}")
+    note_end(config, folder, config.run.steps)
+    run_recipe(configured("grpo", *GOOD, f"run.output_dir={tmp_path}", "run.resume=auto", "run.epochs=3"))
+    assert started == [] and "the run is finished: step 6 was its last" in capsys.readouterr().out
 
 
 def test_run_recipe_resumes_a_folder_without_a_checkpoint_from_the_beginning(started, tmp_path, capsys):

@@ -109,6 +109,15 @@ def test_run_pipeline_checks_the_files_of_all_stages_before_the_first_stage(
     assert stages == [] and list(tmp_path.iterdir()) == []
 
 
+def test_run_pipeline_only_checks_with_dry_run(
+    good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(*good, "dry_run=true")
+    assert "sft: all checks have passed" in capsys.readouterr().out
+    assert [*tmp_path.iterdir()] == [tmp_path / "sft_rm_ppo"]
+    assert not [*(tmp_path / "sft_rm_ppo").iterdir()]
+
+
 def test_run_pipeline_begins_again_if_no_stage_has_begun(
     good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

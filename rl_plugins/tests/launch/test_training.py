@@ -1,0 +1,34 @@
+"""Arguments of stages, data modules and the trainer of a `TrainingRun` follow from the options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.launch.training import TrainingRun
+from rl_plugins.models.tiny import build_tokenizer
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.launch.configurations import configured
+
+
+def training_run(folder: Path, *overrides: str) -> TrainingRun:
+    """Return the run of the GRPO recipe in a folder, with a tiny tokenizer in the place of a model folder."""
+    run = TrainingRun(
+        config=configured("grpo", "model.path=model", *overrides),
+        folder=RunFolder(folder),
+        strategy=None,
+        scorer=None,
+        checkpoint=None,
+        in_ray=False,
+        redraw_s=0,
+        started=0,
+    )
+    vars(run)["tokenizer"] = build_tokenizer()
+    return run
+
+
+def test_chat_template_kwargs_reach_data_modules_and_conversations(tmp_path: Path) -> None:
+    run = training_run(tmp_path, "+data.chat_template_kwargs.enable_thinking=false")
+    expected: dict[str, Any] = {"enable_thinking": False}
+    assert run.data_options()["chat_template_kwargs"] == expected
+    assert run.generation_options()["environment"].template_options == expected
