@@ -177,8 +177,8 @@ def refusal(config: RecipeConfig, options: Mapping[str, Any], cluster: Cluster) 
     for option, value in options.items():
         group, _, name = option.rpartition(".")
         setattr(attrgetter(group)(planned), name, value)
-    if planned.schedule.max_staleness and (planned.sampling.top_p < 1 or planned.sampling.top_k > 0):
-        return "schedule.max_staleness=1 needs sampling.top_p=1 and sampling.top_k=-1, to correct for stale samples"
+    if planned.schedule.max_staleness and (changes := planned.sampling.reshaping):
+        return f"schedule.max_staleness=1 corrects for stale samples, and cannot with sampling.{changes[0]}"
     on_cpu = cluster.device.is_cpu
     planned.placement.device = "cpu" if on_cpu else "cuda"
     # The number of CPU cores beside accelerators is unknown.

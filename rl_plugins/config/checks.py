@@ -20,6 +20,7 @@ def check_options(config: RecipeConfig) -> None:
         ConfigError: Two options contradict each other. The message names both, and the way out.
     """
     for check in (
+        _check_sampling,
         _check_validation,
         _check_launcher,
         _check_kernels,
@@ -55,6 +56,20 @@ def check_batch(config: RecipeConfig) -> None:
         raise ConfigError(
             f"batch.updates_per_step={batch.updates_per_step} does not divide the {per_worker} prompts of each of "
             f"{workers} workers: make batch.prompts_per_step {fitting}, or change batch.updates_per_step"
+        )
+
+
+def _check_sampling(config: RecipeConfig) -> None:
+    sampling = config.sampling
+    if sampling.vllm and config.rollout.engine != "vllm":
+        raise ConfigError(
+            f"sampling.vllm.{next(iter(sampling.vllm))}: rollout.engine={config.rollout.engine} has no such argument: "
+            "use rollout.engine=vllm, or leave it out"
+        )
+    least = sampling.vllm.get("min_tokens", 0)
+    if least > sampling.max_tokens:
+        raise ConfigError(
+            f"sampling.vllm.min_tokens={least} is more than sampling.max_tokens={sampling.max_tokens}: lower it"
         )
 
 

@@ -47,8 +47,8 @@ class RunConfig(Settings):
         name: name of the run; its folder is `output_dir/name`.
         output_dir: parent folder of all runs.
         steps: number of training steps.
-        epochs: passes over the rows of `data.train_files`, such as 3 or 0.5, which set `steps`; null keeps `steps`. Rows
-            that are dropped as too long count as well.
+        epochs: passes over the rows of the training data, such as 3 or 0.5, which set `steps`; null keeps `steps`. Rows
+            dropped as too long count as well.
         dry_run: run all checks, print the size of a step, and exit without a start.
         seed: seed of all random numbers.
         resume: `true` continues the run of this name; `auto` starts the run if there is none, continues the run if

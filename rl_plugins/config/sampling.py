@@ -4,10 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Annotated, Any
 
-from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, Range, Settings
+from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, FROM_0_TO_1, NOT_NEGATIVE, Range, Settings
 from rl_plugins.errors import ConfigError
+
+OWN_SAMPLING_ARGUMENTS = {
+    "n": "batch.samples_per_prompt",
+    "max_tokens": "sampling.max_tokens",
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k",
+    "min_p": "sampling.min_p",
+    "stop": "sampling.stop",
+    "stop_token_ids": "sampling.stop_token_ids",
+    "seed": "run.seed",
+}
+"""Arguments of vLLM's `SamplingParams` that the package sets, with the option for the argument."""
+_PENALTY = Range("must be from -2 to 2", lambda value: _is_number(value) and -2 <= value <= 2)
+VLLM_SAMPLING_ARGUMENTS: Mapping[str, Range | None] = {
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": Range("must be above 0", lambda value: _is_number(value) and value > 0),
+    "min_tokens": Range("must be a whole number of 0 or more", lambda value: type(value) is int and value >= 0),
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+    "structured_outputs": None,
+    "thinking_token_budget": None,
+    "extra_args": None,
+}
+"""Arguments of vLLM's `SamplingParams` for `sampling.vllm`, each with its range or without a check. All of these
+arguments change the distribution of the tokens."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
 
 _TOP_K = Range("must be at least 1, or -1 to keep all", lambda value: value == -1 or value >= 1)
 
@@ -16,35 +50,75 @@ _TOP_K = Range("must be at least 1, or -1 to keep all", lambda value: value == -
 class SamplingOptions(Settings):
     """Distribution and length of responses.
 
+    Options other than `temperature` that change the distribution exclude tokens or move probability. These options must
+    have their defaults if the policy is compared with the sampling policy: with `schedule.max_staleness`,
+    `algorithm.correction` or `algorithm.modifiers.off_policy_mask`.
+
     Attributes:
         max_tokens: longest response, in tokens.
         temperature: divisor of the logits of training samples; 0 is greedy. `validation` has its own.
-        top_p: probability mass of the kept tokens (nucleus sampling); 1 keeps all tokens. It must be 1 if the policy is
-            compared with the sampling policy: with `schedule.max_staleness`, `algorithm.correction` or
-            `algorithm.modifiers.off_policy_mask`.
-        top_k: number of most likely tokens kept; -1 keeps all tokens, with the same condition as `top_p=1`.
+        top_p: probability mass of the kept tokens (nucleus sampling); 1 keeps all tokens.
+        top_k: number of most likely tokens kept; -1 keeps all tokens.
+        min_p: least probability of the kept tokens, as a share of the largest probability; 0 keeps all tokens.
         stop: strings that end a response, besides the tokenizer's end-of-sequence token.
+        stop_token_ids: tokens that end a response, besides the end-of-sequence token; part of the response.
+        vllm: further arguments of vLLM's `SamplingParams` for training samples: `presence_penalty`,
+            `frequency_penalty`, `repetition_penalty`, `min_tokens`, `logit_bias`, `allowed_token_ids`, `bad_words`,
+            `structured_outputs`, `thinking_token_budget` or `extra_args`.
     """
 
     max_tokens: Annotated[int, AT_LEAST_1] = 256
     temperature: Annotated[float, NOT_NEGATIVE] = 1.0
     top_p: Annotated[float, ABOVE_0_TO_1] = 1.0
     top_k: Annotated[int, _TOP_K] = -1
+    min_p: Annotated[float, FROM_0_TO_1] = 0.0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    # Settings with different arguments may have the same hash.
+    vllm: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        """Check all values.
+
+        Raises:
+            ConfigError: A value is out of its range, or `vllm` has an argument that training does not support.
+        """
+        super().__post_init__()
+        _check_vllm_arguments(self.vllm)
+
+    @property
+    def reshaping(self) -> list[str]:
+        """Options that change the distribution, beside the temperature, as `name=value`."""
+        changed = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        own = [f"{name}={getattr(self, name):g}" for name, is_set in changed.items() if is_set]
+        return [*own, *(f"vllm.{name}={value}" for name, value in self.vllm.items())]
+
+
+def _check_vllm_arguments(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name in OWN_SAMPLING_ARGUMENTS:
+            raise ConfigError(f"vllm.{name}: the package sets this argument: use {OWN_SAMPLING_ARGUMENTS[name]}")
+        if name not in VLLM_SAMPLING_ARGUMENTS:
+            close = get_close_matches(name, VLLM_SAMPLING_ARGUMENTS, n=1)
+            raise ConfigError(
+                f"vllm.{name}: training takes no such argument of vllm.SamplingParams: "
+                + (f"did you mean {close[0]}?" if close else f"use one of {', '.join(VLLM_SAMPLING_ARGUMENTS)}")
+            )
+        allowed = VLLM_SAMPLING_ARGUMENTS[name]
+        if allowed is not None and not allowed.holds(value):
+            raise ConfigError(f"vllm.{name}={value}: {allowed.demand}")
 
 
 # Engines group requests by their options, so the options have a hash.
 @dataclass(unsafe_hash=True)
 class SamplingConfig(SamplingOptions):
-    """Options of sampling. Log-probs belong to the sampled distribution (after temperature, top-p and top-k).
+    """Options of sampling. Log-probs belong to the sampled distribution (after temperature, top-p and all others).
 
     Attributes:
         num_samples: responses per prompt.
-        stop_token_ids: tokens that end a response. The token belongs to the response.
     """
 
     num_samples: Annotated[int, AT_LEAST_1] = 1
-    stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check all values.

@@ -28,7 +28,6 @@ from rl_plugins.algorithms.inputs import (
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES
 from rl_plugins.config.recipe import RecipeConfig
-from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.instantiation import instantiate_node
 from rl_plugins.rewards.loading import nearest
@@ -74,9 +73,7 @@ def check_algorithm(config: RecipeConfig) -> None:
 
     algorithm: Algorithm = instantiate_node("algorithm", config.algorithm)
     check_option_types(algorithm)
-    options = config.sampling
-    sampling = SamplingConfig(options.max_tokens, top_p=options.top_p, top_k=options.top_k)
-    check_comparable(algorithm, config.schedule, sampling)
+    check_comparable(algorithm, config.schedule, config.sampling)
     zeros_BT, ones_BT = torch.zeros(4, 2), torch.ones(4, 2)
     per_token = (
         "log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "entropy",

@@ -272,7 +272,8 @@ def run_recipe(
     preflight(config)
     if config.run.dry_run:
         print(
-            f"{config.run.name}: all checks have passed: {_describe_batch(config)}. Without run.dry_run, the run starts",
+            f"{config.run.name}: all checks have passed: {_describe_batch(config)}. Leave run.dry_run out to start the "
+            "run",
             flush=True,
         )
         return folder

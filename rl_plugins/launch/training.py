@@ -157,10 +157,10 @@ class TrainingRun:
 
     def sampling(self) -> SamplingConfig:
         """Return the options of sampling in training."""
+        options = self.config.sampling
         return SamplingConfig(
-            **vars(self.config.sampling),
+            **{**vars(options), "stop_token_ids": (self.tokenizer.eos_token_id, *options.stop_token_ids)},
             num_samples=self.config.batch.samples_per_prompt,
-            stop_token_ids=(self.tokenizer.eos_token_id,),
         )
 
     def reward_model(self) -> RewardModelConfig | None:

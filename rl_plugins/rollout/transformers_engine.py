@@ -5,6 +5,7 @@ The engine keeps a separate copy of the policy. The trained model never enters g
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -127,6 +128,8 @@ class TransformersRollout(SynchronousGroups):
         """Sample `num_samples` responses to each prompt."""
         if sampling.stop:
             raise ConfigError("the transformers engine does not support `stop` strings: use `stop_token_ids`")
+        if sampling.vllm:
+            raise ConfigError(f"sampling.vllm.{next(iter(sampling.vllm))} needs the vLLM engine: leave it out")
         rows = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
         row_seeds = None if seeds is None else [s + i for s in seeds for i in range(sampling.num_samples)]
         responses: list[list[int]] = []
@@ -228,6 +231,9 @@ class TransformersRollout(SynchronousGroups):
 def _processed_log_probs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
     if sampling.temperature > 0:
         logits_BV = logits_BV / sampling.temperature
+    if sampling.min_p > 0:
+        least_B1 = logits_BV.max(dim=-1, keepdim=True).values + math.log(sampling.min_p)
+        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
     if 0 < sampling.top_k < logits_BV.shape[-1]:
         kth = logits_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < kth, -torch.inf)

@@ -186,7 +186,7 @@ def with_stop_token(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase
 
 def greedy(sampling: SamplingConfig) -> SamplingConfig:
     """Return settings for one most likely response of the same length."""
-    return replace(sampling, num_samples=1, temperature=0.0, top_p=1.0, top_k=-1)
+    return replace(sampling, num_samples=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, vllm={})
 
 
 def sample_rows(samples: Experience, scores: Sequence[Score]) -> list[dict[str, Any]]:

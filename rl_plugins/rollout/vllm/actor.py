@@ -404,14 +404,22 @@ def _name(rank: int, ticket: int) -> str:
 
 def _parameters(sampling: SamplingConfig, seed: int | None) -> Any:
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    further = dict(sampling.vllm)
+    if "structured_outputs" in further:
+        further["structured_outputs"] = StructuredOutputsParams(**further["structured_outputs"])
+    if "min_tokens" in further:
+        # The last turn of a conversation may be shorter.
+        further["min_tokens"] = min(further["min_tokens"], sampling.max_tokens)
     return SamplingParams(
+        **further,
         n=sampling.num_samples,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         seed=seed,
         logprobs=0,
         flat_logprobs=True,

@@ -1,4 +1,4 @@
-"""Arguments of vLLM's engine in `rollout.vllm`: names are checked before vLLM is imported."""
+"""Arguments of vLLM in `rollout.vllm` and `sampling.vllm`: names are checked before vLLM is imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 
 from rl_plugins.config.rollout import OWN_ARGUMENTS, RolloutConfig, check_engine_arguments, engine_argument_names
+from rl_plugins.config.sampling import OWN_SAMPLING_ARGUMENTS, VLLM_SAMPLING_ARGUMENTS, SamplingConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.vllm.actor import _parameters
 from rl_plugins.rollout.vllm.config import VLLMConfig
 
 
@@ -47,3 +49,21 @@ def test_check_engine_arguments_refuses_unknown_arguments_and_names_the_option_o
 def test_vllm_config_refuses_arguments_with_a_fixed_value_on_cpu() -> None:
     with pytest.raises(ConfigError, match=r"vllm\.quantization: engines on CPU have a value of their own"):
         VLLMConfig("model", vllm={"quantization": "fp8"})
+
+
+def test_sampling_arguments_are_fields_of_vllm_and_reach_vllm() -> None:
+    sampling_params = pytest.importorskip("vllm.sampling_params")
+    names = {*OWN_SAMPLING_ARGUMENTS, *VLLM_SAMPLING_ARGUMENTS}
+    assert names <= {*sampling_params.SamplingParams.__struct_fields__}
+    passed = {
+        "presence_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 4, "logit_bias": {5: 1.0},
+        "structured_outputs": {"choice": ["yes", "no"]},
+    }  # fmt: skip
+    sampling = SamplingConfig(max_tokens=3, min_p=0.1, vllm=passed)
+    parameters = _parameters(sampling, seed=1)
+    assert (parameters.min_p, parameters.presence_penalty, parameters.repetition_penalty) == (0.1, 0.5, 1.2)
+    assert parameters.logit_bias == {5: 1.0} and parameters.structured_outputs.choice == ["yes", "no"]
+    # vLLM refuses more tokens than max_tokens.
+    assert parameters.min_tokens == 3
+    assert {sampling: "a"} == {SamplingConfig(max_tokens=3, min_p=0.1, vllm=passed): "a"}
+    assert sampling != SamplingConfig(max_tokens=3, min_p=0.1)

@@ -88,6 +88,14 @@ def test_generate_at_temperature_0_takes_the_most_likely_token(
         assert response == next_token_logits(model, prompt, response).argmax(-1).tolist()
 
 
+def test_processed_log_probs_keep_tokens_of_min_p_times_the_largest_probability() -> None:
+    logits = 2 * torch.randn(6, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    processed = _processed_log_probs(logits, SamplingConfig(max_tokens=1, min_p=0.2, temperature=0.8)).exp()
+    whole = (logits / 0.8).softmax(-1)
+    kept = torch.where(whole >= 0.2 * whole.max(-1, keepdim=True).values, whole, 0.0)
+    torch.testing.assert_close(processed, kept / kept.sum(-1, keepdim=True))
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (-1, 0.5), (20, 0.3), (1, 1.0), (1000, 1.0), (-1, 1e-6)])
 def test_processed_log_probs_keep_top_k_and_top_p_tokens_and_are_normalised(top_k: int, top_p: float) -> None:
     logits = 2 * torch.randn(6, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,7 @@ def test_sft_minimises_the_mean_negative_log_likelihood_of_all_tokens() -> None:
 
 def test_greedy_keeps_max_tokens_and_stops() -> None:
     sampling = SamplingConfig(9, num_samples=4, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(1,), stop=("x",))
+    sampling = replace(sampling, min_p=0.1, vllm={"presence_penalty": 1.0})
     assert greedy(sampling) == SamplingConfig(9, temperature=0.0, stop_token_ids=(1,), stop=("x",))
 
 
