@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING
 
@@ -20,14 +21,15 @@ from rl_plugins.config.settings import (
     one_of,
 )
 
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
 _LAYERS = Range(
     "must be all-linear, a list of layers' names, or a regular expression",
     lambda value: (
         bool(value) and isinstance(value, str | list | tuple) and all(isinstance(name, str) for name in value)
     ),
+)
+_NAMED = Range(
+    "must be a name, a dotted path, or a mapping with the key _target_",
+    lambda value: isinstance(value, str) or (isinstance(value, Mapping) and isinstance(value.get("_target_"), str)),
 )
 _DECAY_RATES = Range(
     "must be two numbers from 0 to below 1", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value)
@@ -112,21 +114,31 @@ class TeacherConfig(Settings):
 
 @dataclass
 class OptimizerConfig(Settings):
-    """AdamW with linear warm-up and decay.
+    """Optimizer and schedule of a trained model, by default AdamW with linear warm-up and decay.
 
     Attributes:
+        name: class in `torch.optim`, such as `SGD`; dotted path of a class or function; or a node with `_target_` and
+            arguments.
+        options: further arguments of the optimizer.
         lr: learning rate.
-        betas: decay rates of the first and second moment.
-        weight_decay: decoupled weight decay.
+        betas: decay rates of the first and second moment, for optimizers with the argument.
+        weight_decay: weight decay, for optimizers with the argument.
+        schedule: `linear`, `cosine`, a class in `torch.optim.lr_scheduler`, the dotted path of a class or function of
+            the optimizer, or a node with `_target_` and arguments. The schedule moves on after each step of the stage.
+        schedule_options: arguments of a schedule other than `linear` and `cosine`.
         warmup_steps: stage steps of linear warm-up.
-        decay_steps: stage steps over which the rate falls linearly to `lr_end` after the warm-up; 0 keeps it constant.
+        decay_steps: stage steps over which the rate falls to `lr_end` after the warm-up; 0 keeps it constant.
         lr_end: share of `lr` at the end of the decay.
         gradient_clip: bound on the global gradient norm; 0 for none.
     """
 
+    name: Annotated[Any, _NAMED] = "AdamW"
+    options: dict[str, Any] = field(default_factory=dict)
     lr: Annotated[float, NOT_NEGATIVE] = 1e-6
     betas: Annotated[tuple[float, float], _DECAY_RATES] = (0.9, 0.999)
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
+    schedule: Annotated[Any, _NAMED] = "linear"
+    schedule_options: dict[str, Any] = field(default_factory=dict)
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     decay_steps: Annotated[int, NOT_NEGATIVE] = 0
     lr_end: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -139,18 +151,9 @@ class OptimizerConfig(Settings):
         if self.decay_steps == 0:
             return 1.0
         progress = min((step - self.warmup_steps) / self.decay_steps, 1.0)
+        if self.schedule == "cosine":
+            progress = (1.0 - math.cos(math.pi * progress)) / 2
         return 1.0 - (1.0 - self.lr_end) * progress
-
-    def adamw(self, parameters: Iterable[Parameter]) -> dict[str, Any]:
-        """Return the optimizer and its schedule in the form of Lightning's `configure_optimizers`."""
-        from torch.optim import AdamW
-        from torch.optim.lr_scheduler import LambdaLR
-
-        optimizer = AdamW(
-            parameters, lr=self.lr, betas=(self.betas[0], self.betas[1]), weight_decay=self.weight_decay, fused=True
-        )
-        scheduler = LambdaLR(optimizer, self.factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 @dataclass

@@ -48,6 +48,7 @@ def preflight(config: RecipeConfig) -> None:
     from rl_plugins.launch.dry_run import check_data
 
     check_data(config)
+    _check_optimizers(config)
     if config.stage in ("policy_optimization", "prime"):
         # The import loads torch, which takes seconds.
         from rl_plugins.launch.algorithm_check import check_algorithm, check_pools, check_process_reward_model
@@ -60,6 +61,19 @@ def preflight(config: RecipeConfig) -> None:
         from rl_plugins.launch.algorithm_check import check_loss
 
         check_loss(config)
+
+
+def _check_optimizers(config: RecipeConfig) -> None:
+    for group, options in {"optimizer": config.optimizer, "critic.optimizer": config.critic.optimizer}.items():
+        own = (options.name, options.schedule) != ("AdamW", "linear") or options.options or options.schedule_options
+        if own:
+            # The import loads torch, which takes seconds.
+            from rl_plugins.stages.optimizer import try_optimizer
+
+            try:
+                try_optimizer(options)
+            except ConfigError as error:
+                raise ConfigError(f"{group}.{error}") from None
 
 
 def check_stage_ahead(config: RecipeConfig, folder: Path) -> None:

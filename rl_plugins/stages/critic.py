@@ -30,7 +30,7 @@ from rl_plugins.models.scalar_head import load_scalar_head, position_scores, res
 from rl_plugins.plain_file import load_plain, save_plain
 from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.micro_batches import Cutter, Lengths
-from rl_plugins.stages.optimizer import MicroBatchLoss
+from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer
 
 _FILE = "critic.pt"
 
@@ -176,7 +176,7 @@ class CriticLearner:
             self._trained.values(), self._gradients.split([p.numel() for p in self._trained.values()]), strict=True
         ):
             parameter.grad = part.view_as(parameter)
-        configured = training.config.optimizer.adamw(self._trained.values())
+        configured = build_optimizer(training.config.optimizer, self._trained.values())
         self._optimizer, self._schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
         self._updates = 0
         self._rank, self._ranks = 0, 1

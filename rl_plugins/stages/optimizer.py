@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
-from torch import Tensor
-from torch.optim import Optimizer
+import torch
+from hydra.utils import get_object
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
+from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.errors import ConfigError
 
 MicroBatchLoss = tuple[Tensor, bool]
@@ -33,3 +40,94 @@ def only_one(configured: object, owner: object) -> dict[str, Any]:
         )
     single = optimizers[0] if isinstance(optimizers[0], dict) else {"optimizer": optimizers[0]}
     return {**single, "lr_scheduler": schedulers[0]} if schedulers else single
+
+
+def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
+    """Return the optimizer and its schedule in the form of Lightning's `configure_optimizers`.
+
+    Raises:
+        ConfigError: a name does not exist, an optimizer or schedule refuses its arguments or needs a closure or a
+            metric, or an option has no effect.
+    """
+    make, arguments = _named(config.name, "torch.optim", "name")
+    known = inspect.signature(make).parameters
+    defaults, has_any = OptimizerConfig(), any(known[name].kind is inspect.Parameter.VAR_KEYWORD for name in known)
+    given: dict[str, Any] = {"lr": config.lr}
+    for name, value in {"betas": tuple(config.betas), "weight_decay": config.weight_decay}.items():
+        if name in known:
+            given[name] = value
+        elif value != getattr(defaults, name) and not has_any:
+            raise ConfigError(f"{name}={value}: {make.__name__} has no such argument: leave {name} out")
+    if make is AdamW:
+        given["fused"] = True
+    optimizer = _called(make, parameters, {**given, **arguments, **config.options}, "name", "options")
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"name={config.name}: the result is a {type(optimizer).__name__}, and no optimizer")
+    if _needs_argument(optimizer.step):
+        raise ConfigError(f"name={config.name}: {type(optimizer).__name__}.step needs a closure: use another optimizer")
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": _schedule(config, optimizer), "interval": "step"}}
+
+
+def try_optimizer(config: OptimizerConfig) -> None:
+    """Build an optimizer and its schedule for a small parameter.
+
+    Raises:
+        ConfigError: see `build_optimizer`.
+    """
+    build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
+
+
+def _schedule(config: OptimizerConfig, optimizer: Optimizer) -> Any:
+    if config.schedule in ("linear", "cosine"):
+        if config.schedule_options:
+            raise ConfigError(
+                f"schedule_options: schedule={config.schedule} has the options warmup_steps, decay_steps and lr_end: "
+                "leave schedule_options out"
+            )
+        return LambdaLR(optimizer, config.factor)
+    for name in ("warmup_steps", "decay_steps", "lr_end"):
+        if value := getattr(config, name):
+            raise ConfigError(
+                f"{name}={value} is for schedule=linear and schedule=cosine: leave it out, or give schedule_options"
+            )
+    make, arguments = _named(config.schedule, "torch.optim.lr_scheduler", "schedule")
+    options = {**arguments, **config.schedule_options}
+    schedule = _called(make, optimizer, options, "schedule", "schedule_options")
+    if not callable(getattr(schedule, "step", None)) or _needs_argument(schedule.step):
+        raise ConfigError(
+            f"schedule={config.schedule}: the step of {type(schedule).__name__} needs a metric, or does not exist: use "
+            "a schedule of steps"
+        )
+    return schedule
+
+
+def _named(value: Any, module: str, field: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the class or function of a name, a dotted path or a node, and the arguments of a node."""
+    node = dict(value) if isinstance(value, Mapping) else {"_target_": value}
+    path = str(node.pop("_target_"))
+    try:
+        return get_object(path if "." in path else f"{module}.{path}"), node
+    except ImportError as error:
+        names = [name for name in dir(import_module(module)) if name[0].isupper()]
+        close = get_close_matches(path, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"use a class of {module}, or a dotted path"
+        raise ConfigError(f"{field}={path}: {' '.join(str(error).split())}: {hint}") from None
+
+
+def _called(make: Callable[..., Any], first: Any, options: Mapping[str, Any], field: str, group: str) -> Any:
+    known = inspect.signature(make).parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
+        for name in options:
+            if name not in known:
+                close = get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"known are {', '.join([*known][1:])}"
+                raise ConfigError(f"{group}.{name}: {make.__name__} has no such argument: {hint}")
+    try:
+        return make(first, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{field}={make.__name__}: {error}") from None
+
+
+def _needs_argument(method: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(method).parameters.values()
+    return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)

@@ -28,7 +28,7 @@ from rl_plugins.models.lora import MergedWeightSource, adapted_layers, has_adapt
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
-from rl_plugins.stages.optimizer import MicroBatchLoss, only_one
+from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer, only_one
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
 from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
@@ -274,7 +274,7 @@ class Stage(LightningModule):
             if own is not None and name == self.trained:
                 one = only_one(own.configure_optimizers(), own)
             else:
-                one = config.adamw(p for p in models[name].parameters() if p.requires_grad)
+                one = build_optimizer(config, (p for p in models[name].parameters() if p.requires_grad))
             self._model_of_optimizer[id(one["optimizer"])] = name
             configured.append(one)
         return configured

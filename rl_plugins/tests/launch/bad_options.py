@@ -338,6 +338,22 @@ CHECKS: dict[str, list[Case]] = {
         ),
         (["environment.max_turns=0"], ["environment.max_turns=0", "must be at least 1"]),
     ],
+    "optimizer": [
+        (["optimizer.name=AdamWW"], ["optimizer.name=AdamWW", "did you mean AdamW"]),
+        (["optimizer.name=no_such.Sgd"], ["optimizer.name=no_such.Sgd", "no_such"]),
+        (["optimizer.name=LBFGS"], ["optimizer.name=LBFGS", "needs a closure", "another optimizer"]),
+        (["optimizer.name=SGD", "optimizer.betas=[0.9, 0.95]"], ["optimizer.betas=", "SGD has no such argument"]),
+        (["optimizer.name=SGD", "+optimizer.options.momentu=0.9"], ["optimizer.options.momentu", "mean momentum?"]),
+        (["optimizer.name=SGD", "+optimizer.options.momentum=-1"], ["optimizer.name=SGD", "momentum value: -1"]),
+        (["optimizer.name=4"], ["optimizer.name=4", "a dotted path"]),
+        (["critic.optimizer.schedule=ReduceLROnPlateau"], ["critic.optimizer.schedule=ReduceLROnPlateau", "a metric"]),
+        (
+            ["optimizer.schedule=StepLR", "optimizer.warmup_steps=4", "+optimizer.schedule_options.step_size=3"],
+            ["optimizer.warmup_steps=4", "schedule=linear", "schedule_options"],
+        ),
+        (["optimizer.schedule=StepLR"], ["optimizer.schedule=StepLR", "step_size"]),
+        (["+optimizer.schedule_options.step_size=3"], ["optimizer.schedule_options", "leave schedule_options out"]),
+    ],
     "algorithm": [
         (["~algorithm._target_"], ["algorithm must be a mapping with the key _target_"]),
         (["algorithm._target_=no_such.Thing"], ["algorithm: ", "no_such"]),

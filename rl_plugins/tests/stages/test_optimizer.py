@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.stages.optimizer import build_optimizer
+from rl_plugins.tests.loops import for_each
 
 
 def test_optimizer_config_factor_is_constant_by_default() -> None:
@@ -25,5 +29,44 @@ def test_optimizer_config_factor_decays_after_warmup_to_lr_end() -> None:
 
 def test_optimizer_config_makes_a_fused_adamw() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = OptimizerConfig(lr=0.1).adamw([parameter])["optimizer"]
+    optimizer = build_optimizer(OptimizerConfig(lr=0.1), [parameter])["optimizer"]
     assert isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"] is True
+
+
+@for_each(
+    ("name", "options"),
+    [
+        ("SGD", {"momentum": 0.5}),
+        ("torch.optim.SGD", {"momentum": 0.5}),
+        ({"_target_": "torch.optim.sgd.SGD", "momentum": 0.5}, {}),
+    ],
+)
+def test_build_optimizer_takes_a_name_a_path_or_a_target(name: Any, options: dict[str, Any]) -> None:
+    config = OptimizerConfig(name=name, options=options, lr=0.1, weight_decay=0.2)
+    optimizer = build_optimizer(config, [torch.nn.Parameter(torch.ones(2))])["optimizer"]
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert [optimizer.defaults[key] for key in ("lr", "momentum", "weight_decay")] == [0.1, 0.5, 0.2]
+
+
+@for_each(
+    ("schedule", "options"),
+    [
+        ("StepLR", {"step_size": 2, "gamma": 0.5}),
+        ({"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5}, {}),
+    ],
+)
+def test_build_optimizer_takes_a_schedule(schedule: Any, options: dict[str, Any]) -> None:
+    config = OptimizerConfig(lr=1.0, schedule=schedule, schedule_options=options)
+    built = build_optimizer(config, [torch.nn.Parameter(torch.ones(2))])
+    rates = []
+    for _ in range(5):
+        rates.append(built["optimizer"].param_groups[0]["lr"])
+        built["optimizer"].step()
+        built["lr_scheduler"]["scheduler"].step()
+    assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+def test_optimizer_config_factor_falls_on_a_cosine() -> None:
+    config = OptimizerConfig(schedule="cosine", warmup_steps=1, decay_steps=4, lr_end=0.2)
+    expected = [0.5, 1.0, 0.2 + 0.8 * (2 + 2**0.5) / 4, 0.6, 0.2 + 0.8 * (2 - 2**0.5) / 4, 0.2, 0.2]
+    assert [config.factor(step) for step in range(7)] == pytest.approx(expected)

@@ -85,13 +85,8 @@ ON_HOST = Layout(2, {"offload": dict.fromkeys(("policy", "critic", "reference"),
 SEQUENCE = Layout(2, {"sequence_parallel": 2})
 
 
-class Damped(OptimizerConfig):
-    """AdamW without large steps for gradients with rounding errors only."""
-
-    def adamw(self, parameters: Any) -> dict[str, Any]:
-        configured = super().adamw(parameters)
-        configured["optimizer"].param_groups[0]["eps"] = 1e-3
-        return configured
+# AdamW without large steps for gradients with rounding errors only.
+DAMPED: Any = {"eps": 1e-3}
 
 
 class Recorded(PolicyOptimization):
@@ -142,8 +137,8 @@ def trained(
         scorer=canned.CannedScorer(),
         sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
         algorithm=Algorithm(advantage="gae", kl=KLConfig(0.1)),
-        optimizer=Damped(**settings),
-        critic=CriticConfig(None, Damped(**settings), lora=critic_lora or LoraConfig(rank=0)),
+        optimizer=OptimizerConfig(**settings, options=DAMPED),
+        critic=CriticConfig(None, OptimizerConfig(**settings, options=DAMPED), lora=critic_lora or LoraConfig(rank=0)),
         tokens_per_micro_batch=45,
         updates_per_step=layout.updates,
         **options,
