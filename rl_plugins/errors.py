@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from rl_plugins.redaction import redacted
+
 
 class UserError(Exception):
     """An error that the user can correct. The message names the cause and the way out.
 
-    The command-line entry points print the message as one line, without a traceback, and exit with status 2.
+    The command-line entry points print the message as one line, without a traceback, and exit with status 2. The
+    message has no secrets.
     """
+
+    def __str__(self) -> str:
+        """Return the message without secrets."""
+        return redacted(super().__str__())
 
 
 class ConfigError(UserError, ValueError):

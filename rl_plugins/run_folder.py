@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.redaction import redacted
 from rl_plugins.whole_file import storing
 
 _CHECKPOINT = re.compile(r"checkpoint_(\d{8})$")
@@ -69,9 +70,9 @@ class RunFolder:
         return self.path / "failures.txt"
 
     def add_failure(self, line: str, details: str) -> None:
-        """Append a failure of training workers, before the workers start again."""
+        """Append a failure of training workers, without secrets, before the workers start again."""
         with self.failures.open("a", encoding="utf-8") as file:
-            file.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {line}\n{details}\n\n")
+            file.write(redacted(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {line}\n{details}\n\n"))
 
     def times_failed(self) -> int:
         """Return the number of restarts of training workers."""

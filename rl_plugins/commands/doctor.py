@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.redaction import without_password
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -408,4 +409,4 @@ def _check_mlflow(uri: str | None) -> Finding:
     except ConfigError as error:
         found, _, fix = str(error).partition("): ")
         return Finding("MLflow", "broken", f"{found})", fix)
-    return Finding("MLflow", "good", f"{uri} answers")
+    return Finding("MLflow", "good", f"{without_password(uri)} answers")

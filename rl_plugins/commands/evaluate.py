@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.generate import add_sampling_arguments
 from rl_plugins.errors import ConfigError, RewardError
+from rl_plugins.redaction import REMOVED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,11 +119,12 @@ def reward_config(name: str) -> Mapping[str, Any]:
     """Return the value of `reward.functions` for --reward: one reward, or rewards by data source.
 
     Raises:
-        ConfigError: There is no such reward.
+        ConfigError: There is no such reward, or its file lacks a secret.
     """
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    from rl_plugins.config.hydra_errors import CONFIG_FOLDER
+    from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain
 
     folder = CONFIG_FOLDER / "reward"
     built_in = {path.stem: path for path in folder.glob("*.yaml") if path.stem != "file"}
@@ -130,10 +132,19 @@ def reward_config(name: str) -> Mapping[str, Any]:
         file = built_in.get(name, Path(name))
         if not file.is_file():
             raise ConfigError(f"--reward {name}: there is no such file")
-        content: Any = OmegaConf.to_container(OmegaConf.load(file))
-        functions = (content.get("reward") or content).get("functions")
-        if not functions:
+        content: Any = OmegaConf.load(file)
+        node = (content.get("reward") or content).get("functions")
+        if not node:
             raise ConfigError(f"--reward {name}: the file has no `reward.functions`")
+        try:
+            functions: Any = OmegaConf.to_container(node, resolve=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"--reward {name}: {explain(error)}") from None
+        if repr(REMOVED) in str(functions):
+            raise ConfigError(
+                f"--reward {name}: files of a run have {REMOVED} in place of a secret: copy the file, and name the "
+                "variable with the secret, as in api_key: ${oc.env:JUDGE_KEY}"
+            )
         turns = (content.get("environment") or {}).get("max_turns", 1)
         if turns > 1:
             raise ConfigError(

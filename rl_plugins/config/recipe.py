@@ -13,6 +13,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_plugins.config.data import BatchConfig, DataConfig, MixturePart
+from rl_plugins.config.environment import OptionPath, environment_expressions, value_at
 from rl_plugins.config.hydra_errors import explain, keys_of
 from rl_plugins.config.models import (
     CriticOptions,
@@ -30,6 +31,7 @@ from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunCo
 from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
 from rl_plugins.config.settings import Settings, one_of
 from rl_plugins.errors import ConfigError
+from rl_plugins.redaction import redacted_value, without_password
 from rl_plugins.whole_file import write_whole_text
 
 COLLECTING_STAGES = ("policy_optimization", "prime")
@@ -84,6 +86,8 @@ class RecipeConfig(Settings):
     def __post_init__(self) -> None:
         """Check all settings, and choose the correction for the gap between rollout engine and training."""
         super().__post_init__()
+        # Expression and value of each option from the environment. No field, because it is no option.
+        self.from_environment: dict[OptionPath, tuple[str, object]] = {}
         if not isinstance(self.algorithm, dict) or self.algorithm.get("correction", "none") is not None:
             return
         # With a staleness, the ratios of the loss are ratios to the sampling policies already.
@@ -226,19 +230,55 @@ def parse_config(values: object) -> RecipeConfig:
     try:
         # As plain values, because Hydra's `+key=value` adds unknown keys to a composed configuration.
         plain = OmegaConf.to_container(values) if OmegaConf.is_config(values) else values
-        config: RecipeConfig = _build(OmegaConf.merge(_schema(), plain), [])
+        merged = OmegaConf.merge(_schema(), plain)
+        config: RecipeConfig = _build(merged, [])
+        expressions = environment_expressions(merged)
         config.data.mixture = _mixture_parts(config.data.mixture or {})
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, lambda: keys_of(_schema()))) from None
     # MLflow sets the variable for later runs of a process.
-    config.tracking.uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or None
+    config.tracking.uri = tracking_address(config.tracking.uri)
     config.make_paths_absolute()
+    options = _plain(config)
+    config.from_environment = {path: (text, value_at(options, path)) for path, text in expressions.items()}
     return config
 
 
+def tracking_address(uri: str | None) -> str | None:
+    """Return the URI of a tracking store with the user and the password of MLFLOW_TRACKING_URI.
+
+    Files of a run have no passwords, so a command that reads a file takes the password from the environment.
+
+    Args:
+        uri: URI of the store. None stands for MLFLOW_TRACKING_URI.
+    """
+    of_environment = os.environ.get("MLFLOW_TRACKING_URI") or None
+    same = of_environment is not None and uri == without_password(of_environment)
+    return of_environment if same or not uri else uri
+
+
+def unresolved(config: RecipeConfig) -> dict[str, Any]:
+    """Return the options as plain values. An unchanged option from the environment has its expression as the value."""
+    options = _plain(config)
+    for path, (expression, value) in config.from_environment.items():
+        if value_at(options, path) == value:
+            value_at(options, path[:-1])[path[-1]] = expression
+    return options
+
+
+def written(config: RecipeConfig) -> dict[str, Any]:
+    """Return the options for files and pages: `unresolved`, without secrets."""
+    options: dict[str, Any] = redacted_value(unresolved(config))
+    return options
+
+
 def write_config(config: RecipeConfig, file: Path) -> None:
-    """Write a configuration that `parse_config` reads."""
-    write_whole_text(file, OmegaConf.to_yaml(OmegaConf.structured(config)))
+    """Write a configuration that `parse_config` reads, without secrets."""
+    write_whole_text(file, OmegaConf.to_yaml(OmegaConf.create(written(config))))
+
+
+def _plain(config: RecipeConfig) -> Any:
+    return OmegaConf.to_container(OmegaConf.structured(config))
 
 
 def _mixture_parts(parts: object) -> dict[str, MixturePart]:

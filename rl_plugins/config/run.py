@@ -103,6 +103,7 @@ class TrackingConfig(Settings):
         enabled: record the run in MLflow; `metrics.jsonl` in the run's folder is always written.
         uri: URI of the tracking store; null is MLFLOW_TRACKING_URI, or an SQLite file in `run.output_dir`.
         experiment: MLflow experiment.
+        code: keep the changes to the git commit as `git.diff`, in the run's folder and in MLflow.
         samples: rows of the table of samples of each validation.
         traces: samples of each step to log as traces; each takes some 20 ms of a thread of the first worker.
         system_metrics: record the load of the machines.
@@ -116,6 +117,7 @@ class TrackingConfig(Settings):
     enabled: bool = True
     uri: str | None = None
     experiment: str = "rl_plugins"
+    code: bool = True
     samples: Annotated[int, NOT_NEGATIVE] = 32
     traces: Annotated[int, NOT_NEGATIVE] = 0
     system_metrics: bool = True

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
-from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig, parse_config, register_schema, write_config
+from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig, parse_config, register_schema, write_config, written
 from rl_plugins.errors import ConfigError, RayLost, RunStopped, UserError
+from rl_plugins.redaction import redacted_value
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.run_lock import owned
 from rl_plugins.signals import ending_signals
@@ -176,7 +177,7 @@ def _asks_for_difference(arguments: list[str]) -> argparse.Namespace | None:
 
 
 def difference(recipe: object, config: object) -> str:
-    """Return a line of YAML for each different option, with the recipe's value in a comment.
+    """Return a line of YAML without secrets for each different option, with the recipe's value in a comment.
 
     Args:
         recipe: Configuration composed without overrides.
@@ -184,7 +185,7 @@ def difference(recipe: object, config: object) -> str:
     """
     from omegaconf import OmegaConf
 
-    before, after = (dict(_options(OmegaConf.to_container(node))) for node in (recipe, config))
+    before, after = (dict(_options(redacted_value(OmegaConf.to_container(node)))) for node in (recipe, config))
     keys = [*after, *(key for key in before if key not in after)]
     lines = [
         f"{key}: {_yaml(after.get(key, _ABSENT))}  # recipe: {_yaml(before.get(key, _ABSENT))}"
@@ -299,9 +300,9 @@ def _train(config: RecipeConfig, folder: RunFolder, recipe: str | None) -> None:
     from rl_plugins.tracking.provenance import write_provenance
 
     write_config(config, folder.config)
-    write_provenance(folder)
+    write_provenance(folder, code=config.tracking.code)
     if recipe is not None:
-        changes = difference(compose_config(recipe, []), OmegaConf.structured(config))
+        changes = difference(compose_config(recipe, []), OmegaConf.create(written(config)))
         write_whole_text(folder.changes, f"# recipe: {recipe}\n{changes}\n")
     if slow := slow_here(config):
         print(f"{config.run.name}: {slow}", flush=True)

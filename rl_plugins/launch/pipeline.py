@@ -9,7 +9,6 @@ validation of each complete stage. An outage of the MLflow store delays this con
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,11 +22,13 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_plugins.config.checks import check_batch, check_options
+from rl_plugins.config.environment import resolved_without_environment
 from rl_plugins.config.hydra_errors import explain
-from rl_plugins.config.recipe import RecipeConfig, parse_config, store_schema
+from rl_plugins.config.recipe import RecipeConfig, parse_config, store_schema, tracking_address, unresolved
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped
 from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
 from rl_plugins.launch.preflight import check_stage_ahead
+from rl_plugins.redaction import redacted, redacted_value, without_password
 from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
 from rl_plugins.tracking.run import RunDescription, TrackedRun
 from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, RunSender
@@ -139,9 +140,10 @@ def run_pipeline(composed: DictConfig) -> Path:
         check_store(str(first.tracking.uri))
     resolved = _resolve(composed)
     resolved.tracking_uri = first.tracking.uri
-    write_whole_text(RunFolder(folder).pipeline, OmegaConf.to_yaml(resolved))
+    written = OmegaConf.create(redacted_value(OmegaConf.to_container(resolved)))
+    write_whole_text(RunFolder(folder).pipeline, OmegaConf.to_yaml(written))
     with ExitStack() as stack:
-        parent = stack.enter_context(parent_run(folder)) if first.tracking.enabled else None
+        parent = stack.enter_context(parent_run(folder, first.tracking.uri)) if first.tracking.enabled else None
         for position, (name, config) in enumerate(configs.items(), start=1):
             run = RunFolder(folder / name)
             label = f"{composed.name} [{position}/{len(configs)}] {name}"
@@ -152,7 +154,7 @@ def run_pipeline(composed: DictConfig) -> Path:
                 config.run.resume = "auto"
                 config.tracking.parent_run = parent.run_id() if parent else None
                 # Models of earlier stages exist now, and `parse_config` makes the paths of existing folders absolute.
-                fresh = parse_config(OmegaConf.to_container(OmegaConf.structured(config)))
+                fresh = parse_config(unresolved(config))
                 when_checked = parent.add_stage if parent else None
                 _name_stage(name, partial(run_recipe, fresh, composed.stages[name].recipe, when_checked))
             if parent:
@@ -171,7 +173,7 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
         raise ConfigError(f"option {missing[0]!r} has no value: add {missing[0]}=... to the command line")
     folder = (Path(pipeline.output_dir) / pipeline.name).absolute()
     run = {"output_dir": str(folder)}
-    uri = pipeline.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
+    uri = tracking_address(pipeline.tracking_uri) or f"sqlite:///{folder}/mlflow.db"
     tracking = {"uri": uri, "experiment": pipeline.experiment}
     configs = {}
     for name, stage in pipeline.stages.items():
@@ -202,14 +204,15 @@ def _check_stages(configs: Mapping[str, RecipeConfig], folder: Path, *, resume: 
 
 
 def _resolve(composed: DictConfig) -> Any:
+    """Return the configuration with all expressions resolved but those with the environment."""
     try:
-        pipeline = OmegaConf.merge(
-            OmegaConf.structured(PipelineConfig), OmegaConf.create(OmegaConf.to_container(composed))
-        )
-        OmegaConf.resolve(pipeline)
+        schema = OmegaConf.structured(PipelineConfig)
+        merged = OmegaConf.merge(schema, OmegaConf.create(OmegaConf.to_container(composed)))
+        # A variable that does not exist is an error here.
+        OmegaConf.resolve(merged.copy())
+        return OmegaConf.merge(schema, resolved_without_environment(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from None
-    return pipeline
 
 
 def _name_stage(stage: str, call: Callable[[], T]) -> T:
@@ -226,15 +229,16 @@ class ParentRun:
     Once the run exists, the store need not answer: a background sender tries again until the run is finished.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, uri: str | None = None) -> None:
         """Set up the sender. The first call to the store creates the run, unless the folder names a run already.
 
         Args:
             folder: Folder of the pipeline. The name of the folder is the name of the run.
+            uri: Address of the MLflow store. None reads the address from the folder, which has no password.
         """
         self._folder = RunFolder(folder)
         config: Any = OmegaConf.load(self._folder.pipeline)
-        self.uri = str(config.tracking_uri)
+        self.uri = uri or str(tracking_address(config.tracking_uri))
         self.stages = {str(name): RunFolder(folder / str(name)) for name in config.stages}
         description = RunDescription(files=(self._folder.pipeline,))
         self._sender = RunSender(self.uri, config.experiment, self._folder, description)
@@ -257,8 +261,8 @@ class ParentRun:
         self._sender.submit(lambda _: is_open.set())
         if run_id is None and not is_open.wait(_OPEN_TIMEOUT_S):
             raise DeadlineExceeded(
-                f"MLflow at {self.uri} did not create the run of the pipeline {self._folder.path} within "
-                f"{_OPEN_TIMEOUT_S:g} s"
+                f"MLflow at {without_password(self.uri)} did not create the run of the pipeline {self._folder.path} "
+                f"within {_OPEN_TIMEOUT_S:g} s"
             )
         config.tracking.parent_run = run_id or self.run_id()
 
@@ -319,19 +323,19 @@ class ParentRun:
 
         started = [stage for stage in self.stages.values() if stage.config.is_file()]
         try:
-            return all(sync(stage.path, None, deadline_s) for stage in started if _lacks_content(self.uri, stage))
+            return all(sync(stage.path, self.uri, deadline_s) for stage in started if _lacks_content(self.uri, stage))
         except (MlflowException, ConfigError) as error:
-            logger.error("%s: rl-plugins sync %s sends the missing content", error, self._folder.path)
+            logger.error("%s: rl-plugins sync %s sends the missing content", redacted(str(error)), self._folder.path)
             return False
 
 
 @contextmanager
-def parent_run(folder: Path) -> Iterator[ParentRun]:
+def parent_run(folder: Path, uri: str | None) -> Iterator[ParentRun]:
     """Open the parent run for the stages in the block, and finish the run with the status of the stages.
 
     The store creates the run when the first stage has passed all checks.
     """
-    parent, status = ParentRun(folder), "FAILED"
+    parent, status = ParentRun(folder, uri), "FAILED"
     try:
         yield parent
         status = "FINISHED"

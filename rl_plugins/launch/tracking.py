@@ -18,6 +18,7 @@ from rl_plugins.callbacks.samples import log_samples
 from rl_plugins.config.recipe import RecipeConfig, parse_config, write_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.preflight import tracking_uri
+from rl_plugins.redaction import redacted_value, without_password
 from rl_plugins.report.page import write_report
 from rl_plugins.report.summary import read_samples
 from rl_plugins.run_folder import RunFolder, count_damaged_lines, read_metrics
@@ -64,7 +65,7 @@ def describe_run(config: RecipeConfig, folder: RunFolder) -> RunDescription:
     }
     mixed = [path for part in config.data.mixture.values() for path in part.files]
     return RunDescription(
-        params={key: value for key, value in params.items() if value is not None},
+        params={key: redacted_value(value, key) for key, value in params.items() if value is not None},
         tags={"run_folder": str(folder.path), **git_tags(folder)},
         files=(folder.config, folder.environment, folder.git_state, folder.git_diff),
         data={
@@ -114,7 +115,8 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
 
     Args:
         path: Folder of the run.
-        uri: URI of another store, to which the run moves. None keeps the run's own store.
+        uri: URI of another store, to which the run moves, or of the run's store with a password. None stands for the
+            run's store.
         deadline_s: Seconds for the whole content.
 
     Returns:
@@ -126,9 +128,11 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     folder = RunFolder(path)
     config = parse_config(OmegaConf.load(folder.config))
     check_store(uri or tracking_uri(config))
-    if uri is not None and uri != tracking_uri(config):
-        _check_is_mlflow(uri)
-        _move_run(config, folder, uri)
+    if uri is not None:
+        if without_password(uri) != without_password(tracking_uri(config)):
+            _check_is_mlflow(uri)
+            _move_run(config, folder, uri)
+        config.tracking.uri = uri
     tracking = tracking_logger(config, folder)
     tracking.log_metrics({})
     must_register = bool(config.tracking.register_as) and folder.export.is_dir()
@@ -143,7 +147,7 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     if damaged := count_damaged_lines(folder.metrics):
         print(f"{folder.metrics}: {damaged} damaged lines are left out", flush=True)
     if complete:
-        print(f"{tracking_uri(config)} has all of {path}, {steps} steps", flush=True)
+        print(f"{without_password(tracking_uri(config))} has all of {path}, {steps} steps", flush=True)
     return complete
 
 

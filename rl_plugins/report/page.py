@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from rl_plugins.errors import StorageError
+from rl_plugins.redaction import redacted
 from rl_plugins.report.charts import COLOURS, Chart, area_chart, line_chart, short_number, stacked_bar
 from rl_plugins.report.curves import Points, Series, main_curves, other_curves
 from rl_plugins.report.summary import pair_samples, read_samples, summarize_metrics, validation_step
@@ -72,7 +73,7 @@ def reported(folder: RunFolder) -> Iterator[None]:
         yield
     except BaseException as error:
         with only_printed():
-            write_whole_text(folder.error, "".join(format_exception_only(error)))
+            write_whole_text(folder.error, redacted("".join(format_exception_only(error))))
         raise
     finally:
         if folder.metrics.is_file():

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.redaction import is_secret
 
-# TOKENIZERS_PARALLELISM holds no token.
-_SECRET_NAME = re.compile(
-    r"token(?!iz)|secret|passw|api_?key|access_?key|private_?key|credential|^AWS_|^SSH_AUTH_SOCK$", re.IGNORECASE
-)
+# Names beside the names of `is_secret`. TOKENIZERS_PARALLELISM holds no token.
+_FURTHER_NAME = re.compile(r"token(?!iz)|^AWS_|^SSH_AUTH_SOCK$", re.IGNORECASE)
 _ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 _MIB = 2**20
 _CGROUP = Path("/sys/fs/cgroup")
@@ -35,7 +34,8 @@ def withheld_names(environment: Mapping[str, str], pass_env: Sequence[str]) -> l
     return [
         name
         for name, value in environment.items()
-        if name not in pass_env and (_SECRET_NAME.search(name) or _ADDRESS_WITH_PASSWORD.search(value))
+        if name not in pass_env
+        and (is_secret(name) or _FURTHER_NAME.search(name) or _ADDRESS_WITH_PASSWORD.search(value))
     ]
 
 

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypedDict
 
+from rl_plugins.redaction import SECRET_FILES, redacted_code, redacted_words
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.whole_file import write_whole_text
 
@@ -25,21 +27,31 @@ _DIGEST_LENGTH = 32
 """Number of hexadecimal digits that are kept of SHA-256; MLflow allows 36."""
 
 
-def write_provenance(folder: RunFolder) -> None:
+def write_provenance(folder: RunFolder, *, code: bool = True) -> None:
     """Write the installed versions, and the git state if the working directory is in a git repository.
 
     The files are `environment.txt`, `git.json` and `git.diff`.
+
+    Args:
+        folder: folder of the run.
+        code: write `git.diff`. An older `git.diff` is removed otherwise.
     """
     # Every access to `.metadata` reads the metadata file again.
     metadata = [distribution.metadata for distribution in importlib.metadata.distributions()]
     installed = {f"{fields['Name']}=={fields['Version']}" for fields in metadata}
-    head = [f"# python {platform.python_version()} on {platform.platform()}", f"# {' '.join(sys.argv)}"]
+    head = [
+        f"# python {platform.python_version()} on {platform.platform()}",
+        f"# {shlex.join(redacted_words(sys.argv))}",
+    ]
     write_whole_text(folder.environment, "\n".join([*head, *sorted(installed, key=str.lower), ""]))
     state = git_state(Path.cwd())
     if state is not None:
         summary = {"commit": state["commit"], "changes": state["changes"]}
         write_whole_text(folder.git_state, json.dumps(summary, indent=1))
+    if state is not None and code:
         write_whole_text(folder.git_diff, state["diff"])
+    else:
+        folder.git_diff.unlink(missing_ok=True)
 
 
 def git_tags(folder: RunFolder) -> dict[str, str]:
@@ -56,7 +68,7 @@ class GitState(TypedDict):
     Attributes:
         commit: full hash of the checked-out commit.
         changes: lines of `git status --short`, one for each changed file.
-        diff: changes of tracked files; a note if the text is longer than 1 MiB.
+        diff: changes of tracked files, without secrets; a note if the text is longer than 1 MiB.
     """
 
     commit: str
@@ -71,7 +83,8 @@ def git_state(folder: Path) -> GitState | None:
         file = folder / GIT_STATE_FILE
         state: GitState | None = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
         return state
-    diff = _git(folder, "diff", "HEAD") or ""
+    left_out = (f":(exclude,top,glob,icase)**/{name}{end}" for name in SECRET_FILES for end in ("", "/**"))
+    diff = redacted_code(_git(folder, "diff", "HEAD", "--", ":(top)", *left_out) or "")
     if len(diff) > _MAX_DIFF_CHARACTERS:
         diff = f"{len(diff)} characters, too long to be kept\n"
     return GitState(commit=commit.strip(), changes=(_git(folder, "status", "--short") or "").splitlines(), diff=diff)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.redaction import redacted, without_password
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tracking.run import RunDescription, TrackedRun, open_run
 from rl_plugins.tracking.store import import_mlflow
@@ -99,7 +100,7 @@ class RunSender:
             logger.error(
                 "MLflow at %s did not take the last %d calls; all metrics are in %s: rl-plugins sync %s sends what is "
                 "missing",
-                self._uri,
+                without_password(self._uri),
                 self._num_unsent_calls,
                 self._folder.metrics,
                 self._folder.path,
@@ -135,7 +136,7 @@ class RunSender:
                     break
                 except (MlflowException, SQLAlchemyError, OSError, NotImplementedError, ConfigError) as error:
                     if run is not None and _is_refused(error):
-                        logger.error("MLflow at %s: something could not be recorded: %s", self._uri, error)
+                        self._log("MLflow at %s: something could not be recorded: %s", error)
                         break
                     # The store may have recorded a part of the call. `open_run` reads the state of the store again.
                     run = None
@@ -152,7 +153,11 @@ class RunSender:
         reason = refused if _is_refused(error) else "is away, metrics wait for it"
         if reason not in self._logged_reasons:
             self._logged_reasons.add(reason)
-            logger.error("MLflow at %s %s: %s", self._uri, reason, error)
+            self._log(f"MLflow at %s {reason}: %s", error)
+
+    def _log(self, line: str, error: Exception) -> None:
+        """Log an error without secrets. MLflow's errors have the whole address."""
+        logger.error(line, without_password(self._uri), redacted(str(error)))
 
 
 def _is_refused(error: Exception) -> bool:

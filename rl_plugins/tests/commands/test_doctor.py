@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
+import socketserver
 import subprocess
 
 import pytest
@@ -69,6 +70,14 @@ def test_doctor_names_services_that_do_not_answer(monkeypatch, capsys, refused_a
     assert f"RAY_ADDRESS={refused_address} does not answer" in shown and "ray start --head" in shown
     assert f"http://{refused_address}: no server answers there" in shown and "mlflow server" in shown
     assert "broken: Ray, MLflow" in shown and "ok     one process" in shown
+
+
+def test_doctor_shows_no_password_of_a_store(capsys, refused_address):
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+        for address in (f"127.0.0.1:{server.server_address[1]}", refused_address):
+            main(["doctor", "--tracking-uri", f"http://me:word@{address}"])
+            shown = capsys.readouterr().out
+            assert f"http://{address}" in shown and "word" not in shown
 
 
 def test_check_machine_finds_if_the_op_of_deepspeed_is_built(monkeypatch, tmp_path):

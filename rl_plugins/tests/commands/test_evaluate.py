@@ -102,6 +102,19 @@ def test_reward_config_takes_every_kind_of_name(tmp_path):
         reward_config(str(empty))
 
 
+def test_reward_config_reads_secrets_from_the_environment(tmp_path, monkeypatch):
+    config = tmp_path / "config.yaml"
+    config.write_text("reward: {functions: {default: {_target_: judge.score, api_key: '${oc.env:JUDGE_KEY}'}}}")
+    monkeypatch.setenv("JUDGE_KEY", "sk-1")
+    assert reward_config(str(config))["default"]["api_key"] == "sk-1"
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ConfigError, match=r"reward\.functions\.default\.api_key.*'JUDGE_KEY' not found"):
+        reward_config(str(config))
+    config.write_text("reward: {functions: {default: {_target_: judge.score, api_key: '***'}}}")
+    with pytest.raises(ConfigError, match=r"\*\*\* in place of a secret.*name the variable"):
+        reward_config(str(config))
+
+
 def test_reward_config_refuses_the_reward_of_a_conversation(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("reward: {functions: {default: {_target_: game.play}}}\nenvironment: {max_turns: 4}")

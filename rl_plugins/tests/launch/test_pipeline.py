@@ -12,7 +12,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.recipe import RecipeConfig, written
 from rl_plugins.errors import ConfigError, RunStopped
 from rl_plugins.launch import pipeline
 from rl_plugins.launch.command_line import compose_config
@@ -116,6 +116,25 @@ def test_run_pipeline_only_checks_with_dry_run(
     assert "sft: all checks have passed" in capsys.readouterr().out
     assert [*tmp_path.iterdir()] == [tmp_path / "sft_rm_ppo"]
     assert not [*(tmp_path / "sft_rm_ppo").iterdir()]
+
+
+def test_run_pipeline_writes_no_secret_and_hands_secrets_to_its_stages(
+    good: list[str], stages: list[RecipeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-1")
+    judge = "++stages.ppo.options.reward.functions.judge"
+    secrets = [
+        "tracking_uri=http://me:word@localhost:5000", f"{judge}._target_=json.dumps",
+        f"{judge}.api_key=${{oc.env:JUDGE_KEY}}", f"{judge}.same=${{{judge.strip('+')}.api_key}}",
+    ]  # fmt: skip
+    run(*good, *secrets)
+    text = (tmp_path / "sft_rm_ppo" / "pipeline.yaml").read_text()
+    assert "sk-1" not in text and "word@" not in text and "tracking_uri: http://localhost:5000\n" in text
+    assert text.count("${oc.env:JUDGE_KEY}") == 2
+    ppo = stages[-1]
+    assert ppo.reward.functions["judge"] == {"_target_": "json.dumps", "api_key": "sk-1", "same": "sk-1"}
+    assert ppo.tracking.uri == "http://me:word@localhost:5000"
+    assert written(ppo)["reward"]["functions"]["judge"]["same"] == "${oc.env:JUDGE_KEY}"
 
 
 def test_run_pipeline_begins_again_if_no_stage_has_begun(

@@ -13,6 +13,7 @@ import pytest
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
 
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch import tracking
 from rl_plugins.launch.command_line import compose_config
@@ -114,6 +115,31 @@ def test_sync_to_another_store_makes_a_new_run(empty_store: Path, folder: RunFol
     assert folder.tracking_run.read_text() != first
     assert OmegaConf.load(folder.config).tracking.uri == other
     assert MlflowClient(other).get_run(folder.tracking_run.read_text()).data.metrics["train/loss"] == 0.5
+
+
+def test_sync_takes_a_password_for_the_store_of_the_run(
+    folder: RunFolder, refused_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = folder.config.read_text()
+    config = OmegaConf.create(text)
+    config.tracking.uri = f"http://{refused_address}"
+    folder.config.write_text(OmegaConf.to_yaml(config))
+    folder.tracking_run.write_text("the run")
+    used: list[str | None] = []
+
+    def tracking_logger(config: RecipeConfig, _: RunFolder) -> None:
+        used.append(config.tracking.uri)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(tracking, "check_store", used.append)
+    monkeypatch.setattr(tracking, "tracking_logger", tracking_logger)
+    with_password = f"http://me:word@{refused_address}"
+    with pytest.raises(ZeroDivisionError):
+        sync(folder.path, with_password, DEADLINE_S)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", with_password)
+    with pytest.raises(ZeroDivisionError):
+        sync(folder.path, None, DEADLINE_S)
+    assert used == [with_password] * 4 and folder.tracking_run.read_text() == "the run"
 
 
 @pytest.fixture

@@ -122,6 +122,20 @@ def test_sender_reports_an_outage_and_a_later_logger_sends_the_metrics(store, fo
     assert later.all_sent() and history(store, folder) == [(step, step) for step in range(1, 5)]
 
 
+def test_sender_logs_no_password(folder, monkeypatch, caplog):
+    uri = "http://me:word@localhost:1"
+
+    def open_run(*_: object) -> TrackedRun:
+        raise MlflowException(f"API request to {uri}/api/2.0/mlflow failed")
+
+    monkeypatch.setattr(sender_module, "open_run", open_run)
+    tracking = MLflowTracking(uri=uri, experiment="e", folder=folder)
+    tracking.log_metrics({}, 1)
+    tracking.finalize("failed")
+    assert "API request to http://localhost:1/api" in caplog.text and "MLflow at http://localhost:1" in caplog.text
+    assert "word@" not in caplog.text
+
+
 def test_sender_goes_on_after_a_refused_call(store, folder, tracking, caplog):
     trained = Trained(folder, tracking())
     trained.tracking.submit(lambda run: run.client.log_param(run.run_id, "a", 1))

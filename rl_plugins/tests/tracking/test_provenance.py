@@ -19,6 +19,8 @@ def test_write_provenance_writes_the_versions_and_the_state_of_git(tmp_path, mon
     write_provenance(folder)
     assert "\ntorch==" in folder.environment.read_text()
     assert "-old\n+new\n" in folder.git_diff.read_text()
+    write_provenance(folder, code=False)
+    assert folder.git_state.is_file() and not folder.git_diff.exists()
     state = json.loads(folder.git_state.read_text())
     assert state["changes"][0] == " M train.py"
     assert git_tags(folder)["mlflow.source.git.commit"] == state["commit"]

@@ -1,0 +1,81 @@
+"""Secrets in texts, options and command lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_plugins.redaction import is_secret, redacted, redacted_code, redacted_value, redacted_words
+from rl_plugins.tests.loops import for_each
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("MLflow at http://me:pa$$@word@host:5000/x is away", "MLflow at http://host:5000/x is away"),
+        (
+            "mysql+pymysql://me:word@host/db, git+https://ghp_1@github.com/a",
+            "mysql+pymysql://host/db, git+https://github.com/a",
+        ),
+        ("http://me:a/b@host:5000/x", "http://host:5000/x"),
+        ("reward.functions.judge.api_key=sk-1 run.steps=3", "reward.functions.judge.api_key=*** run.steps=3"),
+        ("judge: {'path': 'j.py', 'api_key': 'sk-1 a'}", "judge: {'path': 'j.py', 'api_key': ***}"),
+        ('{"Authorization": "Bearer a b", "n": 1}', '{"Authorization": ***, "n": 1}'),
+        ("functions={judge: {api_key: sk-1}}", "functions={judge: {api_key: ***}}"),
+        ("GET /x?access_token=abc&n=1", "GET /x?access_token=***&n=1"),
+        ("HF_TOKEN=hf_1\nAWS_SECRET_ACCESS_KEY=a/b", "HF_TOKEN=***\nAWS_SECRET_ACCESS_KEY=***"),
+        ("api_key=${oc.env:KEY} 'api_key': '${oc.env:KEY}'", "api_key=${oc.env:KEY} 'api_key': '${oc.env:KEY}'"),
+    ],
+)
+def test_redacted_text_has_no_password_and_no_key(text: str, expected: str) -> None:
+    assert redacted(text) == expected
+
+
+@for_each(
+    "text",
+    [
+        "models:/solver@champion", "http://host:5000/a@b", "s3://bucket/a@1", "sampling.max_tokens=abc: not a number",
+        "stop_token_ids=[1,2] eos_token=</s> tokenizer=x max_token_age=3", "there is no token: make one",
+        "use_secret=true api_key=null", "put the token into ~/.ray/auth_token, where the head has it",
+    ],
+)  # fmt: skip
+def test_redacted_text_keeps_all_that_is_no_secret(text: str) -> None:
+    assert redacted(text) == text
+
+
+def test_redacted_code_removes_literals_and_keeps_variables() -> None:
+    code = (
+        '+API_KEY = "sk-1"\n+judge(api_key=key, token=self.token, url="http://me:word@host")\n+  password: word\n'
+        "-export HF_TOKEN=hf_1\n tokens = 3\n+config = {'access_key': 'a b'}\n"
+    )
+    assert redacted_code(code) == (
+        '+API_KEY = ***\n+judge(api_key=key, token=self.token, url="http://host")\n+  password: ***\n'
+        "-export HF_TOKEN=***\n tokens = 3\n+config = {'access_key': ***}\n"
+    )
+
+
+def test_redacted_value_removes_secrets_at_all_depths_and_keeps_expressions() -> None:
+    options = {
+        "reward": {"functions": {"judge": {"api_key": "sk-1", "password": 1234, "url": "http://me:word@host/v1"}}},
+        "credentials": {"user": "me", "scopes": ["a"]},
+        "headers": [{"Authorization": "Bearer ${oc.env:KEY}"}],
+        "max_tokens": 8, "token": None, "secret": True, "path": "a@b",
+    }  # fmt: skip
+    assert redacted_value(options) == {
+        "reward": {"functions": {"judge": {"api_key": "***", "password": "***", "url": "http://host/v1"}}},
+        "credentials": {"user": "***", "scopes": ["***"]},
+        "headers": [{"Authorization": "Bearer ${oc.env:KEY}"}],
+        "max_tokens": 8, "token": None, "secret": True, "path": "a@b",
+    }  # fmt: skip
+
+
+def test_redacted_words_removes_values_with_blanks_and_words_behind_options() -> None:
+    words = ["grpo", "++judge.password=a b c", "--api-key", "sk-1", "tracking.uri=http://me:word@host", "run.name=a=b"]
+    assert redacted_words(words) == [
+        "grpo", "++judge.password=***", "--api-key", "***", "tracking.uri=http://host", "run.name=a=b",
+    ]  # fmt: skip
+
+
+def test_is_secret_judges_options_and_variables_by_name() -> None:
+    secret = ["api_key", "HF_TOKEN", "auth-token", "JUDGE_APIKEY", "db_passwd", "client_secret", "GOOGLE_CREDENTIALS"]
+    harmless = ["max_tokens", "tokenizer", "label_key", "stop_token_ids", "max_token_age", "pad_token", "keys"]
+    assert [name for name in secret + harmless if is_secret(name)] == secret
