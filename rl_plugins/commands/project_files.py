@@ -1,13 +1,14 @@
 """Select the files of a project for a Ray job, and write a zip file of the selected files.
 
 The selection contains files that git tracks and new files, except for files that git ignores, data, results,
-checkpoints and environments.
+checkpoints and environments. Files with secrets are never selected, unless each is named by its whole path.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import zipfile
 from collections import Counter
@@ -16,6 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePath
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.redaction import SECRET_FILES
 from rl_plugins.tracking.provenance import GIT_STATE_FILE, git_state
 
 NEVER_SENT = (
@@ -26,6 +28,8 @@ NEVER_SENT = (
 """Patterns for the names of files and folders that are left out: data, results, checkpoints and environments."""
 
 _GIT_TIMEOUT_S = 60
+_PRIVATE_KEY = re.compile(rb"\s*(-----BEGIN [A-Z ]*PRIVATE KEY|PuTTY-User-Key-File)")
+_KEY_HEADER_BYTES = 100
 _NUM_LISTED = 10
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 """Earliest time of the zip format. One time for all files makes equal packages of equal files, uploaded once."""
@@ -39,11 +43,25 @@ def files_to_send(root: Path, exclude: Sequence[str] = (), include: Sequence[str
     Args:
         root: Folder of the project.
         exclude: Patterns of names, or of paths below `root`, to leave out besides `NEVER_SENT`.
-        include: Patterns of paths below `root` to send even if git or `NEVER_SENT` excludes the path.
+        include: Patterns of paths below `root` to send even if git or `NEVER_SENT` excludes the path. A file with a
+            secret needs its whole path here.
 
     Raises:
         ConfigError: git fails, git lists no file, or a link leads out of the project.
     """
+    files = _selected_files(root, exclude, include)
+    return {
+        path: file for path, file in files.items() if path.as_posix() in include or not _is_secret(root, path, file)
+    }
+
+
+def secrets_left_out(root: Path, exclude: Sequence[str] = (), include: Sequence[str] = ()) -> list[str]:
+    """Return the paths that `files_to_send` leaves out only because the files have secrets. The arguments are equal."""
+    sent = files_to_send(root, exclude, include)
+    return [path.as_posix() for path in _selected_files(root, exclude, include) if path not in sent]
+
+
+def _selected_files(root: Path, exclude: Sequence[str], include: Sequence[str]) -> dict[PurePath, Path]:
     listed = _listed_by_git(root, include)
     known = set(_walk(root) if listed is None else listed)
     # Every virtual environment contains this file, whatever the name of the folder.
@@ -156,6 +174,21 @@ def _walk(root: Path) -> Iterator[PurePath]:
         below = PurePath(folder).relative_to(root)
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
         yield from (below / name for name in (*files, *links))
+
+
+def _is_secret(root: Path, path: PurePath, file: Path) -> bool:
+    """Return True for a private key, and for a file whose name, or a folder above it, is in `SECRET_FILES`.
+
+    Args:
+        root: Folder of the project.
+        path: Path in the package.
+        file: File of the path. A link has another name than its file.
+    """
+    names = {*path.parts, *file.resolve().relative_to(root.resolve()).parts}
+    if any(fnmatch(name.lower(), pattern) for name in names for pattern in SECRET_FILES):
+        return True
+    with file.open("rb") as content:
+        return _PRIVATE_KEY.match(content.read(_KEY_HEADER_BYTES)) is not None
 
 
 def _matches(path: PurePath, patterns: Iterable[str]) -> bool:

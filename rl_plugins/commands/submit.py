@@ -1,7 +1,8 @@
 """Run a recipe as a Ray job: send the project, print the output of the job, and return the job's exit code.
 
 The command sends files of the current folder: tracked files, and new files that git does not ignore. It never sends
-.git, environments, data, outputs and checkpoints. Paths in the job's command are paths on the cluster. Nothing is
+.git, environments, data, outputs and checkpoints, and no files with secrets, such as .env and private keys, unless
+--include has the whole path of the file. Paths in the job's command are paths on the cluster. Nothing is
 installed on the cluster: the machines have the environment already. Ctrl-C stops the job; `run.resume=true` continues
 from the last checkpoint.
 
@@ -35,6 +36,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlparse
 
 from rl_plugins.errors import ConfigError, DeadlineExceeded
+from rl_plugins.redaction import redacted_words, without_password
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -44,7 +46,7 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 15.0
 _DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _PASSED_ON = ("MLFLOW_TRACKING_URI", "HF_ENDPOINT")
-"""Variables that every job gets, so that it reports to the same servers. Passwords and tokens are passed by --env."""
+"""Addresses that every job gets, without passwords. Passwords and tokens are passed by --env."""
 _CALL_TIMEOUT_S = 30.0
 _UPLOAD_TIMEOUT_S = 600.0
 _UNREACHABLE_S = 120.0
@@ -60,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="project to send (default: this folder)")
     parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="leave out more files")
     parser.add_argument(
-        "--include", action="append", default=[], metavar="PATTERN", help="send files that are left out otherwise"
+        "--include",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="send files that are left out otherwise; a file with a secret needs its whole path",
     )
     parser.add_argument("--limit", type=float, default=50, metavar="MIB", help="largest size to send (default: 50)")
     parser.add_argument(
@@ -84,15 +90,19 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: An option is wrong, the project is too large, or no job server answers.
     """
-    from rl_plugins.commands.project_files import describe_largest, files_to_send, zip_files
+    from rl_plugins.commands.project_files import describe_largest, files_to_send, secrets_left_out, zip_files
 
     command = job_command(arguments.command)
     address = job_server(arguments.address)
+    shown = without_password(address)
     environment = job_environment(arguments.env)
     root = arguments.folder.absolute()
     if not root.is_dir():
         raise ConfigError(f"--folder {root}: there is no such folder")
-    files = files_to_send(root, arguments.exclude, arguments.include)
+    patterns = (arguments.exclude, arguments.include)
+    files = files_to_send(root, *patterns)
+    if secrets := secrets_left_out(root, *patterns):
+        print(f"left out, as files with secrets: {', '.join(secrets)} (--include PATH sends one)", file=sys.stderr)
     if arguments.dry_run:
         print(describe_largest({path: file.stat().st_size for path, file in files.items()}))
         print(f"{len(files)} files of {root} for: {command}")
@@ -103,15 +113,15 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             client = connect(address)
             job = submit_job(client, command, {"working_dir": str(archive), "env_vars": environment})
-            print(f"{job}: {len(files)} files, {size / 2**20:.1f} MiB, to {address}: {command}", file=sys.stderr)
+            print(f"{job}: {len(files)} files, {size / 2**20:.1f} MiB, to {shown}: {command}", file=sys.stderr)
             if not arguments.no_wait:
                 return follow_job(client, job)
         except DeadlineExceeded as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
     print(job)
-    print(f"look: ray job logs {job} --follow --address {address}", file=sys.stderr)
-    print(f"stop: ray job stop {job} --address {address}", file=sys.stderr)
+    print(f"look: ray job logs {job} --follow --address {shown}", file=sys.stderr)
+    print(f"stop: ray job stop {job} --address {shown}", file=sys.stderr)
     return 0
 
 
@@ -119,7 +129,7 @@ def job_command(words: Sequence[str]) -> str:
     """Return the shell command of the job. The name of a recipe becomes `python -m` and the module of the recipe.
 
     Raises:
-        ConfigError: There is no command, or the first word is neither a recipe nor a program.
+        ConfigError: There is no command, the first word is neither a recipe nor a program, or a word has a secret.
     """
     words = list(words[1:] if words[:1] == ["--"] else words)
     if not words:
@@ -131,6 +141,12 @@ def job_command(words: Sequence[str]) -> str:
         near = difflib.get_close_matches(words[0], recipes, n=1)
         hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(recipes)}"
         raise ConfigError(f"{words[0]} is neither a recipe nor a program: {hint}")
+    for word, public in zip(words, redacted_words(words), strict=True):
+        if word != public:
+            raise ConfigError(
+                f"{public}: the command has a secret, and Ray shows commands on its dashboard: name a variable with "
+                "--env NAME, and write '${oc.env:NAME}' in place of the value"
+            )
     return shlex.join(words)
 
 
@@ -161,7 +177,9 @@ def job_environment(options: Sequence[str]) -> dict[str, str]:
         ConfigError: A variable is given without a value and is not set here.
     """
     # The job cannot reach an MLflow store in a file of this machine.
-    variables = {name: os.environ[name] for name in _PASSED_ON if os.environ.get(name, "").startswith("http")}
+    variables = {
+        name: without_password(os.environ[name]) for name in _PASSED_ON if os.environ.get(name, "").startswith("http")
+    }
     for option in options:
         name, has_value, value = option.partition("=")
         if not has_value and name not in os.environ:
@@ -183,7 +201,8 @@ def connect(address: str) -> JobSubmissionClient:
     # Ray sets a level for each of these loggers, and logs every package and every closed socket.
     for name in ("dashboard_sdk", "job.sdk"):
         logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.ERROR)
-    server = f"the job server at {address}"
+    shown = without_password(address)
+    server = f"the job server at {shown}"
     try:
         with _ray_variable(address):
             client = within(CONNECT_TIMEOUT_S, server, lambda: JobSubmissionClient(address))
@@ -192,13 +211,13 @@ def connect(address: str) -> JobSubmissionClient:
         return client
     except AuthenticationError:
         raise ConfigError(
-            f"the job server at {address} wants the token of its cluster: put the token into ~/.ray/auth_token, where "
+            f"the job server at {shown} wants the token of its cluster: put the token into ~/.ray/auth_token, where "
             "it is on the head's machine, or into RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
         ) from None
     except (OSError, RuntimeError, RequestException) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"no Ray job server at {address} ({reason}): start one (ray start --head), name another with --address "
+            f"no Ray job server at {shown} ({reason}): start one (ray start --head), name another with --address "
             "http://HOST:8265 or RAY_ADDRESS, or forward its port (kubectl port-forward, ssh -L 8265:localhost:8265)"
         ) from None
 

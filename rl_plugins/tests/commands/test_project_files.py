@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.commands.project_files import files_to_send, zip_files
+from rl_plugins.commands.project_files import files_to_send, secrets_left_out, zip_files
 from rl_plugins.errors import ConfigError
 from rl_plugins.tracking.provenance import GIT_STATE_FILE, git_state
 
@@ -110,6 +110,41 @@ def test_files_to_send_names_a_link_out_of_the_project(project: Path, tmp_path: 
     with pytest.raises(ConfigError, match=r"rows leads out of the project.*--exclude 'rows'"):
         files_to_send(project)
     assert "rows" not in sent(project, exclude=["rows"])
+
+
+SECRETS = [
+    ".env", "conf/.env.local", "prod.env", "id_rsa", "keys/ID_ED25519", "tls/server.pem", "a.key", ".netrc",
+    ".git-credentials", ".aws/credentials", ".ssh/config", "secrets.yaml", "credentials.json", "deploy",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tracked", [True, False], ids=["tracked", "new"])
+def test_files_to_send_leaves_out_and_names_files_with_secrets(project: Path, tracked: bool) -> None:
+    before = sent(project)
+    write(project, *SECRETS, "package/keys.py", ".environment")
+    (project / "deploy").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
+    (project / "settings").symlink_to(".env")
+    (project / "cloud").symlink_to(".aws")
+    if tracked:
+        git(project, "add", "-f", ".")
+    names = sent(project, include=["*", "conf/*"]) if tracked else sent(project)
+    assert names & {*SECRETS, "settings", "cloud/credentials"} == set()
+    assert names >= before | {"package/keys.py", "linked/keys.py", ".environment"}
+    assert set(secrets_left_out(project)) == {*SECRETS, "settings", "cloud/credentials"}
+    assert ".env" in sent(project, include=[".env"])
+
+
+def test_zip_files_has_no_secret_in_the_state_of_git(project: Path, tmp_path: Path) -> None:
+    write(project, ".env", ".aws/credentials")
+    git(project, "add", ".env", ".aws")
+    git(project, "commit", "-qm", "secrets")
+    for name in (".env", ".aws/credentials"):
+        (project / name).write_text("secret of a file\n")
+    (project / "train.py").write_text('judge(api_key="sk-1", path="data")\n')
+    zip_files(files_to_send(project), project, tmp_path / "project.zip", limit_mib=1)
+    with zipfile.ZipFile(tmp_path / "project.zip") as package:
+        state = package.read(GIT_STATE_FILE).decode()
+    assert "+judge(api_key=***, path=" in state and "secret of a file" not in state and "sk-1" not in state
 
 
 def test_zip_files_names_the_largest_files_of_a_project_above_the_limit(project: Path, tmp_path: Path) -> None:

@@ -57,6 +57,33 @@ def test_job_command_refuses_an_unknown_command(words, message):
         submit.job_command(parse(*words).command)
 
 
+def test_job_command_keeps_expressions_and_refuses_secrets():
+    expression = "+reward.functions.judge.api_key=${oc.env:KEY}"
+    assert submit.job_command(["grpo", expression]).endswith(f"grpo '{expression}'")
+    for words in (
+        ["grpo", "+reward.functions.judge.api_key=sk-1"],
+        ["grpo", "tracking.uri=http://me:sk-1@host"],
+        ["python", "-m", "train", "--api-key", "sk-1"],
+    ):
+        with pytest.raises(ConfigError, match=r"the command has a secret.*--env NAME.*\$\{oc\.env:NAME\}") as error:
+            submit.job_command(words)
+        assert "sk-1" not in str(error.value)
+
+
+def test_job_environment_has_addresses_without_passwords(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:word@host:5000")
+    assert submit.job_environment([]) == {"MLFLOW_TRACKING_URI": "http://host:5000"}
+    assert submit.job_environment(["MLFLOW_TRACKING_URI"]) == {"MLFLOW_TRACKING_URI": "http://me:word@host:5000"}
+
+
+def test_submit_names_files_with_secrets_that_are_left_out(tmp_path, capsys):
+    for name in ("train.py", ".env"):
+        (tmp_path / name).touch()
+    assert submit.run(parse("--dry-run", "--folder", str(tmp_path), "--", "grpo")) == 0
+    shown = capsys.readouterr()
+    assert "left out, as files with secrets: .env (--include PATH" in shown.err and "1 files of" in shown.out
+
+
 def test_job_server_is_the_option_or_the_environment_or_this_machine(monkeypatch):
     assert submit.job_server(None) == "http://127.0.0.1:8265"
     monkeypatch.setenv("RAY_ADDRESS", "http://head:8265/")
