@@ -118,7 +118,7 @@ def test_run_pipeline_only_checks_with_dry_run(
     assert not [*(tmp_path / "sft_rm_ppo").iterdir()]
 
 
-def test_run_pipeline_writes_no_secret_and_hands_secrets_to_its_stages(
+def test_run_pipeline_writes_no_secret_and_hands_secrets_to_stages(
     good: list[str], stages: list[RecipeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-1")
