@@ -65,7 +65,7 @@ def run(arguments: Namespace) -> int:
     """
     from rl_plugins.data.parquet import UNSCORED_COLUMNS, load_rows
     from rl_plugins.evaluation.generation import generate, open_samples
-    from rl_plugins.models.loading import check_model_folder
+    from rl_plugins.models.folder import check_model_folder
 
     job = _build_job(arguments)
     if arguments.output.suffix != ".parquet":

@@ -54,9 +54,8 @@ def check_data(config: RecipeConfig) -> None:
     """Read every row, call the reward for one row of each data source, and measure prompts and responses.
 
     Raises:
-        ConfigError: A file or a row is wrong, there are too few rows, a data source has no reward, a reward fails, or a
-            prompt is refused by the chat template. Or texts are too long: too few rows are left, or no long row is
-            allowed.
+        ConfigError: A file or a row is wrong, there are too few rows, a data source has no reward, a reward fails,
+            transformers does not have a model, a prompt is refused by the chat template, or texts are too long.
     """
     import numpy as np
 
@@ -64,6 +63,7 @@ def check_data(config: RecipeConfig) -> None:
     from rl_plugins.data.formats import FORMATS
     from rl_plugins.data.orders import build_mixture, load_parts
     from rl_plugins.data.parquet import load_rows
+    from rl_plugins.models.folder import check_model_type
 
     data, needed = config.data, config.batch.prompts_per_step
     source = training_data(config)
@@ -87,6 +87,8 @@ def check_data(config: RecipeConfig) -> None:
     scored = [train] if config.stage in SAMPLING_STAGES else []
     scored += [validation.rows] if validation and config.generates else []
     replies = _check_rewards(config, chain.from_iterable(scored))
+    for path in config.model_paths.values():
+        check_model_type(path)
     if (Path(config.model.path) / "tokenizer.json").is_file():
         tokenizer = _load_tokenizer(config, replies)
         for rows in filter(None, (training, validation)):
@@ -180,8 +182,16 @@ def _load_tokenizer(config: RecipeConfig, replies: Iterable[Message]) -> PreTrai
 
     from rl_plugins.data.tokenization import TurnTokenizer, check_chat_template, check_template_options
 
-    # The import of AutoTokenizer would take several seconds. The token ids are not used.
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
+    path = config.model.path
+    try:
+        # The import of AutoTokenizer would take several seconds. The token ids are not used.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    # The library tokenizers raises plain exceptions.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model.path={path}: its tokenizer cannot be read ({reason}): download or export the model again"
+        ) from None
     check_chat_template(tokenizer)
     options = config.data.chat_template_kwargs
     try:

@@ -7,7 +7,7 @@ Rewards, prompt lengths and the algorithm cannot be checked by reading options: 
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -177,7 +177,7 @@ def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lamb
             heads, the weights do not fit into an engine's share of a GPU, or prompt and response do not fit into a
             context window.
     """
-    from rl_plugins.models.loading import check_model_folder
+    from rl_plugins.models.folder import check_model_folder
 
     for group, path in config.model_paths.items():
         if is_left_out(path):
@@ -225,6 +225,8 @@ def _check_heads(config: RecipeConfig, model: dict[str, Any]) -> None:
 
 def _model_config(option: str, path: str) -> dict[str, Any]:
     """Return the content of a model's config.json, from its folder, the cache of the hub, or the hub."""
+    from rl_plugins.models.folder import read_model_config
+
     file = Path(path) / "config.json"
     if not Path(path).is_dir():
         import httpx2
@@ -242,8 +244,7 @@ def _model_config(option: str, path: str) -> dict[str, Any]:
                 f"{option}={path}: there is no such folder, and the Hugging Face hub does not give it "
                 f"({reason}): correct the name, or download the model and name its folder"
             ) from None
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return content
+    return read_model_config(file)
 
 
 def _context_window(model: dict[str, Any]) -> int | None:
@@ -255,7 +256,8 @@ def _context_window(model: dict[str, Any]) -> int | None:
     # Some models give the length before rotary scaling, others the length after it. The larger length refuses no valid
     # configuration.
     scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    return int(positions * max(1.0, scaling.get("factor") or 1.0))
+    factor = scaling.get("factor")
+    return int(positions * factor) if isinstance(factor, int | float) and 1 < factor < math.inf else positions
 
 
 def _check_data_files(config: RecipeConfig, is_made_later: Callable[[str], bool]) -> None:

@@ -50,7 +50,7 @@ class ModelReward:
         import torch
 
         from rl_plugins.data.tokenization import check_chat_template, load_tokenizer
-        from rl_plugins.models.loading import check_model_folder
+        from rl_plugins.models.folder import check_model_folder
         from rl_plugins.models.scalar_head import load_scalar_head
 
         if batch_size < 1:

@@ -210,6 +210,10 @@ CHECKS: dict[str, list[Case]] = {
         (["model.path=nobody/nothing"], ["model.path=nobody/nothing", "no such folder", "correct"]),
         (["model.path=no_config"], ["no_config", "no config.json"]),
         (["model.path=few_embeddings"], ["ids up to 256", "100 embeddings"]),
+        (["model.path=half_weights"], ["half_weights/model.safetensors: not a whole safetensors file", "download"]),
+        (["reference.path=half_weights"], ["half_weights/model.safetensors: not a whole safetensors file", "download"]),
+        (["critic.path=unknown_model"], ["unknown_model/config.json: model_type is 'qwen99'", "newer version"]),
+        (["model.path=torn_tokenizer"], ["model.path=", "torn_tokenizer: its tokenizer cannot be read", "download"]),
         (["model.path=no_template"], ["no_template", "no chat template", "instruction-tuned"]),
         (["sampling.max_tokens=250"], ["data.max_prompt_tokens=26", "takes 256", "lower one of the two"]),
         (

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -70,6 +72,7 @@ def save_model(folder: Path, vocab_size: int = 257, chat_template: str | None = 
     model = {"model_type": "qwen2", "vocab_size": vocab_size, "max_position_embeddings": 256}
     model |= {"num_attention_heads": 12, "num_key_value_heads": 2}
     (folder / "config.json").write_text(json.dumps(model))
+    save_file({"model.embed_tokens.weight": np.zeros((vocab_size, 4), np.float32)}, folder / "model.safetensors")
 
 
 @pytest.fixture(scope="session")
@@ -110,6 +113,15 @@ def workplace(tmp_path_factory) -> Path:
     save_model(folder / "no_template", chat_template=None)
     save_model(folder / "thinks", chat_template=THINKS)
     (folder / "no_config").mkdir()
+    save_model(folder / "half_weights")
+    weights = folder / "half_weights" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    save_model(folder / "unknown_model")
+    config = folder / "unknown_model" / "config.json"
+    config.write_text(config.read_text().replace("qwen2", "qwen99"))
+    save_model(folder / "torn_tokenizer")
+    tokenizer = folder / "torn_tokenizer" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"BPE"', '"no model"'))
     (folder / "outputs" / "old").mkdir(parents=True)
     (folder / "outputs" / "through" / "policy").mkdir(parents=True)
     (folder / "outputs" / "old" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0}\n')

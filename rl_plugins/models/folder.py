@@ -1,0 +1,190 @@
+"""Check of a model's folder: config.json, weights and tokenizer, before a model is loaded.
+
+Of the weights, only the headers are read, so the check takes as long for a large model as for a small one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.errors import ConfigError
+
+_WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+"""Files of weights, in the order in which transformers looks for them."""
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
+)  # fmt: skip
+_AGAIN = "download or export the model again"
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
+_LAYER = re.compile(r"(?P<blocks>(?:^|.*\.)(?:layers|h|blocks))\.(?P<number>\d+)\.")
+
+
+def check_model_folder(option: str, path: str) -> None:
+    """Check the files of a local model folder against each other. A name of the Hugging Face hub is not checked.
+
+    Args:
+        option: Option or argument with the path, for messages.
+        path: Folder or name.
+
+    Raises:
+        ConfigError: A file is missing, damaged, or does not fit config.json.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise ConfigError(f"{option}={path}: no such folder")
+        return
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{option}={path}: the folder has no config.json, so it is not a Hugging Face model")
+    config = read_model_config(folder / "config.json")
+    _check_weights(folder, config)
+    vocabulary = (config.get("text_config") or config).get("vocab_size")
+    if (folder / "tokenizer.json").is_file():
+        last = _last_token(folder / "tokenizer.json")
+        if vocabulary is not None and last >= vocabulary:
+            raise ConfigError(
+                f"{option}={path}: the tokenizer has ids up to {last}, but the model has only {vocabulary} embeddings: "
+                "save the tokenizer of this model in the folder"
+            )
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            _read_json(folder / name)
+
+
+def read_model_config(file: Path) -> dict[str, Any]:
+    """Return the content of a config.json.
+
+    Raises:
+        ConfigError: The file is damaged, or a size in the file is not a whole number above 0.
+    """
+    config = _read_json(file)
+    for key in ("text_config", "rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key), dict | None):
+            raise ConfigError(f"{file}: {key} is {str(config[key])[:40]!r}, not a mapping: {_AGAIN}")
+    for part in (config, config.get("text_config") or {}):
+        for key in _SIZES:
+            size = part.get(key)
+            if size is not None and (type(size) is not int or size < 1):
+                raise ConfigError(f"{file}: {key} is {str(size)[:40]!r}, not a whole number above 0: {_AGAIN}")
+    return config
+
+
+def check_model_type(path: str) -> None:
+    """Check that transformers has the model of a local folder. The check loads transformers without torch.
+
+    Raises:
+        ConfigError: The `model_type` of config.json is unknown.
+    """
+    from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
+
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return
+    name = read_model_config(file).get("model_type")
+    if not isinstance(name, str) or name not in CONFIG_MAPPING_NAMES:
+        raise ConfigError(
+            f"{file}: model_type is {name!r}, and transformers has no such model: use a model of transformers, or a "
+            "newer version of transformers. Code in a model's folder is never run"
+        )
+
+
+# Weights ----------------------------------------------------------------------------------------------------------
+
+
+def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Check that the weights are there and whole, and that embedding and layers have the sizes of config.json."""
+    names = [str(config["transformers_weights"])] if config.get("transformers_weights") else _WEIGHTS
+    file = next((folder / name for name in names if (folder / name).is_file()), None)
+    if file is None:
+        raise ConfigError(f"{folder}: the folder has no weights ({' or '.join(names)}): {_AGAIN}")
+    shards = _shards(file) if file.suffix == ".json" else {file: []}
+    shapes: dict[str, Sequence[int]] = {}
+    for shard, tensors in shards.items():
+        if shard.suffix == ".safetensors":
+            held = _read_shapes(shard)
+            if lost := sorted(set(tensors) - held.keys()):
+                raise ConfigError(f"{shard}: the tensor {lost[0]}, which {file.name} names, is missing: {_AGAIN}")
+            shapes |= held
+    _check_shapes(file, shapes, config.get("text_config") or config)
+
+
+def _shards(index: Path) -> dict[Path, list[str]]:
+    """Return the names of the tensors in each file that an index names."""
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+        raise ConfigError(f"{index}: weight_map must give the file of each tensor: {_AGAIN}")
+    shards: dict[Path, list[str]] = {}
+    for tensor, name in files.items():
+        shards.setdefault(index.parent / name, []).append(tensor)
+    if lost := sorted(shard for shard in shards if not shard.is_file()):
+        raise ConfigError(f"{lost[0]} is missing, and {index.name} names it: {_AGAIN}")
+    return shards
+
+
+def _read_shapes(file: Path) -> dict[str, Sequence[int]]:
+    """Return the shape of each tensor, from the header of a safetensors file. The library compares header and size."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as weights:
+            return {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: not a whole safetensors file ({error}): {_AGAIN}") from None
+
+
+def _check_shapes(file: Path, shapes: Mapping[str, Sequence[int]], text: Mapping[str, Any]) -> None:
+    for name, shape in shapes.items():
+        rows = text.get("vocab_size")
+        if _EMBEDDING.search(name) and len(shape) == 2 and rows is not None and shape[0] != rows:
+            raise ConfigError(
+                f"{file}: {name} has {shape[0]} rows, and config.json has vocab_size={rows}: use the config.json of "
+                "these weights"
+            )
+    layers = text.get("num_hidden_layers")
+    # A model of images and texts has several stacks of blocks, and some models have blocks beyond num_hidden_layers.
+    stacks: dict[str, set[int]] = {}
+    for found in filter(None, map(_LAYER.match, shapes)):
+        stacks.setdefault(found["blocks"], set()).add(int(found["number"]))
+    if layers is None or not stacks or any(numbers.issuperset(range(layers)) for numbers in stacks.values()):
+        return
+    blocks, numbers = max(stacks.items(), key=lambda stack: len(stack[1]))
+    lost = next(number for number in range(layers) if number not in numbers)
+    raise ConfigError(
+        f"{file}: {blocks}.{lost} is missing, and config.json has num_hidden_layers={layers}: use the config.json of "
+        f"these weights, or {_AGAIN}"
+    )
+
+
+# Tokenizer --------------------------------------------------------------------------------------------------------
+
+
+def _last_token(file: Path) -> int:
+    """Return the largest token id of a tokenizer.json; -1 if there is none."""
+    content = _read_json(file)
+    model, added = content.get("model"), content.get("added_tokens") or []
+    if not isinstance(model, dict) or not isinstance(added, list):
+        raise ConfigError(f"{file}: not a tokenizer of the library tokenizers: {_AGAIN}")
+    vocab = model.get("vocab") or {}
+    ids: list[Any] = [token.get("id") if isinstance(token, dict) else None for token in added]
+    ids += list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
+    if not all(type(number) is int for number in ids):
+        raise ConfigError(f"{file}: a token has no whole number as its id: {_AGAIN}")
+    last: int = max(ids, default=-1)
+    return last
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not valid JSON ({error}): {_AGAIN}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: not a JSON object, but of type {type(content).__name__}: {_AGAIN}")
+    return content

@@ -1,0 +1,171 @@
+"""check_model_folder: each damaged or unfitting file of a model's folder is named, and whole folders are accepted."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save, save_file
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.folder import check_model_folder, check_model_type
+from rl_plugins.tests.files import flip_byte
+from rl_plugins.tests.loops import for_each
+
+CONFIG = {"model_type": "qwen2", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def save_weights(file: Path, rows: int = 8, layers: int = 2) -> None:
+    weights = {f"model.layers.{layer}.mlp.up_proj.weight": np.ones((6, 4), np.float32) for layer in range(layers)}
+    save_file({"model.embed_tokens.weight": np.ones((rows, 4), np.float16), **weights}, file)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": []}))
+    save_weights(path / "model.safetensors")
+    return path
+
+
+def split(folder: Path) -> None:
+    """Divide the weights into two files with an index."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    shards = {"a.safetensors": names[:1], "b.safetensors": names[1:]}
+    for file, members in shards.items():
+        save_file({name: weights[name] for name in members}, folder / file)
+    weight_map = {name: file for file, members in shards.items() for name in members}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def break_shard(folder: Path, content: bytes | None) -> None:
+    """Divide the weights, and replace the content of the second file; None removes the file."""
+    split(folder)
+    if content is None:
+        (folder / "b.safetensors").unlink()
+    else:
+        (folder / "b.safetensors").write_bytes(content)
+
+
+def break_index(folder: Path) -> None:
+    split(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def test_check_model_folder_accepts_whole_folders(folder: Path) -> None:
+    check_model_folder("model.path", str(folder))
+    # A name of the hub.
+    check_model_folder("model.path", "Qwen/Qwen3-0.6B")
+    # Blocks beyond num_hidden_layers, and a smaller stack of an encoder.
+    weights = load_file(folder / "model.safetensors")
+    extra = {f"model.layers.2.{name}": np.ones(2, np.float32) for name in ("norm.weight", "head.weight")}
+    save_file({**weights, **extra, "visual.blocks.0.norm.weight": np.ones(2)}, folder / "model.safetensors")
+    check_model_folder("model.path", str(folder))
+    split(folder)
+    check_model_folder("model.path", str(folder))
+    change(folder / "config.json", text_config={**CONFIG}, vocab_size=None, rope_scaling=None)
+    check_model_folder("model.path", str(folder))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "config of another type": (
+        lambda path: (path / "config.json").write_text("[1]"),
+        ["config.json: not a JSON object, but of type list", "again"],
+    ),
+    "config of bytes": (lambda path: (path / "config.json").write_bytes(b"{\xff}"), ["config.json: not valid JSON"]),
+    "deep config": (lambda path: (path / "config.json").write_text("[" * 10**5), ["config.json: not valid JSON"]),
+    "size of text": (lambda path: change(path / "config.json", vocab_size="8"), ["vocab_size is '8', not a whole"]),
+    "size of true": (lambda path: change(path / "config.json", hidden_size=True), ["hidden_size is 'True', not a"]),
+    "text_config of text": (lambda path: change(path / "config.json", text_config="a"), ["text_config is 'a', not a"]),
+    "no weights": (
+        lambda path: (path / "model.safetensors").unlink(),
+        ["the folder has no weights (model.safetensors or model.safetensors.index.json or pytorch_model.bin"],
+    ),
+    "empty weights": (
+        lambda path: (path / "model.safetensors").write_bytes(b""),
+        ["model.safetensors: not a whole safetensors file", "again"],
+    ),
+    "torn weights": (
+        lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1]),
+        ["model.safetensors: not a whole safetensors file"],
+    ),
+    "flipped header": (
+        lambda path: flip_byte(path / "model.safetensors", 12),
+        ["model.safetensors: not a whole safetensors file"],
+    ),
+    "other vocabulary": (
+        lambda path: save_weights(path / "model.safetensors", rows=9),
+        ["model.embed_tokens.weight has 9 rows, and config.json has vocab_size=8"],
+    ),
+    "too few layers": (
+        lambda path: save_weights(path / "model.safetensors", layers=1),
+        ["model.layers.1 is missing, and config.json has num_hidden_layers=2"],
+    ),
+    "missing shard": (
+        lambda path: break_shard(path, None),
+        ["b.safetensors is missing, and model.safetensors.index.json names it"],
+    ),
+    "torn shard": (
+        lambda path: break_shard(path, b"{}"),
+        ["b.safetensors: not a whole safetensors file"],
+    ),
+    "tensor in no shard": (
+        lambda path: break_shard(path, save({"x": np.ones(1)})),
+        ["b.safetensors: the tensor model.layers.0.mlp.up_proj.weight", "is missing"],
+    ),
+    "index without a map": (
+        break_index,
+        ["model.safetensors.index.json: weight_map must give the file of each tensor"],
+    ),
+    "more tokens than rows": (
+        lambda path: (path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 8}}}'),
+        ["the tokenizer has ids up to 8, but the model has only 8 embeddings"],
+    ),
+    "tokenizer without a model": (
+        lambda path: (path / "tokenizer.json").write_text('{"model": 3}'),
+        ["tokenizer.json: not a tokenizer"],
+    ),
+    "token without id": (
+        lambda path: (path / "tokenizer.json").write_text('{"model": {}, "added_tokens": [{}]}'),
+        ["tokenizer.json: a token has no whole number as its id"],
+    ),
+    "torn tokenizer settings": (
+        lambda path: (path / "tokenizer_config.json").write_text('{"eos'),
+        ["tokenizer_config.json: not valid JSON"],
+    ),
+}
+
+
+@for_each("damage", DAMAGES)
+def test_check_model_folder_names_the_file_and_the_fault(folder: Path, damage: str) -> None:
+    damaged = folder.with_name(damage)
+    shutil.copytree(folder, damaged)
+    harm, expected = DAMAGES[damage]
+    harm(damaged)
+    with pytest.raises(ConfigError) as raised:
+        check_model_folder("model.path", str(damaged))
+    assert "\n" not in str(raised.value) and str(damaged) in str(raised.value)
+    assert [words for words in expected if words not in str(raised.value)] == []
+
+
+def test_check_model_type_names_a_model_that_transformers_lacks(folder: Path) -> None:
+    for path in (folder, folder.parent, "Qwen/Qwen3-0.6B"):
+        check_model_type(str(path))
+    for model_type in ("qwen99", None, ["qwen2"]):
+        change(folder / "config.json", model_type=model_type)
+        with pytest.raises(ConfigError, match=f"config.json: model_type is {re.escape(repr(model_type))}, and transf"):
+            check_model_type(str(folder))
