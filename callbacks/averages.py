@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
+from rl_plugins.config.settings import ABOVE_0_TO_BELOW_1, AT_LEAST_1, FROM_0_TO_BELOW_1, check_ranges
 from rl_plugins.errors import ConfigError
 from rl_plugins.plain_file import load_plain
 from rl_plugins.stages.stage import Stage, clock
@@ -40,8 +41,7 @@ class PolicyAverage(Callback):
     """
 
     def __init__(self, *, keep: float) -> None:
-        if not 0 < keep < 1:
-            raise ConfigError(f"PolicyAverage(keep={keep}): keep must be above 0 and below 1")
+        check_ranges(float, ABOVE_0_TO_BELOW_1, keep=keep)
         self._keep = keep
         self._average: dict[str, Tensor] = {}
         self._trained_weights: dict[str, Tensor] = {}
@@ -173,10 +173,8 @@ class ReferenceUpdate(Callback):
     """
 
     def __init__(self, *, every: int = 1, keep: float = 0.0) -> None:
-        if every < 1:
-            raise ConfigError(f"ReferenceUpdate(every={every}): every must be at least 1")
-        if not 0 <= keep < 1:
-            raise ConfigError(f"ReferenceUpdate(keep={keep}): keep must be at least 0 and below 1")
+        check_ranges(int, AT_LEAST_1, every=every)
+        check_ranges(float, FROM_0_TO_BELOW_1, keep=keep)
         self._every, self._keep = every, keep
         self._last_step = -1
 

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.generate import add_sampling_arguments
+from rl_plugins.commands.main import number
+from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FINITE, FROM_0_TO_1, NOT_NEGATIVE
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.redaction import REMOVED
 
@@ -46,20 +48,37 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="+", metavar="SAMPLES_OR_POLICY", help="one input, or two to compare")
     parser.add_argument("--reward", required=True, help="scorer, function or config.yaml, see above")
     parser.add_argument(
-        "--right-from", type=float, default=1.0, help="lowest score of a passing sample (default: %(default)s)"
+        "--right-from",
+        type=number(float, FINITE),
+        default=1.0,
+        help="lowest score of a passing sample (default: %(default)s)",
     )
     parser.add_argument(
         "--answer", help="function that returns the answer in a response, for maj@k: file.py:name or module.name"
     )
-    parser.add_argument("--workers", type=int, default=1, help="processes that score, 0 for this one (default: 1)")
-    parser.add_argument("--deadline", type=float, default=30.0, help="seconds for one call of the reward (default: 30)")
     parser.add_argument(
-        "--max-failure-rate", type=float, default=0.1, help="largest share of failed rewards (default: 0.1)"
+        "--workers", type=number(int, NOT_NEGATIVE), default=1, help="processes that score, 0 for this one (default: 1)"
     )
     parser.add_argument(
-        "--load-timeout", type=float, default=12.0, help="seconds for a process to load the reward (default: 12)"
+        "--deadline", type=number(float, ABOVE_0), default=30.0, help="seconds for one call of the reward (default: 30)"
     )
-    parser.add_argument("--memory-mb", type=int, help="memory for the reward in MiB (default: half of the free memory)")
+    parser.add_argument(
+        "--max-failure-rate",
+        type=number(float, FROM_0_TO_1),
+        default=0.1,
+        help="largest share of failed rewards (default: 0.1)",
+    )
+    parser.add_argument(
+        "--load-timeout",
+        type=number(float, ABOVE_0),
+        default=12.0,
+        help="seconds for a process to load the reward (default: 12)",
+    )
+    parser.add_argument(
+        "--memory-mb",
+        type=number(int, AT_LEAST_1),
+        help="memory for the reward in MiB (default: half of the free memory)",
+    )
     parser.add_argument(
         "--pass-env", nargs="+", default=[], metavar="NAME", help="environment variables with secrets that it needs"
     )

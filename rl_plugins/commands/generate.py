@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_plugins.commands.main import number
+from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,11 +44,24 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def add_sampling_arguments(parser: ArgumentParser) -> None:
     """Declare the sampling options, which `evaluate` has, too."""
-    parser.add_argument("--samples", type=int, default=1, help="responses per prompt (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="longest response in tokens (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, help="0 is greedy (default: 0 for one sample, 1 for several)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of all samples (default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=number(int, AT_LEAST_1), default=1, help="responses per prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=number(int, AT_LEAST_1),
+        default=512,
+        help="longest response in tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--temperature", type=number(float, NOT_NEGATIVE), help="0 is greedy (default: 0 for one sample, 1 for several)"
+    )
+    parser.add_argument(
+        "--top-p", type=number(float, ABOVE_0_TO_1), default=1.0, help="nucleus sampling (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=number(int, NOT_NEGATIVE), default=0, help="seed of all samples (default: %(default)s)"
+    )
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm", help="(default: %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
     parser.add_argument(
@@ -54,7 +69,9 @@ def add_sampling_arguments(parser: ArgumentParser) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="dtype of the weights (default: float32 on CPU, bfloat16 on CUDA)",
     )
-    parser.add_argument("--save-every", type=int, default=256, help="prompts per part of the file (default: 256)")
+    parser.add_argument(
+        "--save-every", type=number(int, AT_LEAST_1), default=256, help="prompts per part of the file (default: 256)"
+    )
 
 
 def run(arguments: Namespace) -> int:
@@ -98,16 +115,6 @@ def _build_job(arguments: Namespace) -> Job:
     temperature = arguments.temperature
     if temperature is None:
         temperature = float(arguments.samples > 1)
-    for option, value, is_valid in (
-        ("--samples", arguments.samples, arguments.samples >= 1),
-        ("--max-tokens", arguments.max_tokens, arguments.max_tokens >= 1),
-        ("--save-every", arguments.save_every, arguments.save_every >= 1),
-        ("--temperature", temperature, temperature >= 0),
-        ("--top-p", arguments.top_p, 0 < arguments.top_p <= 1),
-        ("--seed", arguments.seed, arguments.seed >= 0),
-    ):
-        if not is_valid:
-            raise ConfigError(f"{option} {value} is out of range")
     if arguments.samples > 1 and temperature == 0:
         raise ConfigError(
             f"--samples {arguments.samples} with --temperature 0 would all be the same: raise the temperature"

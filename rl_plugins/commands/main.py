@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
+
+from typing_extensions import override
 
 from rl_plugins import __version__
+from rl_plugins.config.settings import Range, shown
 from rl_plugins.errors import ConfigError, UserError
 from rl_plugins.run_folder import RunFolder
 
@@ -35,6 +39,14 @@ _INTERMIXED = {"plan"}
 """Commands whose options may stand between positional arguments."""
 
 
+class _Parser(ArgumentParser):
+    """Parser that raises a ConfigError, whose message is one line, and prints no usage."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` shows the arguments")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -58,12 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: there is no command {name!r}; {hint}", file=sys.stderr)
         return 2
     command = import_module(f"rl_plugins.commands.{name}")
-    parser = ArgumentParser(
+    parser = _Parser(
         prog=f"rl-plugins {name}", description=command.__doc__, formatter_class=RawDescriptionHelpFormatter
     )
     command.add_arguments(parser)
-    parsed = parser.parse_intermixed_args(words) if name in _INTERMIXED else parser.parse_args(words)
     try:
+        parsed = parser.parse_intermixed_args(words) if name in _INTERMIXED else parser.parse_args(words)
         status: int = command.run(parsed)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -77,6 +89,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def add_run_argument(parser: ArgumentParser) -> None:
     """Declare the argument `run`, the folder of a run."""
     parser.add_argument("run", type=Path, help="folder of the run, such as outputs/grpo")
+
+
+def number(kind: type[int] | type[float], allowed: Range) -> Callable[[str], float]:
+    """Return the type of an argument of the command line: a number in a range."""
+
+    def read(text: str) -> float:
+        try:
+            value: object = kind(text)
+        except ValueError:
+            value = text
+        if fault := allowed.fault(value, kind):
+            raise ArgumentTypeError(f"{text if isinstance(value, float) else shown(value)}: {fault}")
+        assert isinstance(value, int | float)
+        return value
+
+    return read
 
 
 def existing_run(path: Path) -> RunFolder:

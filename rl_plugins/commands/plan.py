@@ -21,6 +21,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.commands.main import number
+from rl_plugins.config.settings import AT_LEAST_1
 from rl_plugins.errors import ConfigError
 from rl_plugins.planning.devices import CPU_FILE, DEVICES, GIB, device_named
 from rl_plugins.planning.search import Candidate, Cluster, advice, overrides, search
@@ -42,14 +44,26 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("recipe", help="grpo, ppo or another recipe that samples")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of the recipe")
     parser.add_argument("--device", default="cpu", help=f"{', '.join(DEVICES)}, or cpu (default: %(default)s)")
-    parser.add_argument("--devices", type=int, help="devices per machine; cores of a cpu (default: 8, or as measured)")
-    parser.add_argument("--nodes", type=int, default=1, help="machines (default: %(default)s)")
-    parser.add_argument("--prompt-tokens", type=float, help="mean tokens of a prompt (default: data.max_prompt_tokens)")
     parser.add_argument(
-        "--response-tokens", type=float, help="mean tokens of a response (default: sampling.max_tokens)"
+        "--devices",
+        type=number(int, AT_LEAST_1),
+        help="devices per machine; cores of a cpu (default: 8, or as measured)",
+    )
+    parser.add_argument("--nodes", type=number(int, AT_LEAST_1), default=1, help="machines (default: %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=number(float, AT_LEAST_1),
+        help="mean tokens of a prompt (default: data.max_prompt_tokens)",
+    )
+    parser.add_argument(
+        "--response-tokens",
+        type=number(float, AT_LEAST_1),
+        help="mean tokens of a response (default: sampling.max_tokens)",
     )
     parser.add_argument("--calibration", type=Path, default=CPU_FILE, help="file with the measured rates of a cpu")
-    parser.add_argument("--rows", type=int, default=_ROWS, help="rows of the table (default: %(default)s)")
+    parser.add_argument(
+        "--rows", type=number(int, AT_LEAST_1), default=_ROWS, help="rows of the table (default: %(default)s)"
+    )
 
 
 def run(arguments: Namespace) -> int:
@@ -93,19 +107,12 @@ def _build_cluster(arguments: Namespace) -> Cluster:
     """Return the devices of the arguments.
 
     Raises:
-        ConfigError: A number of devices, machines, rows or tokens is out of range.
+        ConfigError: Several machines are asked for, and the device is a CPU.
     """
     device = device_named(arguments.device, arguments.calibration)
     if device.is_cpu and arguments.nodes > 1:
         raise ConfigError("--nodes: a plan for CPUs is for one machine: leave --nodes out, or name an accelerator")
     devices = (device.cores or 8) if arguments.devices is None else arguments.devices
-    if min(devices, arguments.nodes) < 1:
-        raise ConfigError(f"--devices {devices} --nodes {arguments.nodes}: both must be 1 or more")
-    if arguments.rows < 1:
-        raise ConfigError(f"--rows {arguments.rows}: must be 1 or more")
-    for flag, tokens in {"prompt": arguments.prompt_tokens, "response": arguments.response_tokens}.items():
-        if tokens is not None and not tokens >= 1:
-            raise ConfigError(f"--{flag}-tokens {tokens:g}: must be 1 or more")
     return Cluster(device, devices, arguments.nodes)
 
 

@@ -22,6 +22,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.commands.main import number
+from rl_plugins.config.settings import AT_LEAST_1
 from rl_plugins.data.formats import FORMATS, RowKeys
 from rl_plugins.data.prepare.conversion import (
     add_conversion_arguments,
@@ -109,7 +111,9 @@ def _add_validate(parser: ArgumentParser) -> None:
         help="folder or name of a model, to count the tokens of prompts, and to find prompts that the model's chat "
         "template refuses",
     )
-    parser.add_argument("--max-prompt-tokens", type=int, help="count longer prompts (needs --tokenizer)")
+    parser.add_argument(
+        "--max-prompt-tokens", type=number(int, AT_LEAST_1), help="count longer prompts (needs --tokenizer)"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 

@@ -16,7 +16,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rl_plugins.commands.main import add_run_argument, existing_run
+from rl_plugins.commands.main import add_run_argument, existing_run, number
+from rl_plugins.config.settings import NOT_NEGATIVE
 from rl_plugins.errors import ConfigError
 from rl_plugins.report.summary import read_samples, summarize
 from rl_plugins.run_folder import RunFolder, count_damaged_lines, read_metrics
@@ -40,7 +41,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_argument(parser)
     parser.add_argument("--metrics", nargs="+", default=MAIN, metavar="PATTERN", help="metrics, such as 'time/*'")
-    parser.add_argument("--samples", type=int, default=3, help="samples of the last validation (default: %(default)s)")
+    parser.add_argument(
+        "--samples",
+        type=number(int, NOT_NEGATIVE),
+        default=3,
+        help="samples of the last validation (default: %(default)s)",
+    )
 
 
 def run(arguments: Namespace) -> int:

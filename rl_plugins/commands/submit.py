@@ -35,6 +35,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlparse
 
+from rl_plugins.commands.main import number
+from rl_plugins.config.settings import ABOVE_0
 from rl_plugins.errors import ConfigError, DeadlineExceeded
 from rl_plugins.redaction import redacted_words, without_password
 
@@ -68,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="send files that are left out otherwise; a file with a secret needs its whole path",
     )
-    parser.add_argument("--limit", type=float, default=50, metavar="MIB", help="largest size to send (default: 50)")
+    parser.add_argument(
+        "--limit", type=number(float, ABOVE_0), default=50, metavar="MIB", help="largest size to send (default: 50)"
+    )
     parser.add_argument(
         "--env",
         action="append",

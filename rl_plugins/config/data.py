@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from rl_plugins.config.settings import AT_LEAST_1, FROM_0_TO_BELOW_1, Range, Settings, one_of
+from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FROM_0_TO_BELOW_1, Range, Settings, one_of
 
 _FILES = Range(
     "must be a parquet file, or a list of one or more",
     lambda value: isinstance(value, str | os.PathLike) or (isinstance(value, Sequence) and len(value) > 0),
 )
-_FINITE = Range("must be above 0", lambda value: 0 < value < math.inf)
 
 
 @dataclass
@@ -28,7 +26,7 @@ class MixturePart(Settings):
     """
 
     files: Annotated[Any, _FILES] = ()
-    weight: Annotated[float, _FINITE] = 1.0
+    weight: Annotated[float, ABOVE_0] = 1.0
 
     @property
     def paths(self) -> Sequence[str | os.PathLike[str]]:

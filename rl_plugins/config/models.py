@@ -18,6 +18,7 @@ from rl_plugins.config.settings import (
     NOT_NEGATIVE,
     Range,
     Settings,
+    fits,
     one_of,
 )
 
@@ -32,7 +33,12 @@ _NAMED = Range(
     lambda value: isinstance(value, str) or (isinstance(value, Mapping) and isinstance(value.get("_target_"), str)),
 )
 _DECAY_RATES = Range(
-    "must be two numbers from 0 to below 1", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value)
+    "must be two numbers from 0 to below 1",
+    lambda value: (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(fits(beta, float) and 0 <= beta < 1 for beta in value)
+    ),
 )
 
 

@@ -12,14 +12,67 @@ OmegaConf checks the types of a recipe's options, and ignores `Annotated`.
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast, get_type_hints
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
 from rl_plugins.errors import ConfigError
+
+_WORDS: dict[object, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "a text",
+    types.NoneType: "null",
+}
+_LARGEST_INT = 2**63 - 1
+"""Largest integer in tensors, parquet files and MLflow."""
+
+
+def fits(value: object, wanted: object) -> bool:
+    """Return True if a value is of a type. A number must be finite, and a truth value is no number.
+
+    Args:
+        value: value to test.
+        wanted: type hint of numbers, texts, truth values and null. Every value fits any other hint.
+    """
+    if get_origin(wanted) is Annotated:
+        return fits(value, get_args(wanted)[0])
+    if get_origin(wanted) in (Union, types.UnionType):
+        return any(fits(value, choice) for choice in get_args(wanted))
+    if get_origin(wanted) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(wanted))
+    if wanted is int:
+        return isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) <= _LARGEST_INT
+    if wanted is float:
+        size: Any = abs(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+        return size is not None and bool(size <= sys.float_info.max)
+    return isinstance(value, cast(type, wanted)) if wanted in _WORDS else True
+
+
+def words_of(wanted: object) -> str:
+    """Return the words of a type hint, such as `a whole number or null`."""
+    if get_origin(wanted) is Annotated:
+        return words_of(get_args(wanted)[0])
+    if get_origin(wanted) in (Union, types.UnionType):
+        return " or ".join(words_of(choice) for choice in get_args(wanted))
+    if get_origin(wanted) is Literal:
+        return f"one of {', '.join(map(str, get_args(wanted)))}"
+    return _WORDS.get(wanted, getattr(wanted, "__name__", str(wanted)))
+
+
+def shown(value: object) -> str:
+    """Return a value in a few characters, for an error message."""
+    if isinstance(value, int) and abs(value) > _LARGEST_INT:
+        return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} or more"
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 @dataclass(frozen=True)
@@ -30,19 +83,49 @@ class Range:
 
     Attributes:
         demand: end of the error message, such as `must be at least 1`.
-        holds: function of a value; returns True if the value is allowed. NaN must be in no range.
+        holds: function of a value of the setting's type; returns True if the value is allowed.
     """
 
     demand: str
     holds: Callable[[Any], bool]
+
+    def fault(self, value: object, wanted: object = float) -> str | None:
+        """Return the end of an error message for a value that is not allowed, else None.
+
+        Args:
+            value: value to test.
+            wanted: type hint of the setting.
+        """
+        if fits(value, wanted):
+            return None if self.holds(value) else self.demand
+        is_number = bool({int, float} & {wanted, *get_args(wanted)}) and str not in get_args(wanted)
+        return f"must be {words_of(wanted)}; {self.demand}" if is_number else self.demand
+
+
+def check_ranges(wanted: type, allowed: Range, /, **options: object) -> None:
+    """Check numbers against one range.
+
+    Args:
+        wanted: `int` or `float`.
+        allowed: range of the numbers.
+        options: numbers by name.
+
+    Raises:
+        ConfigError: A number is not finite, or is out of the range. The message begins with the name of the number.
+    """
+    for name, value in options.items():
+        if fault := allowed.fault(value, wanted):
+            raise ConfigError(f"{name}={shown(value)}: {fault}")
 
 
 AT_LEAST_1 = Range("must be at least 1", lambda value: value >= 1)
 ABOVE_0 = Range("must be above 0", lambda value: value > 0)
 NOT_NEGATIVE = Range("must be 0 or more", lambda value: value >= 0)
 ABOVE_0_TO_1 = Range("must be above 0 and at most 1", lambda value: 0 < value <= 1)
+ABOVE_0_TO_BELOW_1 = Range("must be above 0 and below 1", lambda value: 0 < value < 1)
 FROM_0_TO_BELOW_1 = Range("must be from 0 to below 1", lambda value: 0 <= value < 1)
 FROM_0_TO_1 = Range("must be between 0 and 1", lambda value: 0 <= value <= 1)
+FINITE = Range("must be a finite number", lambda value: True)
 
 
 def or_null(limit: Range) -> Range:
@@ -74,13 +157,21 @@ class Settings:
         Raises:
             ConfigError: A value is out of its range.
         """
-        for name, allowed in _ranges(cast(Hashable, type(self))).items():
+        for name, (hint, allowed) in _ranges(cast(Hashable, type(self))).items():
             value = getattr(self, name)
-            if value != MISSING and not allowed.holds(value):
-                raise ConfigError(f"{name}={value}: {allowed.demand}")
+            is_missing = isinstance(value, str) and value == MISSING
+            if not is_missing and (fault := allowed.fault(value, hint)):
+                raise ConfigError(f"{name}={shown(value)}: {fault}")
 
 
 @cache
-def _ranges(record: Hashable) -> Mapping[str, Range]:
-    hints = get_type_hints(record, include_extras=True)
-    return {name: range_ for name, hint in hints.items() for range_ in getattr(hint, "__metadata__", ()) if range_}
+def _ranges(record: Hashable) -> Mapping[str, tuple[object, Range]]:
+    """Return the type hint and the range of each field of a record that has a range, or is a number."""
+    ranges: dict[str, tuple[object, Range]] = {}
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        given = next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Range)), None)
+        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        kinds = set(get_args(plain) or (plain,))
+        if given or (kinds & {int, float} and kinds <= {int, float, types.NoneType}):
+            ranges[name] = (plain, given or FINITE)
+    return ranges

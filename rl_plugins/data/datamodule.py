@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from rl_plugins.config.data import CurriculumConfig
+from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, check_ranges
 from rl_plugins.data.curriculum import Curriculum
 from rl_plugins.data.loaders import BatchSource, EvalLoader, StepLoader
 from rl_plugins.data.orders import Mixture, Order, Source, build_mixture, load_parts
@@ -88,6 +89,14 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         super().__init__()
         if overlong_prompts not in ("filter", "error"):
             raise ConfigError(f"overlong_prompts={overlong_prompts!r}: choose 'filter' or 'error'.")
+        check_ranges(
+            int,
+            AT_LEAST_1,
+            prompts_per_step=prompts_per_step,
+            max_prompt_tokens=max_prompt_tokens,
+            eval_batch_size=eval_batch_size,
+        )
+        check_ranges(int, NOT_NEGATIVE, seed=seed)
         self.files: dict[str, Source | None] = {"train": train, "validation": validation}
         self.tokenizer = tokenizer
         self.prompts_per_step = prompts_per_step

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 
 import numpy as np
 
+from rl_plugins.config.settings import AT_LEAST_1, check_ranges
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
 from rl_plugins.data.formats import Pair, read_judged, read_pair
 from rl_plugins.data.orders import Source
@@ -119,6 +120,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         self.chosen_key, self.rejected_key, self.margin_key = chosen_key, rejected_key, margin_key
         self.response_key, self.label_key = response_key, label_key
         self.validate_on = validate_on
+        check_ranges(int, AT_LEAST_1, max_response_tokens=max_response_tokens)
         self.max_response_tokens = max_response_tokens
 
     def columns(self, split: str) -> Sequence[str]:

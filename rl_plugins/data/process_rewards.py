@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
+from rl_plugins.config.settings import AT_LEAST_1, check_ranges
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
 from rl_plugins.data.formats import STEP_SEPARATOR, read_steps, separated_steps
 from rl_plugins.data.on_disk import MappedLists
@@ -77,6 +78,7 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         super().__init__(train, validation, **options)
         self.steps_key, self.labels_key = steps_key, labels_key
         self.step_separator = step_separator
+        check_ranges(int, AT_LEAST_1, max_response_tokens=max_response_tokens)
         self.max_response_tokens = max_response_tokens
 
     def columns(self, split: str) -> Sequence[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Unpack
 
+from rl_plugins.config.settings import AT_LEAST_1, check_ranges
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
 from rl_plugins.data.formats import find_text
 from rl_plugins.data.orders import Source
@@ -43,6 +44,7 @@ class SFTDataModule(StepDataModule[SFTBatch]):
     ) -> None:
         super().__init__(train, validation, **options)
         self.response_key = response_key
+        check_ranges(int, AT_LEAST_1, max_response_tokens=max_response_tokens)
         self.max_response_tokens = max_response_tokens
 
     def columns(self, split: str) -> Sequence[str]:

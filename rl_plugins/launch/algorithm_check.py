@@ -7,10 +7,9 @@ functions declare them.
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -28,18 +27,11 @@ from rl_plugins.algorithms.inputs import (
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES
 from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.settings import fits, shown, words_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.instantiation import instantiate_node
 from rl_plugins.rewards.loading import nearest
 from rl_plugins.stages.off_policy import check_comparable
-
-_WORDS: dict[object, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    types.NoneType: "null",
-}
 
 
 def check_pools(config: RecipeConfig) -> None:
@@ -109,8 +101,6 @@ def check_algorithm(config: RecipeConfig) -> None:
             counts=counts,
             positive_counts=counts,
         )
-    except ConfigError:
-        raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"algorithm: {error}") from None
 
@@ -155,8 +145,6 @@ def check_loss(config: RecipeConfig) -> None:
     inputs |= {"reference_point": torch.zeros(())} if "reference_point" in given else {}
     try:
         losses, _ = call_with(function, inputs, options)
-    except ConfigError:
-        raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loss.options: {error}") from None
     if not losses.isfinite().all():
@@ -209,23 +197,5 @@ def _check(where: str, function: Callable[..., Any], options: Mapping[str, Any])
     for name, value in options.items():
         if name not in parameters and not takes_any:
             raise ConfigError(f"{where}: {function.__name__} has no option {name!r}{nearest(name, with_default)}")
-        if not _fits(value, hints.get(name, Any)):
-            raise ConfigError(f"{where}.{name}={value}: must be {_words(hints[name])}")
-
-
-def _fits(value: object, wanted: object) -> bool:
-    if get_origin(wanted) in (Union, types.UnionType):
-        return any(_fits(value, choice) for choice in get_args(wanted))
-    if get_origin(wanted) is Literal:
-        return value in get_args(wanted)
-    if wanted is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is wanted if wanted in _WORDS else True
-
-
-def _words(wanted: object) -> str:
-    if get_origin(wanted) in (Union, types.UnionType):
-        return " or ".join(_words(choice) for choice in get_args(wanted))
-    if get_origin(wanted) is Literal:
-        return f"one of {', '.join(map(str, get_args(wanted)))}"
-    return _WORDS.get(wanted, getattr(wanted, "__name__", str(wanted)))
+        if not fits(value, hints.get(name, Any)):
+            raise ConfigError(f"{where}.{name}={shown(value)}: must be {words_of(hints[name])}")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.config.settings import AT_LEAST_1, check_ranges
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,8 +54,7 @@ class ModelReward:
         from rl_plugins.models.folder import check_model_folder
         from rl_plugins.models.scalar_head import load_scalar_head
 
-        if batch_size < 1:
-            raise ConfigError(f"ModelReward: batch_size={batch_size}: set it to 1 or more")
+        check_ranges(int, AT_LEAST_1, batch_size=batch_size)
         parameter_type = getattr(torch, dtype, None)
         if not isinstance(parameter_type, torch.dtype):
             raise ConfigError(f"ModelReward: dtype={dtype!r} is not a data type of torch: use float32 or bfloat16")

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FROM_0_TO_1, NOT_NEGATIVE, check_ranges
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
 from rl_plugins.rewards.deadline import REPEAT_S
 from rl_plugins.rewards.limits import WorkerLimits
@@ -69,10 +70,10 @@ class RewardPool:
         Raises:
             ConfigError: An option is out of range, or a variable of `pass_env` does not exist.
         """
-        positive = {"num_workers": num_workers, "deadline_s": deadline_s, "chunk_size": chunk_size}
-        for name, value in positive.items():
-            if not value > 0:
-                raise ConfigError(f"rewards: {name} must be greater than 0, not {value}")
+        check_ranges(int, AT_LEAST_1, num_workers=num_workers, chunk_size=chunk_size)
+        check_ranges(float, ABOVE_0, deadline_s=deadline_s, start_timeout_s=start_timeout_s)
+        check_ranges(float, NOT_NEGATIVE, grace_s=grace_s, gpus_per_worker=gpus_per_worker)
+        check_ranges(float, FROM_0_TO_1, max_failure_rate=max_failure_rate)
         self.reward_config = plain(reward_config)
         check_routes(self.reward_config, ())
         self.deadline_s, self.max_failure_rate, self.chunk_size = deadline_s, max_failure_rate, chunk_size

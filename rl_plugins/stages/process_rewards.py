@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from tensordict import TensorDict
@@ -28,6 +28,7 @@ from rl_plugins.algorithms.implicit_process_reward import (
     process_rewards,
 )
 from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.config.settings import ABOVE_0, FROM_0_TO_1, Settings, one_of
 from rl_plugins.data.experience import Experience, computed
 from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.log_probs import response_log_probs
@@ -42,7 +43,7 @@ _MIN_RETURN = 1e-4
 
 
 @dataclass(frozen=True)
-class ProcessRewardConfig:
+class ProcessRewardConfig(Settings):
     """A process reward model, trained beside the policy.
 
     Attributes:
@@ -68,14 +69,14 @@ class ProcessRewardConfig:
 
     path: str | None = None
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(gradient_clip=10.0))
-    beta: float = 0.05
-    lam: float = 0.0
-    granularity: Granularity = "token"
+    beta: Annotated[float, ABOVE_0] = 0.05
+    lam: Annotated[float, FROM_0_TO_1] = 0.0
+    granularity: Annotated[Granularity, one_of(*GRANULARITIES)] = "token"
     ends_in_outcome: bool = False
     normalize: bool = True
-    loss: Literal["cross_entropy", "preference"] = "cross_entropy"
-    best_of_n: Literal["outcome", "return"] | None = None
-    update: Literal["before", "after"] = "before"
+    loss: Annotated[str, one_of("cross_entropy", "preference")] = "cross_entropy"
+    best_of_n: Annotated[Literal["outcome", "return"] | None, one_of("outcome", "return", None)] = None
+    update: Annotated[str, one_of("before", "after")] = "before"
     success_above: float | None = None
 
     def __post_init__(self) -> None:
@@ -84,22 +85,9 @@ class ProcessRewardConfig:
         Raises:
             ConfigError: an unknown name, a value outside its range, or an option that would change nothing.
         """
-        for option, value, known in (
-            ("granularity", self.granularity, GRANULARITIES),
-            ("loss", self.loss, ("cross_entropy", "preference")),
-            ("best_of_n", self.best_of_n, (None, "outcome", "return")),
-            ("update", self.update, ("before", "after")),
-        ):
-            if value not in known:
-                raise ConfigError(f"process_reward_model.{option}={value!r}: use one of {', '.join(map(str, known))}")
-        if not self.beta > 0:
-            raise ConfigError(f"process_reward_model.beta={self.beta}: must be above 0")
-        if not 0 <= self.lam <= 1:
-            raise ConfigError(f"process_reward_model.lam={self.lam}: use a number from 0 to 1")
+        super().__post_init__()
         if self.best_of_n and self.loss != "preference":
-            raise ConfigError(
-                "process_reward_model.best_of_n weighs preferences: set process_reward_model.loss=preference"
-            )
+            raise ConfigError(f"best_of_n={self.best_of_n} weighs preferences: set loss=preference")
 
 
 class ProcessRewards:

@@ -147,7 +147,7 @@ def test_process_rewards_with_an_outcome_sum_to_the_outcome() -> None:
     [
         ({"granularity": "step"}, "granularity='step': use one of token, whole"),
         ({"beta": 0.0}, r"beta=0\.0: must be above 0"),
-        ({"lam": 1.5}, r"lam=1\.5: use a number from 0 to 1"),
+        ({"lam": 1.5}, r"lam=1\.5: must be between 0 and 1"),
     ],
 )
 def test_process_rewards_refuse_bad_options(options: dict[str, Any], message: str) -> None:

@@ -282,7 +282,7 @@ def test_policy_losses_with_selected_tokens_have_a_selection() -> None:
     [
         ("cispo", {"clip_low": -0.1}, "clip_low=-0.1: must be 0 or more"),
         ("gspo", {"clip_high": -0.1}, "clip_high=-0.1: must be 0 or more"),
-        ("gmpo", {"clip_low": float("nan")}, "clip_low=nan: must be 0 or more"),
+        ("gmpo", {"clip_low": float("nan")}, "clip_low=nan: must be a finite number"),
         ("clip_cov", {"clip_low": -1.0, **NO}, "clip_low=-1.0: must be 0 or more"),
         ("kl_cov", {"coefficient": -1.0, **NO}, "coefficient=-1.0: must be 0 or more"),
         ("dppo_tv", {"low": -0.2}, "low=-0.2: must be 0 or more"),

@@ -131,7 +131,7 @@ def test_policy_average_of_an_adapter_holds_trained_weights_only(tmp_path: Path)
 
 @pytest.mark.parametrize("keep", [0.0, 1.0])
 def test_policy_average_refuses_a_keep_of_0_or_1(keep: float) -> None:
-    with pytest.raises(ConfigError, match=r"PolicyAverage\(keep="):
+    with pytest.raises(ConfigError, match=r"keep=.*: must be above 0 and below 1"):
         PolicyAverage(keep=keep)
 
 

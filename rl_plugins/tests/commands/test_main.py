@@ -28,7 +28,21 @@ def test_main_lists_the_commands(capsys):
         (["export", "nowhere", "out"], "nowhere is not a checkpoint of a run"),
         (["generate", "m", "--data", "no.parquet", "--output", "x.parquet"], "no.parquet: there is no such file"),
         (["generate", "m", "--data", "no.parquet", "--output", "x.json"], "--output x.json: must end in .parquet"),
-        (["generate", "m", "--data", "d", "--output", "x.parquet", "--top-p", "2"], "--top-p 2.0 is out of range"),
+        (["generate", "m", "--data", "d", "--output", "x.parquet", "--top-p", "2"], "argument --top-p: 2: must be"),
+        (["generate", "m", "--data", "d", "--output", "x.parquet", "--temperature", "nan"], "nan: must be a finite"),
+        (
+            ["generate", "m", "--data", "d", "--output", "x.parquet", "--seed", "9" * 20],
+            "2**66 or more: must be",
+        ),
+        (["generate", "m"], "the following arguments are required: --data, --output; `rl-plugins generate --help`"),
+        (
+            ["evaluate", "m", "--reward", "gsm8k", "--deadline", "inf"],
+            "--deadline: inf: must be a finite number",
+        ),
+        (["evaluate", "m", "--reward", "gsm8k", "--max-failure-rate", "2"], "2: must be between 0 and 1"),
+        (["show", "run", "--samples", "-1"], "argument --samples: -1: must be 0 or more"),
+        (["show", "run", "--samples", "all"], "argument --samples: all: must be a whole number; must be 0 or more"),
+        (["sync", "run", "--deadline", "nan"], "argument --deadline: nan: must be a finite number; must be above 0"),
         (
             ["generate", "m", "--data", "d", "--output", "x.parquet", "--samples", "2", "--temperature", "0"],
             "--samples 2 with --temperature 0 would all be the same",

@@ -102,9 +102,9 @@ def test_plan_refuses_the_impossible_and_loads_no_heavy_library(model, root):
             "no placement on 8 devices agrees with the given options",
         ),
         (["grpo", "model.path=M", "--device", "cpu", "--nodes", "2"], "--nodes: a plan for CPUs is for one machine"),
-        (["grpo", "model.path=M", "--devices", "0"], "both must be 1 or more"),
-        (["grpo", "model.path=M", "--rows", "0"], "--rows 0: must be 1 or more"),
-        (["grpo", "model.path=M", "--response-tokens", "-1"], "--response-tokens -1: must be 1 or more"),
+        (["grpo", "model.path=M", "--devices", "0"], "argument --devices: 0: must be at least 1"),
+        (["grpo", "model.path=M", "--rows", "0"], "argument --rows: 0: must be at least 1"),
+        (["grpo", "model.path=M", "--response-tokens", "-1"], "argument --response-tokens: -1: must be at least 1"),
         (["grpo", "model.path=M", "rollout.dtype=float16"], "rollout.dtype=float16: plan has rates for float32"),
         (["grpo", "model.path=M", "batch.samples_per_prompt=0"], "batch.samples_per_prompt=0: must be at least 1"),
         (

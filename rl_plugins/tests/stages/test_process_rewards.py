@@ -206,13 +206,13 @@ def test_process_reward_model_starts_from_the_policy_and_learns(tmp_path: Path) 
 @for_each(
     ("options", "message"),
     [
-        ({"granularity": "step"}, r"process_reward_model\.granularity='step': use one of token, whole"),
-        ({"loss": "mse"}, r"process_reward_model\.loss='mse': use one of cross_entropy, preference"),
-        ({"update": "never"}, r"process_reward_model\.update='never': use one of before, after"),
-        ({"best_of_n": "score"}, r"process_reward_model\.best_of_n='score': use one of None, outcome, return"),
-        ({"best_of_n": "outcome"}, r"best_of_n weighs preferences: set process_reward_model\.loss=preference"),
-        ({"beta": 0}, r"process_reward_model\.beta=0: must be above 0"),
-        ({"lam": 2}, r"process_reward_model\.lam=2: use a number from 0 to 1"),
+        ({"granularity": "step"}, r"granularity=step: use one of token, whole"),
+        ({"loss": "mse"}, r"loss=mse: use one of cross_entropy, preference"),
+        ({"update": "never"}, r"update=never: use one of before, after"),
+        ({"best_of_n": "score"}, r"best_of_n=score: use one of outcome, return, null"),
+        ({"best_of_n": "outcome"}, r"best_of_n=outcome weighs preferences: set loss=preference"),
+        ({"beta": 0}, r"beta=0: must be above 0"),
+        ({"lam": 2}, r"lam=2: must be between 0 and 1"),
     ],
 )
 def test_process_reward_config_refuses_bad_settings(options: dict[str, Any], message: str) -> None:
