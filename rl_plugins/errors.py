@@ -13,8 +13,8 @@ class UserError(Exception):
     """
 
     def __str__(self) -> str:
-        """Return the message without secrets."""
-        return redacted(super().__str__())
+        """Return the message as one line without secrets: control characters of data are written as escapes."""
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in redacted(super().__str__()))
 
 
 class ConfigError(UserError, ValueError):

@@ -29,7 +29,7 @@ from rl_plugins.config.placement import PlacementConfig, StrategyConfig
 from rl_plugins.config.rollout import RolloutConfig
 from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunConfig, TrackingConfig
 from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
-from rl_plugins.config.settings import Settings, one_of
+from rl_plugins.config.settings import Settings, one_of, shown
 from rl_plugins.errors import ConfigError
 from rl_plugins.redaction import redacted_value, without_password
 from rl_plugins.whole_file import write_whole_text
@@ -230,6 +230,7 @@ def parse_config(values: object) -> RecipeConfig:
     try:
         # As plain values, because Hydra's `+key=value` adds unknown keys to a composed configuration.
         plain = OmegaConf.to_container(values) if OmegaConf.is_config(values) else values
+        _check_groups(_schema(), plain, [])
         merged = OmegaConf.merge(_schema(), plain)
         config: RecipeConfig = _build(merged, [])
         expressions = environment_expressions(merged)
@@ -242,6 +243,24 @@ def parse_config(values: object) -> RecipeConfig:
     options = _plain(config)
     config.from_environment = {path: (text, value_at(options, path)) for path, text in expressions.items()}
     return config
+
+
+def _check_groups(schema: object, values: object, names: Sequence[str]) -> None:
+    """Check that each group of options is a mapping; OmegaConf does not name a group that is a list.
+
+    Raises:
+        ConfigError: A group is of another type.
+    """
+    # Null leaves the defaults, and an interpolation may name another group.
+    is_left = values is None or (isinstance(values, str) and "${" in values)
+    if not isinstance(schema, DictConfig) or (names and is_left):
+        return
+    if not isinstance(values, Mapping):
+        where = f"option {'.'.join(names)!r}" if names else "the configuration"
+        raise ConfigError(f"{where} is a group of options, not {shown(values)!r}: write a mapping of options to values")
+    for name, value in values.items():
+        if name in schema and not OmegaConf.is_missing(schema, name):
+            _check_groups(schema[name], value, [*names, str(name)])
 
 
 def tracking_address(uri: str | None) -> str | None:

@@ -28,6 +28,9 @@ UNSCORED_COLUMNS = tuple(name for name in COLUMNS if name != "reward_model")
 
 _BATCH_ROWS = 1024
 
+# A text that is not UTF-8, or a date beyond the years of Python, is a ValueError or an OverflowError.
+_DAMAGED = (pa.ArrowException, OSError, ValueError, OverflowError)
+
 Row = Mapping[str, Any]
 FilePath = str | os.PathLike[str]
 Paths = FilePath | Sequence[FilePath]
@@ -163,9 +166,9 @@ class ParquetRows:
         try:
             # Without memory_map and pre_buffer, pyarrow holds a whole row group in memory.
             self._file = pq.ParquetFile(path, memory_map=True, pre_buffer=False)
-        except pa.ArrowInvalid as error:
+            schema = self._file.schema_arrow
+        except _DAMAGED as error:
             raise self._unreadable(error) from error
-        schema = self._file.schema_arrow
         missing = [name for name in columns if name not in schema.names]
         if missing:
             raise ConfigError(f"{path}: column {missing[0]!r} is missing; the file has {', '.join(schema.names)}.")
@@ -176,22 +179,24 @@ class ParquetRows:
             field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in schema
         ])  # fmt: skip
 
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield all rows in batches of at most 1,024 rows.
+    def batches(self) -> Iterator[tuple[pa.RecordBatch, list[dict[str, Any]]]]:
+        """Yield all rows in batches of at most 1,024 rows, each batch also as Python objects.
 
         Raises:
             ConfigError: the file is damaged.
         """
         try:
             for batch in self._file.iter_batches(_BATCH_ROWS, use_threads=False):
-                yield batch.cast(self.schema)
-        except (pa.ArrowInvalid, OSError) as error:
+                batch = batch.cast(self.schema)
+                rows = batch.to_pylist()
+                yield batch, rows
+        except _DAMAGED as error:
             raise self._unreadable(error) from error
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield all rows as Python objects."""
-        for batch in self.batches():
-            yield from batch.to_pylist()
+        for _, rows in self.batches():
+            yield from rows
 
     def _unreadable(self, error: Exception) -> ConfigError:
         return ConfigError(f"{self.path}: not a readable parquet file ({str(error).splitlines()[0]}).")
@@ -209,8 +214,8 @@ def _open_files(paths: Sequence[FilePath], columns: Sequence[str]) -> PromptRows
 
 def _checked_batches(file: ParquetRows, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     number = 0
-    for batch in file.batches():
-        for row in batch.to_pylist():
+    for batch, rows in file.batches():
+        for row in rows:
             check_row(row, f"{file.path}, row {number}", columns)
             number += 1
         yield batch

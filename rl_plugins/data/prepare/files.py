@@ -35,17 +35,18 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         return
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file")
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             location = f"{path}, line {number}"
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            # A line that is not UTF-8, or a number of thousands of digits, is a ValueError, too.
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{location}: not valid JSON ({error}).") from error
             if not isinstance(record, dict):
-                raise ConfigError(f"{location}: expected a JSON object, got {line.strip()[:40]!r}.")
+                raise ConfigError(f"{location}: expected a JSON object, got {line.decode().strip()[:40]!r}.")
             yield location, record
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.preferences import PreferenceDataModule
-from rl_plugins.data.prepare.files import write_rows
+from rl_plugins.data.prepare.files import read_records, write_rows
 from rl_plugins.data.process_rewards import ProcessRewardDataModule
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError
@@ -189,3 +189,13 @@ def test_write_rows_keeps_the_old_files_when_a_row_does_not_fit(tmp_path):
         write_rows([("train", {"a": 1}), ("train", {"a": "x"})], schema, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["train.parquet"]
     assert pq.read_table(tmp_path / "train.parquet").to_pylist() == [{"a": 1}]
+
+
+def test_read_records_names_a_line_that_is_not_utf_8_or_too_deep(tmp_path):
+    path = tmp_path / "train.jsonl"
+    for line in (b'{"a": "\xff"}', b"[" * 10**5, b"1" * 5000):
+        path.write_bytes(b'{"a": 1}\n' + line)
+        with pytest.raises(ConfigError, match=r"train.jsonl, line 2: not valid JSON"):
+            list(read_records(path))
+    path.write_bytes('\ufeff{"a": 1}'.encode())
+    assert [record for _, record in read_records(path)] == [{"a": 1}]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rl_plugins.data.parquet import load_rows
@@ -76,3 +78,23 @@ def test_load_rows_accepts_any_sequence_of_mappings(row):
     assert loaded.location(2) == "Squares, row 2"
     with pytest.raises(ConfigError, match=r"list, row 0, row: expected a mapping .* got int"):
         load_rows([1])  # type: ignore[arg-type]
+
+
+def test_load_rows_names_a_file_with_texts_that_are_not_utf_8(row, tmp_path):
+    whole = pa.Table.from_pylist([row(0)])
+    broken = pa.array([b"\xff"]).cast(pa.binary()).view(pa.binary()).cast(pa.string(), safe=False)
+    path = tmp_path / "broken.parquet"
+    pq.write_table(whole.set_column(whole.schema.get_field_index("ability"), "ability", broken), path)
+    with pytest.raises(ConfigError, match=r"broken.parquet: not a readable parquet file \('utf-8' codec"):
+        load_rows(path)
+
+
+def test_load_rows_names_a_file_with_a_damaged_footer(row, write_rows):
+    path = write_rows([row(0)])
+    content = path.read_bytes()
+    for position in range(len(content) - 300, len(content), 7):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 0xFF]) + content[position + 1 :])
+        try:
+            load_rows(path)
+        except ConfigError as error:
+            assert "train.parquet" in str(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,18 @@ def test_compose_config_and_parse_config_name_the_option_and_the_way_out(subject
     for overrides, expected in COMPOSING[subject]:
         wrong += missing_words(compose(*overrides), overrides, expected)
     assert wrong == []
+
+
+def test_parse_config_names_a_group_that_is_no_mapping() -> None:
+    good = {"stage": "sft", "model": {"path": "m"}, "run": {"name": "r"}}
+    for values, expected in (
+        (None, "the configuration is a group of options, not 'None'"),
+        ([good], "the configuration is a group of options"),
+        ({**good, "data": [1]}, "option 'data' is a group of options, not '[1]'"),
+        ({**good, "data": {"curriculum": ["share"]}}, "option 'data.curriculum' is a group of options"),
+    ):
+        assert expected in message_of(partial(parse_config, values))
+    assert message_of(lambda: parse_config(good)) == "nothing is refused"
 
 
 def test_explain_gives_the_same_message_under_a_debugger(monkeypatch):
