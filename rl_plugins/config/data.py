@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FROM_0_TO_BELOW_1, Range, Settings, one_of
+from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FROM_0_TO_BELOW_1, Range, Settings, one_of, or_null
 
 _FILES = Range(
     "must be a parquet file, or a list of one or more",
@@ -98,6 +98,8 @@ class BatchConfig(Settings):
         samples_per_prompt: responses to each prompt.
         tokens_per_micro_batch: tokens of one forward and backward pass on one worker, without padding if `packing` is
             true.
+        tokens_per_log_prob_batch: tokens of one forward pass without gradient (log-probs, values, scores of models),
+            which needs less memory; null is `tokens_per_micro_batch`.
         packing: send the samples of a micro-batch through the models as one row without padding, with a prompt once for
             all its samples; false for a model whose samples see each other in a row.
         updates_per_step: optimizer steps of one pass over the samples of a step.
@@ -107,6 +109,7 @@ class BatchConfig(Settings):
     prompts_per_step: Annotated[int, AT_LEAST_1] = 32
     samples_per_prompt: Annotated[int, AT_LEAST_1] = 8
     tokens_per_micro_batch: Annotated[int, AT_LEAST_1] = 16384
+    tokens_per_log_prob_batch: Annotated[int | None, or_null(AT_LEAST_1)] = None
     packing: bool = True
     updates_per_step: Annotated[int, AT_LEAST_1] = 1
     passes_per_step: Annotated[int, AT_LEAST_1] = 1

@@ -80,6 +80,8 @@ class ModelConfig(Settings):
             longer.
         liger: run norms, rotary positions, MLPs and output heads of the models in the training workers by the Triton
             kernels of Liger (`pip install 'rl-plugins[liger]'`); on GPUs only.
+        attention: attention of transformers in the training workers, such as `eager`, `flash_attention_2` or
+            `flex_attention`; null is the package's own for packed samples (`packed_sdpa`), which shares prompts.
         lora: adapter of the policy; off by default.
     """
 
@@ -88,6 +90,7 @@ class ModelConfig(Settings):
     gradient_checkpointing: bool = False
     compile: bool = False
     liger: bool = False
+    attention: str | None = None
     lora: LoraConfig = field(default_factory=no_adapter)
 
 

@@ -49,6 +49,8 @@ def preflight(config: RecipeConfig) -> None:
 
     check_data(config)
     _check_optimizers(config)
+    if config.model.attention is not None:
+        _check_attention(config.model.attention, on_cpu=_on_cpu(config))
     if config.stage in ("policy_optimization", "prime"):
         # The import loads torch, which takes seconds.
         from rl_plugins.launch.algorithm_check import check_algorithm, check_pools, check_process_reward_model
@@ -74,6 +76,25 @@ def _check_optimizers(config: RecipeConfig) -> None:
                 try_optimizer(options)
             except ConfigError as error:
                 raise ConfigError(f"{group}.{error}") from None
+
+
+def _check_attention(name: str, *, on_cpu: bool) -> None:
+    """Compare `model.attention` with the implementations of transformers."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.utils import import_utils
+
+    known = ["eager", *(known for known in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in known)]
+    if name not in known:
+        raise ConfigError(f"model.attention={name}: transformers has no such attention: use one of {', '.join(known)}")
+    if "flash_attention" not in name:
+        return
+    if on_cpu:
+        raise ConfigError(f"model.attention={name} runs on GPUs, and the run is on CPU: leave it out")
+    installed = getattr(import_utils, f"is_flash_attn_{name[-1]}_available", lambda: True)
+    if not installed():
+        raise ConfigError(
+            f"model.attention={name}: its package is not installed: pip install flash-attn, or leave the option out"
+        )
 
 
 def check_stage_ahead(config: RecipeConfig, folder: Path) -> None:

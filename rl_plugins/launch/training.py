@@ -121,7 +121,9 @@ class TrainingRun:
         return {
             "tokenizer": self.tokenizer,
             "tokens_per_micro_batch": config.batch.tokens_per_micro_batch,
+            "tokens_per_log_prob_batch": config.batch.tokens_per_log_prob_batch,
             "packing": config.batch.packing,
+            "attention": config.model.attention,
             "optimizer": config.optimizer,
             "gradient_checkpointing": config.model.gradient_checkpointing,
             "lora": config.model.lora,

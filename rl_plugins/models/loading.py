@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from rl_plugins.errors import ConfigError
 
@@ -32,25 +32,40 @@ def device_map() -> str | None:
     return _DEVICE_MAP.get()
 
 
-def load_causal_lm(path: str, *, dtype: torch.dtype, gradient_checkpointing: bool = False) -> PreTrainedModel:
+class LoadingOptions(TypedDict, total=False):
+    """Options of `load_causal_lm` and `load_scalar_head`.
+
+    Attributes:
+        gradient_checkpointing: Recompute activations in the backward pass.
+        attention: Attention of transformers, such as `eager` or `flash_attention_2`; None for `packed_sdpa`.
+    """
+
+    gradient_checkpointing: bool
+    attention: str | None
+
+
+def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOptions]) -> PreTrainedModel:
     """Load a model in train mode. Dropout is the dropout of the model's config.
 
     Args:
         path: Hugging Face name or folder.
         dtype: Data type of the parameters.
-        gradient_checkpointing: Recompute activations in the backward pass.
+        options: See `LoadingOptions`.
 
     Raises:
         ConfigError: A weight is missing or has another shape than the model. transformers would make up such a weight.
     """
     from transformers import AutoModelForCausalLM
 
-    from rl_plugins.models.packed_attention import use_packed_attention
-
     model: PreTrainedModel
     # The types of transformers know nothing of output_loading_info.
     model, loaded = cast(Any, AutoModelForCausalLM).from_pretrained(
-        path, dtype=dtype, device_map=device_map(), output_loading_info=True, ignore_mismatched_sizes=True
+        path,
+        dtype=dtype,
+        device_map=device_map(),
+        attn_implementation=options.get("attention"),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
     if lost := sorted(loaded["missing_keys"]):
         raise ConfigError(
@@ -62,7 +77,15 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, gradient_checkpointing: boo
             f"{path}: {name} has the shape {list(shape)}, and config.json needs {list(needed)}: use the config.json of "
             "these weights"
         )
-    if gradient_checkpointing:
+    return prepared(model, options)
+
+
+def prepared(model: PreTrainedModel, options: LoadingOptions) -> PreTrainedModel:
+    """Return a loaded model in train mode, with gradient checkpointing and packed attention as the options say."""
+    from rl_plugins.models.packed_attention import use_packed_attention
+
+    if options.get("gradient_checkpointing"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    use_packed_attention(model)
+    if options.get("attention") is None:
+        use_packed_attention(model)
     return model.train()

@@ -28,6 +28,7 @@ class PoolConfig:
         model: Hugging Face name or folder.
         head: Kind of output head: a scalar head, or the head of a causal language model.
         dtype: Data type of the parameters, by its name in torch.
+        attention: Attention of transformers, see `LoadingOptions`.
         actors: Number of actor processes.
         device: Device of the model, `cpu` or `cuda`.
         threads: Number of CPU threads of each process.
@@ -41,6 +42,7 @@ class PoolConfig:
     model: str
     head: Literal["scalar", "causal_lm"]
     dtype: str = "float32"
+    attention: str | None = None
     actors: int = 1
     device: str = "cpu"
     threads: int = 1
@@ -91,9 +93,9 @@ class ModelActor:
         dtype: torch.dtype = getattr(torch, config.dtype)
         model: Any
         if config.head == "scalar":
-            model = load_scalar_head(config.model, dtype=dtype, new_head=False)
+            model = load_scalar_head(config.model, dtype=dtype, new_head=False, attention=config.attention)
         else:
-            model = load_causal_lm(config.model, dtype=dtype)
+            model = load_causal_lm(config.model, dtype=dtype, attention=config.attention)
         self._model = model.to(config.device).eval().requires_grad_(False)
         self._device = config.device
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.loading import device_map
-from rl_plugins.models.packed_attention import use_packed_attention
+from rl_plugins.models.loading import LoadingOptions, device_map, prepared
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.token_distributions import accumulation_dtype
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def load_scalar_head(
-    path: str, *, dtype: torch.dtype, gradient_checkpointing: bool = False, new_head: bool = True
+    path: str, *, dtype: torch.dtype, new_head: bool = True, **options: Unpack[LoadingOptions]
 ) -> PreTrainedModel:
     """Load a model with a scalar head, in train mode and without dropout before the head.
 
@@ -40,8 +39,8 @@ def load_scalar_head(
     Args:
         path: Hugging Face name or folder.
         dtype: Data type of the parameters.
-        gradient_checkpointing: Recompute activations in the backward pass.
         new_head: Add a new head to a model without a scalar head. If False, such a model is refused.
+        options: See `LoadingOptions`.
 
     Raises:
         ConfigError: The architecture has no token classification model, the head has several labels, weights of the
@@ -52,7 +51,12 @@ def load_scalar_head(
     model: PreTrainedModel
     with _without_load_report():
         model, loaded = AutoModelForTokenClassification.from_pretrained(
-            path, config=scalar_head_config(path), dtype=dtype, device_map=device_map(), output_loading_info=True
+            path,
+            config=scalar_head_config(path),
+            dtype=dtype,
+            device_map=device_map(),
+            attn_implementation=options.get("attention"),
+            output_loading_info=True,
         )
     head = {name: p for name, p in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     missing = {name: head.get(name) for name in loaded["missing_keys"]}
@@ -72,10 +76,7 @@ def load_scalar_head(
             "with this head, or a causal language model"
         )
     _zero([parameter for parameter in missing.values() if parameter is not None])
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    use_packed_attention(model)
-    return model.train()
+    return prepared(model, options)
 
 
 def scalar_head_config(path: str) -> PreTrainedConfig:

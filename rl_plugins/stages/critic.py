@@ -24,6 +24,7 @@ from rl_plugins.algorithms.value_loss import value_loss
 from rl_plugins.config.models import CriticConfig
 from rl_plugins.data.experience import Experience, computed
 from rl_plugins.errors import CheckpointError
+from rl_plugins.models.loading import LoadingOptions
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.scalar_head import load_scalar_head, position_scores, response_values
@@ -119,7 +120,7 @@ class CriticTraining:
         gradient_clip: bound on the gradient's norm; 0 for none.
         objective: objective of the critic.
         computes_in: dtype of forward and backward passes; weights are held at least in float32.
-        gradient_checkpointing: recompute activations in the backward pass.
+        loading: options for loading the model.
         tokens_per_micro_batch: see `Cutter`.
         packing: see `Cutter`.
         seed: seed of an adapter's initial weights and of dropout.
@@ -130,7 +131,7 @@ class CriticTraining:
     gradient_clip: float
     objective: ValueObjective
     computes_in: torch.dtype
-    gradient_checkpointing: bool
+    loading: LoadingOptions
     tokens_per_micro_batch: int
     packing: bool
     seed: int
@@ -166,7 +167,7 @@ class CriticLearner:
         model: Any = load_scalar_head(
             training.path,
             dtype=torch.float32 if self._is_low else training.computes_in,
-            gradient_checkpointing=training.gradient_checkpointing,
+            **training.loading,
         )
         self._model: nn.Module = with_adapter(model, training.config.lora).to(device)
         self._trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
@@ -40,6 +40,7 @@ class ForwardPasses:
         strategy: owner of the model engines.
         named_models: returns the models of the stage by name.
         tokens_per_micro_batch: tokens of one forward pass: real tokens with packing, padded tokens without.
+        tokens_per_log_prob_batch: the same for passes without gradient.
         packing: True if the samples of a micro-batch run as one row without padding.
         dtype: dtype of the models' parameters.
         temperature: divisor of the logits.
@@ -49,6 +50,7 @@ class ForwardPasses:
     strategy: Strategy
     named_models: Callable[[], Mapping[str, nn.Module]]
     tokens_per_micro_batch: int
+    tokens_per_log_prob_batch: int
     packing: bool
     dtype: torch.dtype
     temperature: float = 1.0
@@ -65,6 +67,11 @@ class ForwardPasses:
         models = [model for model in self.named_models().values() if not isinstance(model, RemoteModel)]
         prompts_together = self.packing and all(map(shares_prompts, models))
         return Cutter(self.tokens_per_micro_batch, self.packing, prompts_together, self.strategy.ranks.max)
+
+    @property
+    def log_prob_cutter(self) -> Cutter:
+        """Cutter for passes without gradient."""
+        return replace(self.cutter, tokens_per_micro_batch=self.tokens_per_log_prob_batch)
 
     def micro_batches(self, samples: Experience) -> list[Tensor]:
         """Return the indices of the samples of each micro-batch; the number of micro-batches is equal on all ranks."""
@@ -124,7 +131,7 @@ class ForwardPasses:
         """
         dtype = torch.promote_types(self.dtype, torch.float32)
         columns: dict[str, Tensor] = {}
-        for indices in self.micro_batches(samples):
+        for indices in self.log_prob_cutter.indices(Lengths.of(samples)):
             for name, values in run(samples[indices].trimmed().to(self.device)).items():
                 kind = dtype if values.is_floating_point() else values.dtype
                 shape = (*samples.rollout_log_probs.shape, *values.shape[2:])

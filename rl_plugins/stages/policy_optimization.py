@@ -238,9 +238,7 @@ class PolicyOptimization(Stage):
 
     def _load_scalar_head(self, path: str, *, new_head: bool, frozen: str | None = None) -> nn.Module:
         with self.sharded_init(frozen):
-            return load_scalar_head(
-                path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing, new_head=new_head
-            )
+            return load_scalar_head(path, dtype=self.model_dtype, new_head=new_head, **self.loading)
 
     @override
     def named_models(self) -> dict[str, nn.Module]:
@@ -274,7 +272,7 @@ class PolicyOptimization(Stage):
             gradient_clip=self._bound_or(self.critic_config.optimizer),
             objective=value_objective(self.algorithm, self.updates_per_step * self.passes_per_step),
             computes_in=self.model_dtype,
-            gradient_checkpointing=self._gradient_checkpointing,
+            loading=self.loading,
             tokens_per_micro_batch=self.tokens_per_micro_batch,
             packing=self.packing,
             seed=self.seed,

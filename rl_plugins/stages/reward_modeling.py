@@ -62,7 +62,7 @@ class RewardModeling(Stage):
     @override
     def load_model(self, path: str, frozen: str | None = None) -> nn.Module:
         with self.sharded_init(frozen):
-            return load_scalar_head(path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing)
+            return load_scalar_head(path, dtype=self.model_dtype, **self.loading)
 
     # The step ---------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class RewardModeling(Stage):
         # Parameters gathered in inference mode cannot be trained afterwards.
         with self.strategy.phase_log.measure("validate"), torch.inference_mode(False), torch.no_grad():
             # The number of micro-batches is equal on all ranks. Some may be empty.
-            for indices in self.passes.cutter.indices(examples.lengths):
+            for indices in self.passes.log_prob_cutter.indices(examples.lengths):
                 if not len(indices):
                     # All ranks take part in every forward pass, also a rank without rows.
                     self._scores(Experience.placeholder(self.tokenizer.pad_token_id))

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -23,13 +22,14 @@ from rl_plugins.config.models import LoraConfig, OptimizerConfig
 from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.export import save_adapter, save_policy
-from rl_plugins.models.loading import load_causal_lm
+from rl_plugins.models.loading import LoadingOptions, load_causal_lm
 from rl_plugins.models.lora import MergedWeightSource, adapted_layers, has_adapter, with_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer, only_one
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
+from rl_plugins.stages.trainer_flags import check_trainer, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
 
@@ -47,7 +47,9 @@ class StageArguments(TypedDict, total=False):
     lora: LoraConfig | None
     max_steps: int
     tokens_per_micro_batch: int
+    tokens_per_log_prob_batch: int | None
     packing: bool
+    attention: str | None
 
 
 class Stage(LightningModule):
@@ -67,6 +69,7 @@ class Stage(LightningModule):
         sampling_setup: builder of sampler and scorer, in stages with validation by generation.
         validation: validation by generation, since `setup`.
         shown_samples: samples for callbacks.
+        loading: options for models loaded by name.
         reference: frozen reference, in stages with a reference.
         reference_is_base: True if the reference is the policy without its adapter.
         further_metrics: functions of the metrics of a step, called on every rank; the results are added.
@@ -83,9 +86,12 @@ class Stage(LightningModule):
         max_steps: steps of the clock after which training stops; 0 for no bound.
         tokens_per_micro_batch: tokens of one forward and backward pass on one rank: real tokens with `packing`, padded
             tokens without. A pair of samples stays together.
+        tokens_per_log_prob_batch: the same for passes without gradient, which need less memory; by default the same
+            number.
         packing: run the samples of a micro-batch as one row without padding. A model of transformers with `sdpa`
             attention is set to `packed_sdpa` (see `rl_plugins.models.packed_attention`), which also runs a prompt only
             once for all its samples in a micro-batch. A model in which packed samples influence each other is refused.
+        attention: attention of transformers, such as `eager`; by default `packed_sdpa` (models loaded by name).
     """
 
     trained: ClassVar[str] = POLICY
@@ -103,7 +109,9 @@ class Stage(LightningModule):
         lora: LoraConfig | None = None,
         max_steps: int = 0,
         tokens_per_micro_batch: int = 16_384,
+        tokens_per_log_prob_batch: int | None = None,
         packing: bool = True,
+        attention: str | None = None,
     ) -> None:
         super().__init__()
         if lora is not None and lora.rank and not isinstance(model, str):
@@ -116,6 +124,7 @@ class Stage(LightningModule):
         self.optimizer_config = optimizer or OptimizerConfig()
         self.max_steps = max_steps
         self.tokens_per_micro_batch, self.packing = tokens_per_micro_batch, packing
+        self.tokens_per_log_prob_batch = tokens_per_log_prob_batch
         self.step = 0
         self.reference: Any = None
         self.reference_is_base = False
@@ -125,7 +134,8 @@ class Stage(LightningModule):
         setattr(self, self.trained, None)
         # In a list, so that nn.Module does not register the model a second time.
         self._source = [model]
-        self._gradient_checkpointing, self._lora = gradient_checkpointing, lora
+        self.loading: LoadingOptions = {"gradient_checkpointing": gradient_checkpointing, "attention": attention}
+        self._lora = lora
         self._own_path = model if isinstance(model, str) else None
         self._reference_path: str | None = None
         self._has_reference = False
@@ -138,8 +148,8 @@ class Stage(LightningModule):
     @override
     def configure_callbacks(self) -> Any:
         # Lightning calls this hook before it refuses flags in manual optimization.
-        _check_trainer(self.trainer)
-        self._trainers_clip = _take_gradient_clip(self.trainer)
+        check_trainer(self.trainer)
+        self._trainers_clip = take_gradient_clip(self.trainer)
         return super().configure_callbacks()
 
     @override
@@ -154,6 +164,7 @@ class Stage(LightningModule):
             strategy,
             self.named_models,
             tokens_per_micro_batch=self.tokens_per_micro_batch,
+            tokens_per_log_prob_batch=self.tokens_per_log_prob_batch or self.tokens_per_micro_batch,
             packing=self.packing,
             dtype=self.model_dtype,
         )
@@ -216,7 +227,7 @@ class Stage(LightningModule):
             frozen: name of the model, if it is frozen.
         """
         with self.sharded_init(frozen):
-            return load_causal_lm(path, dtype=self.model_dtype, gradient_checkpointing=self._gradient_checkpointing)
+            return load_causal_lm(path, dtype=self.model_dtype, **self.loading)
 
     def add_reference(self, path: str | None) -> bool:
         """Let `configure_model` load a frozen reference, and return True; return False if there is no model to load.
@@ -447,34 +458,3 @@ def _own_tokenizer(model: str | nn.Module) -> Any:
     if not name:
         raise ConfigError(f"{type(model).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=...")
     return load_tokenizer(name)
-
-
-def _check_trainer(trainer: Trainer) -> None:
-    """Refuse unsupported flags and callbacks of the trainer.
-
-    In manual optimization, Lightning itself would refuse some flags, and some callbacks would do nothing.
-
-    Raises:
-        ConfigError: a flag or a callback is not supported; the message gives the replacement.
-    """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-            raise ConfigError(
-                f"{type(callback).__name__} copies the whole module before its models are loaded and sharded, and the "
-                "rollout engine would not see its weights: use rl_plugins.callbacks.averages.PolicyAverage"
-            )
-    if trainer.accumulate_grad_batches != 1:
-        raise ConfigError(
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): a stage accumulates over its own "
-            "micro-batches: leave the flag out, and bound their size with tokens_per_micro_batch"
-        )
-    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-        raise ConfigError(
-            "Trainer(gradient_clip_algorithm='value'): a stage clips by norm only: leave the flag out, or use 'norm'"
-        )
-
-
-def _take_gradient_clip(trainer: Trainer) -> float | None:
-    """Return the trainer's bound on gradient norms, and clear the flag, which Lightning would refuse."""
-    bound, trainer.gradient_clip_val = trainer.gradient_clip_val, None
-    return None if bound is None else float(bound)

@@ -231,6 +231,8 @@ CHECKS: dict[str, list[Case]] = {
             ["strategy.sequence_parallel=8", "placement.num_workers=8", "placement.cpus_per_worker=0.1"],
             ["strategy.sequence_parallel=8", "use 6"],
         ),
+        (["model.attention=egaer"], ["model.attention=egaer", "use one of eager, "]),
+        (["model.attention=flash_attention_2"], ["model.attention=flash_attention_2", "runs on GPUs"]),
         (["reference.path=./gone"], ["reference.path=./gone", "no such folder"]),
         (
             ["sampling.top_p=0.9", "algorithm.correction=token_tis"],

@@ -44,7 +44,7 @@ def training(**changes: Any) -> CriticTraining:
         "gradient_clip": CLIP,
         "objective": ValueObjective(0.02, "token-mean", None, UPDATES),
         "computes_in": torch.float64,
-        "gradient_checkpointing": False,
+        "loading": {},
         "tokens_per_micro_batch": 40,
         "packing": True,
         "seed": 0,

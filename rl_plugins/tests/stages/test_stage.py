@@ -14,10 +14,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
-from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.config.models import CriticConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.packed_attention import PACKED_SDPA
 from rl_plugins.models.tiny import build_model, save_tiny_policy
+from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.sampling import greedy
 from rl_plugins.stages.sft import SFT
@@ -182,6 +184,38 @@ def test_sft_minimises_the_mean_negative_log_likelihood_of_all_tokens() -> None:
         assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(float(loss.detach()), rel=1e-6)
         for actual, wanted in zip(own.recorder.gradients[0], expected, strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_attention_of_a_stage_is_the_attention_of_loaded_models() -> None:
+    norms = {}
+    for attention in (None, "eager"):
+        stage = policy_optimization(
+            canned.other_model(),
+            algorithm=Algorithm(advantage="gae", kl=KLConfig(0.1)),
+            critic=CriticConfig(),
+            attention=attention,
+        )
+        norms[attention] = float(fit(stage, steps=1).callback_metrics["train/gradient_norm"])
+        used = {model.config._attn_implementation for model in (stage.policy, stage.reference, stage.critic)}
+        assert used == {attention or PACKED_SDPA}
+    assert norms["eager"] == pytest.approx(norms[None], rel=1e-3)
+
+
+def test_tokens_per_log_prob_batch_bounds_passes_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: dict[bool, list[int]] = {}
+    plain = ForwardPasses.log_probs
+
+    def noting(passes: Any, name: str, samples: Any, **options: Any) -> Any:
+        rows.setdefault(torch.is_grad_enabled(), []).append(len(samples))
+        return plain(passes, name, samples, **options)
+
+    monkeypatch.setattr(ForwardPasses, "log_probs", noting)
+    budget: dict[str, Any] = {"tokens_per_micro_batch": 30, "packing": False}
+    fit(policy_optimization(build_model(), tokens_per_log_prob_batch=10_000, updates_per_step=2, **budget), steps=1)
+    assert len(rows[False]) == 1 and len(rows[True]) > 2
+    rows.clear()
+    fit(policy_optimization(build_model(), updates_per_step=2, **budget), steps=1)
+    assert len(rows[False]) > 2
 
 
 def test_greedy_keeps_max_tokens_and_stops() -> None:

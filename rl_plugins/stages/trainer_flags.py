@@ -1,0 +1,39 @@
+"""Flags and callbacks of a trainer: a stage takes a flag over, or refuses the flag with the replacement."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+from rl_plugins.errors import ConfigError
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse unsupported flags and callbacks of the trainer.
+
+    In manual optimization, Lightning itself would refuse some flags, and some callbacks would do nothing.
+
+    Raises:
+        ConfigError: a flag or a callback is not supported; the message gives the replacement.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigError(
+                f"{type(callback).__name__} copies the whole module before its models are loaded and sharded, and the "
+                "rollout engine would not see its weights: use rl_plugins.callbacks.averages.PolicyAverage"
+            )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): a stage accumulates over its own "
+            "micro-batches: leave the flag out, and bound their size with tokens_per_micro_batch"
+        )
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+        raise ConfigError(
+            "Trainer(gradient_clip_algorithm='value'): a stage clips by norm only: leave the flag out, or use 'norm'"
+        )
+
+
+def take_gradient_clip(trainer: Trainer) -> float | None:
+    """Return the trainer's bound on gradient norms, and clear the flag, which Lightning would refuse."""
+    bound, trainer.gradient_clip_val = trainer.gradient_clip_val, None
+    return None if bound is None else float(bound)
