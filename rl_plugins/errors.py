@@ -9,7 +9,7 @@ class UserError(Exception):
     """An error that the user can correct. The message names the cause and the way out.
 
     The command-line entry points print the message as one line, without a traceback, and exit with status 2. The
-    message has no secrets.
+    message has no secrets and no control characters.
     """
 
     def __str__(self) -> str:

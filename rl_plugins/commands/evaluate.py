@@ -94,8 +94,7 @@ def run(arguments: Namespace) -> int:
     Raises:
         ConfigError: An argument is wrong, or too many rewards failed.
     """
-    from rich.console import Console
-
+    from rl_plugins.commands.terminal import Terminal
     from rl_plugins.evaluation.results import compare, evaluate, load_samples
     from rl_plugins.rewards.routing import check_routes
 
@@ -103,7 +102,7 @@ def run(arguments: Namespace) -> int:
         raise ConfigError(f"there are {len(arguments.inputs)} inputs: give one, or two to compare")
     reward, answer_of = reward_config(arguments.reward), _answer_function(arguments.answer)
     files = [_samples_file(name, arguments) for name in arguments.inputs]
-    console, results = Console(), []
+    console, results = Terminal(), []
     all_samples = [load_samples(path) for path in files]
     check_routes(reward, frozenset().union(*(samples.sources for samples in all_samples)))
     _try_reward(reward, all_samples, arguments)
@@ -258,9 +257,6 @@ def _print_results(console: Console, results: Results) -> None:
     console.print(
         f"\n{results.path}: {len(results.prompts)} prompts x {results.samples_per_prompt} samples, "
         f"{results.response_length:.0f} tokens each, {results.truncated:.1%} cut off; failed rewards: {failed}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
     console.print(_build_table(results.summary))
 
@@ -297,4 +293,4 @@ def _print_comparison(console: Console, comparison: PolicyComparison, names: Seq
     console.print(table)
     if comparison.unpaired:
         console.print(f"{comparison.unpaired} prompts are in only one of the two files, and were left out")
-    console.print(comparison.sentence(*names), style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print(comparison.sentence(*names), style="bold")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.main import number
 from rl_plugins.config.settings import AT_LEAST_1
+from rl_plugins.control_characters import without_controls
 from rl_plugins.data.formats import FORMATS, RowKeys
 from rl_plugins.data.prepare.conversion import (
     add_conversion_arguments,
@@ -136,7 +137,8 @@ def _print_files(files: dict[Path, int], row: Row, recipe: str) -> None:
     """Print the number of rows of each file, an example of a row, and the command to train on the files."""
     for path, count in files.items():
         print(f"{path}: {count} rows")
-    print(f"\nAn example of a row:\n{json.dumps(row, indent=2, ensure_ascii=False)}")
+    example = json.dumps(row, indent=2, ensure_ascii=False)
+    print(f"\nAn example of a row:\n{without_controls(example)}")
     splits = {path.stem: path for path in files}
     options = (("data.train_files", "train"), ("data.val_files", "test"))
     from rl_plugins.launch.command_line import override
@@ -173,18 +175,19 @@ def _load_chat_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _print_findings(findings: Findings) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(soft_wrap=True)
+    from rl_plugins.commands.terminal import Terminal
+
+    console = Terminal()
     for path, rows in findings.rows.items():
         bad = sum(bad_row.file == path for bad_row in findings.bad_rows)
-        console.print(f"{path}: {rows} rows, {bad} bad, {findings.duplicates[path]} duplicates", highlight=False)
+        console.print(f"{path}: {rows} rows, {bad} bad, {findings.duplicates[path]} duplicates")
     if findings.prompt_tokens:
         statistics = ", ".join(f"{name} {value:g}" for name, value in findings.prompt_tokens.items())
-        console.print(f"prompt tokens: {statistics}", highlight=False)
+        console.print(f"prompt tokens: {statistics}")
     if findings.max_prompt_tokens is not None and findings.prompt_tokens:
-        console.print(f"longer than {findings.max_prompt_tokens} tokens: {findings.too_long} prompts", highlight=False)
+        console.print(f"longer than {findings.max_prompt_tokens} tokens: {findings.too_long} prompts")
     if findings.bad_rows:
         table = Table("file", "row", "field", "reason", title="bad rows", title_justify="left")
         for bad_row in findings.bad_rows:
@@ -193,7 +196,6 @@ def _print_findings(findings: Findings) -> None:
     for shared in findings.shared[:_MAX_SHOWN]:
         console.print(
             f"{shared.test_file}, row {shared.test_row} is also in {shared.train_file}, row {shared.train_row}",
-            highlight=False,
         )
     if len(findings.shared) > _MAX_SHOWN:
         console.print(f"... and {len(findings.shared) - _MAX_SHOWN} more rows that both files have; --json names all")

@@ -55,7 +55,7 @@ def run(arguments: Namespace) -> int:
     Raises:
         ConfigError: The folder is not the folder of a run, or the run has none of the metrics.
     """
-    from rich.console import Console
+    from rl_plugins.commands.terminal import Terminal
 
     folder = existing_run(arguments.run)
     series = read_metrics(folder.metrics)
@@ -64,13 +64,13 @@ def run(arguments: Namespace) -> int:
         raise ConfigError(
             f"{folder.metrics} has no metric {' or '.join(arguments.metrics)}; it has {', '.join(series)}"
         )
-    console = Console(highlight=False)
+    console = Terminal()
     _show_curves(console, {name: series[name] for name in chosen})
     _show_phases(console, folder)
     _show_samples(console, folder, arguments.samples)
     _show_paths(console, folder)
     if damaged := count_damaged_lines(folder.metrics):
-        console.print(f"{'left out':<17}{damaged} damaged lines of {folder.metrics}", markup=False, soft_wrap=True)
+        console.print(f"{'left out':<17}{damaged} damaged lines of {folder.metrics}")
     return 0
 
 
@@ -120,12 +120,12 @@ def _show_samples(console: Console, folder: RunFolder, count: int) -> None:
     if not tables or count < 1:
         return
     file, rows = tables[-1]
-    console.print(f"\n{min(count, len(rows))} of {len(rows)} samples in {file}:", soft_wrap=True)
+    console.print(f"\n{min(count, len(rows))} of {len(rows)} samples in {file}:")
     for row in rows[:count]:
         score = f"failed ({row['failure']})" if row["failure"] else f"{row['score']:.4g}"
-        console.print(f"  score {score}, ground truth {_shorten(row['ground_truth'])}", markup=False)
+        console.print(f"  score {score}, ground truth {_shorten(row['ground_truth'])}")
         for key in ("prompt", "response"):
-            console.print(f"    {key}: {_shorten(row[key])}", markup=False)
+            console.print(f"    {key}: {_shorten(row[key])}")
 
 
 def _shorten(text: object) -> str:
@@ -136,8 +136,8 @@ def _shorten(text: object) -> str:
 def _show_paths(console: Console, folder: RunFolder) -> None:
     console.print()
     for name, path in folder.places().items():
-        console.print(f"{name:<17}{path}", markup=False, soft_wrap=True)
+        console.print(f"{name:<17}{path}")
     if folder.tracking_run.is_file():
-        console.print(f"{'MLflow run':<17}{folder.tracking_run.read_text().strip()}", markup=False)
+        console.print(f"{'MLflow run':<17}{folder.tracking_run.read_text().strip()}")
     if times := folder.times_resumed():
-        console.print(f"{'resumed':<17}{times} times", markup=False)
+        console.print(f"{'resumed':<17}{times} times")

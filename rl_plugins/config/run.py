@@ -11,6 +11,7 @@ from omegaconf import MISSING
 from rl_plugins.config.settings import (
     ABOVE_0_OR_NULL,
     AT_LEAST_1,
+    FOLDER_NAME,
     FROM_0_TO_BELOW_1,
     NOT_NEGATIVE,
     Range,
@@ -69,7 +70,7 @@ class RunConfig(Settings):
         export_lora: export of a model with an adapter: `merged` writes whole weights, `adapter` the adapter alone.
     """
 
-    name: str = MISSING
+    name: Annotated[str, FOLDER_NAME] = MISSING
     output_dir: str = "outputs"
     steps: Annotated[int, AT_LEAST_1] = 100
     epochs: Annotated[float | None, ABOVE_0_OR_NULL] = None

@@ -127,6 +127,19 @@ FROM_0_TO_BELOW_1 = Range("must be from 0 to below 1", lambda value: 0 <= value 
 FROM_0_TO_1 = Range("must be between 0 and 1", lambda value: 0 <= value <= 1)
 FINITE = Range("must be a finite number", lambda value: True)
 
+_MAX_NAME_BYTES = 200
+FOLDER_NAME = Range(
+    f"must be the name of a folder: up to {_MAX_NAME_BYTES} bytes of printable characters without /, with no dot at "
+    "the start and no blank at the ends",
+    lambda value: (
+        value.isprintable()
+        and 0 < len(value.encode()) <= _MAX_NAME_BYTES
+        and "/" not in value
+        and not value.startswith(".")
+        and value == value.strip()
+    ),
+)
+
 
 def or_null(limit: Range) -> Range:
     """Return a range with null in addition."""

@@ -25,6 +25,7 @@ from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.environment import resolved_without_environment
 from rl_plugins.config.hydra_errors import explain
 from rl_plugins.config.recipe import RecipeConfig, parse_config, store_schema, tracking_address, unresolved
+from rl_plugins.config.settings import FOLDER_NAME
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped
 from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
 from rl_plugins.launch.preflight import check_stage_ahead
@@ -171,6 +172,8 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
     pipeline = _resolve(composed)
     if missing := sorted(OmegaConf.missing_keys(pipeline)):
         raise ConfigError(f"option {missing[0]!r} has no value: add {missing[0]}=... to the command line")
+    if not FOLDER_NAME.holds(pipeline.name):
+        raise ConfigError(f"name={pipeline.name!r}: {FOLDER_NAME.demand}")
     folder = (Path(pipeline.output_dir) / pipeline.name).absolute()
     run = {"output_dir": str(folder)}
     uri = tracking_address(pipeline.tracking_uri) or f"sqlite:///{folder}/mlflow.db"

@@ -304,8 +304,6 @@ def _check_reward_files(config: RecipeConfig) -> None:
 
 def _check_output(config: RecipeConfig) -> None:
     output, name = Path(config.run.output_dir), config.run.name
-    if name in (".", "..") or Path(name).name != name:
-        raise ConfigError(f"run.name={name}: must be the name of a folder; the folders above it are run.output_dir")
     if JOB_FOLDERS in output.parts:
         raise ConfigError(
             f"run.output_dir={output} is in the folder that Ray made for this job, and is removed with it: give an "

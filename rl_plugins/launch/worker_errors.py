@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RaySystemError
 from ray.train import ControllerError, UserCallback
 from typing_extensions import override
 
+from rl_plugins.control_characters import without_controls
 from rl_plugins.errors import RayLost, UserError
 from rl_plugins.redaction import redacted
 from rl_plugins.run_folder import RunFolder
@@ -50,7 +51,7 @@ class WorkerFailures(UserCallback):
         newest = self._folder.latest_checkpoint()
         rank, error = min(worker_exceptions.items(), key=lambda item: item[0])
         cause = getattr(error, "_base_exc", error)
-        said = redacted(" ".join(f"{type(cause).__name__}: {cause}".split()))[:_SHOWN]
+        said = without_controls(redacted(" ".join(f"{type(cause).__name__}: {cause}".split())))[:_SHOWN]
         line = (
             f"training worker {rank} failed ({said}). The workers start again, restart {self._failures} of "
             f"{self._max_restarts}; {f'the newest checkpoint is {newest.name}' if newest else 'there is no checkpoint'}"

@@ -17,6 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
+from rl_plugins.control_characters import without_controls
 from rl_plugins.errors import StorageError
 from rl_plugins.redaction import redacted
 from rl_plugins.report.charts import COLOURS, Chart, area_chart, line_chart, short_number, stacked_bar
@@ -37,10 +38,6 @@ _FAILURES = {
     "memory": "the reward function needed too much memory",
 }
 _VALIDATED = {"val/reward": "validation reward", "val/accuracy": "validation accuracy", "val/loss": "validation loss"}
-
-# A terminal or a browser would obey control characters. The page shows their pictures (U+2400 and on), or U+FFFD.
-_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
-_CONTROLS |= {0x7F: 0x2421} | dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF], 0xFFFD)
 
 
 def write_report(folder: RunFolder, path: Path | None = None) -> Path:
@@ -93,13 +90,13 @@ def only_printed() -> Iterator[None]:
 def _template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, finalize=_without_controls,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, finalize=_shown,
     )  # fmt: skip
     return environment.get_template("page.html")
 
 
-def _without_controls(value: object) -> object:
-    return value.replace("\r\n", "\n").translate(_CONTROLS) if isinstance(value, str) else value
+def _shown(value: object) -> object:
+    return without_controls(value) if isinstance(value, str) else value
 
 
 def _values(folder: RunFolder) -> dict[str, object]:

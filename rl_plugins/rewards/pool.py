@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FROM_0_TO_1, NOT_NEGATIVE, check_ranges
+from rl_plugins.control_characters import without_controls
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
 from rl_plugins.rewards.deadline import REPEAT_S
 from rl_plugins.rewards.limits import WorkerLimits
@@ -168,7 +169,7 @@ class RewardPool:
             )
         if not rows:
             raise RewardError(f"a reward worker died while it loaded its rewards: {reason}")
-        logger.warning("Reward worker with %d samples replaced (%s): %s", len(rows), failure, reason)
+        logger.warning("Reward worker with %d samples replaced (%s): %s", len(rows), failure, without_controls(reason))
         worker.kill()
         worker.start()
         if len(rows) == 1 and rows[0] in suspects:

@@ -151,7 +151,9 @@ def fetch_model(option: str, uri: str, store: str, cache: Path) -> Path:
             another format.
     """
     registered, in_run = _REGISTERED.fullmatch(uri), _IN_RUN.fullmatch(uri)
-    if registered is None and in_run is None:
+    # Each part is a folder of the cache.
+    leaves_cache = {"", ".", ".."} & {*uri.partition(":/")[2].partition("@")[0].split("/")}
+    if (registered is None and in_run is None) or leaves_cache or not uri.isprintable():
         raise ConfigError(
             f"{option}={uri}: name a model in MLflow as models:/NAME@ALIAS, models:/NAME/VERSION or runs:/ID/FOLDER"
         )

@@ -49,6 +49,13 @@ def test_evaluate_compares_the_second_file_with_the_first_prompt_by_prompt(write
     assert "no difference between" in capsys.readouterr().out
 
 
+def test_evaluate_prints_markup_and_control_characters_of_data_as_text(write_samples, capsys):
+    path = write_samples("samples.parquet", {("[/red]\x1b[2J", "1+1=", "2"): ["2", "3"]})
+    assert main(["evaluate", str(path), "--reward", "exact_match"]) == 0
+    shown = capsys.readouterr().out
+    assert "[/red]␛[2J" in shown and "\x1b" not in shown and path.with_suffix(".evaluation.json").is_file()
+
+
 def test_evaluate_refuses_files_without_a_prompt_in_common(write_samples, capsys):
     other = write_samples("other.parquet", {("sums", "5+5=", "10"): ["10"]})
     assert main(["evaluate", str(write_samples("one.parquet", FIRST)), str(other), "--reward", "exact_match"]) == 2

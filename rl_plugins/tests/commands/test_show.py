@@ -68,6 +68,17 @@ def test_show_and_report_leave_out_and_count_damaged_lines(run, capsys):
     assert "Left out: 2 damaged lines of metrics.jsonl" in (run / "report.html").read_text()
 
 
+def test_show_prints_control_characters_of_samples_as_pictures(run, capsys):
+    hostile = "\x1b]0;title\x07\x1b[2J[red]:smile:[/blue]\x9b1m"
+    sample = {"prompt": hostile, "response": hostile, "ground_truth": hostile, "score": 0.5, "failure": None}
+    (run / "samples" / "step_00000030.json").write_text(json.dumps([sample]))
+    assert main(["show", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("␛]0;title␇␛[2J[red]:smile:[/blue]\ufffd1m") == 3 and "\x1b" not in shown
+    assert main(["show", str(run / hostile)]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
 def test_sparkline_averages_neighbours():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert sparkline([1.0, 1.0]) == "▁▁" and len(sparkline(list(range(1000)), 20)) == 20

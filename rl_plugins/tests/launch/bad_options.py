@@ -251,7 +251,7 @@ CHECKS: dict[str, list[Case]] = {
     ],
     "folders and servers": [
         (["run.output_dir=rewards.py/out"], ["run.output_dir=", "rewards.py/out", "choose another"]),
-        (["run.name=a/b"], ["run.name=a/b", "run.output_dir"]),
+        (["run.name=a/b"], ["run.name=a/b", "the name of a folder"]),
         (["run.name=old"], ["outputs/old exists", "run.resume=true", "run.name"]),
         (["run.resume=true"], ["run.resume=true", "no folder", "outputs/grpo", "without run.resume"]),
         (["run.name=through", "run.resume=true"], ["outputs/through is complete", "run.name"]),

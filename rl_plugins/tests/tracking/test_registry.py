@@ -144,6 +144,8 @@ def test_fetch_model_by_two_runs_at_once(register, store, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("named", "message"),
     [
+        ("runs:/1/../../x", "model.path=runs:/1/../../x: name a model in MLflow as"),
+        ("models:/../1", "model.path=models:/../1: name a model in MLflow as"),
         ("models:/adder", "model.path=models:/adder: name a model in MLflow as"),
         ("models:/nobody@champion", "nobody"),
         ("models:/nobody/7", "nobody"),
