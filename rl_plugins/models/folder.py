@@ -169,9 +169,9 @@ def _last_token(file: Path) -> int:
     """Return the largest token id of a tokenizer.json; -1 if there is none."""
     content = _read_json(file)
     model, added = content.get("model"), content.get("added_tokens") or []
-    if not isinstance(model, dict) or not isinstance(added, list):
+    vocab = (model.get("vocab") or {}) if isinstance(model, dict) else None
+    if not isinstance(vocab, dict | list) or not isinstance(added, list):
         raise ConfigError(f"{file}: not a tokenizer of the library tokenizers: {_AGAIN}")
-    vocab = model.get("vocab") or {}
     ids: list[Any] = [token.get("id") if isinstance(token, dict) else None for token in added]
     ids += list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
     if not all(type(number) is int for number in ids):

@@ -139,6 +139,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda path: (path / "tokenizer.json").write_text('{"model": 3}'),
         ["tokenizer.json: not a tokenizer"],
     ),
+    "vocabulary of a number": (
+        lambda path: (path / "tokenizer.json").write_text('{"model": {"vocab": 0.5}}'),
+        ["tokenizer.json: not a tokenizer"],
+    ),
     "token without id": (
         lambda path: (path / "tokenizer.json").write_text('{"model": {}, "added_tokens": [{}]}'),
         ["tokenizer.json: a token has no whole number as its id"],
