@@ -60,6 +60,7 @@ class MeasuredSteps:
 def run(folder: Path, name: str, prompts: int, workers: Workers, further: Sequence[str] = ()) -> MeasuredSteps:
     """Run the recipe, and read its measurements."""
     from rl_plugins.data.experience import Experience
+    from rl_plugins.rewards.conversations import RECORDS
 
     measured_run = run_grpo(
         folder, f"run.steps={STEPS}", f"batch.prompts_per_step={prompts}", f"batch.samples_per_prompt={SAMPLES}",
@@ -69,7 +70,7 @@ def run(folder: Path, name: str, prompts: int, workers: Workers, further: Sequen
     )  # fmt: skip
     folders = sorted((folder / "outputs" / name / "rollouts").iterdir())
     lengths = [
-        [n for file in sorted(step.glob("*.pt")) for n in Experience.load(file).response_lengths.tolist()]
+        [n for file in sorted(step.glob("*.pt")) for n in Experience.load(file, RECORDS).response_lengths.tolist()]
         for step in folders
     ]
     return MeasuredSteps(measured_run.steps[SKIPPED:], lengths[SKIPPED:])

@@ -10,6 +10,7 @@ import pytest
 from integration_tests.conftest import Recipe
 from integration_tests.pace import Pace
 from rl_plugins.data.experience import Experience
+from rl_plugins.rewards.conversations import RECORDS
 from rl_plugins.stages.trajectory_queue import row_of
 
 pytestmark = pytest.mark.extended
@@ -50,7 +51,7 @@ def test_resumed_run_that_samples_ahead_trains_on_each_group_once(
         files = sorted((resumed.run / "rollouts" / f"step_{step:08d}").glob("draw_0_rank_*"))
         assert len(files) == 2
         for file in files:
-            groups = Experience.load(file).groups[::SAMPLES].tolist()
+            groups = Experience.load(file, RECORDS).groups[::SAMPLES].tolist()
             numbers += groups
             slots.setdefault(step, set()).update(number // 2**32 for number in groups)
     assert len(numbers) == len(set(numbers)) == STEPS * PROMPTS

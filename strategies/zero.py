@@ -325,11 +325,16 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this rank's shard of each parameter. Collective."""
-        for key, parameter in self._module_of(name).named_parameters():
-            if self.zero_stage_3:
-                # Small parameters stay gathered. After `partition`, the next gather reads the written shards.
-                parameter.partition()  # type: ignore[attr-defined]
-            yield key, _shard(parameter)
+        module = self._module_of(name)
+        if not self.zero_stage_3:
+            yield from ((key, parameter.data) for key, parameter in module.named_parameters())
+            return
+        for parameter in module.parameters():
+            # Small parameters stay gathered. After `partition`, the next gather reads the written shards.
+            parameter.partition()  # type: ignore[attr-defined]
+        # The padding of the last shard is memory that DeepSpeed has not initialized: any number, also NaN.
+        for key, _, shard in ZeroWeightSource(module, self.global_rank, self.world_size).shards():
+            yield key, shard
 
     def blend_weights(self, source: str, target: str, keep: float) -> None:
         """Set the weights of a frozen model to `keep * target + (1 - keep) * source`. Collective."""
@@ -468,9 +473,3 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _shard(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's shard of a parameter, without gradient."""
-    tensor: Tensor = getattr(parameter, "ds_tensor", parameter).data
-    return tensor

@@ -9,10 +9,11 @@ from __future__ import annotations
 import multiprocessing.connection
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Thread
+from typing import Any
 
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 
@@ -30,11 +31,40 @@ class OneForAllExecutor(MultiprocExecutor):
     def _init_executor(self) -> None:
         end_with_parent()
         super()._init_executor()
+        self.response_mqs = ResponseQueues(self.response_mqs)
 
     def start_worker_monitor(self, inline: bool = False) -> None:
         """Watch the workers, instead of vLLM's monitor."""
         sentinels = [worker.proc.sentinel for worker in self.workers]
         end_with(sentinels, unless=lambda: getattr(self, "shutting_down", False))
+
+
+class ResponseQueues(list[Any]):
+    """Queues of all workers' responses. A loop over the queues takes a response from each queue, also after an error.
+
+    A call of all workers ends at the first error, and vLLM leaves the responses of the other workers in their queues.
+    Each later call would take the responses of the call before.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the queues. A queue with an error takes the responses of the queues behind."""
+        queues = list(super().__iter__())
+        return (_ResponseQueue(queue, queues[index + 1 :]) for index, queue in enumerate(queues))
+
+
+class _ResponseQueue:
+    def __init__(self, queue: Any, later: Sequence[Any]) -> None:
+        self._queue, self._later = queue, later
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def dequeue(self, **options: Any) -> tuple[Any, Any]:
+        status, result = self._queue.dequeue(**options)
+        if status != WorkerProc.ResponseStatus.SUCCESS:
+            for queue in self._later:
+                queue.dequeue(**options)
+        return status, result
 
 
 def end_with_parent() -> None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections import deque
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
+pytest.importorskip("vllm")
+from vllm.v1.executor.multiproc_executor import WorkerProc
+
+from rl_plugins.rollout.vllm.executor import OneForAllExecutor, ResponseQueues
 from rl_plugins.tests.patience import patient, wait_until
 
 # The import of vLLM takes many seconds, and these modules use only the parts replaced here.
@@ -17,7 +24,7 @@ STUBS = """
 import sys
 from types import SimpleNamespace
 class EngineDeadError(Exception): pass
-sys.modules["vllm.v1.executor.multiproc_executor"] = SimpleNamespace(MultiprocExecutor=object)
+sys.modules["vllm.v1.executor.multiproc_executor"] = SimpleNamespace(MultiprocExecutor=object, WorkerProc=None)
 sys.modules["vllm.v1.executor.uniproc_executor"] = SimpleNamespace(UniProcExecutor=object)
 sys.modules["vllm.inputs.engine"] = SimpleNamespace(tokens_input=lambda prompt: prompt)
 sys.modules["vllm.v1.engine.exceptions"] = SimpleNamespace(EngineDeadError=EngineDeadError)
@@ -75,6 +82,39 @@ def test_end_with_ends_the_process_after_another_has_ended_unless_told_to_stay(
 def test_engine_loop_ends_the_process_if_the_engine_is_dead() -> None:
     ended = run_script(DEAD_ENGINE)
     assert (ended.code, ended.output) == (1, "")
+
+
+class Responses(deque[tuple[Any, str]]):
+    def dequeue(self, timeout: float | None = None) -> tuple[Any, str]:
+        return self.popleft()
+
+
+@dataclass
+class Workers:
+    """Workers that answer each call, some with an error."""
+
+    queues: list[Responses]
+    failing: set[tuple[str, int]]
+
+    def enqueue(self, call: tuple[str, Any, Any, int | None]) -> None:
+        statuses = WorkerProc.ResponseStatus
+        method, _, _, rank = call
+        for number, queue in enumerate(self.queues):
+            if rank in (None, number):
+                status = statuses.FAILURE if (method, number) in self.failing else statuses.SUCCESS
+                queue.append((status, f"{method} of {number}"))
+
+
+def test_collective_rpc_after_a_failed_call_returns_its_own_responses() -> None:
+    queues = [Responses() for _ in range(3)]
+    executor: Any = OneForAllExecutor.__new__(OneForAllExecutor)
+    executor.rpc_broadcast_mq = Workers(queues, {("load", 0), ("load", 1), ("check", 1)})
+    executor.is_failed, executor.futures_queue, executor.response_mqs = False, deque(), ResponseQueues(queues)
+    for method, failed in (("load", "load of 0"), ("check", "check of 1")):
+        with pytest.raises(RuntimeError, match=f"Worker failed with error '{failed}'"):
+            executor.collective_rpc(method)
+        assert executor.collective_rpc("start") == ["start of 0", "start of 1", "start of 2"]
+        assert executor.collective_rpc("sample", unique_reply_rank=2) == "sample of 2"
 
 
 PARENT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import groupby
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.strategies.weight_sources import ZeroWeightSource, layer_of
+from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.loops import for_each
 
 SHAPES = [(1,), (2,), (3, 5), (7,), (4, 4), ()]
@@ -47,6 +49,22 @@ def test_shards_refuses_parameters_without_partitions() -> None:
     source = ZeroWeightSource(partitioned(0, 2, parts=1), 0, 2)
     with pytest.raises(AssertionError, match="p1 is not partitioned over the 2 ranks"):
         list(source.shards())
+
+
+def test_shards_of_the_strategy_leave_out_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed does not initialize padding, so a check of the weights must not see it."""
+    module = partitioned(rank=1, world_size=2)
+    partitions: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.partition = partial(partitions.append, name)  # type: ignore[attr-defined]
+    strategy = ZeroStrategy(stage=3)
+    monkeypatch.setattr(ZeroStrategy, "global_rank", 1)
+    monkeypatch.setattr(ZeroStrategy, "world_size", 2)
+    strategy._model_engines["critic"] = module
+    shards = dict(strategy.shards("critic"))
+    assert list(shards) == partitions == [f"p{index}" for index in range(len(SHAPES))]
+    assert [len(shard) for shard in shards.values()] == [math.prod(shape) // 2 for shape in SHAPES]
+    assert all(shard.isfinite().all() for shard in shards.values())
 
 
 def test_layer_of_groups_parameters_by_layer() -> None:
