@@ -74,7 +74,7 @@ def test_fsdp_engines(tmp_path: Path, layout: Layout, check: str) -> None:
     run_ranks(fsdp_runs.inspect, layout, tmp_path, f"check_{check}", world_size=layout.world_size)
 
 
-def test_offload_of_a_model_keeps_its_shards_in_host_memory(tmp_path: Path) -> None:
+def test_offload_keeps_the_shards_of_a_model_in_host_memory(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES)
     layout = fsdp_runs.TWO.with_options(offload={"policy": "cpu", "reference": "cpu"})
     run_ranks(fsdp_runs.inspect, layout, tmp_path, "check_offload")
