@@ -53,6 +53,7 @@ class RecipeConfig(Settings):
         stage: training method; groups without a use for the method are ignored.
         launcher: `ray`, or `local` for one process.
         algorithm: algorithm of policy optimization: a node with `_target_`.
+        callbacks: further callbacks of Lightning: a mapping of names to nodes with `_target_`.
         process_reward_model: PRIME's model: a node with `_target_`, or null for its defaults.
     """
 
@@ -81,6 +82,7 @@ class RecipeConfig(Settings):
     average: AverageConfig = field(default_factory=AverageConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    callbacks: dict[str, Any] = field(default_factory=dict)
     algorithm: Any = None
 
     def __post_init__(self) -> None:

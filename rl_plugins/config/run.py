@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from omegaconf import MISSING
 
@@ -104,6 +104,7 @@ class TrackingConfig(Settings):
         enabled: record the run in MLflow; `metrics.jsonl` in the run's folder is always written.
         uri: URI of the tracking store; null is MLFLOW_TRACKING_URI, or an SQLite file in `run.output_dir`.
         experiment: MLflow experiment.
+        loggers: further loggers of Lightning: a mapping of names to nodes with `_target_`.
         code: keep the changes to the git commit as `git.diff`, in the run's folder and in MLflow.
         samples: rows of the table of samples of each validation.
         traces: samples of each step to log as traces; each takes some 20 ms of a thread of the first worker.
@@ -118,6 +119,7 @@ class TrackingConfig(Settings):
     enabled: bool = True
     uri: str | None = None
     experiment: str = "rl_plugins"
+    loggers: dict[str, Any] = field(default_factory=dict)
     code: bool = True
     samples: Annotated[int, NOT_NEGATIVE] = 32
     traces: Annotated[int, NOT_NEGATIVE] = 0

@@ -30,6 +30,21 @@ def instantiate_node(option: str, node: object) -> Any:
         raise ConfigError(f"{where}: {' '.join(str(error.__cause__ or error).split())}") from None
 
 
+def instantiate_nodes(option: str, nodes: Mapping[str, Any], kind: type) -> list[Any]:
+    """Build the objects of named `_target_` nodes. A null in the place of a node is left out.
+
+    Raises:
+        ConfigError: A node cannot be built, or the object is not of the kind.
+    """
+    built = {f"{option}.{name}": instantiate_node(f"{option}.{name}", node) for name, node in nodes.items() if node}
+    for name, thing in built.items():
+        if not isinstance(thing, kind):
+            raise ConfigError(
+                f"{name}: a {type(thing).__name__} is not a {kind.__name__} of Lightning: correct _target_"
+            )
+    return [*built.values()]
+
+
 def training_data(config: RecipeConfig) -> Any:
     """Return the training data for the data module of the stage.
 

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.loggers import Logger
 
 from rl_plugins.callbacks.averages import PolicyAverage, ReferenceUpdate
 from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
@@ -42,7 +43,7 @@ from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
 from rl_plugins.errors import DataError
 from rl_plugins.intact_checkpoint import newest_intact
-from rl_plugins.launch.instantiation import training_data
+from rl_plugins.launch.instantiation import instantiate_nodes, training_data
 from rl_plugins.launch.quiet import quiet_libraries
 from rl_plugins.launch.resume import note_end
 from rl_plugins.launch.tracking import best_upload, register, tracking_logger
@@ -253,7 +254,7 @@ class TrainingRun:
         ]
         if run.target_reward is not None:
             callbacks.append(TargetReward(self.folder.path, run.target_reward))
-        return callbacks
+        return [*callbacks, *instantiate_nodes("callbacks", config.callbacks, Callback)]
 
     def trainer(self) -> Trainer:
         """Return a trainer with the strategy, the callbacks and the loggers of the run.
@@ -264,6 +265,7 @@ class TrainingRun:
         loggers: list[Any] = [JsonLinesLogger(self.folder.metrics)]
         if config.tracking.enabled:
             loggers.append(tracking_logger(config, self.folder))
+        loggers += instantiate_nodes("tracking.loggers", config.tracking.loggers, Logger)
         validating = config.validates
         return Trainer(
             strategy=self.strategy,

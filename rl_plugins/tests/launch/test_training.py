@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.loggers import CSVLogger
+
+from rl_plugins.errors import ConfigError
 from rl_plugins.launch.training import TrainingRun
 from rl_plugins.models.tiny import build_tokenizer
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.launch.configurations import configured
+from rl_plugins.tracking.loggers import JsonLinesLogger
 
 
 def training_run(folder: Path, *overrides: str) -> TrainingRun:
@@ -40,3 +46,19 @@ def test_sampling_of_a_run_adds_stop_tokens_to_the_end_of_sequence(tmp_path: Pat
     assert sampling.stop_token_ids == (run.tokenizer.eos_token_id, 3)
     assert (sampling.min_p, sampling.num_samples) == (0.1, 2)
     assert run.generation_options()["eval_sampling"].min_p == 0
+
+
+def test_callbacks_and_loggers_are_built_from_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = training_run(
+        tmp_path,
+        "+callbacks.timer={_target_: lightning.pytorch.callbacks.Timer, duration: '01:00:00:00'}",
+        f"+tracking.loggers.csv={{_target_: lightning.pytorch.loggers.CSVLogger, save_dir: '{tmp_path}'}}",
+        "tracking.enabled=false",
+    )
+    assert isinstance(run.callbacks()[-1], Timer)
+    monkeypatch.setattr("rl_plugins.launch.training.Trainer", lambda **options: options)
+    options: Any = run.trainer()
+    assert [type(logger) for logger in options["logger"]] == [JsonLinesLogger, CSVLogger]
+    wrong = training_run(tmp_path, "+callbacks.csv={_target_: lightning.pytorch.loggers.CSVLogger, save_dir: x}")
+    with pytest.raises(ConfigError, match=r"callbacks\.csv: a CSVLogger is not a Callback of Lightning"):
+        wrong.callbacks()
