@@ -119,8 +119,9 @@ def strategy_of(trainer: Trainer) -> Strategy:
     strategy: Any = trainer.strategy
     if not hasattr(strategy, "model_engine"):
         raise ConfigError(
-            f"Trainer(strategy={type(strategy).__name__}): a stage needs a strategy of this package; pass "
-            "strategy=ZeroStrategy(...), FSDPStrategy(...) or SingleDeviceRolloutStrategy(...)"
+            f"the trainer has Lightning's {type(strategy).__name__} (strategy='auto' takes such a strategy, too), and "
+            "a stage needs a strategy of this package: pass strategy=ZeroStrategy(...), FSDPStrategy(...) or "
+            "SingleDeviceRolloutStrategy(...) to the trainer; with Ray RayZeroStrategy(...) or RayFSDPStrategy(...)"
         )
     fulfilled: Strategy = strategy
     return fulfilled

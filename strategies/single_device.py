@@ -56,6 +56,9 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
             # `torch.cuda.set_device`, which Lightning calls, refuses a device without an index.
             device = torch.device("cuda", 0)
         super().__init__(device=device, **kwargs)
+        # Lightning fills in the values of the trainer.
+        self.parallel_devices: list[torch.device] | None = None
+        self.num_nodes = 1
         self.ranks = Ranks()
         self.phase_log = PhaseLog(device=device)
         self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory())
@@ -68,6 +71,17 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
 
     @override
     def setup_environment(self) -> None:
+        asked = len(self.parallel_devices or ()) * self.num_nodes
+        if asked > 1:
+            raise ConfigError(
+                f"the trainer has {asked} devices (devices='auto' takes all GPUs), and SingleDeviceRolloutStrategy "
+                "uses one: set Trainer(devices=1, num_nodes=1), or pass strategy=ZeroStrategy(...) or FSDPStrategy(...)"
+            )
+        if self.root_device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                f"SingleDeviceRolloutStrategy(device={str(self.root_device)!r}): torch finds no GPU on this machine: "
+                "use device='cpu'"
+            )
         super().setup_environment()
         self.rollout_phases.prepare()
 

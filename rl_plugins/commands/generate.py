@@ -162,12 +162,19 @@ def _tokenize(rows: PromptRows, model: str, job: Job) -> tuple[Sequence[list[int
     """Return the token ids of each prompt, and the tokenizer."""
     from transformers import AutoConfig
 
-    from rl_plugins.data.tokenization import accepted_messages, check_chat_template, load_tokenizer, tokenize_prompts
+    from rl_plugins.data.tokenization import (
+        accepted_messages,
+        check_chat_template,
+        check_round_trip,
+        load_tokenizer,
+        tokenize_prompts,
+    )
     from rl_plugins.launch.quiet import quiet_libraries
 
     quiet_libraries()
     tokenizer = load_tokenizer(model)
     check_chat_template(tokenizer)
+    check_round_trip(tokenizer, (row["prompt"] for row in rows))
     prompt_ids = tokenize_prompts(accepted_messages(rows, tokenizer, {}), tokenizer, {})
     window = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
     longest = max(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))

@@ -17,6 +17,9 @@ from rl_plugins.errors import ConfigError
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can reserve memory."""
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of attention heads for which vLLM's build for CPUs has kernels."""
+
 OWN_ARGUMENTS = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -144,6 +147,28 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
                 f"vllm.{name}: the installed vLLM has no such engine argument: "
                 + (f"did you mean {' or '.join(close)}?" if close else "see vllm.EngineArgs")
             )
+
+
+def check_cpu_head_size(path: str, model: Mapping[str, Any]) -> None:
+    """Check the width of a model's heads for an engine on CPU.
+
+    Args:
+        path: name or folder of the model, for the message.
+        model: content of the model's config.json.
+
+    Raises:
+        ConfigError: vLLM's build for CPUs has no kernel for the width.
+    """
+    text = model.get("text_config") or model
+    heads, width = text.get("num_attention_heads"), text.get("hidden_size")
+    size = text.get("head_dim") or (width // heads if heads and width else None)
+    # Latent attention has other kernels.
+    if size is not None and "kv_lora_rank" not in text and size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"{path}: the attention heads have a width of {size}, and vLLM on CPU has kernels for "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}: use another model, a GPU, or rollout.engine=transformers "
+            "(TransformersRollout)"
+        )
 
 
 @cache

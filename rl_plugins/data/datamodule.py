@@ -26,6 +26,7 @@ from rl_plugins.data.prompts import PromptBatch, TokenizedPrompts, build_prompts
 from rl_plugins.data.tokenization import (
     Overlong,
     check_chat_template,
+    check_round_trip,
     check_template_options,
     load_tokenizer,
     within_limit,
@@ -140,6 +141,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
                 self.tokenizer = load_tokenizer(self.tokenizer)
             check_chat_template(self.tokenizer)
             check_template_options(self.tokenizer, self.chat_template_kwargs)
+            check_round_trip(self.tokenizer, (row["prompt"] for row in rows))
             self.sources[split] = self.build(rows, self.tokenizer, split)
             kept = len(self.sources[split])
             self.dropped_prompts[split] = len(rows) - kept

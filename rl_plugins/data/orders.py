@@ -90,6 +90,12 @@ def load_parts(source: Source, columns: Sequence[str]) -> tuple[PromptRows, list
     """
     if not isinstance(source, Mapping):
         return load_rows(source, columns), [0]
+    for name, part in source.items():
+        if not isinstance(part, MixturePart):
+            raise ConfigError(
+                f"the training data is a mapping, whose {name!r} is a {type(part).__name__} and no MixturePart: give "
+                "a list of rows, or MixturePart(files=[...]) under each name"
+            )
     parts = cast(Mapping[str, MixturePart], source).values()
     rows = load_rows([path for part in parts for path in part.paths], columns)
     sizes = [len(part.paths) for part in parts]

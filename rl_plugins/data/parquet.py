@@ -87,11 +87,17 @@ def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS) -> Pr
         columns: names of the columns every row must have.
 
     Raises:
-        ConfigError: a file or a column is missing, or a row is malformed. The message names the file, the row and the
-            column.
+        ConfigError: a file or a column is missing, a row is malformed, or a data set has no length. The message names
+            the file, the row and the column.
     """
     if isinstance(source, str | os.PathLike):
         return _open_files([source], columns)
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise ConfigError(
+            f"the data set (data.dataset of a recipe) is a {type(source).__name__}, without a length or without a row "
+            "for each index, which the order of training and a resumed run need: make a list, with list(...), or "
+            "turn streaming off"
+        )
     if len(source) == 0:
         raise ConfigError("There are no prompts: name at least one parquet file, or a data set with rows.")
     if isinstance(source, Sequence) and all(isinstance(entry, str | os.PathLike) for entry in source):
@@ -199,7 +205,10 @@ class ParquetRows:
             yield from rows
 
     def _unreadable(self, error: Exception) -> ConfigError:
-        return ConfigError(f"{self.path}: not a readable parquet file ({str(error).splitlines()[0]}).")
+        return ConfigError(
+            f"{self.path}: not a readable parquet file ({str(error).splitlines()[0].rstrip('.')}). `rl-plugins prepare "
+            "jsonl` makes such a file from JSON lines."
+        )
 
 
 def _open_files(paths: Sequence[FilePath], columns: Sequence[str]) -> PromptRows:

@@ -15,6 +15,7 @@ import numpy as np
 
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.data.tokenization import Overlong, accepted_messages, digest, tokenize_prompts, within_limit
+from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,6 +63,19 @@ class PromptBatch(RowBatch):
         self.rows = rows
         self.columns = columns
         self.epoch = epoch
+
+
+def foreign_batch(batch: object, data_module: str) -> ConfigError:
+    """Return the error of a stage that cannot read a batch, such as a batch of a project's own data module.
+
+    Args:
+        batch: the batch.
+        data_module: data module with batches for the stage.
+    """
+    return ConfigError(
+        f"the stage cannot read the batches of this data, each a {type(batch).__name__}: pass "
+        f"datamodule=rl_plugins.{data_module}(...) to the trainer in place of your data module or loader"
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import islice
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 Overlong = Literal["filter", "error"]
 Messages = Sequence[Mapping[str, Any]]
 _CHUNK = 1024
+# Messages of the round trip, and characters of a message in an error.
+_PROBES, _SHOWN = 32, 40
 # Placeholder for the policy's response; no template changes a single word.
 _RESPONSE = "whatever-was-said"
 # Characters that Unicode keeps out of texts, around the number of a special token.
@@ -40,11 +43,10 @@ _Item = TypeVar("_Item")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or a hub name, and check the text of a round trip.
+    """Load the tokenizer of a folder or a hub name. `check_round_trip` tries the tokenizer on data.
 
     Raises:
-        ConfigError: the tokenizer has no end-of-sequence token, or encoding and decoding changes the text (transformers
-            may silently build another tokenizer, by the model type of the folder).
+        ConfigError: the tokenizer has no end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
@@ -53,13 +55,32 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ConfigError(f"the tokenizer in {path} has no eos_token: the policy could never end a response")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    probe = "17+25=42 and so on"
-    if str(tokenizer.decode(tokenizer.encode(probe, add_special_tokens=False))).strip() != probe:
-        raise ConfigError(
-            f"the tokenizer in {path} does not give back the text it encodes ({probe!r}): "
-            "its tokenizer_config.json names a tokenizer_class that does not fit its files"
-        )
     return tokenizer
+
+
+def check_round_trip(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[Messages]) -> None:
+    """Check the text of a round trip on the first messages of the data.
+
+    One unchanged message is enough: tokenizers may change some spaces and accents. transformers may silently build
+    another tokenizer than that of the files, by the model type of the folder, and such a tokenizer changes all.
+
+    Raises:
+        ConfigError: encoding and decoding changes each message.
+    """
+    texts = (str(message["content"]) for messages in conversations for message in messages)
+    changed = None
+    for text in islice(filter(str.strip, texts), _PROBES):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        back = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        if unicodedata.normalize("NFKC", back).strip() == unicodedata.normalize("NFKC", text).strip():
+            return
+        changed = changed or (text[:_SHOWN], back[:_SHOWN])
+    if changed:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name_or_path!r} changes the texts of the data: {changed[0]!r} becomes "
+            f"{changed[1]!r}. Its vocabulary lacks characters of the data, or its tokenizer_config.json names a "
+            "tokenizer_class that does not fit its files"
+        )
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str, role: str) -> None:

@@ -257,12 +257,14 @@ class _Rows:
         until enough rows are within the limits; with `error`, only the rows with the most characters.
 
         Raises:
-            ConfigError: The template refuses messages, too few rows are within the limits, or a row is too long.
+            ConfigError: The tokenizer changes all texts, the template refuses messages, too few rows are within the
+                limits, or a row is too long.
         """
         import numpy as np
 
-        from rl_plugins.data.tokenization import accepted_messages, within_limit
+        from rl_plugins.data.tokenization import accepted_messages, check_round_trip, within_limit
 
+        check_round_trip(tokenizer, (row["prompt"] for row in self.rows))
         characters = np.asarray([
             [_characters(messages) for messages in accepted_messages(self.rows, tokenizer, self._template_options)],
             *([self._response_characters] if self._response_characters else []),

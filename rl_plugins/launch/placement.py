@@ -104,6 +104,11 @@ def _engines(config: RecipeConfig) -> Role:
             f"rollout.transport={config.rollout.transport}: with placement.rollout={config.placement.rollout}, weights "
             f"go from GPU to GPU by {transport}. Leave rollout.transport out, or change placement.rollout"
         )
+    if not config.on_gpus and config.rollout.transport in ("ipc", "nccl"):
+        raise ConfigError(
+            f"rollout.transport={config.rollout.transport}: weights go from GPU to GPU, and the run is on CPU. "
+            "Leave rollout.transport out, or set placement.device=cuda"
+        )
     if config.placement.rollout == "split":
         cpus = config.placement.engine_cpus * (1 if config.on_gpus else size)
         return Role(ENGINES, engines, cpus, size if config.on_gpus else 0, "PACK", f"{options}, placement.engine_cpus")

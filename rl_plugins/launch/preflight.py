@@ -17,6 +17,7 @@ from typing import Any
 
 from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.rollout import check_cpu_head_size
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.gpu_checks import check_engine_weights, check_gpus
 from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
@@ -202,8 +203,8 @@ def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lamb
 
     Raises:
         ConfigError: A folder holds no model, the hub does not have a name, a tensor-parallel size does not divide the
-            heads, the weights do not fit into an engine's share of a GPU, or prompt and response do not fit into a
-            context window.
+            heads, vLLM on CPU has no kernel for the heads, the weights do not fit into an engine's share of a GPU, or
+            prompt and response do not fit into a context window.
     """
     from rl_plugins.models.folder import check_model_folder
 
@@ -215,6 +216,8 @@ def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lamb
         model = _model_config(option, path)
         if group == "model":
             _check_heads(config, model)
+            if _engine_on_cpu(config):
+                check_cpu_head_size(f"{option}={path}", model)
             if config.launcher == "ray" and not _on_cpu(config) and not os.environ.get("RAY_ADDRESS"):
                 on_gpus = deepcopy(config)
                 on_gpus.placement.device = "cuda"
@@ -226,6 +229,12 @@ def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lamb
                 f"data.max_prompt_tokens={prompt} and sampling.max_tokens={response} make {prompt + response} tokens, "
                 f"and {option}={path} takes {limit}: lower one of the two"
             )
+
+
+def _engine_on_cpu(config: RecipeConfig) -> bool:
+    """Return True if vLLM surely runs on CPU. With `RAY_ADDRESS`, the devices of `auto` are unknown here."""
+    device_is_known = config.placement.device == "cpu" or not os.environ.get("RAY_ADDRESS")
+    return config.rollout.engine == "vllm" and config.needs_engine and device_is_known and _on_cpu(config)
 
 
 def _check_heads(config: RecipeConfig, model: dict[str, Any]) -> None:

@@ -356,7 +356,7 @@ def train_in_this_process(config: RecipeConfig, folder: RunFolder) -> None:
         in_ray=False,
         redraw_s=redraw_interval_s(),
         started=psutil.Process().create_time(),
-        trainer_options={"accelerator": device},
+        trainer_options={"accelerator": device, "devices": 1},
     )
     try:
         run.call_recipe()

@@ -66,6 +66,7 @@ class ModelReward:
         check_model_folder("ModelReward: path", path)
         self.batch_size, self.chat_template_kwargs = batch_size, dict(chat_template_kwargs or {})
         self.tokenizer: Any = load_tokenizer(path)
+        self._tried = False
         check_chat_template(self.tokenizer)
         with _one_thread():
             model: Any = load_scalar_head(path, dtype=parameter_type, new_head=False)
@@ -100,8 +101,11 @@ class ModelReward:
     def _sequences(self, solution_strs: Sequence[str], prompts: Sequence[Messages | None]) -> list[list[int]]:
         if any(not prompt for prompt in prompts):
             raise ValueError("ModelReward reads the prompt's messages, and a sample has no prompt")
-        from rl_plugins.data.tokenization import encode_prompts
+        from rl_plugins.data.tokenization import check_round_trip, encode_prompts
 
+        if not self._tried:
+            check_round_trip(self.tokenizer, [prompt or () for prompt in prompts])
+            self._tried = True
         prompt_ids = encode_prompts([prompt or () for prompt in prompts], self.tokenizer, self.chat_template_kwargs)
         # A special token written by the policy is text for the reward model.
         response_ids = self.tokenizer(list(solution_strs), add_special_tokens=False, split_special_tokens=True)[

@@ -12,7 +12,7 @@ import torch
 from hydra.utils import get_object
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.errors import ConfigError
@@ -27,7 +27,7 @@ def only_one(configured: object, owner: object) -> dict[str, Any]:
     """Convert the result of `configure_optimizers`, in any of Lightning's forms, to a dict of one optimizer.
 
     Raises:
-        ConfigError: there is no optimizer, or more than one optimizer or scheduler.
+        ConfigError: there is no optimizer, more than one optimizer or scheduler, or a schedule that needs a metric.
     """
     schedulers: Any = []
     if isinstance(configured, list | tuple) and len(configured) == 2 and isinstance(configured[0], list | tuple):
@@ -39,7 +39,14 @@ def only_one(configured: object, owner: object) -> dict[str, Any]:
             "each trained model has one optimizer"
         )
     single = optimizers[0] if isinstance(optimizers[0], dict) else {"optimizer": optimizers[0]}
-    return {**single, "lr_scheduler": schedulers[0]} if schedulers else single
+    single = {**single, "lr_scheduler": schedulers[0]} if schedulers else single
+    scheduler = single.get("lr_scheduler")
+    if isinstance(scheduler.get("scheduler") if isinstance(scheduler, dict) else scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            f"{type(owner).__name__}.configure_optimizers returns a ReduceLROnPlateau: a stage steps schedules by its "
+            "clock, without a metric: return a schedule of steps, such as torch.optim.lr_scheduler.LambdaLR"
+        )
+    return single
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelC
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.loaders import PromptSource
-from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.data.prompts import PromptBatch, foreign_batch
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import with_adapter
@@ -283,6 +283,8 @@ class PolicyOptimization(Stage):
     @override
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> None:
         """Take one RL step. The next rollout phase sends the new weights to the rollout engine."""
+        if not isinstance(prompts, PromptBatch):
+            raise foreign_batch(prompts, "PromptDataModule")
         start = time.perf_counter()
         samples = self.rollouts.collect(prompts, self.step)
         batch = self.experience.make(samples, self.step)

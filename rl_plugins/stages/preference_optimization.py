@@ -18,7 +18,7 @@ from rl_plugins.algorithms.preference_losses import PreferenceLoss
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.loaders import PromptSource
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
-from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.data.prompts import PromptBatch, foreign_batch
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.metrics import SampleMetrics
@@ -80,6 +80,8 @@ class PreferenceOptimization(Stage):
 
     @override
     def training_step(self, batch: PairBatch | UnpairedBatch, batch_idx: int) -> None:
+        if not isinstance(batch, PairBatch | UnpairedBatch):
+            raise foreign_batch(batch, "PreferenceDataModule")
         start = time.perf_counter()
         if self.objective.takes_pairs and isinstance(batch, UnpairedBatch):
             raise ConfigError(
@@ -162,6 +164,8 @@ class OnlinePreferenceOptimization(Stage):
 
     @override
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> None:
+        if not isinstance(prompts, PromptBatch):
+            raise foreign_batch(prompts, "PromptDataModule")
         start = time.perf_counter()
         sampled = SampleMetrics()
         metrics = self.learner.update(self.collect(prompts, sampled))

@@ -13,6 +13,7 @@ from typing_extensions import Unpack, override
 from rl_plugins.algorithms.aggregation import aggregate
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import Experience
+from rl_plugins.data.prompts import foreign_batch
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.optimizer import MicroBatchLoss
 from rl_plugins.stages.sampling import SamplingSetup
@@ -50,6 +51,8 @@ class SFT(Stage):
 
     @override
     def training_step(self, batch: dict[str, list[list[int]]], batch_idx: int) -> None:
+        if not isinstance(batch, dict) or not {"prompt_ids", "response_ids"} <= batch.keys():
+            raise foreign_batch(batch, "SFTDataModule")
         start = time.perf_counter()
         examples = Experience.from_responses(batch["prompt_ids"], batch["response_ids"], self.tokenizer.pad_token_id)
         with self.strategy.phase_log.measure("update_policy"):

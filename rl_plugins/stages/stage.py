@@ -29,7 +29,7 @@ from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer, only_one
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
-from rl_plugins.stages.trainer_flags import check_trainer, take_gradient_clip
+from rl_plugins.stages.trainer_flags import COMPILED, check_not_compiled, check_trainer, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
 
@@ -114,6 +114,7 @@ class Stage(LightningModule):
         attention: str | None = None,
     ) -> None:
         super().__init__()
+        check_not_compiled(model)
         if lora is not None and lora.rank and not isinstance(model, str):
             raise ConfigError(
                 f"lora needs a model that is loaded by name, and the model is a {type(model).__name__}: leave lora out "
@@ -147,8 +148,10 @@ class Stage(LightningModule):
 
     @override
     def configure_callbacks(self) -> Any:
-        # Lightning calls this hook before it refuses flags in manual optimization.
+        # Lightning calls this hook before it reads data, and before it refuses flags in manual optimization.
         check_trainer(self.trainer)
+        if self._compiler_ctx is not None:
+            raise ConfigError(COMPILED.format("stage"))
         self._trainers_clip = take_gradient_clip(self.trainer)
         return super().configure_callbacks()
 
@@ -207,6 +210,7 @@ class Stage(LightningModule):
             with self.sharded_init():
                 source.configure_model()
             model = getattr(source, "model", None)
+            check_not_compiled(model)
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"{type(source).__name__}.model is not an nn.Module: set the model to train as `.model` in its "
@@ -373,7 +377,15 @@ class Stage(LightningModule):
         Args:
             folder: folder to write; an older export in it is replaced.
             adapter: True to write only the adapter of a model, as peft does; by default it is merged into the model.
+
+        Raises:
+            ConfigError: there is no trained model yet.
         """
+        if self._parts_of is None:
+            raise ConfigError(
+                f"{type(self).__name__}.export writes the trained model, and nothing is trained yet: call "
+                "trainer.fit(stage, ...) first"
+            )
         check_finite_weights(self.strategy, [self.trained], self.step, folder)
         model, source = getattr(self, self.trained), self.strategy.weight_source(self.trained)
         if adapter and isinstance(source, MergedWeightSource):

@@ -1,21 +1,42 @@
-"""Flags and callbacks of a trainer: a stage takes a flag over, or refuses the flag with the replacement."""
+"""Strategy, flags and callbacks of a trainer: a stage takes a flag over, or refuses the flag with the replacement."""
 
 from __future__ import annotations
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch._dynamo import OptimizedModule
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.strategies.contract import strategy_of
+
+# The rollout engine would not find the renamed parameters.
+COMPILED = (
+    "the {} is the result of torch.compile, which renames parameters and follows the code of a whole step: pass the "
+    "object before torch.compile, and add rl_plugins.callbacks.compiled_blocks.CompiledBlocks() to the callbacks of "
+    "the trainer"
+)
+
+
+def check_not_compiled(model: object) -> None:
+    """Refuse a model of `torch.compile`.
+
+    Raises:
+        ConfigError: the model, or the `.model` of a LightningModule, is compiled.
+    """
+    inner = getattr(model, "model", None) if isinstance(model, LightningModule) else None
+    if isinstance(model, OptimizedModule) or isinstance(inner, OptimizedModule):
+        raise ConfigError(COMPILED.format("model"))
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Refuse unsupported flags and callbacks of the trainer.
+    """Refuse unsupported strategies, flags and callbacks of the trainer.
 
     In manual optimization, Lightning itself would refuse some flags, and some callbacks would do nothing.
 
     Raises:
-        ConfigError: a flag or a callback is not supported; the message gives the replacement.
+        ConfigError: the strategy, a flag or a callback is not supported; the message gives the replacement.
     """
+    strategy_of(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.data.prompts import PromptBatch, foreign_batch
 from rl_plugins.evaluation.measures import final_answer, measure, summarize
 from rl_plugins.rewards.records import Score
 from rl_plugins.stages.metrics import interval_metrics, mean_details, mean_over_ranks, sum_details
@@ -47,6 +47,8 @@ class GenerationValidation:
 
     def add(self, prompts: PromptBatch, step: int) -> None:
         """Sample, score and measure responses to this rank's prompts, which may be none. Collective."""
+        if not isinstance(prompts, PromptBatch):
+            raise foreign_batch(prompts, "PromptDataModule")
         if not prompts.rows:
             self._sampler.generate(prompts, self._sampling, [], step)
             return

@@ -27,7 +27,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the records of a file with their locations for messages; lines of JSON and rows of parquet count from 1.
 
     Raises:
-        ConfigError: there is no such file, or a line is not a JSON object.
+        ConfigError: there is no such file, a line is not a JSON object, or the file is CSV.
     """
     if path.suffix == ".parquet":
         rows = ParquetRows(path, columns=())
@@ -35,6 +35,11 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         return
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file")
+    if path.suffix in (".csv", ".tsv"):
+        raise ConfigError(
+            f"{path}: a table of texts, and JSON lines or parquet are read: convert the file, such as with "
+            f"pandas.read_csv({path.name!r}).to_parquet({path.with_suffix('.parquet').name!r})"
+        )
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -44,7 +49,10 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
                 record = json.loads(line)
             # A line that is not UTF-8, or a number of thousands of digits, is a ValueError, too.
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{location}: not valid JSON ({error}).") from error
+                raise ConfigError(
+                    f"{location}: not valid JSON ({error}): each line must be a JSON object, and the name of a parquet "
+                    "file must end with .parquet"
+                ) from error
             if not isinstance(record, dict):
                 raise ConfigError(f"{location}: expected a JSON object, got {line.decode().strip()[:40]!r}.")
             yield location, record

@@ -7,12 +7,15 @@ list again.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from rl_plugins.config.rollout import check_cpu_head_size
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost, UserError
 from rl_plugins.ranks import Ranks, barrier, broadcast, gather
 from rl_plugins.rollout.vllm.config import VLLMConfig
@@ -95,8 +98,14 @@ class Fleet:
 
         Args:
             places: Ray's options (place and resources) of each actor. By default each actor reserves `num_gpus`.
+
+        Raises:
+            ConfigError: vLLM on CPU has no kernel for the attention heads of the model.
         """
         if not self.actors:
+            file = Path(self.config.model) / "config.json"
+            if self.config.device == "cpu" and file.is_file():
+                check_cpu_head_size(self.config.model, json.loads(file.read_text(encoding="utf-8")))
             anywhere = {"num_cpus": 0, "num_gpus": self._num_gpus}
             self._start_actors(self.living, places or [anywhere] * len(self.living))
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rl_plugins.config.data import MixturePart
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.loaders import StepLoader
-from rl_plugins.data.orders import Mixture, RowRange
-from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.orders import Mixture, RowRange, load_parts
+from rl_plugins.data.parquet import COLUMNS, load_rows
 from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.tests.data.test_loaders import Numbers
 from rl_plugins.tests.loops import for_each
@@ -122,3 +122,8 @@ def test_prompt_data_module_mixes_files_without_long_prompts(row, write_rows, to
 def test_mixture_part_refuses_bad_weights(weight):
     with pytest.raises(ConfigError, match="must be above 0"):
         MixturePart("a.parquet", weight)
+
+
+def test_load_parts_refuses_a_mapping_without_mixture_parts(row):
+    with pytest.raises(ConfigError, match=r"'prompt' is a list and no MixturePart: give a list of rows"):
+        load_parts(row(0), COLUMNS)

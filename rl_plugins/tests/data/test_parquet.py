@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -54,13 +56,17 @@ def test_load_rows_names_a_missing_column(row, write_rows):
 
 
 def test_load_rows_refuses_paths_without_prompts(tmp_path, row, write_rows):
-    (tmp_path / "text.parquet").write_text("not parquet at all")
-    for path, message in (
+    for name in ("text.parquet", "text.csv"):
+        (tmp_path / name).write_text("not parquet at all")
+    unreadable: list[tuple[Any, str]] = [
         (tmp_path / "absent.parquet", "there is no such file"),
         (tmp_path, "it is a folder"),
         (tmp_path / "text.parquet", "not a readable parquet file"),
         ([], "There are no prompts"),
-    ):
+        (tmp_path / "text.csv", "not a readable parquet file .*`rl-plugins prepare jsonl`"),
+        (iter([row(0)]), r"data.dataset of a recipe\) is a list_iterator.*list\(...\)"),
+    ]
+    for path, message in unreadable:
         with pytest.raises(ConfigError, match=message):
             load_rows(path)
 

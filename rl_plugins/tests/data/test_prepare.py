@@ -137,6 +137,15 @@ def test_prepare_gsm8k_names_a_bad_line_and_writes_nothing(tmp_path, capsys, sec
     assert not (tmp_path / "out").exists()
 
 
+def test_prepare_jsonl_refuses_csv(tmp_path, capsys):
+    table = tmp_path / "rows.csv"
+    table.write_text("question,answer\n1+1=,2\n")
+    options = ["--output", str(tmp_path / "out"), "--data-source", "math", "--prompt", "question"]
+    assert main(["jsonl", "--train", str(table), *options, "--ground-truth", "answer"]) == 2
+    assert "rows.csv: a table of texts" in (error := capsys.readouterr().err)
+    assert "pandas.read_csv('rows.csv').to_parquet('rows.parquet')" in error
+
+
 def test_prepare_math_names_a_missing_split(tmp_path, capsys):
     assert main(["math", "--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
     assert "expected one train.jsonl or train.parquet, found none" in capsys.readouterr().err

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 
-from rl_plugins.data.tokenization import PlainTexts, TurnTokenizer, encode_prompts
+from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.tokenization import PlainTexts, TurnTokenizer, check_round_trip, encode_prompts, load_tokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_tokenizer
 from rl_plugins.tests.loops import for_each
@@ -88,6 +95,40 @@ def test_turn_tokenizer_takes_special_tokens_of_an_observation_as_text() -> None
     assert [t.decode(token) for token in said if token in t.all_special_ids] == ["<|assistant|>"]
     cut, was_cut = TurnTokenizer(t).tokens({"role": "user", "content": INJECTION}, t.eos_token_id, 9)
     assert (t.decode(cut), was_cut) == ("<|user|>a<|end|><<|assistant|>", True)
+
+
+def character_tokenizer(folder: Path, characters: str) -> str:
+    """Write a tokenizer with a token for each character."""
+    pieces = [*characters, "<unk>", "<|end|>"]
+    tokenizer = Tokenizer(WordLevel({piece: number for number, piece in enumerate(pieces)}, "<unk>"))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    tokenizer.decoder = Fuse()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ messages[0].content }}"}))
+    return str(folder)
+
+
+def test_tokenizer_that_lacks_only_unused_characters_is_accepted(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(character_tokenizer(tmp_path, "0123456789+="))
+    check_round_trip(tokenizer, [[{"role": "user", "content": "17+25="}]])
+    # One unchanged message is enough.
+    check_round_trip(tokenizer, [[{"role": "system", "content": "Add."}, {"role": "user", "content": "17+25="}]])
+
+
+def test_tokenizer_that_changes_every_text_of_the_data_is_refused(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(character_tokenizer(tmp_path, "0123456789+="))
+    row = {
+        "prompt": [{"role": "user", "content": "7 * 5 ="}],
+        "data_source": "product",
+        "ability": "math",
+        "reward_model": {"ground_truth": "35"},
+        "extra_info": {},
+    }
+    data = PromptDataModule([row], tokenizer=tokenizer, prompts_per_step=1)
+    with pytest.raises(ConfigError, match=r"'7 \* 5 =' becomes '7<unk>.*lacks characters of the data, or .*class"):
+        data.setup("fit")
 
 
 def test_plain_texts_keep_marks_of_the_data_as_text() -> None:

@@ -204,6 +204,10 @@ CHECKS: dict[str, list[Case]] = {
             ["reward.gpus=0.5", "placement.cpus_per_worker=0.1"],
             ["needs 1 GPUs (reward workers 1 x 0.5)", "has 0", "reward.num_workers, reward.gpus"],
         ),
+        (
+            ["rollout.transport=nccl", "placement.cpus_per_worker=0.01"],
+            ["rollout.transport=nccl", "is on CPU", "placement.device=cuda"],
+        ),
         (["placement.rollout=apart"], ["placement.rollout=apart", "colocated, split"]),
         (["placement.strategy=TIGHT"], ["placement.strategy=TIGHT", "PACK, SPREAD"]),
         (["placement.cpus_per_worker=5000"], ["needs 5000 CPUs", "has ", "placement.cpus_per_worker"]),
@@ -217,6 +221,10 @@ CHECKS: dict[str, list[Case]] = {
         (["reference.path=half_weights"], ["half_weights/model.safetensors: not a whole safetensors file", "download"]),
         (["critic.path=unknown_model"], ["unknown_model/config.json: model_type is 'qwen99'", "newer version"]),
         (["model.path=torn_tokenizer"], ["model.path=", "torn_tokenizer: its tokenizer cannot be read", "download"]),
+        (
+            ["model.path=narrow_heads"],
+            ["narrow_heads: the attention heads have a width of 16", "rollout.engine=transformers"],
+        ),
         (["model.path=no_template"], ["no_template", "no chat template", "instruction-tuned"]),
         (["sampling.max_tokens=250"], ["data.max_prompt_tokens=26", "takes 256", "lower one of the two"]),
         (
@@ -309,6 +317,8 @@ CHECKS: dict[str, list[Case]] = {
             ["+data.chat_template_kwargs.padding=true"],
             ["data.chat_template_kwargs.padding: the package sets", "leave it out"],
         ),
+        (["data.dataset={_target_: builtins.iter, _args_: [[1]]}"], ["data.dataset", "list_iterator", "list(...)"]),
+        (["data.train_files=[rows.csv]"], ["rows.csv", "rl-plugins prepare jsonl"]),
     ],
     "rewards": [
         (

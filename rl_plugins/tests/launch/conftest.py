@@ -59,7 +59,7 @@ def row(question: str = "17+25=", **columns: Any) -> dict[str, Any]:
     }
 
 
-def save_model(folder: Path, vocab_size: int = 257, chat_template: str | None = CHAT_TEMPLATE) -> None:
+def save_model(folder: Path, vocab_size: int = 257, chat_template: str | None = CHAT_TEMPLATE, **sizes: int) -> None:
     folder.mkdir()
     pieces = [*sorted(ByteLevel.alphabet()), "<|end|>"]
     tokenizer = Tokenizer(BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
@@ -70,7 +70,7 @@ def save_model(folder: Path, vocab_size: int = 257, chat_template: str | None = 
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": chat_template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     model = {"model_type": "qwen2", "vocab_size": vocab_size, "max_position_embeddings": 256}
-    model |= {"num_attention_heads": 12, "num_key_value_heads": 2}
+    model |= {"num_attention_heads": 12, "num_key_value_heads": 2, **sizes}
     (folder / "config.json").write_text(json.dumps(model))
     save_file({"model.embed_tokens.weight": np.zeros((vocab_size, 4), np.float32)}, folder / "model.safetensors")
 
@@ -112,6 +112,8 @@ def workplace(tmp_path_factory) -> Path:
     save_model(folder / "users_only", chat_template=USERS_ONLY)
     save_model(folder / "no_template", chat_template=None)
     save_model(folder / "thinks", chat_template=THINKS)
+    save_model(folder / "narrow_heads", hidden_size=12 * 16)
+    (folder / "rows.csv").write_text("prompt,answer\n1+1=,2\n")
     (folder / "no_config").mkdir()
     save_model(folder / "half_weights")
     weights = folder / "half_weights" / "model.safetensors"

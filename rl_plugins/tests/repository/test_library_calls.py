@@ -23,6 +23,8 @@ import ray.train.torch
 import vllm.v1.worker.gpu_model_runner
 import vllm.v1.worker.gpu_worker  # noqa: F401
 
+from rl_plugins.config.rollout import CPU_HEAD_SIZES
+
 LIBRARIES = ("vllm", "deepspeed", "ray")
 FOLDERS = ("rl_plugins", "strategies", "callbacks")
 
@@ -183,6 +185,12 @@ def test_check_fit_refuses_an_argument_that_the_library_does_not_have() -> None:
     check_fit(ray.get, calls["ray:.get"], bound=False)
     with pytest.raises(TypeError, match="missing a required argument: 'placement_group'"):
         check_fit(resolve("ray.util:remove_placement_group"), calls["ray.util:remove_placement_group"], bound=False)
+
+
+def test_cpu_head_sizes_are_the_sizes_of_vllm() -> None:
+    assert resolve("vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend").get_supported_head_sizes() == [
+        *CPU_HEAD_SIZES
+    ]
 
 
 @pytest.mark.parametrize("owner", METHODS)

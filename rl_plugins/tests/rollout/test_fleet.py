@@ -1,11 +1,16 @@
-"""assigned_range and split_prompts: the engines of a rank, and the prompts of each engine."""
+"""Fleet: the engines of a rank, the prompts of each engine, and models that an engine cannot run."""
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.rollout.vllm.client import VLLMRollout
+from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.fleet import assigned_range, split_prompts
 
 pytestmark = pytest.mark.unit
@@ -34,3 +39,9 @@ def test_split_prompts_gives_every_prompt_one_engine_and_engines_equal_loads() -
                 of_engine.update({engine: len(part) for engine, part in parts.items()})
             if count == 12:
                 assert max(of_engine.values()) - min(of_engine.values()) <= 2, case
+
+
+def test_start_refuses_heads_without_a_kernel_on_cpu_before_an_actor_starts(tmp_path: Path) -> None:
+    model = str(save_tiny_policy(tmp_path, hidden_size=64, num_heads=4))
+    with pytest.raises(ConfigError, match=r"a width of 16, and vLLM on CPU has kernels for 32, 64"):
+        VLLMRollout(VLLMConfig(model)).start()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -20,12 +20,16 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
+from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization, PreferenceOptimization
+from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
@@ -46,9 +50,14 @@ def stage(policy: Any = None, **options: Any) -> PolicyOptimization:
 
 def make_trainer(folder: Path, **options: Any) -> Trainer:
     """A trainer with the defaults of Lightning, except for progress bar and summary."""
-    defaults = {"max_epochs": 2, "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
-    return Trainer(strategy=strategy, default_root_dir=folder, **(defaults | options))
+    defaults: dict[str, Any] = {
+        "max_epochs": 2,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    defaults["strategy"] = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+    return Trainer(default_root_dir=folder, **(defaults | options))
 
 
 def fit(trainer: Trainer, module: PolicyOptimization, steps: int = 3, **options: Any) -> Any:
@@ -181,6 +190,82 @@ def test_trainer_flags_that_a_stage_cannot_follow_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         fit(make_trainer(tmp_path, logger=False, **flags), stage())
+
+
+class OldData(LightningDataModule):
+    """The data module of a project before RL."""
+
+    @override
+    def train_dataloader(self) -> Any:
+        return DataLoader([{"input_ids": torch.tensor([1, 2])}] * 4, batch_size=2)  # type: ignore[arg-type]
+
+
+@for_each("strategy", ["auto", "ddp"])
+def test_strategy_of_lightning_is_refused_before_data_is_read(tmp_path: Path, strategy: Any) -> None:
+    class Untouched(OldData):
+        @override
+        def prepare_data(self) -> None:
+            raise AssertionError("the data is read")
+
+    trainer = make_trainer(tmp_path, strategy=strategy, accelerator="cpu", devices=1, logger=False)
+    with pytest.raises(ConfigError, match=r"the trainer has Lightning's (SingleDevice|DDP)Strategy .*ZeroStrategy"):
+        trainer.fit(stage(), Untouched())
+
+
+def test_batches_of_another_data_module_are_refused(tmp_path: Path) -> None:
+    setup = {"scorer": canned.CannedScorer(), "tokenizer": canned.tokenizer}
+    sampling = SamplingConfig(max_tokens=8, num_samples=3)
+    for module, needed in (
+        (stage(), "PromptDataModule"),
+        (SFT(build_model(), eval_sampling=sampling, **setup), "SFTDataModule"),
+        (PreferenceOptimization(build_model(), eval_sampling=sampling, loss="orpo", **setup), "PreferenceDataModule"),
+        (OnlinePreferenceOptimization(build_model(), sampling=sampling, loss="orpo", **setup), "PromptDataModule"),
+    ):
+        trainer = make_trainer(tmp_path, logger=False, enable_checkpointing=False)
+        with pytest.raises(ConfigError, match=f"batches of this data, each a dict: .*{needed}"):
+            trainer.fit(module, OldData())
+
+
+def test_validation_batches_of_another_data_module_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, logger=False, enable_checkpointing=False)
+    with pytest.raises(ConfigError, match=r"each a dict: .*PromptDataModule"):
+        trainer.validate(stage(), OldData().train_dataloader(), verbose=False)
+
+
+def test_compiled_model_is_refused(tmp_path: Path) -> None:
+    late = canned.OwnPolicy()
+    late.configure_model = lambda: setattr(late, "model", torch.compile(build_model()))  # type: ignore[method-assign]
+    own: Any = canned.OwnPolicy()
+    own.model = torch.compile(own.model)
+    for build in (
+        lambda: stage(torch.compile(build_model())),
+        lambda: stage(own),
+        lambda: fit(make_trainer(tmp_path, logger=False), stage(late)),
+    ):
+        with pytest.raises(ConfigError, match=r"torch.compile.*CompiledBlocks\(\)"):
+            build()
+
+
+def test_compiled_stage_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the stage is the result of torch.compile.*CompiledBlocks\(\)"):
+        fit(make_trainer(tmp_path, logger=False), torch.compile(stage()))  # type: ignore[arg-type]
+
+
+def test_more_devices_than_the_strategy_uses_are_refused(tmp_path: Path) -> None:
+    for flags in ({"devices": 2}, {"devices": 1, "num_nodes": 2}):
+        trainer = make_trainer(tmp_path, accelerator="cpu", logger=False, **flags)
+        with pytest.raises(ConfigError, match=r"has 2 devices .*Trainer\(devices=1, num_nodes=1\).*ZeroStrategy"):
+            fit(trainer, stage())
+
+
+def test_single_device_strategy_refuses_a_gpu_that_torch_does_not_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    strategy = SingleDeviceRolloutStrategy("cuda", rollout=canned.CannedRollout())
+    trainer = make_trainer(tmp_path, strategy=strategy, accelerator="cpu", logger=False)
+    with pytest.raises(ConfigError, match=r"device='cuda:0'.*finds no GPU.*device='cpu'"):
+        fit(trainer, stage())
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "64-true"])

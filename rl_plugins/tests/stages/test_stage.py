@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.config.models import CriticConfig, OptimizerConfig
@@ -104,6 +104,25 @@ def test_optimizer_and_scheduler_of_a_lightning_module_are_used() -> None:
     assert [config.scheduler for config in trainer.lr_scheduler_configs] == [own.scheduler]
     assert own.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
     assert stage.policy is own.model and stage.step == 3
+
+
+@pytest.mark.parametrize("form", ["a pair of lists", "a dict"])
+def test_schedule_that_needs_a_metric_is_refused(form: str) -> None:
+    class Own(canned.OwnPolicy):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = ReduceLROnPlateau(optimizer)
+            if form == "a dict":
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "train/reward"}}
+            return [optimizer], [schedule]
+
+    with pytest.raises(ConfigError, match=r"Own.configure_optimizers returns a ReduceLROnPlateau: .*LambdaLR"):
+        fit(policy_optimization(Own()), precision="64-true")
+
+
+def test_export_before_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"PolicyOptimization.export .*call trainer.fit\(stage, ...\) first"):
+        policy_optimization(build_model()).export(tmp_path / "out")
 
 
 def test_max_steps_ends_training_by_the_clock_of_the_stage() -> None:
