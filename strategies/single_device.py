@@ -77,7 +77,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
                 f"the trainer has {asked} devices (devices='auto' takes all GPUs), and SingleDeviceRolloutStrategy "
                 "uses one: set Trainer(devices=1, num_nodes=1), or pass strategy=ZeroStrategy(...) or FSDPStrategy(...)"
             )
-        if self.root_device.type == "cuda" and not torch.cuda.is_available():
+        if self.root_device.type == "cuda" and not torch.cuda.device_count():
             raise ConfigError(
                 f"SingleDeviceRolloutStrategy(device={str(self.root_device)!r}): torch finds no GPU on this machine: "
                 "use device='cpu'"

@@ -97,9 +97,9 @@ def zip_files(files: Mapping[PurePath, Path], root: Path, archive: Path, *, limi
     total = sum(sizes.values())
     if total > limit_mib * 2**20:
         raise ConfigError(
-            f"{root} would send {total / 2**20:.1f} MiB to the cluster, above --limit {limit_mib:g}. The largest:\n"
-            f"{describe_largest(sizes)}\nLeave out what the job does not need (--exclude PATTERN, or .gitignore), put "
-            "data where the cluster reads it, or raise --limit"
+            f"{root} would send {total / 2**20:.1f} MiB to the cluster, above --limit {limit_mib:g}. The largest: "
+            f"{', '.join(describe_largest(sizes))}. Leave out files that the job does not need (--exclude PATTERN, or "
+            ".gitignore), put data where the cluster reads it, or raise --limit"
         )
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as package:
         for path, file in files.items():
@@ -112,14 +112,14 @@ def zip_files(files: Mapping[PurePath, Path], root: Path, archive: Path, *, limi
     return total
 
 
-def describe_largest(sizes: Mapping[PurePath, int]) -> str:
-    """Return one line for each of the largest files and folders. A folder has the size of all files below."""
+def describe_largest(sizes: Mapping[PurePath, int]) -> list[str]:
+    """Return a text for each of the largest files and folders. A folder has the size of all files below."""
     totals: Counter[str] = Counter()
     for path, size in sizes.items():
         totals[path.as_posix()] += size
         for folder in list(path.parents)[:-1]:
             totals[f"{folder.as_posix()}/"] += size
-    return "\n".join(f"  {size / 2**20:8.1f} MiB  {name}" for name, size in totals.most_common(_NUM_LISTED))
+    return [f"{size / 2**20:.1f} MiB {name}" for name, size in totals.most_common(_NUM_LISTED)]
 
 
 def _listed_by_git(root: Path, include: Sequence[str]) -> list[PurePath] | None:

@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     if secrets := secrets_left_out(root, *patterns):
         print(f"left out, as files with secrets: {', '.join(secrets)} (--include PATH sends one)", file=sys.stderr)
     if arguments.dry_run:
-        print(describe_largest({path: file.stat().st_size for path, file in files.items()}))
+        print("\n".join(describe_largest({path: file.stat().st_size for path, file in files.items()})))
         print(f"{len(files)} files of {root} for: {command}")
         return 0
     with tempfile.TemporaryDirectory() as folder:

@@ -141,9 +141,9 @@ class OptimizerConfig(Settings):
         gradient_clip: bound on the global gradient norm; 0 for none.
     """
 
+    lr: Annotated[float, NOT_NEGATIVE] = 1e-6
     name: Annotated[Any, _NAMED] = "AdamW"
     options: dict[str, Any] = field(default_factory=dict)
-    lr: Annotated[float, NOT_NEGATIVE] = 1e-6
     betas: Annotated[tuple[float, float], _DECAY_RATES] = (0.9, 0.999)
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
     schedule: Annotated[Any, _NAMED] = "linear"

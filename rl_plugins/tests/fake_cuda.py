@@ -50,6 +50,7 @@ class FakeCuda(TorchFunctionMode):
         self._driver = mock.patch.multiple(
             torch.cuda,
             current_device=lambda: 0,
+            device_count=lambda: 1,
             empty_cache=lambda: None,
             get_device_capability=lambda device=None: (9, 0),
             get_rng_state=lambda device=None: torch.get_rng_state(),

@@ -105,7 +105,7 @@ class Workers:
                 queue.append((status, f"{method} of {number}"))
 
 
-def test_collective_rpc_after_a_failed_call_returns_its_own_responses() -> None:
+def test_collective_rpc_after_a_failed_call_returns_no_late_responses() -> None:
     queues = [Responses() for _ in range(3)]
     executor: Any = OneForAllExecutor.__new__(OneForAllExecutor)
     executor.rpc_broadcast_mq = Workers(queues, {("load", 0), ("load", 1), ("check", 1)})

@@ -110,6 +110,7 @@ def test_device_cuda_without_an_index_is_the_first_gpu(monkeypatch: pytest.Monke
     """`torch.cuda.set_device` checks the index before the first use of a GPU."""
     selected: list[int] = []
     monkeypatch.setattr(torch._C, "_cuda_setDevice", selected.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     strategy = SingleDeviceRolloutStrategy("cuda")
     strategy.accelerator = CUDAAccelerator()
     strategy.setup_environment()
