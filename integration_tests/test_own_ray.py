@@ -14,13 +14,14 @@ from rl_plugins.tests.patience import patient
 START = """
 from rl_plugins.launch.own_ray import start_own_ray
 start_own_ray(num_cpus=1, include_dashboard=True, object_store_memory=10**8)
-import psutil, ray
-import tempfile
+import contextlib, psutil, ray, tempfile
 print(ray.get(ray.remote(tempfile.gettempdir).remote()))
 for process in psutil.Process().children(recursive=True):
-    for connection in process.net_connections("inet"):
-        if connection.status == psutil.CONN_LISTEN:
-            print(process.name(), connection.laddr.ip, connection.laddr.port)
+    # Helper processes of Ray end at any time.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                print(process.name(), connection.laddr.ip, connection.laddr.port)
 """
 
 
