@@ -136,16 +136,18 @@ def table(roles: Sequence[Role], nodes: Sequence[Resources]) -> list[str]:
 
 
 def needed(roles: Iterable[Role]) -> dict[str, float]:
-    """Return the smallest sufficient number of CPUs and GPUs for all roles.
+    """Return the number of CPUs and GPUs that all roles need at least.
 
-    A fraction of a GPU is always on one GPU. Two fractions above one half need two GPUs.
+    A fraction of a GPU is always on one GPU, so a GPU has room for at most k fractions above 1 / (k + 1).
     """
     listed = list(roles)
     whole = sum(role.count * role.gpus for role in listed if role.gpus >= 1)
     shares = [role for role in listed if 0 < role.gpus < 1]
-    together = math.ceil(round(sum(role.count * role.gpus for role in shares), _DECIMALS))
-    alone = sum(role.count for role in shares if role.gpus > 0.5)
-    return {"CPU": sum(role.count * role.cpus for role in listed), "GPU": whole + max(together, alone)}
+    bounds = [math.ceil(round(sum(role.count * role.gpus for role in shares), _DECIMALS))]
+    for k in {int(round(1 / role.gpus, _DECIMALS)) for role in shares}:
+        large = sum(role.count for role in shares if round(role.gpus * (k + 1), _DECIMALS) > 1)
+        bounds.append(math.ceil(large / k))
+    return {"CPU": sum(role.count * role.cpus for role in listed), "GPU": whole + max(bounds)}
 
 
 def summed(nodes: Iterable[Resources]) -> dict[str, float]:
@@ -183,6 +185,12 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
                 f"{role.name}: {_words(alone)} must be on one machine, but no machine of {where} is large enough. "
                 f"Lower {role.options}"
             )
+        room = sum(_room(node, role.bundle) for node in nodes) if role.bundle else role.count
+        if room < role.count:
+            raise ConfigError(
+                f"{role.count} {role.name} with {_words(role.bundle)} of one machine each: the machines of {where} "
+                f"have room for {room}. Lower {role.options}"
+            )
         if role.shared_gpus:
             room = sum(int(node.get("GPU", 0.0)) // role.shared_gpus for node in nodes)
             if room < role.count:
@@ -197,8 +205,14 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
             )
 
 
+def _room(node: Resources, bundle: Resources) -> int:
+    """Return the number of processes with the resources `bundle` for which a machine has room."""
+    return min(int(round(node.get(kind, 0.0) / amount, _DECIMALS)) for kind, amount in bundle.items())
+
+
 def _part(role: Role, kind: str) -> str:
-    apart = f" on {role.count} GPUs" if kind == "GPU" and role.count > 1 and 0.5 < role.gpus < 1 else ""
+    gpus = needed([role])["GPU"]
+    apart = f" on {gpus:g} GPUs" if kind == "GPU" and gpus - role.count * role.gpus >= 1 else ""
     return f"{role.name} {role.count} x {role.bundle[kind]:g}{apart}"
 
 

@@ -121,9 +121,12 @@ def test_check_fit_accepts_roles_that_fit():
         (["placement.rollout=split", "rollout.tensor_parallel_size=2"], 4),
         (["placement.num_workers=1", "placement.teacher.actors=3", "placement.teacher.gpus=0.25"], 2),
         (["placement.num_workers=1", "placement.teacher.actors=2", "placement.teacher.gpus=0.6"], 3),
+        # A GPU has room for two shares of 0.4, and for three of 0.3.
+        (["placement.num_workers=1", "placement.teacher.actors=5", "placement.teacher.gpus=0.4"], 4),
+        (["placement.num_workers=1", "placement.teacher.actors=10", "placement.teacher.gpus=0.3"], 5),
     ],
 )
-def test_needed_counts_a_whole_gpu_for_a_share_above_half(overrides: list[str], gpus: int):
+def test_needed_counts_the_gpus_that_shares_need(overrides: list[str], gpus: int):
     assert needed(roles_of(grpo("teacher.path=none", "placement.device=cuda", *overrides)))["GPU"] == gpus
 
 
@@ -147,6 +150,11 @@ def test_needed_counts_a_whole_gpu_for_a_share_above_half(overrides: list[str], 
         (
             [Role("rollout engines", 2, 0.0, 0.0, None, "rollout.engines=2", 4)], [{"CPU": 8.0, "GPU": 2.0}] * 4,
             ["2 rollout engines with 4 GPUs of one machine each", "room for 0. Lower rollout.tensor_parallel_size"],
+        ),
+        (
+            [Role("teacher", 3, 3.0, 0.0, "PACK", "placement.teacher.actors=3")], [{"CPU": 5.0}] * 2,
+            ["3 teacher with 3 CPUs of one machine each: the machines of the cluster have room for 2. Lower "
+             "placement.teacher.actors=3"],
         ),
         (
             [TEACHER], [{"CPU": 2.0, "GPU": 1.0}] * 4,
