@@ -185,7 +185,7 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
                 f"{role.name}: {_words(alone)} must be on one machine, but no machine of {where} is large enough. "
                 f"Lower {role.options}"
             )
-        room = sum(_room(node, role.bundle) for node in nodes) if role.bundle else role.count
+        room = sum(_room(node, role) for node in nodes) if role.bundle else role.count
         if room < role.count:
             raise ConfigError(
                 f"{role.count} {role.name} with {_words(role.bundle)} of one machine each: the machines of {where} "
@@ -205,9 +205,10 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
             )
 
 
-def _room(node: Resources, bundle: Resources) -> int:
-    """Return the number of processes with the resources `bundle` for which a machine has room."""
-    return min(int(round(node.get(kind, 0.0) / amount, _DECIMALS)) for kind, amount in bundle.items())
+def _room(node: Resources, role: Role) -> int:
+    """Return the number of processes of a role for which a machine has room. A planned machine has endless CPUs."""
+    rooms = (round(node.get(kind, 0.0) / amount, _DECIMALS) for kind, amount in role.bundle.items())
+    return int(min(role.count, *rooms))
 
 
 def _part(role: Role, kind: str) -> str:

@@ -22,9 +22,9 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.run_lock import owned
 
 with owned(RunFolder(Path(sys.argv[1]))):
-    child = os.fork()
-    if child:
-        print(child, flush=True)
+    if os.fork() == 0:
+        # The child has closed its copy of the lock's file.
+        print(os.getpid(), flush=True)
     sys.stdin.read()
 """
 
