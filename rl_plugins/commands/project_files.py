@@ -35,10 +35,10 @@ _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 """Earliest time of the zip format. One time for all files makes equal packages of equal files, uploaded once."""
 
 
-def files_to_send(root: Path, exclude: Sequence[str] = (), include: Sequence[str] = ()) -> dict[PurePath, Path]:
-    """Return the files to send: path in the package to file.
-
-    Without git or a repository, all files are selected, except for the patterns in `NEVER_SENT`.
+def files_to_send(
+    root: Path, exclude: Sequence[str] = (), include: Sequence[str] = ()
+) -> tuple[dict[PurePath, Path], list[str]]:
+    """Select the files to send. Without git or a repository, all files, except for the patterns in `NEVER_SENT`.
 
     Args:
         root: Folder of the project.
@@ -46,22 +46,12 @@ def files_to_send(root: Path, exclude: Sequence[str] = (), include: Sequence[str
         include: Patterns of paths below `root` to send even if git or `NEVER_SENT` excludes the path. A file with a
             secret needs its whole path here.
 
+    Returns:
+        Path in the package to file, and the paths that are left out only because the files have secrets.
+
     Raises:
         ConfigError: git fails, git lists no file, or a link leads out of the project.
     """
-    files = _selected_files(root, exclude, include)
-    return {
-        path: file for path, file in files.items() if path.as_posix() in include or not _is_secret(root, path, file)
-    }
-
-
-def secrets_left_out(root: Path, exclude: Sequence[str] = (), include: Sequence[str] = ()) -> list[str]:
-    """Return the paths that `files_to_send` leaves out only because the files have secrets. The arguments are equal."""
-    sent = files_to_send(root, exclude, include)
-    return [path.as_posix() for path in _selected_files(root, exclude, include) if path not in sent]
-
-
-def _selected_files(root: Path, exclude: Sequence[str], include: Sequence[str]) -> dict[PurePath, Path]:
     listed = _listed_by_git(root, include)
     known = set(_walk(root) if listed is None else listed)
     # Every virtual environment contains this file, whatever the name of the folder.
@@ -75,14 +65,17 @@ def _selected_files(root: Path, exclude: Sequence[str], include: Sequence[str]) 
     files: dict[PurePath, Path] = {}
     for path in sorted(chosen):
         files |= dict(_resolve_link(root, path, chosen))
-    return files
+    secrets = [path for path, file in files.items() if path.as_posix() not in include and _is_secret(root, path, file)]
+    for path in secrets:
+        del files[path]
+    return files, [path.as_posix() for path in secrets]
 
 
 def zip_files(files: Mapping[PurePath, Path], root: Path, archive: Path, *, limit_mib: float) -> int:
     """Write the files and the state of the git repository into a zip file.
 
     Args:
-        files: Files to write, as `files_to_send` returns them.
+        files: Path in the package to file, from `files_to_send`.
         root: Folder of the project.
         archive: Zip file to write.
         limit_mib: Largest allowed size of all files before compression, in MiB.

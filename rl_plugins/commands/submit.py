@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: An option is wrong, the project is too large, or no job server answers.
     """
-    from rl_plugins.commands.project_files import describe_largest, files_to_send, secrets_left_out, zip_files
+    from rl_plugins.commands.project_files import describe_largest, files_to_send, zip_files
 
     command = job_command(arguments.command)
     address = job_server(arguments.address)
@@ -103,9 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     root = arguments.folder.absolute()
     if not root.is_dir():
         raise ConfigError(f"--folder {root}: there is no such folder")
-    patterns = (arguments.exclude, arguments.include)
-    files = files_to_send(root, *patterns)
-    if secrets := secrets_left_out(root, *patterns):
+    files, secrets = files_to_send(root, arguments.exclude, arguments.include)
+    if secrets:
         print(f"left out, as files with secrets: {', '.join(secrets)} (--include PATH sends one)", file=sys.stderr)
     if arguments.dry_run:
         print("\n".join(describe_largest({path: file.stat().st_size for path, file in files.items()})))

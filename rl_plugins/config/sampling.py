@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Annotated, Any
 
-from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, FROM_0_TO_1, NOT_NEGATIVE, Range, Settings
+from rl_plugins.config.settings import (
+    ABOVE_0,
+    ABOVE_0_TO_1,
+    AT_LEAST_1,
+    FROM_0_TO_1,
+    NOT_NEGATIVE,
+    Range,
+    Settings,
+    check_ranges,
+)
 from rl_plugins.errors import ConfigError
 
 OWN_SAMPLING_ARGUMENTS = {
@@ -22,12 +31,12 @@ OWN_SAMPLING_ARGUMENTS = {
     "seed": "run.seed",
 }
 """Arguments of vLLM's `SamplingParams` that the package sets, with the option for the argument."""
-_PENALTY = Range("must be from -2 to 2", lambda value: _is_number(value) and -2 <= value <= 2)
-VLLM_SAMPLING_ARGUMENTS: Mapping[str, Range | None] = {
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-    "repetition_penalty": Range("must be above 0", lambda value: _is_number(value) and value > 0),
-    "min_tokens": Range("must be a whole number of 0 or more", lambda value: type(value) is int and value >= 0),
+_PENALTY = Range("must be from -2 to 2", lambda value: -2 <= value <= 2)
+VLLM_SAMPLING_ARGUMENTS: Mapping[str, tuple[type, Range] | None] = {
+    "presence_penalty": (float, _PENALTY),
+    "frequency_penalty": (float, _PENALTY),
+    "repetition_penalty": (float, ABOVE_0),
+    "min_tokens": (int, NOT_NEGATIVE),
     "logit_bias": None,
     "allowed_token_ids": None,
     "bad_words": None,
@@ -35,14 +44,8 @@ VLLM_SAMPLING_ARGUMENTS: Mapping[str, Range | None] = {
     "thinking_token_budget": None,
     "extra_args": None,
 }
-"""Arguments of vLLM's `SamplingParams` for `sampling.vllm`, each with its range or without a check. All of these
-arguments change the distribution of the tokens."""
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
+"""Arguments of vLLM's `SamplingParams` for `sampling.vllm`, each with its type and range or without a check. All of
+these arguments change the distribution of the tokens."""
 _TOP_K = Range("must be at least 1, or -1 to keep all", lambda value: value == -1 or value >= 1)
 
 
@@ -104,9 +107,8 @@ def _check_vllm_arguments(arguments: Mapping[str, Any]) -> None:
                 f"vllm.{name}: training takes no such argument of vllm.SamplingParams: "
                 + (f"did you mean {close[0]}?" if close else f"use one of {', '.join(VLLM_SAMPLING_ARGUMENTS)}")
             )
-        allowed = VLLM_SAMPLING_ARGUMENTS[name]
-        if allowed is not None and not allowed.holds(value):
-            raise ConfigError(f"vllm.{name}={value}: {allowed.demand}")
+        if number := VLLM_SAMPLING_ARGUMENTS[name]:
+            check_ranges(*number, **{f"vllm.{name}": value})
 
 
 # Engines group requests by their options, so the options have a hash.

@@ -185,19 +185,15 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
                 f"{role.name}: {_words(alone)} must be on one machine, but no machine of {where} is large enough. "
                 f"Lower {role.options}"
             )
-        room = sum(_room(node, role) for node in nodes) if role.bundle else role.count
+        amounts, options = role.bundle, role.options
+        if role.shared_gpus:
+            amounts, options = {"GPU": float(role.shared_gpus)}, "rollout.tensor_parallel_size"
+        room = sum(_room(node, amounts, role.count) for node in nodes)
         if room < role.count:
             raise ConfigError(
-                f"{role.count} {role.name} with {_words(role.bundle)} of one machine each: the machines of {where} "
-                f"have room for {room}. Lower {role.options}"
+                f"{role.count} {role.name} with {_words(amounts)} of one machine each: the machines of {where} have "
+                f"room for {room}. Lower {options}"
             )
-        if role.shared_gpus:
-            room = sum(int(node.get("GPU", 0.0)) // role.shared_gpus for node in nodes)
-            if room < role.count:
-                raise ConfigError(
-                    f"{role.count} {role.name} with {role.shared_gpus} GPUs of one machine each: the machines of "
-                    f"{where} have room for {room}. Lower rollout.tensor_parallel_size"
-                )
         if role.strategy == "STRICT_SPREAD" and role.count > len(nodes):
             raise ConfigError(
                 f"placement.strategy=STRICT_SPREAD needs a separate machine for each of the {role.count} {role.name}, "
@@ -205,10 +201,15 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
             )
 
 
-def _room(node: Resources, role: Role) -> int:
-    """Return the number of processes of a role for which a machine has room. A planned machine has endless CPUs."""
-    rooms = (round(node.get(kind, 0.0) / amount, _DECIMALS) for kind, amount in role.bundle.items())
-    return int(min(role.count, *rooms))
+def _room(node: Resources, amounts: Resources, most: int) -> int:
+    """Return the number of processes for which a machine has room, at most `most`. A planned machine has endless CPUs.
+
+    Args:
+        node: Resources of the machine.
+        amounts: Resources of one process.
+        most: Largest result.
+    """
+    return int(min([most, *(round(node.get(kind, 0.0) / amount, _DECIMALS) for kind, amount in amounts.items())]))
 
 
 def _part(role: Role, kind: str) -> str:

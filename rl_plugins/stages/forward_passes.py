@@ -68,6 +68,10 @@ class ForwardPasses:
         prompts_together = self.packing and all(map(shares_prompts, models))
         return Cutter(self.tokens_per_micro_batch, self.packing, prompts_together, self.strategy.ranks.max)
 
+    def log_prob_batches(self, samples: Experience) -> list[Tensor]:
+        """Return `micro_batches` of passes without gradient."""
+        return self.log_prob_cutter.indices(Lengths.of(samples))
+
     @property
     def log_prob_cutter(self) -> Cutter:
         """Cutter for passes without gradient."""
@@ -131,7 +135,7 @@ class ForwardPasses:
         """
         dtype = torch.promote_types(self.dtype, torch.float32)
         columns: dict[str, Tensor] = {}
-        for indices in self.log_prob_cutter.indices(Lengths.of(samples)):
+        for indices in self.log_prob_batches(samples):
             for name, values in run(samples[indices].trimmed().to(self.device)).items():
                 kind = dtype if values.is_floating_point() else values.dtype
                 shape = (*samples.rollout_log_probs.shape, *values.shape[2:])

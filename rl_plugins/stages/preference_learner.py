@@ -21,7 +21,6 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics
-from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.stages.preference_examples import PreferenceExamples, mismatched
 from rl_plugins.strategies.contract import POLICY, REFERENCE
@@ -173,7 +172,7 @@ class PreferenceLearner:
     def _log_probs_without_gradient(self, name: str, samples: Experience) -> Tensor:
         """Return the log-prob of each response, [R]. Collective."""
         log_probs_R = torch.zeros(len(samples), dtype=torch.promote_types(self.passes.dtype, torch.float32))
-        for indices in self.passes.log_prob_cutter.indices(Lengths.of(samples)):
+        for indices in self.passes.log_prob_batches(samples):
             # All ranks take part in every forward pass, also a rank without further samples.
             is_empty = len(indices) == 0
             sums_R = self._log_probs(name, Experience.placeholder(self.pad_token_id) if is_empty else samples[indices])

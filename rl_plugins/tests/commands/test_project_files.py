@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.commands.project_files import files_to_send, secrets_left_out, zip_files
+from rl_plugins.commands.project_files import files_to_send, zip_files
 from rl_plugins.errors import ConfigError
 from rl_plugins.tracking.provenance import GIT_STATE_FILE, git_state
 
@@ -27,7 +27,7 @@ def write(folder: Path, *names: str, size: int = 10) -> None:
 
 
 def sent(folder: Path, **patterns: list[str]) -> set[str]:
-    return {path.as_posix() for path in files_to_send(folder, **patterns)}
+    return {path.as_posix() for path in files_to_send(folder, **patterns)[0]}
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_files_to_send_leaves_out_and_names_files_with_secrets(project: Path, tr
     names = sent(project, include=["*", "conf/*"]) if tracked else sent(project)
     assert names & {*SECRETS, "settings", "cloud/credentials"} == set()
     assert names >= before | {"package/keys.py", "linked/keys.py", ".environment"}
-    assert set(secrets_left_out(project)) == {*SECRETS, "settings", "cloud/credentials"}
+    assert set(files_to_send(project)[1]) == {*SECRETS, "settings", "cloud/credentials"}
     assert ".env" in sent(project, include=[".env"])
 
 
@@ -141,7 +141,7 @@ def test_zip_files_has_no_secret_in_the_state_of_git(project: Path, tmp_path: Pa
     for name in (".env", ".aws/credentials"):
         (project / name).write_text("secret of a file\n")
     (project / "train.py").write_text('judge(api_key="sk-1", path="data")\n')
-    zip_files(files_to_send(project), project, tmp_path / "project.zip", limit_mib=1)
+    zip_files(files_to_send(project)[0], project, tmp_path / "project.zip", limit_mib=1)
     with zipfile.ZipFile(tmp_path / "project.zip") as package:
         state = package.read(GIT_STATE_FILE).decode()
     assert "+judge(api_key=***, path=" in state and "secret of a file" not in state and "sk-1" not in state
@@ -150,21 +150,21 @@ def test_zip_files_has_no_secret_in_the_state_of_git(project: Path, tmp_path: Pa
 def test_zip_files_names_the_largest_files_of_a_project_above_the_limit(project: Path, tmp_path: Path) -> None:
     write(project, "corpus/a.txt", "corpus/b.txt", size=2**20)
     with pytest.raises(ConfigError, match=r"2\.0 MiB.*above --limit 1") as error:
-        zip_files(files_to_send(project), project, tmp_path / "project.zip", limit_mib=1)
+        zip_files(files_to_send(project)[0], project, tmp_path / "project.zip", limit_mib=1)
     assert "The largest: 2.0 MiB corpus/, 1.0 MiB corpus/a.txt, 1.0 MiB corpus/b.txt" in str(error.value)
     assert "--exclude" in str(error.value) and not (tmp_path / "project.zip").exists()
 
 
 def test_zip_files_makes_equal_packages_of_equal_files(project: Path, tmp_path: Path) -> None:
     for name in ("first.zip", "second.zip"):
-        zip_files(files_to_send(project), project, tmp_path / name, limit_mib=1)
+        zip_files(files_to_send(project)[0], project, tmp_path / name, limit_mib=1)
         (project / "train.py").touch()
     assert (tmp_path / "first.zip").read_bytes() == (tmp_path / "second.zip").read_bytes()
 
 
 def test_zip_files_puts_the_state_of_git_into_the_package(project: Path, tmp_path: Path) -> None:
     (project / "train.py").write_text("changed\n")
-    zip_files(files_to_send(project), project, tmp_path / "project.zip", limit_mib=1)
+    zip_files(files_to_send(project)[0], project, tmp_path / "project.zip", limit_mib=1)
     with zipfile.ZipFile(tmp_path / "project.zip") as package:
         package.extractall(tmp_path / "unpacked")
     state = git_state(tmp_path / "unpacked")
