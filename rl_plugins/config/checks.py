@@ -209,7 +209,12 @@ def _check_lora(config: RecipeConfig) -> None:
             raise ConfigError(
                 f"{option}={rank}: tensor parallelism does not support adapters: use strategy.tensor_parallel=1"
             )
-    rank = config.model.lora.rank
+    rank, dropout = config.model.lora.rank, config.model.lora.dropout
+    if rank and dropout and config.stage not in ("sft", "reward_modeling"):
+        raise ConfigError(
+            f"model.lora.dropout={dropout:g}: stage={config.stage} compares log-probs, and dropout would change one "
+            "side of the comparison: leave it out"
+        )
     if config.rollout.lora == "adapter" and rank and config.rollout_sleep == "all":
         raise ConfigError(
             "rollout.sleep=all frees the weights, and an update of the adapter alone does not send the weights: use "

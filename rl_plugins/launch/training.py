@@ -283,6 +283,7 @@ class TrainingRun:
             enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,
+            log_every_n_steps=1,
             deterministic=config.run.deterministic,
             **self.trainer_options,
         )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from typing_extensions import Unpack, override
 
@@ -74,6 +75,8 @@ class PolicyOptimization(Stage):
         ConfigError: the algorithm needs a model that is not named, or options contradict each other.
     """
 
+    compares_log_probs = True
+
     policy: Any
     prompts: PromptSource
     rollouts: Rollouts
@@ -136,6 +139,11 @@ class PolicyOptimization(Stage):
                 "Set oversampling=1"
             )
         check_comparable(self.algorithm, self.schedule, self.sampling)
+        if reshaping := self.sampling.reshaping:
+            rank_zero_warn(
+                f"sampling with {', '.join(reshaping)}: the loss uses the whole distribution of the policy, so samples "
+                "come from another distribution (train/rollout_gap)"
+            )
         if process_reward_model is not None and "process_rewards_BT" not in self.algorithm.needs:
             raise ConfigError(
                 f"algorithm.advantage={self.algorithm.advantage!r} does not use process rewards: choose "

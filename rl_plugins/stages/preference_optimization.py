@@ -53,6 +53,8 @@ class PreferenceOptimization(Stage):
         ConfigError: the loss needs inputs that do not exist, or a reference that is not named.
     """
 
+    compares_log_probs = True
+
     policy: Any
     learner: PreferenceLearner
 
@@ -122,6 +124,8 @@ class OnlinePreferenceOptimization(Stage):
     Raises:
         ConfigError: `num_samples` is 1, or see `PreferenceOptimization`.
     """
+
+    compares_log_probs = True
 
     policy: Any
     learner: PreferenceLearner

@@ -21,6 +21,7 @@ from typing_extensions import override
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
 from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.dropout import turn_off_dropout
 from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.loading import LoadingOptions, load_causal_lm
 from rl_plugins.models.lora import MergedWeightSource, adapted_layers, has_adapter, with_adapter
@@ -28,6 +29,7 @@ from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer, only_one
+from rl_plugins.stages.own_module import call_hooks_of, log_hyperparameters
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
 from rl_plugins.stages.trainer_flags import COMPILED, check_not_compiled, check_trainer, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
@@ -77,7 +79,8 @@ class Stage(LightningModule):
     Args:
         model: Hugging Face name or folder; a model with the forward of a Hugging Face causal language model; or a
             LightningModule with such a model as `.model` (since its constructor or its `configure_model`). The
-            `configure_optimizers` of a LightningModule is used, its other hooks are not called.
+            `configure_optimizers` of a LightningModule, its hooks of training and its hyperparameters are used; its
+            steps, data loaders and hooks of validation are not.
         tokenizer: tokenizer of the model; by default the tokenizer in the model's folder.
         optimizer: settings of the optimizer, for models without `configure_optimizers`.
             `Trainer(gradient_clip_val=...)` replaces the bound on gradient norms of this and every other optimizer.
@@ -96,6 +99,9 @@ class Stage(LightningModule):
 
     trained: ClassVar[str] = POLICY
     """Name, and attribute, of the model that the stage trains."""
+    compares_log_probs: ClassVar[bool] = False
+    """True if the loss compares log-probs of the model with other log-probs. Dropout would change the first alone, so
+    the stage turns dropout off."""
 
     passes: ForwardPasses
 
@@ -119,6 +125,11 @@ class Stage(LightningModule):
             raise ConfigError(
                 f"lora needs a model that is loaded by name, and the model is a {type(model).__name__}: leave lora out "
                 "and wrap the model with peft.get_peft_model"
+            )
+        if lora is not None and lora.rank and lora.dropout and self.compares_log_probs:
+            raise ConfigError(
+                f"lora.dropout={lora.dropout:g}: {type(self).__name__} compares log-probs, and dropout would change "
+                "one side of the comparison: leave lora.dropout out"
             )
         self.automatic_optimization = False
         self.tokenizer = tokenizer or _own_tokenizer(model)
@@ -145,6 +156,8 @@ class Stage(LightningModule):
         self._trainers_clip: float | None = None
         self._parts_of: Strategy | None = None
         self.further_metrics: list[Callable[[Mapping[str, float]], Mapping[str, float]]] = []
+        if isinstance(model, LightningModule):
+            call_hooks_of(model, self)
 
     @override
     def configure_callbacks(self) -> Any:
@@ -202,8 +215,7 @@ class Stage(LightningModule):
         source: Any = self._source[0]
         model = source
         if isinstance(source, str):
-            model = self.load_model(source)
-            return with_adapter(model, self._lora)
+            return with_adapter(self.load_model(source), self._lora)
         if isinstance(source, LightningModule):
             # Its configure_optimizers may read the number of steps from the trainer.
             source.trainer = self.trainer
@@ -221,6 +233,8 @@ class Stage(LightningModule):
             adapted_layers(model)
         if self.packing:
             use_packed_attention(model.get_base_model() if has_adapter(model) else model)
+        if self.compares_log_probs:
+            turn_off_dropout(model)
         return model
 
     def load_model(self, path: str, frozen: str | None = None) -> nn.Module:
@@ -231,7 +245,10 @@ class Stage(LightningModule):
             frozen: name of the model, if it is frozen.
         """
         with self.sharded_init(frozen):
-            return load_causal_lm(path, dtype=self.model_dtype, **self.loading)
+            model = load_causal_lm(path, dtype=self.model_dtype, **self.loading)
+        if self.compares_log_probs:
+            turn_off_dropout(model)
+        return model
 
     def add_reference(self, path: str | None) -> bool:
         """Let `configure_model` load a frozen reference, and return True; return False if there is no model to load.
@@ -333,8 +350,13 @@ class Stage(LightningModule):
         metrics = {**metrics, **rates, **self.strategy.phase_log.drain()}
         for further in self.further_metrics:
             metrics = {**metrics, **further(metrics)}
-        self.track(metrics)
         self._stop_after_last_step()
+        self.track(metrics)
+
+    @override
+    def on_fit_start(self) -> None:
+        if isinstance(self._source[0], LightningModule):
+            log_hyperparameters(self._source[0], self.trainer)
 
     @override
     def on_train_start(self) -> None:
@@ -360,16 +382,23 @@ class Stage(LightningModule):
                 scheduler.step()
 
     def track(self, metrics: Mapping[str, float]) -> None:
-        """Send metrics to every logger on the stage's clock, and to callbacks and progress bars."""
+        """Send metrics to callbacks and progress bars, and to every logger on the stage's clock.
+
+        Loggers get the metrics of training every `Trainer(log_every_n_steps=...)` steps, and of the last step.
+        """
         # `trainer.validate` returns the metrics that Lightning logs itself; a metric `step` is the axis.
         alone = self.trainer.state.fn == TrainerFn.VALIDATING
         if alone:
             metrics = {**metrics, "step": float(self.step)}
-        else:
+        elif not self.trainer.training or self._is_logged_step():
             for logger in self.trainer.loggers:
                 logger.log_metrics(dict(metrics), step=self.step)
         for name, value in metrics.items():
             self.log(name, value, logger=alone)
+
+    def _is_logged_step(self) -> bool:
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return every > 0 and (self.step % every == 0 or self.trainer.should_stop)
 
     def export(self, folder: Path, *, adapter: bool = False) -> None:
         """Write the trained model and its tokenizer as a Hugging Face folder, if all weights are finite. Collective.

@@ -253,6 +253,7 @@ CHECKS: dict[str, list[Case]] = {
         (["algorithm.correction=bypass_token_tis"], ["bypass_token_tis", "policy_loss=reinforce"]),
         (["model.lora.rank=-1"], ["model.lora.rank=-1", "0 or more"]),
         (["critic.lora.dropout=1"], ["critic.lora.dropout=1", "from 0 to below 1"]),
+        (["model.lora.rank=4", "model.lora.dropout=0.1"], ["model.lora.dropout=0.1", "compares log-probs", "leave"]),
         (["model.lora.target_modules=[1]"], ["model.lora.target_modules=[1]", "all-linear"]),
         (["run.export_lora=adapter"], ["run.export_lora=adapter", "model.lora.rank"]),
         (["model.lora.rank=4", "reference.update_every=1"], ["reference.update_every=1", "with its adapter off"]),

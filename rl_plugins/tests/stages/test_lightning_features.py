@@ -143,6 +143,14 @@ def test_validate_before_and_after_fit_logs_on_the_clock_of_the_stage(tmp_path: 
     assert [int(row["step"]) for row in logged(tmp_path) if row["val/reward"]] == [0, 0, 3, 3]
 
 
+def test_log_every_n_steps_thins_the_metrics_of_training_and_keeps_the_last_step(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, "logs")
+    module = stage(max_steps=5)
+    fit(make_trainer(tmp_path, logger=logger, enable_checkpointing=False, log_every_n_steps=2), module)
+    assert [int(row["step"]) for row in logged(tmp_path) if row["train/reward"]] == [2, 4, 5]
+    assert [int(row["step"]) for row in logged(tmp_path) if row["val/reward"]] == [0, 3, 5]
+
+
 @for_each("runs", [True, 2])
 def test_fast_dev_run_takes_the_given_steps_and_writes_no_file(tmp_path: Path, runs: Any) -> None:
     module = stage()

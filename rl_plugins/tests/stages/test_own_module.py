@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.loggers import CSVLogger
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +20,7 @@ from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.loops import for_each
 
 SAMPLING = SamplingConfig(max_tokens=3, num_samples=2)
 
@@ -41,6 +44,31 @@ class Own(LightningModule):
         return [optimizer], [{"scheduler": self.scheduler, "interval": self.interval, "frequency": 2}]
 
 
+class WithHooks(Own):
+    """A module with hooks of training, which log, and hooks of validation."""
+
+    def __init__(self, path, **hyperparameters):
+        super().__init__(path)
+        self.save_hyperparameters(hyperparameters)
+        self.called = []
+
+    def on_train_start(self):
+        self.called.append("on_train_start")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.called.append(f"on_train_batch_end {batch_idx}")
+        self.log("own_metric", 7.0)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.called.append(f"on_before_optimizer_step {type(optimizer).__name__}")
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["own"] = len(self.called)
+
+    def on_validation_epoch_end(self):
+        raise AssertionError("the outputs of the module's validation_step are missing")
+
+
 def length(solution_str):
     return len(solution_str) % 7
 
@@ -50,18 +78,54 @@ def path(tmp_path_factory):
     return str(save_tiny_policy(tmp_path_factory.mktemp("tiny")))
 
 
-def fit(stage, path, steps):
+def fit(stage, path, steps, **options):
     rows = addition_rows(below=10, num_train=8, num_test=1, seed=0)["train"]
+    defaults = {"logger": False, "enable_checkpointing": False}
     trainer = Trainer(
         max_steps=steps,
         strategy=SingleDeviceRolloutStrategy(rollout=TransformersRollout(path)),
-        logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **(defaults | options),
     )
-    trainer.fit(stage, datamodule=PromptDataModule(rows, tokenizer=path, prompts_per_step=4))
+    trainer.fit(stage, datamodule=PromptDataModule(rows, rows[:1], tokenizer=path, prompts_per_step=4))
     return trainer
+
+
+def test_hooks_of_training_of_a_lightning_module_are_called(path, tmp_path):
+    own = WithHooks(path)
+    stage = PolicyOptimization(own, scorer=length, sampling=SAMPLING)
+    trainer = fit(stage, path, steps=2)
+    steps = [name for i in range(2) for name in ("on_before_optimizer_step SGD", f"on_train_batch_end {i}")]
+    assert own.called == ["on_train_start", *steps]
+    assert float(trainer.callback_metrics["own_metric"]) == 7.0
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    assert saved["own"] == 5 and saved["stage"]["step"] == 2
+
+
+def test_configure_callbacks_of_a_lightning_module_adds_callbacks(path):
+    class WithCallback(Own):
+        def configure_callbacks(self):
+            return [Timer(duration="01:00:00:00")]
+
+    trainer = fit(PolicyOptimization(WithCallback(path), scorer=length, sampling=SAMPLING), path, steps=1)
+    assert any(isinstance(callback, Timer) for callback in trainer.callbacks)
+
+
+@for_each("name", ["backward", "optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "lr_scheduler_step"])
+def test_methods_that_change_an_optimizer_step_are_refused(path, name):
+    own = Own(path)
+    changed = type("Changed", (Own,), {name: lambda self, *args: None})
+    own.__class__ = changed
+    with pytest.raises(ConfigError, match=rf"Changed.{name} is not called, because .*or pass the .model"):
+        PolicyOptimization(own, scorer=length, sampling=SAMPLING)
+
+
+def test_hyperparameters_of_a_lightning_module_are_logged(path, tmp_path):
+    own = WithHooks(path, width=3)
+    fit(PolicyOptimization(own, scorer=length, sampling=SAMPLING), path, 1, logger=CSVLogger(tmp_path, "logs"))
+    assert "width: 3" in (tmp_path / "logs" / "version_0" / "hparams.yaml").read_text()
 
 
 @pytest.mark.parametrize(("interval", "advances"), [("step", 3), ("epoch", 1)])
