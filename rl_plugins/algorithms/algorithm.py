@@ -43,6 +43,7 @@ from rl_plugins.algorithms.policy_losses.modifiers import (
     off_policy_sequence_mask,
     positive_nll,
 )
+from rl_plugins.algorithms.registry import function_of
 from rl_plugins.algorithms.reward_shaping import RewardShaping
 from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, RolloutCorrection
 from rl_plugins.errors import ConfigError
@@ -126,9 +127,9 @@ class Algorithm:
     """Algorithm of policy optimization; GRPO by default (https://arxiv.org/abs/2402.03300).
 
     Attributes:
-        advantage: name in `ADVANTAGES`, or a function with the same interface.
+        advantage: name in `ADVANTAGES`, dotted path of a function with the same interface, or the function.
         advantage_options: keyword arguments of the advantage function.
-        policy_loss: name in `POLICY_LOSSES`, or a function with the same interface.
+        policy_loss: name in `POLICY_LOSSES`, dotted path of a function with the same interface, or the function.
         policy_loss_options: keyword arguments of the policy loss.
         selection_options: keyword arguments of the selection that belongs to the policy loss (`SELECTIONS`).
         aggregation: name in `AGGREGATIONS`.
@@ -174,8 +175,6 @@ class Algorithm:
             ConfigError: a name is unknown, an input or constant is missing, or two options contradict each other.
         """
         for option, value, known in (
-            ("advantage", self.advantage, tuple(ADVANTAGES)),
-            ("policy_loss", self.policy_loss, tuple(POLICY_LOSSES)),
             ("aggregation", self.aggregation, AGGREGATIONS),
             ("kl.estimator", self.kl.estimator, tuple(KL_ESTIMATORS)),
             ("kl.placement", self.kl.placement, ("loss", "reward")),
@@ -183,9 +182,6 @@ class Algorithm:
         ):
             if isinstance(value, str) and value not in known:
                 raise ConfigError(f"{option}={value!r} is unknown: use one of {', '.join(known)}")
-        for option in ("advantage", "policy_loss"):
-            if not isinstance(getattr(self, option), str) and not callable(getattr(self, option)):
-                raise ConfigError(f"{option}={getattr(self, option)!r}: must be a name or a function")
         if self.teacher_top_k < 1:
             raise ConfigError(f"teacher_top_k={self.teacher_top_k}: must be at least 1")
         if self.aggregation == "seq-mean-token-sum-norm" and self.scale_factor is None:
@@ -207,12 +203,12 @@ class Algorithm:
     @cached_property
     def advantage_function(self) -> AdvantageEstimator:
         """Advantage estimator."""
-        return ADVANTAGES[self.advantage] if isinstance(self.advantage, str) else self.advantage
+        return function_of("advantage", self.advantage, ADVANTAGES)
 
     @cached_property
     def policy_loss_function(self) -> PolicyLoss:
         """Policy loss."""
-        return POLICY_LOSSES[self.policy_loss] if isinstance(self.policy_loss, str) else self.policy_loss
+        return function_of("policy_loss", self.policy_loss, POLICY_LOSSES)
 
     @cached_property
     def rollout_correction(self) -> RolloutCorrection:

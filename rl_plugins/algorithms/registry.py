@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import EntryPoint, entry_points
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from rl_plugins.errors import ConfigError
@@ -56,6 +57,40 @@ class Registry(Mapping[str, F]):
     def __len__(self) -> int:
         """Return the number of functions."""
         return len(self._own) + len(self._added)
+
+
+def function_of(option: str, value: str | Function, table: Mapping[str, Function]) -> Function:
+    """Return a function of a table by its name, a function by its dotted path, or the function itself.
+
+    Args:
+        option: name of the option, for errors.
+        value: name in the table, dotted path of a function, or a function.
+        table: known functions by name.
+
+    Raises:
+        ConfigError: the name or the path does not exist or gives no function, or a partial function has an argument
+            that the function does not take.
+    """
+    function: Any = value
+    if isinstance(value, str) and value in table:
+        function = table[value]
+    elif isinstance(value, str):
+        if "." not in value:
+            raise ConfigError(f"{option}={value!r} is unknown: use one of {', '.join(table)}, or a dotted path")
+        try:
+            function = resolve_name(value)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{option}={value}: {error}: correct the path, or add its folder to PYTHONPATH") from None
+    if not callable(function):
+        raise ConfigError(f"{option}={function!r}: must be a name, a dotted path or a function")
+    if isinstance(function, partial):
+        try:
+            inspect.signature(function.func).bind_partial(*function.args, **function.keywords)
+        except TypeError as error:
+            known = ", ".join(inspect.signature(function.func).parameters)
+            raise ConfigError(f"{option}: {function.func.__name__} {error}: its arguments are {known}") from None
+    named: Function = function
+    return named
 
 
 def named_function(table: Mapping[str, Function], loss: str | Function, options: Mapping[str, Any]) -> Function:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, get_type_hints
 
 import torch
@@ -191,11 +192,16 @@ def _check_fields(where: str, record: Any) -> None:
 
 
 def _check(where: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    hints, parameters = get_type_hints(function), inspect.signature(function).parameters
+    if isinstance(function, partial):
+        # A node with `_partial_: true` has some of the options.
+        _check(where, function.func, {**function.keywords, **options})
+        return
+    declared = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
+    hints, parameters = get_type_hints(declared), inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     with_default = [name for name, parameter in parameters.items() if parameter.default is not parameter.empty]
     for name, value in options.items():
         if name not in parameters and not takes_any:
-            raise ConfigError(f"{where}: {function.__name__} has no option {name!r}{nearest(name, with_default)}")
+            raise ConfigError(f"{where}: {declared.__name__} has no option {name!r}{nearest(name, with_default)}")
         if not fits(value, hints.get(name, Any)):
             raise ConfigError(f"{where}.{name}={shown(value)}: must be {words_of(hints[name])}")

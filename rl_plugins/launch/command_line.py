@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,9 +93,28 @@ def compose_config(config_name: str, overrides: list[str]) -> Any:
     register_schema()
     with initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
         try:
-            return compose(config_name, overrides)
+            return _without_left_options(compose(config_name, overrides), overrides)
         except (HydraException, ValueError) as error:
             raise ConfigError(explain(error, lambda: keys_of(compose(config_name)))) from None
+
+
+def _without_left_options(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
+    """Remove the recipe's options of an advantage or a policy loss that an override replaces.
+
+    Options stay if an override names them: a function of the user has other arguments than the recipe's function.
+    """
+    from omegaconf import open_dict
+
+    keys = {text.partition("=")[0].lstrip("+") for text in overrides}
+    for function in ("advantage", "policy_loss"):
+        if f"algorithm.{function}" in keys:
+            group = f"algorithm.{function}_options"
+            with open_dict(config):
+                options = config.algorithm.get(f"{function}_options") or {}
+                for name in list(options) if group not in keys else ():
+                    if f"{group}.{name}" not in keys:
+                        del options[name]
+    return config
 
 
 def override(key: str, value: object) -> str:
@@ -153,7 +172,8 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     composed: list[tuple[Any, str]] = []
 
     def keep(config: DictConfig) -> None:
-        composed.append((config, str(HydraConfig.get().job.config_name)))
+        own = HydraConfig.get()
+        composed.append((_without_left_options(config, own.overrides.task), str(own.job.config_name)))
 
     # --help shows this name.
     keep.__module__ = f"rl_plugins.recipes.{config_name}"

@@ -27,7 +27,10 @@ def instantiate_node(option: str, node: object) -> Any:
         # Hydra's message ends with the key of the inner node, if an inner node failed.
         key = re.search(r"^full_key: (.+)$", str(error), re.MULTILINE)
         where = f"{option}.{key[1]}" if key else option
-        raise ConfigError(f"{where}: {' '.join(str(error.__cause__ or error).split())}") from None
+        reason = " ".join(str(error.__cause__ or error).split())
+        if isinstance(error.__cause__, TypeError) and "keyword-only" in reason:
+            reason += ": add _partial_: true to a function that the run calls"
+        raise ConfigError(f"{where}: {reason}") from None
 
 
 def instantiate_nodes(option: str, nodes: Mapping[str, Any], kind: type) -> list[Any]:

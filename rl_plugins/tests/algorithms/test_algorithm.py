@@ -139,7 +139,7 @@ def test_algorithm_needs_and_kl_controller_follow_the_configuration() -> None:
         ({"policy_loss": "x"}, r"policy_loss='x' is unknown: use one of .*ppo_clip"),
         ({"advantage": lambda *, wishes_B: None}, r"advantage needs wishes_B: set advantage_options\.wishes_B"),
         ({"policy_loss": "dro"}, r"policy_loss needs beta: set policy_loss_options\.beta"),
-        ({"policy_loss": 3}, r"policy_loss=3: must be a name or a function"),
+        ({"policy_loss": 3}, r"policy_loss=3: must be a name, a dotted path or a function"),
         ({"correction": "most"}, r"correction='most' is unknown: use one of none, token_tis"),
         ({"aggregation": "mean"}, r"aggregation='mean' is unknown"),
         (
