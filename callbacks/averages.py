@@ -15,7 +15,8 @@ from typing_extensions import override
 from rl_plugins.config.settings import ABOVE_0_TO_BELOW_1, AT_LEAST_1, FROM_0_TO_BELOW_1, check_ranges
 from rl_plugins.errors import ConfigError
 from rl_plugins.plain_file import load_plain
-from rl_plugins.stages.stage import Stage, clock
+from rl_plugins.stages.clock import clock
+from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import POLICY, REFERENCE, HasNamedModels, strategy_of
 
 

@@ -16,7 +16,7 @@ from rl_plugins.callbacks.checkpoint import PolicyCheckpoint, put_in_place, remo
 from rl_plugins.errors import ConfigError, StorageError
 from rl_plugins.manifest import CheckpointWriter, read_manifest
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.stage import clock
+from rl_plugins.stages.clock import clock
 from rl_plugins.whole_file import cannot_write
 
 _METRIC_FILE = "metric.json"

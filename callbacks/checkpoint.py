@@ -27,8 +27,9 @@ from rl_plugins.plain_file import FileDigest, load_plain
 from rl_plugins.ranks import gather
 from rl_plugins.rewards.conversations import RECORDS
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.stages.clock import clock
 from rl_plugins.stages.finite_weights import check_finite_weights
-from rl_plugins.stages.stage import Stage, clock
+from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import strategy_of
 
 

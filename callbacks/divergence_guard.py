@@ -15,7 +15,8 @@ from typing_extensions import override
 from rl_plugins.config.run import Bounds
 from rl_plugins.errors import ConfigError, TrainingDiverged
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.stage import Stage, clock
+from rl_plugins.stages.clock import clock
+from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import strategy_of
 
 logger = logging.getLogger(__name__)

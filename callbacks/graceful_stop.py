@@ -24,7 +24,7 @@ from typing_extensions import override
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.signals import detach_from_terminal
-from rl_plugins.stages.stage import clock
+from rl_plugins.stages.clock import clock
 from rl_plugins.strategies.contract import strategy_of
 
 

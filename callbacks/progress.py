@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.stages.stage import clock
+from rl_plugins.stages.clock import clock
 from rl_plugins.strategies.phase_log import PhaseLog
 
 LINE_INTERVAL_S = 10.0

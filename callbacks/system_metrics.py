@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.stages.stage import clock
+from rl_plugins.stages.clock import clock
 from rl_plugins.strategies.contract import strategy_of
 from rl_plugins.tracking.store import import_mlflow
 

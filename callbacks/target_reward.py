@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rl_plugins.run_folder import RunFolder, reached_target
-from rl_plugins.stages.stage import clock
+from rl_plugins.stages.clock import clock
 
 
 class TargetReward(Callback):

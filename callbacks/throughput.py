@@ -20,7 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from rl_plugins.ranks import Ranks
-from rl_plugins.stages.stage import Stage, clock
+from rl_plugins.stages.clock import clock
+from rl_plugins.stages.stage import Stage
 
 PEAK_TFLOPS = {
     "GB200": 2500.0,  # NVIDIA GB200 NVL72 datasheet: 5 PFLOPS a GPU with sparsity

@@ -47,6 +47,7 @@ LEFT_OUT = {
     "rl-plugins prepare hf": "needs what the library `datasets` writes; test_conversion has one",
     "python -m rl_plugins.recipes.grpo ... run.name=again": "after a step by hand; test_rollout_dump replays a run",
     "python -m rl_plugins.recipes.grpo algorithm=rloo": "test_own_algorithm has it installed",
+    "rl-plugins grpo model.path=MODEL": "the same as the module; test_init runs a recipe as a command",
     "rl-plugins doctor --imports": "installs nothing and says nothing of the pages; test_doctor runs it",
 }
 SMALL = [

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,13 @@ import pytest
 from mlflow import MlflowClient
 
 from integration_tests.command_server import run_command
-from integration_tests.conftest import Recipe
+from integration_tests.conftest import Recipe, free_port
 from integration_tests.mlflow_server import Server, best_of
-from rl_plugins.run_folder import read_metrics
-from rl_plugins.tests.patience import patient
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.run_folder import RunFolder, read_metrics
+from rl_plugins.tests.patience import patient, wait_until
+from rl_plugins.tracking.registry import Evaluation, register_policy
+from rl_plugins.tracking.run import RunDescription, open_run
 
 pytestmark = pytest.mark.extended
 
@@ -52,6 +58,46 @@ def test_open_client_of_two_processes_makes_one_sqlite_store(tmp_path: Path) -> 
     assert [process.returncode for process in processes] == [0, 0]
 
 
+def test_registered_policy_answers_chats_from_mlflow_models_serve(tmp_path: Path) -> None:
+    store, folder = f"sqlite:///{tmp_path}/mlflow.db", RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    policy = save_tiny_policy(tmp_path / "policy")
+    run = open_run(store, "serving", folder, RunDescription())
+    register_policy(run, policy, "adder", Evaluation("val/reward", 0.5, "data"), "17+25=")
+    url, log = f"http://127.0.0.1:{free_port()}", tmp_path / "serve.log"
+    command = [
+        sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/adder@champion", "--env-manager", "local",
+        "--port", url.rpartition(":")[2], "--workers", "1",
+    ]  # fmt: skip
+    with log.open("w") as output:
+        environment = {**os.environ, "MLFLOW_TRACKING_URI": store}
+        serving = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        wait_until(lambda: serving.poll() is not None or _is_ready(url), "a served model", 240, log.read_text)
+        question = {"messages": [{"role": "user", "content": "17+25="}], "max_tokens": 3}
+        request = urllib.request.Request(
+            f"{url}/invocations", json.dumps(question).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=patient(60)) as response:
+            (answer,) = json.load(response)
+    finally:
+        os.killpg(serving.pid, signal.SIGKILL)
+        serving.wait(patient(30))
+    # Eight tokens with the chat template, six without.
+    assert answer["usage"]["prompt_tokens"] == 8 and 0 < answer["usage"]["completion_tokens"] <= 3
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ping", timeout=patient(5)) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
 def test_server_records_a_run_and_the_next_run_starts_from_the_registered_champion(
     start_recipe: Callable[..., Recipe], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +109,8 @@ def test_server_records_a_run_and_the_next_run_starts_from_the_registered_champi
     client = MlflowClient(server.uri)
     run = client.get_run((first.run / "mlflow_run_id").read_text())
     assert run.info.status == "FINISHED"
-    assert run.data.params["prompts_per_step"] == "4" and len(run.data.params) < 20
+    assert run.data.params["batch.prompts_per_step"] == "4" and run.data.params["run.keep_best"] == "2"
+    assert "grpo" in run.data.tags["mlflow.source.name"]
     assert run.inputs is not None
     used = {next(tag.value for tag in one.tags): one.dataset for one in run.inputs.dataset_inputs}
     assert used["training"].name == "data/train.parquet" and used["validation"].name == "data/test.parquet"

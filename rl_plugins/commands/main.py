@@ -8,17 +8,21 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from runpy import run_module
 from typing import NoReturn
 
+import yaml
 from typing_extensions import override
 
 from rl_plugins import __version__
+from rl_plugins.config.hydra_errors import CONFIG_FOLDER
 from rl_plugins.config.settings import Range, shown
 from rl_plugins.errors import ConfigError, UserError
 from rl_plugins.run_folder import RunFolder
 
 COMMANDS = {
     "doctor": "show the installation, this machine, and what will work",
+    "init": "write a small project that runs at once",
     "prepare": "make data files from raw files, and check data files",
     "generate": "sample responses to the prompts of parquet files",
     "evaluate": "score samples, and compare two policies",
@@ -32,7 +36,8 @@ COMMANDS = {
 """Summary of every command. The command `x` is the module `rl_plugins.commands.x`."""
 
 _USAGE = (
-    "usage: rl-plugins COMMAND ...\n\ncommands:\n{}\n\n`rl-plugins COMMAND --help` shows its arguments and examples."
+    "usage: rl-plugins COMMAND ...\n       rl-plugins RECIPE key=value ...\n\ncommands:\n{}\n\nrecipes: {}, or a file "
+    "of options such as recipe.yaml\n\n`rl-plugins COMMAND --help` shows its arguments and examples."
 )
 _INTERRUPTED = 130
 _INTERMIXED = {"plan"}
@@ -58,14 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
-        print(_USAGE.format("\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())))
+        commands = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
+        print(_USAGE.format(commands, ", ".join(_recipes())))
         return 0 if words else 2
     if words[0] == "--version":
         print(f"rl-plugins {__version__}")
         return 0
     name = words.pop(0)
+    if name in _recipes() or name.endswith(".yaml"):
+        return _run_recipe(name, words)
     if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1)
+        near = get_close_matches(name, [*COMMANDS, *_recipes()], n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"the commands are: {', '.join(COMMANDS)}"
         print(f"error: there is no command {name!r}; {hint}", file=sys.stderr)
         return 2
@@ -84,6 +92,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     return status
+
+
+def _recipes() -> list[str]:
+    return sorted(file.stem for file in CONFIG_FOLDER.parent.glob("*.py") if file.stem != "__init__")
+
+
+def _run_recipe(name: str, options: list[str]) -> int:
+    """Run a recipe as `python -m rl_plugins.recipes.NAME` does, which may end the process with `SystemExit`.
+
+    Args:
+        name: recipe, or a YAML file whose `defaults` begin with a recipe.
+        options: options of the recipe.
+    """
+    recipe, file = name, Path(name)
+    if name.endswith(".yaml"):
+        try:
+            defaults = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("defaults") or [None]
+        except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+            print(f"error: {name}: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2
+        recipe = defaults[0]
+        if recipe not in _recipes():
+            print(f"error: {name}: its defaults must begin with a recipe: {', '.join(_recipes())}", file=sys.stderr)
+            return 2
+        options = ["--config-dir", str(file.absolute().parent), "--config-name", file.stem, *options]
+    sys.argv[1:] = options
+    run_module(f"rl_plugins.recipes.{recipe}", run_name="__main__", alter_sys=True)
+    return 0
 
 
 def add_run_argument(parser: ArgumentParser) -> None:

@@ -6,11 +6,14 @@ The original messages have several lines, name internals, and hide the option.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_FOREIGN_NAMES = Path(__file__).resolve().parent / "foreign_names.json"
+"""Options of other projects, written by docs/foreign_names.py."""
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "conf"
 _WANTED = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "String": "a text"}
 _NOT_SIMILAR = 1.0
@@ -49,6 +52,8 @@ def explain(error: BaseException, known_keys: Callable[[], list[str]] = list) ->
         return f"option {key!r}{_meaning(cause)}: {_mismatch(cause)}"
     if key and re.search(r"not in (struct|')|does not exist", str(cause)):
         overridden = _overridden(error) or key
+        if hint := foreign_name(overridden):
+            return f"there is no option {overridden!r}; {hint}"
         inside = key.startswith(f"{overridden}.")
         hint = _nearest(key if inside else overridden, known_keys())
         if "is not in struct" in str(cause):
@@ -57,6 +62,19 @@ def explain(error: BaseException, known_keys: Callable[[], list[str]] = list) ->
         return f"there is no option {key if inside else overridden!r}; {hint}"
     where = f"option {key!r}" if key else "configuration"
     return f"{where}: {str(cause).splitlines()[0]}"
+
+
+def foreign_name(name: str) -> str | None:
+    """Return the sentence for an option of verl, TRL or OpenRLHF; None for another name.
+
+    Args:
+        name: name of the option, of OpenRLHF with its two dashes.
+    """
+    names = json.loads(_FOREIGN_NAMES.read_text(encoding="utf-8"))
+    if name not in names:
+        return None
+    project, here = names[name]
+    return f"{project} has it, and here it is {here}: docs/coming_from.md has the table"
 
 
 def keys_of(config: object) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_plugins.config.data import BatchConfig, DataConfig, MixturePart
 from rl_plugins.config.environment import OptionPath, environment_expressions, value_at
-from rl_plugins.config.hydra_errors import explain, keys_of
+from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
 from rl_plugins.config.models import (
     CriticOptions,
     LossConfig,
@@ -291,6 +291,28 @@ def written(config: RecipeConfig) -> dict[str, Any]:
     """Return the options for files and pages: `unresolved`, without secrets."""
     options: dict[str, Any] = redacted_value(unresolved(config))
     return options
+
+
+def options_of(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each option of nested mappings."""
+    if isinstance(node, dict):
+        for name, child in node.items():
+            yield from options_of(child, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, node
+
+
+def changed_options(config: RecipeConfig) -> dict[str, Any]:
+    """Return the options without secrets that differ from their defaults, by dotted name.
+
+    Defaults of the algorithm are the values of all algorithms (`parts/base.yaml`).
+    """
+    defaults: Any = OmegaConf.to_container(_schema())
+    if config.algorithm is not None:
+        defaults["algorithm"] = OmegaConf.to_container(OmegaConf.load(CONFIG_FOLDER / "algorithm/parts/base.yaml"))
+    unchanged = dict(options_of(defaults))
+    absent = object()
+    return {name: value for name, value in options_of(written(config)) if value != unchanged.get(name, absent)}
 
 
 def write_config(config: RecipeConfig, file: Path) -> None:

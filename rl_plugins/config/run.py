@@ -49,7 +49,8 @@ class RunConfig(Settings):
         output_dir: parent folder of all runs.
         steps: number of training steps.
         epochs: passes over the rows of the training data, such as 3 or 0.5, which set `steps`; null keeps `steps`. Rows
-            dropped as too long count as well.
+            dropped as too long count as well. With a mixture or a curriculum, which draw in shares, a pass is as
+            many prompts as there are rows.
         dry_run: run all checks, print the size of a step, and exit without a start.
         seed: seed of all random numbers.
         resume: `true` continues the run of this name; `auto` starts the run if there is none, continues the run if
@@ -189,7 +190,9 @@ class DebugConfig(Settings):
         dump_rollouts: number of newest steps whose samples are kept in `rollouts/` of the run's folder; 0 for none.
         replay: folder of kept samples. The run trains on these samples instead of sampling, without a rollout engine;
             null samples.
+        profiler: profiler of Lightning as a node with `_target_`; null for none.
     """
 
     dump_rollouts: Annotated[int, NOT_NEGATIVE] = 0
     replay: str | None = None
+    profiler: Any = None

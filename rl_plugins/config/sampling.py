@@ -16,6 +16,7 @@ from rl_plugins.config.settings import (
     Range,
     Settings,
     check_ranges,
+    fits,
 )
 from rl_plugins.errors import ConfigError
 
@@ -32,20 +33,42 @@ OWN_SAMPLING_ARGUMENTS = {
 }
 """Arguments of vLLM's `SamplingParams` that the package sets, with the option for the argument."""
 _PENALTY = Range("must be from -2 to 2", lambda value: -2 <= value <= 2)
-VLLM_SAMPLING_ARGUMENTS: Mapping[str, tuple[type, Range] | None] = {
+_BIASES = Range(
+    "must map token ids to numbers from -100 to 100",
+    lambda value: (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(str(token).isdigit() and fits(bias, float) and abs(bias) <= 100 for token, bias in value.items())
+    ),
+)
+_TOKEN_IDS = Range(
+    "must be a list of token ids",
+    lambda value: isinstance(value, list) and bool(value) and all(fits(token, int) and token >= 0 for token in value),
+)
+_WORDS = Range(
+    "must be a list of texts",
+    lambda value: isinstance(value, list) and all(isinstance(word, str) and word for word in value),
+)
+_MAPPING = Range("must be a mapping", lambda value: isinstance(value, Mapping))
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_STRUCTURE = Range(
+    f"must be a mapping with exactly one of {', '.join(_CONSTRAINTS)}",
+    lambda value: isinstance(value, Mapping) and len(value.keys() & set(_CONSTRAINTS)) == 1,
+)
+VLLM_SAMPLING_ARGUMENTS: Mapping[str, tuple[type, Range]] = {
     "presence_penalty": (float, _PENALTY),
     "frequency_penalty": (float, _PENALTY),
     "repetition_penalty": (float, ABOVE_0),
     "min_tokens": (int, NOT_NEGATIVE),
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "structured_outputs": None,
-    "thinking_token_budget": None,
-    "extra_args": None,
+    "logit_bias": (object, _BIASES),
+    "allowed_token_ids": (object, _TOKEN_IDS),
+    "bad_words": (object, _WORDS),
+    "structured_outputs": (object, _STRUCTURE),
+    "thinking_token_budget": (int, NOT_NEGATIVE),
+    "extra_args": (object, _MAPPING),
 }
-"""Arguments of vLLM's `SamplingParams` for `sampling.vllm`, each with its type and range or without a check. All of
-these arguments change the distribution of the tokens."""
+"""Arguments of vLLM's `SamplingParams` for `sampling.vllm`, each with its type and range. All of these arguments change
+the distribution of the tokens."""
 _TOP_K = Range("must be at least 1, or -1 to keep all", lambda value: value == -1 or value >= 1)
 
 
@@ -107,8 +130,7 @@ def _check_vllm_arguments(arguments: Mapping[str, Any]) -> None:
                 f"vllm.{name}: training takes no such argument of vllm.SamplingParams: "
                 + (f"did you mean {close[0]}?" if close else f"use one of {', '.join(VLLM_SAMPLING_ARGUMENTS)}")
             )
-        if number := VLLM_SAMPLING_ARGUMENTS[name]:
-            check_ranges(*number, **{f"vllm.{name}": value})
+        check_ranges(*VLLM_SAMPLING_ARGUMENTS[name], **{f"vllm.{name}": value})
 
 
 # Engines group requests by their options, so the options have a hash.

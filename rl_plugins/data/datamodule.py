@@ -225,6 +225,21 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             return []
         return EvalLoader(self.sources["validation"], batch_size=self.eval_batch_size, **self._rank_and_world_size())
 
+    def test_dataloader(self) -> EvalLoader[Any]:
+        """Return the loader of this rank's validation rows: another data module has other rows for a test.
+
+        Raises:
+            ConfigError: the data module has no validation rows.
+        """
+        loader = self.val_dataloader()
+        if isinstance(loader, list):
+            raise ConfigError("trainer.test and trainer.predict read the validation rows: set `validation` to the rows")
+        return loader
+
+    def predict_dataloader(self) -> EvalLoader[Any]:
+        """Return the loader of `test_dataloader`."""
+        return self.test_dataloader()
+
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Return the batch unchanged: it holds Python lists, and micro-batches go to the device one at a time."""
         return batch

@@ -13,8 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
-from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig, parse_config, register_schema, write_config, written
+from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, foreign_name, keys_of
+from rl_plugins.config.recipe import (
+    SAMPLING_STAGES,
+    RecipeConfig,
+    options_of,
+    parse_config,
+    register_schema,
+    write_config,
+    written,
+)
 from rl_plugins.errors import ConfigError, RayLost, RunStopped, UserError
 from rl_plugins.redaction import redacted_value
 from rl_plugins.run_folder import RunFolder
@@ -164,6 +172,9 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
         config_name, overrides = asked.config_name or config_name, asked.overrides
         print(difference(compose_config(config_name, []), compose_config(config_name, overrides)))
         return []
+    for argument in sys.argv[1:]:
+        if argument.startswith("--") and (hint := foreign_name(argument.partition("=")[0])):
+            raise ConfigError(f"{argument}: an option is key=value; {hint}")
     register_schema()
     # Without this variable Hydra prints its own text around an error, and ends the process.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -173,7 +184,10 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
 
     def keep(config: DictConfig) -> None:
         own = HydraConfig.get()
-        composed.append((_without_left_options(config, own.overrides.task), str(own.job.config_name)))
+        name = str(own.job.config_name)
+        # A file of the user (--config-dir) extends the recipe.
+        recipe = name if (CONFIG_FOLDER / f"{name}.yaml").is_file() else config_name
+        composed.append((_without_left_options(config, own.overrides.task), recipe))
 
     # --help shows this name.
     keep.__module__ = f"rl_plugins.recipes.{config_name}"
@@ -205,7 +219,7 @@ def difference(recipe: object, config: object) -> str:
     """
     from omegaconf import OmegaConf
 
-    before, after = (dict(_options(redacted_value(OmegaConf.to_container(node)))) for node in (recipe, config))
+    before, after = (dict(options_of(redacted_value(OmegaConf.to_container(node)))) for node in (recipe, config))
     keys = [*after, *(key for key in before if key not in after)]
     lines = [
         f"{key}: {_yaml(after.get(key, _ABSENT))}  # recipe: {_yaml(before.get(key, _ABSENT))}"
@@ -213,15 +227,6 @@ def difference(recipe: object, config: object) -> str:
         if before.get(key, _ABSENT) != after.get(key, _ABSENT)
     ]
     return "\n".join(lines) or "nothing differs from the recipe"
-
-
-def _options(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of each option."""
-    if isinstance(node, dict):
-        for name, child in node.items():
-            yield from _options(child, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, node
 
 
 def _yaml(value: object) -> str:

@@ -32,20 +32,13 @@ def set_steps(config: RecipeConfig) -> None:
     """Set `run.steps` to the steps of `run.epochs`, if the option is given.
 
     Raises:
-        ConfigError: The training data is missing, or has no passes because prompts are drawn in shares.
+        ConfigError: The training data is missing.
     """
     from rl_plugins.data.formats import FORMATS
     from rl_plugins.data.orders import load_parts
 
-    epochs, data = config.run.epochs, config.data
-    if epochs is None:
+    if (epochs := config.run.epochs) is None:
         return
-    for option, is_set in {"data.mixture": data.mixture, "data.curriculum.share": data.curriculum.share}.items():
-        if is_set:
-            raise ConfigError(
-                f"run.epochs={epochs:g}: {option} draws prompts in shares, so there are no passes over all rows: leave "
-                "run.epochs out, and give run.steps"
-            )
     rows, _ = load_parts(training_data(config), FORMATS[kinds_of(config)[0]].columns)
     config.run.steps = max(1, round(epochs * (len(rows) // config.prompts_drawn)))
 

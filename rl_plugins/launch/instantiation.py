@@ -39,13 +39,19 @@ def instantiate_nodes(option: str, nodes: Mapping[str, Any], kind: type) -> list
     Raises:
         ConfigError: A node cannot be built, or the object is not of the kind.
     """
-    built = {f"{option}.{name}": instantiate_node(f"{option}.{name}", node) for name, node in nodes.items() if node}
-    for name, thing in built.items():
-        if not isinstance(thing, kind):
-            raise ConfigError(
-                f"{name}: a {type(thing).__name__} is not a {kind.__name__} of Lightning: correct _target_"
-            )
-    return [*built.values()]
+    return [instantiate_as(f"{option}.{name}", node, kind) for name, node in nodes.items() if node]
+
+
+def instantiate_as(option: str, node: object, kind: type) -> Any:
+    """Build the object of a `_target_` node.
+
+    Raises:
+        ConfigError: The node cannot be built, or the object is not of the kind.
+    """
+    built = instantiate_node(option, node)
+    if not isinstance(built, kind):
+        raise ConfigError(f"{option}: a {type(built).__name__} is not a {kind.__name__} of Lightning: correct _target_")
+    return built
 
 
 def training_data(config: RecipeConfig) -> Any:

@@ -21,7 +21,7 @@ from rl_plugins.config.rollout import check_cpu_head_size
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.gpu_checks import check_engine_weights, check_gpus
 from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
-from rl_plugins.launch.instantiation import instantiate_nodes
+from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS
 from rl_plugins.launch.resume import check_resume
@@ -51,12 +51,15 @@ def preflight(config: RecipeConfig) -> None:
 
     check_data(config)
     _check_optimizers(config)
-    if config.callbacks or config.tracking.loggers:
+    if config.callbacks or config.tracking.loggers or config.debug.profiler:
         from lightning.pytorch import Callback
         from lightning.pytorch.loggers import Logger
+        from lightning.pytorch.profilers import Profiler
 
         instantiate_nodes("callbacks", config.callbacks, Callback)
         instantiate_nodes("tracking.loggers", config.tracking.loggers, Logger)
+        if config.debug.profiler:
+            instantiate_as("debug.profiler", config.debug.profiler, Profiler)
     if config.model.attention is not None:
         _check_attention(config.model.attention, on_cpu=_on_cpu(config))
     if config.stage in ("policy_optimization", "prime"):

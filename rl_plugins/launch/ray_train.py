@@ -21,6 +21,7 @@ from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.launch.gpu_checks import check_nodes
 from rl_plugins.launch.gpus import local_gpus
+from rl_plugins.launch.object_store import LEAST_BYTES, object_store_bytes
 from rl_plugins.launch.own_ray import listen_on_loopback, start_own_ray
 from rl_plugins.launch.placement import (
     ENGINES,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 JOB_FOLDERS = "working_dir_files"
 """Name of the folder into which Ray unpacks the projects of all jobs."""
 _UNPACK_TIMEOUT_S = 60.0
-_OBJECT_STORE_BYTES = 512 * 2**20
 # Ray Train counts a failure when the workers have no resources for this time.
 _ATTEMPT_S = 60
 
@@ -76,7 +76,7 @@ def train_on_ray(config: RecipeConfig, folder: RunFolder) -> None:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if not ray.is_initialized():
         with handlers_kept():
-            start_ray(environment)
+            start_ray(environment, object_store_bytes(config))
     placement, roles, nodes = config.placement, roles_of(config), [node["Resources"] for node in alive_nodes()]
     for line in table(roles, nodes):
         print(f"{config.run.name}: {line}", flush=True)
@@ -277,11 +277,12 @@ def worker_environment(device: str) -> dict[str, str]:
     return variables
 
 
-def start_ray(environment: dict[str, str]) -> None:
+def start_ray(environment: dict[str, str], object_store: int = LEAST_BYTES) -> None:
     """Connect to the cluster of RAY_ADDRESS, which is set in Ray jobs, or start Ray on this machine.
 
     Args:
         environment: Environment variables of all Ray processes. A start on this machine adds variables.
+        object_store: Bytes of the object store of a start on this machine.
     """
     import logging
 
@@ -303,7 +304,7 @@ def start_ray(environment: dict[str, str]) -> None:
     environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
     # A local Ray has no nodes that could be preempted, and Ray reports an error for the watcher.
     environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    start_own_ray(include_dashboard=True, dashboard_port=port, object_store_memory=_OBJECT_STORE_BYTES, **options)
+    start_own_ray(include_dashboard=True, dashboard_port=port, object_store_memory=object_store, **options)
 
 
 def wait_until_project_is_unpacked(folder: Path, nodes: Sequence[Mapping[str, Any]]) -> None:

@@ -15,20 +15,32 @@ from omegaconf import OmegaConf
 from rl_plugins.callbacks.checkpoint_artifacts import BestUpload, record_checkpoint
 from rl_plugins.callbacks.report import Curves
 from rl_plugins.callbacks.samples import log_samples
-from rl_plugins.config.recipe import RecipeConfig, parse_config, write_config
+from rl_plugins.config.recipe import (
+    RecipeConfig,
+    changed_options,
+    options_of,
+    parse_config,
+    write_config,
+    written,
+)
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.preflight import tracking_uri
-from rl_plugins.redaction import redacted_value, without_password
+from rl_plugins.redaction import without_password
 from rl_plugins.report.page import write_report
 from rl_plugins.report.summary import read_samples
 from rl_plugins.run_folder import RunFolder, count_damaged_lines, read_metrics
 from rl_plugins.tracking.loggers import MLflowTracking
-from rl_plugins.tracking.provenance import describe_file, git_tags
+from rl_plugins.tracking.provenance import describe_file, source_tags
 from rl_plugins.tracking.registry import Evaluation, register_policy
 from rl_plugins.tracking.run import RunDescription, TrackedRun
 from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, Call
 from rl_plugins.tracking.store import check_store, import_mlflow, open_client
 
+_COMPARED = (
+    "stage", "model.path", "algorithm.advantage", "algorithm.policy_loss", "loss.name", "optimizer.lr",
+    "batch.prompts_per_step", "batch.samples_per_prompt", "sampling.max_tokens", "sampling.temperature", "run.steps",
+    "run.seed",
+)  # fmt: skip
 _REGISTER_TIMEOUT_S = 1800.0
 # The other workers wait during the upload of the first worker.
 _UPLOAD_TIMEOUT_S = 600.0
@@ -46,27 +58,17 @@ def tracking_logger(config: RecipeConfig, folder: RunFolder) -> MLflowTracking:
 
 
 def describe_run(config: RecipeConfig, folder: RunFolder) -> RunDescription:
-    """Return the description of a run, with the parameters for the comparison of runs in a table."""
-    algorithm = config.algorithm if isinstance(config.algorithm, dict) else {}
+    """Return the description of a run: its parameters are options for the comparison of runs, and changed options."""
+    changed = changed_options(config)
     params = {
-        "stage": config.stage,
-        "model": config.model.path,
-        "advantage": algorithm.get("advantage", algorithm.get("_target_")),
-        "loss": algorithm.get("policy_loss", config.loss.name),
-        "lr": config.optimizer.lr,
-        "lora_rank": config.model.lora.rank or None,
-        "prompts_per_step": config.batch.prompts_per_step,
-        "samples_per_prompt": config.batch.samples_per_prompt,
-        "max_tokens": config.sampling.max_tokens,
-        "temperature": config.sampling.temperature,
-        "steps": config.run.steps,
-        "seed": config.run.seed,
-        "workers": 1 if config.launcher == "local" else config.placement.num_workers,
+        name: value
+        for name, value in options_of(written(config))
+        if name in changed or (name in _COMPARED and value is not None)
     }
     mixed = [path for part in config.data.mixture.values() for path in part.files]
     return RunDescription(
-        params={key: redacted_value(value, key) for key, value in params.items() if value is not None},
-        tags={"run_folder": str(folder.path), **git_tags(folder)},
+        params={**params, "workers": config.num_workers},
+        tags={"run_folder": str(folder.path), **source_tags(folder)},
         files=(folder.config, folder.environment, folder.git_state, folder.git_diff),
         data={
             "training": [Path(path) for path in [*config.data.train_files, *mixed]],

@@ -20,6 +20,7 @@ import psutil
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
 
 from rl_plugins.callbacks.averages import PolicyAverage, ReferenceUpdate
 from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
@@ -43,7 +44,7 @@ from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
 from rl_plugins.errors import DataError
 from rl_plugins.intact_checkpoint import newest_intact
-from rl_plugins.launch.instantiation import instantiate_nodes, training_data
+from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
 from rl_plugins.launch.quiet import quiet_libraries
 from rl_plugins.launch.resume import note_end
 from rl_plugins.launch.tracking import best_upload, register, tracking_logger
@@ -266,12 +267,14 @@ class TrainingRun:
         if config.tracking.enabled:
             loggers.append(tracking_logger(config, self.folder))
         loggers += instantiate_nodes("tracking.loggers", config.tracking.loggers, Logger)
+        profiler = config.debug.profiler
         validating = config.validates
         return Trainer(
             strategy=self.strategy,
             precision=config.precision,  # type: ignore[arg-type]
             logger=loggers,
             callbacks=self.callbacks(),
+            profiler=instantiate_as("debug.profiler", profiler, Profiler) if profiler else None,
             # The stage stops after `run.steps` of its own steps.
             max_epochs=-1,
             val_check_interval=config.run.eval_every if validating else None,

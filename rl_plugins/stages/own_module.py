@@ -1,4 +1,4 @@
-"""A user's LightningModule whose model a stage trains: its hooks of training, and its hyperparameters."""
+"""A user's model, alone or in a LightningModule: its tokenizer, and the module's hooks and hyperparameters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
+from rl_plugins.config.models import LoraConfig
+from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.lora import has_adapter
+from rl_plugins.stages.trainer_flags import check_not_compiled
 
 _CALLED = (
     "configure_callbacks", "setup", "teardown", "on_fit_start", "on_fit_end", "on_train_start", "on_train_end",
@@ -56,8 +62,8 @@ def _call_both(
     stage: LightningModule,
     of_stage: Callable[..., Any],
     of_module: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     module.trainer = stage.trainer
     # `self.log` of the module asks for the current hook.
@@ -72,3 +78,56 @@ def log_hyperparameters(module: LightningModule, trainer: Trainer) -> None:
     if module._log_hyperparams:
         for logger in trainer.loggers:
             logger.log_hyperparams(dict(module.hparams_initial))
+
+
+def model_of(source: nn.Module) -> nn.Module:
+    """Return the model to train: `.model` of a LightningModule, or the module itself.
+
+    Raises:
+        ConfigError: the LightningModule has no model, or a compiled model.
+    """
+    model = getattr(source, "model", None) if isinstance(source, LightningModule) else source
+    check_not_compiled(model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{type(source).__name__}.model is not an nn.Module: set the model to train as `.model` in its "
+            "constructor or its configure_model"
+        )
+    return model
+
+
+def check_adapter(lora: LoraConfig, model: object, stage: str, *, compares_log_probs: bool) -> None:
+    """Check the settings of an adapter for the model of a stage.
+
+    Raises:
+        ConfigError: the model is not loaded by name, or the adapter has dropout in a stage that compares log-probs.
+    """
+    if not isinstance(model, str):
+        raise ConfigError(
+            f"lora needs a model that is loaded by name, and the model is a {type(model).__name__}: leave lora out "
+            "and wrap the model with peft.get_peft_model"
+        )
+    if lora.dropout and compares_log_probs:
+        raise ConfigError(
+            f"lora.dropout={lora.dropout:g}: {stage} compares log-probs, and dropout would change one side of the "
+            "comparison: leave lora.dropout out"
+        )
+
+
+def comes_with_adapter(model: str | nn.Module) -> bool:
+    """Return True if a model has an adapter before `configure_model`."""
+    inner = getattr(model, "model", None) if isinstance(model, LightningModule) else model
+    return isinstance(inner, nn.Module) and has_adapter(inner)
+
+
+def own_tokenizer(model: str | nn.Module) -> PreTrainedTokenizerBase:
+    """Load the tokenizer from the folder of a model.
+
+    Raises:
+        ConfigError: the model has no folder.
+    """
+    inner = getattr(model, "model", model)
+    name = model if isinstance(model, str) else getattr(inner, "name_or_path", None)
+    if not name:
+        raise ConfigError(f"{type(model).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=...")
+    return load_tokenizer(name)

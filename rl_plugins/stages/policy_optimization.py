@@ -25,6 +25,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.rewards.inline import Reward
+from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.critic import CriticTraining, value_objective
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.experience_maker import ExperienceMaker
@@ -39,7 +40,7 @@ from rl_plugins.stages.process_rewards import (
 from rl_plugins.stages.rollouts import Rollouts
 from rl_plugins.stages.sampling import SamplingSetup, greedy, with_stop_token
 from rl_plugins.stages.scoring import RewardModelScorer, Scorer
-from rl_plugins.stages.stage import Stage, StageArguments
+from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER, Strategy
 
 

@@ -21,12 +21,13 @@ from rl_plugins.data.preferences import PairBatch, UnpairedBatch
 from rl_plugins.data.prompts import PromptBatch, foreign_batch
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.inline import Reward
+from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.preference_examples import PreferenceExamples, best_against_worst, preference_examples
 from rl_plugins.stages.preference_learner import PreferenceLearner, PreferenceObjective
 from rl_plugins.stages.sampling import SamplingSetup, greedy, with_stop_token
 from rl_plugins.stages.scoring import Scorer
-from rl_plugins.stages.stage import Stage, StageArguments
+from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import Strategy
 
 

@@ -23,10 +23,11 @@ from rl_plugins.data.preferences import PairBatch
 from rl_plugins.data.process_rewards import ProcessRewardBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import last_token_scores, load_scalar_head
+from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
 from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.optimizer import MicroBatchLoss
-from rl_plugins.stages.stage import Stage, StageArguments
+from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import REWARD_MODEL
 
 

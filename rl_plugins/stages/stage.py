@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -19,7 +19,7 @@ from torch import nn
 from typing_extensions import override
 
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
-from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
+from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.dropout import turn_off_dropout
 from rl_plugins.models.export import save_adapter, save_policy
@@ -29,7 +29,14 @@ from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer, only_one
-from rl_plugins.stages.own_module import call_hooks_of, log_hyperparameters
+from rl_plugins.stages.own_module import (
+    call_hooks_of,
+    check_adapter,
+    comes_with_adapter,
+    log_hyperparameters,
+    model_of,
+    own_tokenizer,
+)
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
 from rl_plugins.stages.trainer_flags import COMPILED, check_not_compiled, check_trainer, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
@@ -38,20 +45,6 @@ from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy
 _DTYPES = {
     "64-true": torch.float64, "32-true": torch.float32, "16-true": torch.float16, "16-mixed": torch.float32
 }  # fmt: skip
-
-
-class StageArguments(TypedDict, total=False):
-    """Arguments that every stage passes on to `Stage`."""
-
-    tokenizer: Any
-    optimizer: OptimizerConfig | None
-    gradient_checkpointing: bool
-    lora: LoraConfig | None
-    max_steps: int
-    tokens_per_micro_batch: int
-    tokens_per_log_prob_batch: int | None
-    packing: bool
-    attention: str | None
 
 
 class Stage(LightningModule):
@@ -121,18 +114,10 @@ class Stage(LightningModule):
     ) -> None:
         super().__init__()
         check_not_compiled(model)
-        if lora is not None and lora.rank and not isinstance(model, str):
-            raise ConfigError(
-                f"lora needs a model that is loaded by name, and the model is a {type(model).__name__}: leave lora out "
-                "and wrap the model with peft.get_peft_model"
-            )
-        if lora is not None and lora.rank and lora.dropout and self.compares_log_probs:
-            raise ConfigError(
-                f"lora.dropout={lora.dropout:g}: {type(self).__name__} compares log-probs, and dropout would change "
-                "one side of the comparison: leave lora.dropout out"
-            )
+        if lora is not None and lora.rank:
+            check_adapter(lora, model, type(self).__name__, compares_log_probs=self.compares_log_probs)
         self.automatic_optimization = False
-        self.tokenizer = tokenizer or _own_tokenizer(model)
+        self.tokenizer = tokenizer or own_tokenizer(model)
         self.optimizer_config = optimizer or OptimizerConfig()
         self.max_steps = max_steps
         self.tokens_per_micro_batch, self.packing = tokens_per_micro_batch, packing
@@ -213,7 +198,6 @@ class Stage(LightningModule):
 
     def _own_model(self) -> nn.Module:
         source: Any = self._source[0]
-        model = source
         if isinstance(source, str):
             return with_adapter(self.load_model(source), self._lora)
         if isinstance(source, LightningModule):
@@ -221,13 +205,7 @@ class Stage(LightningModule):
             source.trainer = self.trainer
             with self.sharded_init():
                 source.configure_model()
-            model = getattr(source, "model", None)
-            check_not_compiled(model)
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"{type(source).__name__}.model is not an nn.Module: set the model to train as `.model` in its "
-                "constructor or its configure_model"
-            )
+        model = model_of(source)
         if has_adapter(model):
             # Refuse unsupported adapters before training.
             adapted_layers(model)
@@ -257,7 +235,7 @@ class Stage(LightningModule):
             path: Hugging Face name or folder; by default, the reference is the trained model as it is at first.
         """
         self._reference_path = path or self._own_path
-        self._has_reference = self._reference_path is not None or _comes_with_adapter(self._source[0])
+        self._has_reference = self._reference_path is not None or comes_with_adapter(self._source[0])
         return self._has_reference
 
     def _load_reference(self) -> nn.Module | None:
@@ -354,12 +332,9 @@ class Stage(LightningModule):
         self.track(metrics)
 
     @override
-    def on_fit_start(self) -> None:
+    def on_train_start(self) -> None:
         if isinstance(self._source[0], LightningModule):
             log_hyperparameters(self._source[0], self.trainer)
-
-    @override
-    def on_train_start(self) -> None:
         # After a failure at the end of training, a run resumes from the checkpoint of its last step.
         self._stop_after_last_step()
 
@@ -386,19 +361,17 @@ class Stage(LightningModule):
 
         Loggers get the metrics of training every `Trainer(log_every_n_steps=...)` steps, and of the last step.
         """
-        # `trainer.validate` returns the metrics that Lightning logs itself; a metric `step` is the axis.
-        alone = self.trainer.state.fn == TrainerFn.VALIDATING
+        # `trainer.validate` and `trainer.test` return metrics that Lightning logs itself; a metric `step` is the axis.
+        alone = self.trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING)
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        is_logged = every > 0 and (self.step % every == 0 or self.trainer.should_stop)
         if alone:
             metrics = {**metrics, "step": float(self.step)}
-        elif not self.trainer.training or self._is_logged_step():
+        elif is_logged or not self.trainer.training:
             for logger in self.trainer.loggers:
                 logger.log_metrics(dict(metrics), step=self.step)
         for name, value in metrics.items():
             self.log(name, value, logger=alone)
-
-    def _is_logged_step(self) -> bool:
-        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return every > 0 and (self.step % every == 0 or self.trainer.should_stop)
 
     def export(self, folder: Path, *, adapter: bool = False) -> None:
         """Write the trained model and its tokenizer as a Hugging Face folder, if all weights are finite. Collective.
@@ -442,8 +415,38 @@ class Stage(LightningModule):
             self.shown_samples.validation = self.validation.rows
 
     def track_validation(self, metrics: Mapping[str, float]) -> None:
-        """Log metrics and times of a validation as `val/<name>`."""
-        self.track({f"val/{name}": value for name, value in {**metrics, **self.strategy.phase_log.drain()}.items()})
+        """Log metrics and times of a validation as `val/<name>`, and of a test as `test/<name>`."""
+        prefix = "test" if self.trainer.testing else "val"
+        metrics = {**metrics, **self.strategy.phase_log.drain()}
+        self.track({f"{prefix}/{name}": value for name, value in metrics.items()})
+
+    # Test and prediction ----------------------------------------------------------------------------------------
+
+    @override
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
+    @override
+    def test_step(self, batch: object, batch_idx: int) -> None:
+        """Do the same as a step of validation."""
+        self.validation_step(batch, batch_idx)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
+
+    @override
+    def predict_step(self, batch: object, batch_idx: int) -> list[dict[str, Any]]:
+        """Answer prompts; return prompt, response, score and ground truth of each response of this rank.
+
+        Raises:
+            ConfigError: the stage generates no responses.
+        """
+        if self.validation is None:
+            raise ConfigError(f"{type(self).__name__} generates no responses: use trainer.validate or trainer.test")
+        self.validation.start()
+        self.validation.add(batch, self.step)  # type: ignore[arg-type]  # checks the batch itself
+        return self.validation.rows
 
     # State ------------------------------------------------------------------------------------------------------
 
@@ -474,28 +477,3 @@ class Stage(LightningModule):
         if self.step < self.max_steps:
             # The undone step may be the last step.
             self.trainer.should_stop = False
-
-
-def _comes_with_adapter(model: str | nn.Module) -> bool:
-    """Return True if a model has an adapter before `configure_model`."""
-    inner = getattr(model, "model", None) if isinstance(model, LightningModule) else model
-    return isinstance(inner, nn.Module) and has_adapter(inner)
-
-
-def clock(module: LightningModule) -> int:
-    """Return the step of a stage's clock.
-
-    Raises:
-        ConfigError: the module is not a stage.
-    """
-    if not isinstance(module, Stage):
-        raise ConfigError(f"{type(module).__name__} is not a stage: this callback needs the clock of a stage")
-    return module.step
-
-
-def _own_tokenizer(model: str | nn.Module) -> Any:
-    inner = getattr(model, "model", model)
-    name = model if isinstance(model, str) else getattr(inner, "name_or_path", None)
-    if not name:
-        raise ConfigError(f"{type(model).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=...")
-    return load_tokenizer(name)

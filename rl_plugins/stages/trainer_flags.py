@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch._dynamo import OptimizedModule
 
 from rl_plugins.errors import ConfigError
@@ -42,6 +47,16 @@ def check_trainer(trainer: Trainer) -> None:
             raise ConfigError(
                 f"{type(callback).__name__} copies the whole module before its models are loaded and sharded, and the "
                 "rollout engine would not see its weights: use rl_plugins.callbacks.averages.PolicyAverage"
+            )
+        if isinstance(callback, LearningRateFinder):
+            raise ConfigError(
+                "LearningRateFinder (Tuner.lr_find) compares the losses of single batches, and the loss of an RL step "
+                "says nothing about progress: compare runs with other rates, such as --multirun optimizer.lr=1e-6,1e-5"
+            )
+        if isinstance(callback, BatchSizeFinder):
+            raise ConfigError(
+                "BatchSizeFinder (Tuner.scale_batch_size) changes batch_size, and memory follows the micro-batch: set "
+                "tokens_per_micro_batch; rl-plugins plan estimates the memory"
             )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(

@@ -54,12 +54,17 @@ def write_provenance(folder: RunFolder, *, code: bool = True) -> None:
         folder.git_diff.unlink(missing_ok=True)
 
 
-def git_tags(folder: RunFolder) -> dict[str, str]:
-    """Return MLflow tags: the commit of a run, and the number of files with uncommitted changes."""
-    if not folder.git_state.is_file():
-        return {}
-    state = json.loads(folder.git_state.read_text(encoding="utf-8"))
-    return {"mlflow.source.git.commit": state["commit"], "git.changed_files": str(len(state["changes"]))}
+def source_tags(folder: RunFolder) -> dict[str, str]:
+    """Return MLflow tags: the command of a run, its commit, and the number of files with uncommitted changes."""
+    tags: dict[str, str] = {}
+    if folder.environment.is_file():
+        command = folder.environment.read_text(encoding="utf-8").splitlines()[1].removeprefix("# ")
+        # A worker of Ray would name its own file.
+        tags |= {"mlflow.source.name": command, "mlflow.source.type": "LOCAL"}
+    if folder.git_state.is_file():
+        state = json.loads(folder.git_state.read_text(encoding="utf-8"))
+        tags |= {"mlflow.source.git.commit": state["commit"], "git.changed_files": str(len(state["changes"]))}
+    return tags
 
 
 class GitState(TypedDict):

@@ -6,6 +6,7 @@ Every function of this module can be called again: the sender repeats an interru
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 # MLflow limits the length of the tag with the list of tables.
 _MAX_SHOWN_TABLES = 64
+# MLflow's limits of a parameter's value, of a batch of parameters, and of names.
+_MAX_VALUE, _MAX_PARAMS = 6000, 100
+_NOT_IN_NAMES = re.compile(r"[^\w.\-/: ]")
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class RunDescription:
     """Description of a run, recorded when the run starts.
 
     Attributes:
-        params: MLflow parameters: few short values, because the whole configuration is an artifact.
+        params: MLflow parameters. Long values are cut, because the whole configuration is an artifact.
         tags: MLflow tags.
         files: files to upload as artifacts; missing files are left out.
         data: data files by their purpose (`training`, `validation`); MLflow gets a digest of each file.
@@ -131,10 +135,13 @@ def _log_description(client: MlflowClient, run: Run, description: RunDescription
 
     run_id = run.info.run_id
     # MLflow does not change a parameter. New options of a resumed run are in the configuration artifact.
-    params = [Param(key, str(value)) for key, value in description.params.items() if key not in run.data.params]
+    named = {_NOT_IN_NAMES.sub("_", key): str(value)[:_MAX_VALUE] for key, value in description.params.items()}
+    params = [Param(key, value) for key, value in named.items() if key not in run.data.params]
     tags = [RunTag(key, value) for key, value in description.tags.items()]
-    if params or tags:
-        client.log_batch(run_id, params=params, tags=tags)
+    for start in range(0, len(params), _MAX_PARAMS):
+        client.log_batch(run_id, params=params[start : start + _MAX_PARAMS])
+    if tags:
+        client.log_batch(run_id, tags=tags)
     for file in description.files:
         if file.is_file():
             client.log_artifact(run_id, str(file))

@@ -23,6 +23,8 @@ _CONNECT_TIMEOUT_S = 3.0
 _OPEN_TIMEOUT_S = 120.0
 _SQLITE = "sqlite:///"
 _STORE_VARIABLE = "MLFLOW_TRACKING_URI"
+# MLflow's page of an experiment of this kind begins with the charts of metrics. MLflow would ask for the kind.
+_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 
 def import_mlflow() -> None:
@@ -131,7 +133,7 @@ def find_experiment(client: MlflowClient, uri: str, name: str) -> str:
     """
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
-        return client.create_experiment(name, _artifact_location(uri))
+        return client.create_experiment(name, _artifact_location(uri), _TAGS)
     if experiment.lifecycle_stage == DELETED:
         raise ConfigError(
             f"the experiment {name!r} is deleted: restore it (mlflow experiments restore --experiment-id "

@@ -27,6 +27,7 @@ GOOD = [
     "model.path=model", "data.train_files=[train.parquet]", "data.val_files=[test.parquet]",
     "placement.num_workers=1", "placement.device=cpu", "sampling.max_tokens=6", "data.max_prompt_tokens=26",
 ]  # fmt: skip
+MIXTURE = "data.mixture={a: {files: [train.parquet]}, b: {files: [train.parquet]}}"
 IN_ONE_PROCESS = ["launcher=local", "rollout.engine=transformers"]
 
 
@@ -263,6 +264,8 @@ def test_recipe_main_only_checks_with_dry_run(grpo, started, tmp_path, capsys):
         # The rows of an incomplete step are dropped.
         (["run.epochs=2", "batch.prompts_per_step=24"], 4),
         (["run.epochs=2", "algorithm=dapo", "batch.prompts_per_step=8", "algorithm.group_filter.oversampling=2"], 8),
+        (["run.epochs=3", "batch.prompts_per_step=16", "data.curriculum.share=0.5"], 12),
+        (["run.epochs=2", "batch.prompts_per_step=16", "data.train_files=[]", MIXTURE], 16),
         (["run.epochs=null", "run.steps=7"], 7),
     ],
 )

@@ -50,7 +50,7 @@ def test_dotted_names_replace_the_functions_and_leave_no_options_behind() -> Non
     assert config.algorithm["policy_loss_options"] == {"strength": 2.0}
 
 
-def test_partial_node_replaces_a_function_and_has_its_arguments() -> None:
+def test_partial_node_replaces_the_policy_loss_and_has_arguments() -> None:
     config = composed(PENALIZED % "strength: 2.0")
     check_algorithm(config)
     function: Any = algorithm_of(config).policy_loss_function

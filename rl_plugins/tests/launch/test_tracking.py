@@ -182,4 +182,19 @@ def test_sync_to_a_wrong_address_changes_nothing_in_the_folder(
 def test_describe_run_names_algorithm_loss_and_workers(recipe, options, expected, tmp_path):
     config = configured(recipe, "model.path=model", "placement.num_workers=2", *options)
     params = describe_run(config, RunFolder(tmp_path)).params
-    assert tuple(params.get(name) for name in ("advantage", "loss", "workers")) == expected
+    loss = params.get("algorithm.policy_loss", params.get("loss.name"))
+    assert (params.get("algorithm.advantage"), loss, params["workers"]) == expected
+
+
+def test_describe_run_has_changed_options_the_command_and_no_defaults(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.environment.write_text("# python 3.11\n# train.py run.steps=7\ntorch==2\n")
+    changed = ["schedule.max_staleness=1", "algorithm.kl.coefficient=0.1", "reward=gsm8k"]
+    described = describe_run(configured("grpo", "model.path=model", *changed), folder)
+    assert described.params["schedule.max_staleness"] == 1 and described.params["algorithm.kl.coefficient"] == 0.1
+    assert described.params["algorithm.advantage_options.scale"] == "group"
+    assert described.params["reward.functions.default._target_"] == "rl_plugins.rewards.scorers.final_answer"
+    # Options with their defaults, except for options that compare runs.
+    assert not {"schedule.ahead", "algorithm.kl.estimator", "guard.action"} & described.params.keys()
+    assert described.params["run.seed"] == 0
+    assert described.tags["mlflow.source.name"] == "train.py run.steps=7"

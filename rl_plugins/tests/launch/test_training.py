@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.training import TrainingRun
@@ -48,17 +49,19 @@ def test_sampling_of_a_run_adds_stop_tokens_to_the_end_of_sequence(tmp_path: Pat
     assert run.generation_options()["eval_sampling"].min_p == 0
 
 
-def test_callbacks_and_loggers_are_built_from_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_loggers_and_profiler_are_built_from_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = training_run(
         tmp_path,
         "+callbacks.timer={_target_: lightning.pytorch.callbacks.Timer, duration: '01:00:00:00'}",
         f"+tracking.loggers.csv={{_target_: lightning.pytorch.loggers.CSVLogger, save_dir: '{tmp_path}'}}",
+        f"debug.profiler={{_target_: lightning.pytorch.profilers.SimpleProfiler, dirpath: '{tmp_path}'}}",
         "tracking.enabled=false",
     )
     assert isinstance(run.callbacks()[-1], Timer)
     monkeypatch.setattr("rl_plugins.launch.training.Trainer", lambda **options: options)
     options: Any = run.trainer()
     assert [type(logger) for logger in options["logger"]] == [JsonLinesLogger, CSVLogger]
+    assert isinstance(options["profiler"], SimpleProfiler)
     wrong = training_run(tmp_path, "+callbacks.csv={_target_: lightning.pytorch.loggers.CSVLogger, save_dir: x}")
     with pytest.raises(ConfigError, match=r"callbacks\.csv: a CSVLogger is not a Callback of Lightning"):
         wrong.callbacks()

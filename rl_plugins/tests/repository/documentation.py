@@ -110,7 +110,10 @@ def _check_recipe(recipe: str, arguments: list[str]) -> None:
 
 
 def _check_subcommand(name: str, *arguments: str) -> None:
-    """Check a line of `rl-plugins` with the parser of its command."""
+    """Check a line of `rl-plugins` with the parser of its command, or the options of its recipe."""
+    if (ROOT / "recipes" / f"{name}.py").is_file():
+        _check_module(f"rl_plugins.recipes.{name}", *arguments)
+        return
     command = importlib.import_module(f"rl_plugins.commands.{name}")
     parser = ArgumentParser(prog=name)
     command.add_arguments(parser)

@@ -48,6 +48,11 @@ def test_api_page_has_every_public_name_of_the_package(root, site):
         assert f'id="rl_plugins.{module}.{name}"' in text, name
 
 
+def test_foreign_names_are_made_from_the_page_of_other_projects(root):
+    check = [sys.executable, str(root / "docs" / "foreign_names.py"), "--check"]
+    assert subprocess.run(check, check=False).returncode == 0, "run python docs/foreign_names.py"
+
+
 def test_api_page_and_stub_are_made_from_the_public_names(root):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(root / "docs")

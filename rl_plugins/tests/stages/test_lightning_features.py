@@ -20,13 +20,17 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
+from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
+from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization, PreferenceOptimization
 from rl_plugins.stages.sft import SFT
@@ -149,6 +153,42 @@ def test_log_every_n_steps_thins_the_metrics_of_training_and_keeps_the_last_step
     fit(make_trainer(tmp_path, logger=logger, enable_checkpointing=False, log_every_n_steps=2), module)
     assert [int(row["step"]) for row in logged(tmp_path) if row["train/reward"]] == [2, 4, 5]
     assert [int(row["step"]) for row in logged(tmp_path) if row["val/reward"]] == [0, 3, 5]
+
+
+def test_test_and_predict_of_the_trainer_answer_the_validation_prompts(tmp_path: Path) -> None:
+    rows = addition_rows(below=10, num_train=1, num_test=3, seed=0)["test"]
+    data = PromptDataModule(None, rows, tokenizer=canned.tokenizer, prompts_per_step=1, eval_batch_size=2)
+    path = str(save_tiny_policy(tmp_path / "policy"))
+    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(path))
+    trainer = make_trainer(tmp_path, strategy=strategy, logger=CSVLogger(tmp_path, "logs"), enable_checkpointing=False)
+    module = stage(path, scorer=lambda solution_str: 0.25, sampling=SamplingConfig(max_tokens=3))
+    (tested,) = trainer.test(module, data, verbose=False)
+    assert tested["test/reward"] == 0.25 and not [name for name in tested if name.startswith("val/")]
+    batches = trainer.predict(module, data)
+    assert batches is not None
+    answers = [row for batch in batches for row in batch]
+    assert [len(batch) for batch in batches] == [2, 1]
+    assert [row["prompt"] for row in answers] == [row["prompt"][0]["content"] for row in rows]
+    assert all(row["score"] == 0.25 and isinstance(row["response"], str) for row in answers)
+
+
+def test_test_without_validation_rows_is_refused(tmp_path: Path) -> None:
+    data = PromptDataModule(None, tokenizer=canned.tokenizer, prompts_per_step=1)
+    for run in (Trainer.test, Trainer.predict):
+        with pytest.raises(ConfigError, match="read the validation rows: set `validation`"):
+            run(make_trainer(tmp_path, logger=False), stage(), datamodule=data)
+
+
+def test_finders_of_the_tuner_are_refused(tmp_path: Path) -> None:
+    module = stage()
+    module.lr, module.batch_size = 1e-3, 2  # type: ignore[assignment]
+    for find, words in (
+        (Tuner.lr_find, r"LearningRateFinder \(Tuner.lr_find\).*--multirun optimizer.lr"),
+        (Tuner.scale_batch_size, r"BatchSizeFinder \(Tuner.scale_batch_size\).*tokens_per_micro_batch"),
+    ):
+        tuner = Tuner(make_trainer(tmp_path, logger=False, enable_checkpointing=False))
+        with pytest.raises(ConfigError, match=words):
+            find(tuner, module, canned.loader([BATCH]))
 
 
 @for_each("runs", [True, 2])

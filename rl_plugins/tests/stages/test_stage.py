@@ -58,7 +58,8 @@ def test_plain_module_is_trained_by_the_optimizer_of_the_stage() -> None:
     config = OptimizerConfig(lr=0.5, betas=(0.7, 0.8), weight_decay=0.25, warmup_steps=3, gradient_clip=0.5)
     log = Log()
     stage = policy_optimization(model, optimizer=config)
-    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()))
+    strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+    trainer = canned.quiet_trainer(strategy, log_every_n_steps=1)
     trainer._loggers = [log]
     trainer.fit(stage, canned.loader([canned.prompt_batch(canned.PROMPTS)] * 3))
     (optimizer,) = trainer.optimizers

@@ -71,6 +71,18 @@ def test_tracking_records_params_tags_files_and_data_of_a_run(store, folder, tra
     assert [file.path for file in MlflowClient(store).list_artifacts(run.info.run_id)] == ["config.yaml"]
 
 
+def test_tracking_records_long_and_many_params_with_strange_names(store, folder, tracking):
+    many = {f"group.option_{number}": number for number in range(130)}
+    description = RunDescription(params={**many, "reward.functions.{a}+b": "x" * 7000})
+    trained = Trained(folder, tracking(description))
+    trained.steps(1, 1)
+    trained.tracking.finalize("success")
+    run = run_of(store, folder)
+    assert len(run.data.params) == 131 and run.data.params["reward.functions._a__b"] == "x" * 6000
+    experiment = MlflowClient(store).get_experiment(run.info.experiment_id)
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+
+
 def test_tracking_of_a_resumed_run_has_no_gap_and_no_repeated_point(store, folder, tracking):
     first = Trained(folder, tracking(RunDescription(params={"lr": 0.1})))
     first.steps(1, 3)

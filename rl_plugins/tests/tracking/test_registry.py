@@ -43,6 +43,7 @@ def policies(tmp_path_factory):
 
 def test_register_policy_and_fetch_model_of_the_champion(store, experiment, policies, tmp_path):
     import mlflow
+    from mlflow.exceptions import MlflowException
 
     outcomes = []
     for name, value in (("first", 0.5), ("second", 0.6), ("first", 0.4)):
@@ -72,6 +73,8 @@ def test_register_policy_and_fetch_model_of_the_champion(store, experiment, poli
     model = mlflow.pyfunc.load_model(named)
     question = {"messages": [{"role": "user", "content": "17+25="}]}
     assert model.input_example == question and "messages" in model.metadata.signature.inputs.input_names()
+    with pytest.raises(MlflowException, match="Failed to enforce schema"):
+        model.predict("17+25=")  # a text has no chat template
     (outcome,) = model.predict({**question, "max_tokens": 3})
     with_template = pipeline.tokenizer.apply_chat_template(question["messages"], add_generation_prompt=True)[
         "input_ids"

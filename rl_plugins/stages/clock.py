@@ -1,0 +1,19 @@
+"""Clock of a stage, for callbacks."""
+
+from __future__ import annotations
+
+from lightning.pytorch import LightningModule
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.stages.stage import Stage
+
+
+def clock(module: LightningModule) -> int:
+    """Return the step of a stage's clock.
+
+    Raises:
+        ConfigError: the module is not a stage.
+    """
+    if not isinstance(module, Stage):
+        raise ConfigError(f"{type(module).__name__} is not a stage: this callback needs the clock of a stage")
+    return module.step
