@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _ABSENT = object()
+_LEAF = re.compile(r"^[^=]*[.+](?=\w+=)")
+"""Groups of an option before its own name."""
+_NOT_IN_NAMES = re.compile(r"[^\w.=+-]")
 
 
 def recipe_main(config_name: str) -> None:
@@ -181,6 +185,7 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     # Hydra's parser does not accept flags between overrides: flags and their values come first.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: "=" in argument and not argument.startswith("-"))
     composed: list[tuple[Any, str]] = []
+    jobs: list[list[str]] = []
 
     def keep(config: DictConfig) -> None:
         own = HydraConfig.get()
@@ -188,6 +193,7 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
         # A file of the user (--config-dir) extends the recipe.
         recipe = name if (CONFIG_FOLDER / f"{name}.yaml").is_file() else config_name
         composed.append((_without_left_options(config, own.overrides.task), recipe))
+        jobs.append(list(own.overrides.task))
 
     # --help shows this name.
     keep.__module__ = f"rl_plugins.recipes.{config_name}"
@@ -198,7 +204,23 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     # Hydra also raises plain ValueErrors.
     except (HydraException, ValueError) as error:
         raise ConfigError(explain(error, lambda: keys_of(compose_config(config_name, [])))) from None
+    for (config, _), name in zip(composed, _ends_of_names(jobs), strict=True):
+        if name:
+            # A pipeline has a name of its own.
+            (config.run if "run" in config else config).name += name
     return composed
+
+
+def _ends_of_names(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Return the end of each run's name with --multirun: `-lr=0.1` for a job with its own `optimizer.lr=0.1`.
+
+    The end is empty for a single job, and if the overrides give the names themselves.
+    """
+    own = [[text for text in job if any(text not in other for other in jobs)] for job in jobs]
+    if any(text.startswith("run.name=") for texts in own for text in texts):
+        return [""] * len(jobs)
+    # A name of a folder has fewer characters than an override.
+    return ["".join(f"-{_NOT_IN_NAMES.sub('_', _LEAF.sub('', text))}" for text in texts) for texts in own]
 
 
 def _asks_for_difference(arguments: list[str]) -> argparse.Namespace | None:

@@ -76,6 +76,7 @@ def train(
         strategy=strategy or SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()),
         callbacks=callbacks,
         logger=[log, *loggers],
+        log_every_n_steps=1,
         **({"max_epochs": -1, "enable_checkpointing": False} | flags),
         enable_progress_bar=False,
         enable_model_summary=False,

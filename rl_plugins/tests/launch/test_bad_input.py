@@ -248,6 +248,16 @@ def test_run_recipe_starts_the_launcher_with_good_input(overrides, started, tmp_
     assert "prompts x " in capsys.readouterr().out
 
 
+def test_runs_of_multirun_have_names_with_their_own_overrides(grpo, started, tmp_path, capsys):
+    swept = ["--multirun", "run.dry_run=true", f"run.output_dir={tmp_path}"]
+    assert grpo(*swept, "optimizer.lr=1e-5,2e-5", "algorithm=grpo,rloo", "+sampling.vllm.bad_words=[a b]") == 0
+    names = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if "all checks" in line]
+    rates = [f"grpo-lr={rate}-algorithm={name}" for rate in ("1e-05", "2e-05") for name in ("grpo", "rloo")]
+    assert names == rates
+    assert grpo(*swept, "run.name=a,b") == 0
+    assert [line[:2] for line in capsys.readouterr().out.splitlines() if "all checks" in line] == ["a:", "b:"]
+
+
 def test_recipe_main_only_checks_with_dry_run(grpo, started, tmp_path, capsys):
     assert grpo(f"run.output_dir={tmp_path}", "run.dry_run=true") == 0
     said = capsys.readouterr().out

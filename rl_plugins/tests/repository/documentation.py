@@ -98,7 +98,11 @@ def _check_recipe(recipe: str, arguments: list[str]) -> None:
     parser = ArgumentParser(allow_abbrev=False, exit_on_error=False)
     for flag in ("--cfg", "--config-name", "--config-dir"):
         parser.add_argument(flag)
+    parser.add_argument("--multirun", action="store_true")
     flags, options = parser.parse_known_args(arguments)
+    if flags.multirun:
+        # The first of several values.
+        options = [option if "[" in option else option.partition(",")[0] for option in options]
     if flags.config_dir is not None:
         groups = {path.parent.name for path in (ROOT / flags.config_dir).rglob("*.yaml")}
         options = [option for option in options if option.partition("=")[0] not in groups]
