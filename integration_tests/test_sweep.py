@@ -34,9 +34,9 @@ def test_sweep_compares_learning_rates_and_ends_bad_trials_early(tmp_path: Path)
     steps = {
         rate: int(step) for rate, step in re.findall(r"lr=(\S+): val/reward \S+ after (\d+) steps", outcome.stdout)
     }
-    assert steps.keys() == {"1e-06", "0.0001", "0.001", "0.01"}
-    assert max(steps.values()) == 8 and min(steps.values()) < 8
+    assert steps.keys() == {"0.01", "0.001", "1e-05", "1e-06"}
+    assert max(steps.values()) == 20 and min(steps.values()) < 20
     best = re.search(r"best: lr=(\S+)", outcome.stdout)
-    assert best is not None and steps[best[1]] == 8
+    assert best is not None and steps[best[1]] == 20
     runs = [RunFolder(path.parent) for path in (tmp_path / "outputs" / "sweep").glob("*/metrics.jsonl")]
     assert len(runs) == 4

@@ -13,8 +13,8 @@ from ray.tune.schedulers import ASHAScheduler
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch.command_line import compose_config, run_recipe
 
-STEPS = 8
-VALIDATE_EVERY = 2
+STEPS = 20
+VALIDATE_EVERY = 5
 
 
 class ReportToTune(Callback):
@@ -45,7 +45,7 @@ def main(options: list[str]) -> None:
     tuner = tune.Tuner(
         tune.with_resources(train, {"cpu": 1}),
         param_space={
-            "lr": tune.grid_search([1e-6, 1e-4, 1e-3, 1e-2]),
+            "lr": tune.grid_search([1e-2, 1e-3, 1e-5, 1e-6]),
             "options": [*options, f"run.output_dir={paths}/outputs/sweep"],
         },
         tune_config=tune.TuneConfig(
@@ -59,7 +59,7 @@ def main(options: list[str]) -> None:
     results = tuner.fit()
     best = results.get_best_result()
     assert best.config is not None and best.metrics is not None
-    for result in results:
+    for result in (results[index] for index in range(len(results))):
         metrics, config = result.metrics or {}, result.config or {}
         print(f"lr={config['lr']:g}: val/reward {metrics.get('val/reward', 0):.3f} after {metrics.get('step')} steps")
     print(f"best: lr={best.config['lr']:g}")
