@@ -315,8 +315,11 @@ def _describe_placement(candidate: Candidate) -> str:
     processes += f" of {plan.tensor_parallel}" if plan.tensor_parallel > 1 else ""
     strategy = "FSDP2" if plan.zero_stage == 0 else f"ZeRO-{plan.zero_stage}"
     marks = ["" if plan.colocated else "split", "ahead" if plan.ahead else ""]
-    marks += ["optimizer on host" if plan.offload == "cpu" else "", "" if plan.sleep != "all" else "sleeps wholly"]
+    # On GPUs, colocated engines always give back their weights, too.
+    whole = plan.sleep == "all" and "machine" in candidate.memory
+    marks += ["optimizer on host" if plan.offload == "cpu" else "", "sleeps wholly" if whole else ""]
     marks += ["recomputing" if candidate.work.gradient_checkpointing else ""]
+    marks += [f"micro-batches of {candidate.work.micro_batch_tokens}"]
     marks += ["no sleep" if plan.sleep == "none" and plan.colocated else ""]
     return ", ".join([processes, strategy, *filter(None, marks)])
 

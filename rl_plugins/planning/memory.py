@@ -86,7 +86,7 @@ def engine_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Parts
     """
     width = work.engine_width
     weights = work.policy.parameters * width / plan.tensor_parallel
-    if work.lora_rank and not work.merged:
+    if work.sends_adapter:
         weights += work.trained_parameters * width / plan.tensor_parallel
     if not device.is_cpu:
         cache = max(0.0, plan.engine_share * device.memory - weights)
@@ -115,7 +115,16 @@ def engine_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Parts
 def kv_cache_needed(work: Workload, plan: Plan, *, on_cpu: bool) -> float:
     """Return the bytes of KV cache on each device of an engine when all its responses have the full length."""
     sequences = min(work.max_num_seqs, -(-work.responses // plan.engines))
-    tokens = sequences * (prompt_tokens_of_sample(work, on_cpu=on_cpu) + work.response_tokens)
+    return sequences * sample_cache(work, plan, on_cpu=on_cpu)
+
+
+def sample_cache(work: Workload, plan: Plan, *, on_cpu: bool) -> float:
+    """Return the bytes of KV cache of one sample of the mean length, on each device of an engine.
+
+    vLLM reserves nothing for the largest length: a sample gets blocks while its response grows, and the samples of a
+    prompt share the blocks of the prompt.
+    """
+    tokens = prompt_tokens_of_sample(work, on_cpu=on_cpu) + work.response_tokens
     return tokens * work.policy.kv_bytes(work.engine_width) / plan.tensor_parallel
 
 
@@ -130,7 +139,7 @@ def prompt_tokens_of_sample(work: Workload, *, on_cpu: bool) -> float:
     return work.prompt_tokens - shared + shared / work.samples
 
 
-def sample_cache(work: Workload, plan: Plan) -> float:
+def largest_sample_cache(work: Workload, plan: Plan) -> float:
     """Return the bytes of KV cache of one sample of the largest length, on each device of an engine."""
     return work.max_tokens * work.policy.kv_bytes(work.engine_width) / plan.tensor_parallel
 

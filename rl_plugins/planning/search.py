@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_plugins.planning.devices import GIB, Device
-from rl_plugins.planning.memory import engine_memory, kv_cache_needed, sample_cache, total, trainer_memory
+from rl_plugins.planning.memory import engine_memory, kv_cache_needed, largest_sample_cache, total, trainer_memory
 from rl_plugins.planning.step_time import StepTime, step_time
-from rl_plugins.planning.workload import Plan, Workload
+from rl_plugins.planning.workload import Plan, Workload, micro_batch_budgets
 
 _KEPT_FREE = 0.05
 """Share of an accelerator's memory for fragmentation of the allocators."""
 _ENGINE_SHARE = "rollout.gpu_memory_utilization"
+_SLEEP = "rollout.sleep"
 _SPLIT_SHARE = 0.9
 """Share of the memory for an engine on an accelerator of its own."""
 
@@ -49,7 +50,7 @@ class Candidate:
 
     Attributes:
         plan: Placement of the step.
-        work: Work of the step, with or without gradient checkpointing.
+        work: Work of the step, with or without gradient checkpointing, and with a size of micro-batches.
         time: Seconds of each phase.
         memory: Bytes by kind of device (`trainer` and `engine`, `device` for both, or `machine` on a CPU) and by phase.
         parts: Bytes of each part in the phase with the largest memory, the largest part first.
@@ -76,6 +77,8 @@ def search(
 ) -> list[Candidate]:
     """Return all placements: the fitting placements, fastest first, then the others, least short first.
 
+    A placement has the best size of micro-batches.
+
     Args:
         work: Work of the step.
         cluster: Machines for the step.
@@ -83,16 +86,29 @@ def search(
         given: Values of recipe options that must not change. Placements with other values are left out.
     """
     given = given or {}
-    candidates = [
-        evaluate(variant, plan, cluster)
-        for variant in (replace(work, gradient_checkpointing=checkpointing) for checkpointing in (False, True))
-        for plan in plans(work, cluster, fsdp=fsdp, engine_share=given.get(_ENGINE_SHARE))
-        if _agrees(overrides(variant, plan, cluster), given)
-    ]
-    return sorted(candidates, key=lambda item: (not item.fits, item.short, item.time.step, -item.plan.zero_stage))
+    sizes = [replace(work, micro_batch_tokens=budget) for budget in micro_batch_budgets(work)]
+    candidates = []
+    for plan in plans(work, cluster, fsdp=fsdp, engine_share=given.get(_ENGINE_SHARE), sleep=given.get(_SLEEP)):
+        for checkpointing in (False, True):
+            variants = [replace(size, gradient_checkpointing=checkpointing) for size in sizes]
+            allowed = [variant for variant in variants if _agrees(overrides(variant, plan, cluster), given)]
+            if allowed:
+                candidates.append(min((evaluate(variant, plan, cluster) for variant in allowed), key=_order))
+    return sorted(candidates, key=_order)
 
 
-def plans(work: Workload, cluster: Cluster, *, fsdp: bool = False, engine_share: float | None = None) -> Iterator[Plan]:
+def _order(candidate: Candidate) -> tuple[Any, ...]:
+    return not candidate.fits, candidate.short, candidate.time.step, -candidate.plan.zero_stage
+
+
+def plans(
+    work: Workload,
+    cluster: Cluster,
+    *,
+    fsdp: bool = False,
+    engine_share: float | None = None,
+    sleep: str | None = None,
+) -> Iterator[Plan]:
     """Yield all placements that the launcher allows: every worker has the same number of prompts in each update.
 
     Args:
@@ -100,13 +116,15 @@ def plans(work: Workload, cluster: Cluster, *, fsdp: bool = False, engine_share:
         cluster: Machines for the step.
         fsdp: Use FSDP2 in place of ZeRO.
         engine_share: Share of an accelerator's memory for an engine; by default the best share.
+        sleep: Memory that colocated engines on accelerators free while the workers train; by default that of a run.
     """
+    sleep = sleep or ("kv_cache" if work.sends_adapter else "all")
     for stage in (0,) if fsdp else (1, 2, 3):
         for trainers in _workers(work, cluster.devices):
             if cluster.device.is_cpu:
                 yield from _on_cpu(trainers, stage)
             elif trainers == cluster.devices:
-                for plan in _colocated(work, cluster, stage):
+                for plan in _colocated(work, cluster, stage, sleep):
                     yield replace(plan, engine_share=engine_share or _engine_share(work, plan, cluster.device))
             else:
                 for plan in _split(work, cluster, trainers, stage):
@@ -119,11 +137,12 @@ def _on_cpu(trainers: int, stage: int) -> Iterator[Plan]:
             yield Plan(trainers, engines, zero_stage=stage, sleep=sleep, offload="stay")
 
 
-def _colocated(work: Workload, cluster: Cluster, stage: int) -> Iterator[Plan]:
+def _colocated(work: Workload, cluster: Cluster, stage: int, sleep: str) -> Iterator[Plan]:
     """Yield plans with trainers and engines on all accelerators."""
     for size in _sizes(work, cluster, cluster.devices):
         for offload in ("while_sampling", "cpu") if stage else ("while_sampling",):
-            yield Plan(cluster.devices, cluster.devices // size, size, zero_stage=stage, offload=offload)
+            engines = cluster.devices // size
+            yield Plan(cluster.devices, engines, size, zero_stage=stage, offload=offload, sleep=sleep)
 
 
 def _sizes(work: Workload, cluster: Cluster, devices: int) -> Iterator[int]:
@@ -166,7 +185,7 @@ def evaluate(work: Workload, plan: Plan, cluster: Cluster) -> Candidate:
         reason = f"{_PHASES[phase]} lacks {short / GIB:.1f} GiB on each {kind}"
     else:
         cache = engine_memory(work, plan, device)["start"]["KV cache"]
-        if (lacking := sample_cache(work, plan) - cache) > 0:
+        if (lacking := largest_sample_cache(work, plan) - cache) > 0:
             short = lacking
             reason = f"the KV cache lacks {lacking / GIB:.2f} GiB for one sample of {work.max_tokens} tokens"
     return Candidate(plan, work, step_time(work, plan, device, cluster.per_node), totals, parts, short, reason)
@@ -220,10 +239,11 @@ def overrides(work: Workload, plan: Plan, cluster: Cluster) -> dict[str, Any]:
         "rollout.tensor_parallel_size": plan.tensor_parallel,
         "schedule.max_staleness": plan.ahead,
         "model.gradient_checkpointing": work.gradient_checkpointing,
+        "batch.tokens_per_micro_batch": work.micro_batch_tokens,
     }
     options |= {"strategy.zero_stage": plan.zero_stage} if plan.zero_stage else {"strategy.name": "fsdp"}
     if cluster.device.is_cpu:
-        return {**options, "rollout.sleep": plan.sleep}
+        return {**options, _SLEEP: plan.sleep}
     return {**options, "strategy.offload.policy": plan.offload, _ENGINE_SHARE: plan.engine_share}
 
 

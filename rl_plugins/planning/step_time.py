@@ -85,7 +85,7 @@ def rollout_seconds(work: Workload, plan: Plan, device: Device) -> float:
     """
     responses = math.ceil(work.responses / plan.engines)
     cache = engine_memory(work, plan, device)["start"]["KV cache"]
-    slots = max(1, min(work.max_num_seqs, int(cache / sample_cache(work, plan))))
+    slots = max(1, min(work.max_num_seqs, int(cache / sample_cache(work, plan, on_cpu=device.is_cpu))))
     waves = math.ceil(responses / slots)
     sequences = math.ceil(responses / waves)
     shape, width = work.policy, work.engine_width
@@ -193,7 +193,9 @@ def _update_weights(work: Workload, plan: Plan, device: Device, per_node: int) -
     if device.is_cpu:
         # Every rank writes its part of the weights to every engine.
         return 0.005 + plan.engines * sent / device.bandwidth
-    gathered = sent / _link(device, plan.trainers, per_node) if plan.trainers > 1 else 0.0
+    # Under ZeRO-1 and ZeRO-2 every rank has the whole weights.
+    sharded = plan.trainers > 1 and plan.zero_stage in (0, 3)
+    gathered = sent / _link(device, plan.trainers, per_node) if sharded else 0.0
     if plan.colocated:
         return 0.05 + gathered + sent / device.bandwidth
     apart = plan.devices > per_node

@@ -96,9 +96,14 @@ class Workload:
         return self.policy.adapter(self.lora_rank) if self.lora_rank else self.policy.parameters
 
     @property
+    def sends_adapter(self) -> bool:
+        """True if the engine receives only an adapter."""
+        return self.lora_rank > 0 and not self.merged
+
+    @property
     def sent_parameters(self) -> int:
         """Parameters in a weight update of the engine."""
-        return self.trained_parameters if self.lora_rank and not self.merged else self.policy.parameters
+        return self.trained_parameters if self.sends_adapter else self.policy.parameters
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,18 @@ class Plan:
     def devices(self) -> int:
         """Devices of trainers and engines together."""
         return self.trainers + (0 if self.colocated else self.engines * self.tensor_parallel)
+
+
+def micro_batch_budgets(work: Workload) -> list[int]:
+    """Return budgets of tokens for a micro-batch: the given one, and room for 1, 2, 4 ... samples of a prompt.
+
+    A larger micro-batch runs a prompt for more samples at once, but a smaller one may have room for the activations
+    that a larger one must compute again.
+    """
+    copied = COPY * work.prompt_tokens
+    counts = [2**power for power in range(work.samples.bit_length()) if 2**power < work.samples] + [work.samples]
+    rooms = [math.ceil(work.prompt_tokens + n * work.response_tokens + (n - 1) * copied) for n in counts]
+    return sorted({work.micro_batch_tokens, *rooms})
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,36 @@ def test_search_finds_engines_on_all_gpus_for_a_model_of_7b_on_a_node_of_8():
     assert [place["environment"]["CUDA_VISIBLE_DEVICES"] for place in places] == list("01234567")
     # The passes of training, which are the same, are the larger part of the step with all engines.
     alone = step_time(best.work, replace(best.plan, engines=1), NODE.device, NODE.per_node)
-    assert alone.rollout > 7 * best.time.rollout and alone.step > 3.5 * best.time.step
+    assert alone.training == best.time.training > best.time.rollout
+    assert alone.rollout > 7.9 * best.time.rollout and alone.step > 4 * best.time.step
+
+
+def test_search_finds_the_size_of_micro_batches_whose_activations_need_no_second_forward_pass():
+    work = replace(WORK, prompts=512, samples=8, prompt_tokens=1024, response_tokens=2048, max_tokens=3072)
+    best = search(work, NODE)[0]
+    options = overrides(best.work, best.plan, NODE)
+    assert not options["model.gradient_checkpointing"] and 3072 <= options["batch.tokens_per_micro_batch"] < 16384
+    (kept,) = {
+        candidate.work.micro_batch_tokens
+        for candidate in search(work, NODE, given={"batch.tokens_per_micro_batch": work.micro_batch_tokens})
+    }
+    assert kept == work.micro_batch_tokens
+
+
+def test_plans_of_colocated_engines_on_accelerators_sleep_as_in_a_run():
+    def sleeps(work: Workload, sleep: str | None = None) -> set[str]:
+        return {plan.sleep for plan in plans(work, NODE, sleep=sleep) if plan.colocated}
+
+    assert sleeps(WORK) == sleeps(replace(WORK, lora_rank=8, merged=True)) == {"all"}
+    assert sleeps(replace(WORK, lora_rank=8)) == {"kv_cache"}
+    # An engine that keeps its memory leaves less memory for training.
+    assert sleeps(WORK, "none") == {"none"}
+    given = {"placement.rollout": "colocated", "rollout.sleep": "none", "rollout.gpu_memory_utilization": 0.4}
+    peaks = {
+        sleep: [candidate.memory["device"]["update"] for candidate in search(WORK, NODE, given={**given, **other})]
+        for sleep, other in {"none": {}, "all": {"rollout.sleep": "all"}}.items()
+    }
+    assert min(peaks["none"]) > min(peaks["all"]) + 0.39 * NODE.device.memory
 
 
 def test_search_keeps_given_options():

@@ -48,6 +48,16 @@ def test_rollout_seconds_of_samples_that_do_not_fit_at_once_add_up_in_waves():
     assert rollout_seconds(WORK, replace(APART, engine_share=0.5), small) == pytest.approx(double)
 
 
+def test_rollout_seconds_count_the_kept_tokens_of_a_sample_and_share_the_blocks_of_a_prompt():
+    # Both samples of a prompt keep 48 of its 49 tokens together, and responses of 20 tokens: (1 + 24 + 20) tokens each.
+    work = replace(WORK, prompt_tokens=49, max_tokens=1000)
+    weights, sample = 2 * SHAPE.parameters, 45 * 2 * 100 * 2
+    roomy = replace(DEVICE, memory=2 * (weights + 4 * sample))
+    plan = replace(APART, engine_share=0.5)
+    assert rollout_seconds(work, plan, roomy) == rollout_seconds(work, APART, DEVICE)
+    assert rollout_seconds(work, plan, replace(roomy, memory=roomy.memory - 2)) > rollout_seconds(work, plan, roomy)
+
+
 def test_rollout_seconds_share_whole_blocks_of_the_prompt_except_the_last():
     def read(prompt_tokens: int, prefix_caching: bool = True) -> float:
         long = replace(WORK, prompt_tokens=float(prompt_tokens), prefix_caching=prefix_caching)
@@ -79,6 +89,17 @@ def test_step_time_of_collectives_by_zero_stage():
     # Two workers, two micro-batches each: half of the weights' bytes goes over the link each time.
     half = SHAPE.parameters * 2 / 2
     assert sizes == {1: pytest.approx(3 * half), 2: pytest.approx(5 * half), 3: pytest.approx(4 * half)}
+
+
+def test_step_time_gathers_weights_for_an_update_only_from_shards():
+    fast = replace(DEVICE, link=1e30)
+    gathering = {}
+    for stage in (0, 1, 2, 3):
+        plan = replace(APART, trainers=2, engines=2, colocated=True, zero_stage=stage)
+        gathering[stage] = [step_time(WORK, plan, item, 8).update_weights for item in (DEVICE, fast)]
+    seconds = {stage: slow - quick for stage, (slow, quick) in gathering.items()}
+    sent = 2 * SHAPE.parameters / 1e6
+    assert seconds == {0: pytest.approx(sent), 1: 0, 2: 0, 3: pytest.approx(sent)}
 
 
 def test_step_time_one_step_ahead_is_the_longer_of_sampling_and_training():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_plugins.planning.shape import ModelShape
-from rl_plugins.planning.workload import Workload, micro_batch_sizes
+from rl_plugins.planning.workload import Workload, micro_batch_budgets, micro_batch_sizes
 from rl_plugins.stages.micro_batches import Cutter, Lengths
 from rl_plugins.tests.cases import case
 
@@ -37,6 +37,20 @@ def check_sizes(budget: int, updates: int) -> None:
     assert found.copies * found.tokens == pytest.approx(8 * 4 * 192)
     prompts_run = found.tokens / 64 - 2 * 8 * 4
     assert found.context * found.tokens == pytest.approx(prompts_run * 64 * 32 + 8 * 4 * 128 * 128)
+
+
+def test_micro_batch_budgets_have_room_for_some_samples_of_a_prompt() -> None:
+    work = replace(WORK, samples=6, prompts=2, micro_batch_tokens=1000)
+    budgets = micro_batch_budgets(work)
+    assert 1000 in budgets
+    # A prompt of 64 tokens, responses of 128, and an eighth of the prompt for each further sample.
+    assert set(budgets) - {1000} == {64 + 128, 64 + 2 * 128 + 8, 64 + 4 * 128 + 24, 64 + 6 * 128 + 40}
+    largest = {
+        budget: micro_batch_sizes(replace(work, micro_batch_tokens=budget), trainers=2).largest for budget in budgets
+    }
+    assert largest[64 + 2 * 128 + 8] == 64 + 2 * 128 and largest[64 + 6 * 128 + 40] == 64 + 6 * 128
+    smaller = replace(work, micro_batch_tokens=64 + 6 * 128 + 39)
+    assert micro_batch_sizes(smaller, trainers=2).largest < 64 + 6 * 128
 
 
 def test_micro_batch_sizes_runs_the_prompt_of_a_lone_sample_once() -> None:
