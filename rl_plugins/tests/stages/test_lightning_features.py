@@ -27,7 +27,9 @@ from typing_extensions import override
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows
+from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rollout.transformers_engine import TransformersRollout
@@ -177,6 +179,30 @@ def test_test_without_validation_rows_is_refused(tmp_path: Path) -> None:
     for run in (Trainer.test, Trainer.predict):
         with pytest.raises(ConfigError, match="read the validation rows: set `validation`"):
             run(make_trainer(tmp_path, logger=False), stage(), datamodule=data)
+
+
+def test_lightning_cli_runs_a_stage(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    path = str(save_tiny_policy(tmp_path / "policy"))
+    write_splits(addition_rows(below=10, num_train=8, num_test=1, seed=0), tmp_path)
+    options: dict[str, Any] = {
+        "trainer": {
+            "strategy": {"class_path": "rl_plugins.SingleDeviceRolloutStrategy"},
+            **{"accelerator": "cpu", "devices": 1, "max_steps": 2, "default_root_dir": str(tmp_path)},
+            **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False},
+        },
+        "model": {
+            "policy": path,
+            "scorer": {"_target_": "rl_plugins.rewards.scorers.exact_match"},
+            "eval_sampling": {"max_tokens": 3},
+            "optimizer": {"lr": 0.01},
+        },
+        "data": {"train": str(tmp_path / "train.parquet"), "tokenizer": path, "prompts_per_step": 4},
+    }
+    cli = LightningCLI(SFT, SFTDataModule, args={"subcommand": "fit", "fit": options}, save_config_callback=None)
+    assert cli.model.step == 2 and cli.trainer.optimizers[0].param_groups[0]["lr"] == 0.01
 
 
 def test_finders_of_the_tuner_are_refused(tmp_path: Path) -> None:
