@@ -31,6 +31,7 @@ from rl_plugins.stages.clock import clock
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import strategy_of
+from rl_plugins.whole_file import append_text, only_printed
 
 
 @runtime_checkable
@@ -205,9 +206,8 @@ class PolicyCheckpoint(Callback):
             parts.append("data from the beginning (its loader keeps no state)")
         line = f"{self._folder.path.name}: resumed from {checkpoint.name}: {', '.join(parts)}"
         print(line, flush=True)
-        self._folder.path.mkdir(parents=True, exist_ok=True)
-        with self._folder.resumes.open("a") as log:
-            log.write(line + "\n")
+        with only_printed():
+            append_text(self._folder.resumes, line + "\n")
 
 
 def write_checkpoint(trainer: Trainer, final: Path, notes: Mapping[str, str] | None = None) -> None:

@@ -22,10 +22,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.errors import StorageError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.signals import detach_from_terminal
 from rl_plugins.stages.clock import clock
 from rl_plugins.strategies.contract import strategy_of
+from rl_plugins.whole_file import write_whole_text
 
 
 class GracefulStop(Callback):
@@ -94,7 +96,7 @@ class GracefulStop(Callback):
         if reason is not None:
             step = clock(pl_module)
             place = f"after step {step}" if step else "before the first step"
-            self._folder.stopped.write_text(f"{place}: {reason}", encoding="utf-8")
+            write_whole_text(self._folder.stopped, f"{place}: {reason}")
         self.stopped = trainer.should_stop = True
         # Lightning would validate once more, and there can be no time left.
         trainer.limit_val_batches = 0
@@ -135,11 +137,14 @@ class GracefulStop(Callback):
 def stop_on_signals(folder: RunFolder) -> Iterator[None]:
     """Let the first SIGTERM or SIGHUP inside this context create the file `stop`. Only in the main thread.
 
-    After the first signal, the previous handlers are in place again. An ignored SIGHUP stays ignored.
+    After the first signal, the previous handlers are in place again. An ignored SIGHUP stays ignored. If the file
+    cannot be written, the previous handler gets the signal.
     """
-    previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)}
-    if previous[signal.SIGHUP] == signal.SIG_IGN:
-        del previous[signal.SIGHUP]
+    requests = [signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        requests.remove(signal.SIGHUP)
+    # After the first Ctrl-C, Lightning ignores SIGINT, and a second Ctrl-C could not end the process.
+    previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in (*requests, signal.SIGINT)}
     folder.path.mkdir(parents=True, exist_ok=True)
 
     def restore() -> None:
@@ -151,11 +156,19 @@ def stop_on_signals(folder: RunFolder) -> Iterator[None]:
         name = signal.Signals(number).name
         if number == signal.SIGHUP:
             detach_from_terminal()
-        folder.stop.write_text(name, encoding="utf-8")
+        failure = None
+        try:
+            write_whole_text(folder.stop, name)
+        except StorageError as error:
+            failure = error
+        end = "ending after this step" if failure is None else f"ending at once: {failure}"
         # The signal can interrupt a print, and `print` is not reentrant.
-        os.write(2, f"{folder.path.name}: {name}: ending after this step\n".encode())
+        os.write(2, f"{folder.path.name}: {name}: {end}\n".encode())
+        if failure is not None:
+            # Without the file, no worker hears of the request.
+            os.kill(os.getpid(), number)
 
-    for number in previous:
+    for number in requests:
         signal.signal(number, request_stop)
     try:
         yield

@@ -7,11 +7,12 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.report.page import only_printed, write_report
+from rl_plugins.report.page import write_report
 from rl_plugins.report.pictures import draw_curves
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tracking.loggers import mlflow_loggers
 from rl_plugins.tracking.run import TrackedRun
+from rl_plugins.whole_file import only_printed
 
 
 class RunReport(Callback):
@@ -59,5 +60,7 @@ class Curves(Callback):
 
     def send(self, run: TrackedRun) -> None:
         """Draw the metrics of the metrics file, and upload the picture."""
-        if draw_curves(read_metrics(self._folder.metrics), self._folder.curves):
+        with only_printed():
+            if not draw_curves(read_metrics(self._folder.metrics), self._folder.curves):
+                return
             run.client.log_artifact(run.run_id, str(self._folder.curves))

@@ -10,11 +10,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.report.page import only_printed
+from rl_plugins.control_characters import json_without_controls
 from rl_plugins.stages.stage import Stage
 from rl_plugins.tracking.loggers import MLflowTracking, mlflow_loggers
 from rl_plugins.tracking.run import TrackedRun
-from rl_plugins.whole_file import write_whole_text
+from rl_plugins.whole_file import only_printed, write_whole_text
 
 
 class SampleTable(Callback):
@@ -35,7 +35,7 @@ class SampleTable(Callback):
         rows = pl_module.shown_samples.validation[: self._rows]
         file = self._folder / f"step_{pl_module.step:08d}.json"
         with only_printed():
-            write_whole_text(file, json.dumps(rows, indent=1, ensure_ascii=False))
+            write_whole_text(file, json_without_controls(rows))
             for logger in mlflow_loggers(trainer.loggers):
                 log_samples(logger, file)
 

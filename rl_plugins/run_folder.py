@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.redaction import redacted
-from rl_plugins.whole_file import storing
+from rl_plugins.whole_file import append_text, storing
 
 _CHECKPOINT = re.compile(r"checkpoint_(\d{8})$")
 _UNFINISHED = re.compile(r"\.(checkpoint|best)_\d{8}\.(partial|removed)$")
@@ -70,9 +70,12 @@ class RunFolder:
         return self.path / "failures.txt"
 
     def add_failure(self, line: str, details: str) -> None:
-        """Append a failure of training workers, without secrets, before the workers start again."""
-        with self.failures.open("a", encoding="utf-8") as file:
-            file.write(redacted(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {line}\n{details}\n\n"))
+        """Append a failure of training workers, without secrets, before the workers start again.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        append_text(self.failures, redacted(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {line}\n{details}\n\n"))
 
     def times_failed(self) -> int:
         """Return the number of restarts of training workers."""

@@ -1,4 +1,4 @@
-"""Files written completely or not at all, also if the process is killed or the disk is full."""
+"""Files written completely or not at all, and one clear line if the disk is full or a folder is read-only."""
 
 from __future__ import annotations
 
@@ -32,6 +32,27 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 def write_whole_text(path: Path, text: str) -> None:
     """Write a text in UTF-8, like `write_whole`."""
     write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append a text in UTF-8 to a file. Make the folder if missing.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    with storing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+@contextmanager
+def only_printed() -> Iterator[None]:
+    """Print the error of a file that cannot be written. Notes and reports never end a run, nor hide another error."""
+    try:
+        yield
+    except StorageError as error:
+        print(error, flush=True)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ module, or the config.yaml of a run, which has rewards for each data source.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
@@ -28,8 +27,10 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.commands.generate import add_sampling_arguments
 from rl_plugins.commands.main import number
 from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FINITE, FROM_0_TO_1, NOT_NEGATIVE
+from rl_plugins.control_characters import json_without_controls
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.redaction import REMOVED
+from rl_plugins.whole_file import storing, write_whole_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -128,7 +129,7 @@ def run(arguments: Namespace) -> int:
         if comparison is not None and result is results[-1]:
             content["against"] = {"samples": str(files[0]), **comparison.plain()}
         target = path.with_suffix(".evaluation.json")
-        target.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_whole_text(target, json_without_controls(content) + "\n")
         print(f"written: {target}")
     return 0
 
@@ -200,7 +201,8 @@ def _samples_file(name: str, arguments: Namespace) -> Path:
         raise ConfigError(f"{name} is no parquet file, so it is a policy: give --data and --output to sample from it")
     stem = "-".join(part for part in name.replace(":", "/").split("/")[-3:] if part not in ("", ".", ".."))
     path: Path = arguments.output / f"{stem}.parquet"
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    with storing(arguments.output):
+        arguments.output.mkdir(parents=True, exist_ok=True)
     options = [
         word
         for option in _SAMPLING_OPTIONS

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.whole_file import write_whole, write_whole_text
+from rl_plugins.whole_file import storing, write_whole, write_whole_text
 
 _KEY = b"rl_plugins.generation"
 Settings = Mapping[str, Any]
@@ -52,10 +52,13 @@ class SampleFile:
         Raises:
             ConfigError: the file or its parts have other settings, the file was not made by `rl-plugins generate`, or
                 another process has locked the file.
+            StorageError: the folder of the parts cannot be written.
         """
         self.check()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / "lock").open("w") as lock:
+        with storing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            opened = (self._folder / "lock").open("w")
+        with opened as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

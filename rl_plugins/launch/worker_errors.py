@@ -21,6 +21,7 @@ from rl_plugins.control_characters import without_controls
 from rl_plugins.errors import RayLost, UserError
 from rl_plugins.redaction import redacted
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.whole_file import only_printed
 
 _SHOWN = 300
 
@@ -56,7 +57,9 @@ class WorkerFailures(UserCallback):
             f"training worker {rank} failed ({said}). The workers start again, restart {self._failures} of "
             f"{self._max_restarts}; {f'the newest checkpoint is {newest.name}' if newest else 'there is no checkpoint'}"
         )
-        self._folder.add_failure(line, "\n".join(f"worker {one}:\n{error}" for one, error in worker_exceptions.items()))
+        with only_printed():
+            details = "\n".join(f"worker {one}:\n{error}" for one, error in worker_exceptions.items())
+            self._folder.add_failure(line, details)
         print(f"{self._folder.path.name}: {line}. For tracebacks see {self._folder.failures}", flush=True)
 
 

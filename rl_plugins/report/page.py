@@ -18,13 +18,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from rl_plugins.control_characters import without_controls
-from rl_plugins.errors import StorageError
 from rl_plugins.redaction import redacted
 from rl_plugins.report.charts import COLOURS, Chart, area_chart, line_chart, short_number, stacked_bar
 from rl_plugins.report.curves import Points, Series, main_curves, other_curves
 from rl_plugins.report.summary import pair_samples, read_samples, summarize_metrics, validation_step
 from rl_plugins.run_folder import RunFolder, count_damaged_lines, read_metrics
-from rl_plugins.whole_file import write_whole_text
+from rl_plugins.whole_file import only_printed, write_whole_text
 
 _PACKAGES = re.compile(
     r"(rl-plugins|torch|lightning|ray|deepspeed|vllm(-cpu)?|transformers|peft|mlflow)==.*", re.IGNORECASE
@@ -76,15 +75,6 @@ def reported(folder: RunFolder) -> Iterator[None]:
         if folder.metrics.is_file():
             with only_printed():
                 print(f"{folder.path.name}: report in {write_report(folder)}", flush=True)
-
-
-@contextmanager
-def only_printed() -> Iterator[None]:
-    """Print the error of a file that cannot be written. A report never ends a run, nor hides another error."""
-    try:
-        yield
-    except StorageError as error:
-        print(error, flush=True)
 
 
 def _template() -> Template:

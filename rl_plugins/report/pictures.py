@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rl_plugins.report.curves import Series, main_curves
 from rl_plugins.run_folder import RunFolder, read_metrics
+from rl_plugins.whole_file import write_whole
 
 _COLUMNS = 3
 _MAX_MARKERS = 49
@@ -25,6 +26,9 @@ def draw_curves(series: Series, path: Path) -> bool:
 
     Returns:
         True if there was a chart to draw; otherwise no file is written.
+
+    Raises:
+        StorageError: The file cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -42,7 +46,7 @@ def draw_curves(series: Series, path: Path) -> bool:
         axes.grid(alpha=0.3)
         if len(curves) > 1:
             axes.legend(fontsize="x-small")
-    figure.savefig(path, dpi=100)
+    write_whole(path, lambda file: figure.savefig(file, dpi=100, format="png"))
     return True
 
 
@@ -52,6 +56,9 @@ def draw_learning_curve(folders: Sequence[RunFolder], path: Path) -> None:
     Args:
         folders: Folders of the runs, in the order of training. The steps of a run start where the run before ended.
         path: PNG file to write.
+
+    Raises:
+        StorageError: The file cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -72,4 +79,4 @@ def draw_learning_curve(folders: Sequence[RunFolder], path: Path) -> None:
     axes.set(xlabel="step", ylabel="reward", ylim=(-0.02, 1.02), title="Learning curve (pale: training samples)")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
+    write_whole(path, lambda file: figure.savefig(file, dpi=120, format="png"))

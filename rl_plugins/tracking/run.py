@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, StorageError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tracking.provenance import describe_file
 from rl_plugins.tracking.store import DELETED, find_experiment, open_client, use_store
 from rl_plugins.tracking.unsent_metrics import Point
+from rl_plugins.whole_file import write_whole_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -94,6 +95,7 @@ def open_run(uri: str, experiment: str, folder: RunFolder, description: RunDescr
 
     Raises:
         ConfigError: the store has no run of this id, or the run or its experiment is deleted.
+        StorageError: the id of a new run cannot be written into the folder.
     """
     use_store(uri)
     client = open_client(uri)
@@ -108,7 +110,12 @@ def open_run(uri: str, experiment: str, folder: RunFolder, description: RunDescr
         tags = {} if description.parent_run is None else {"mlflow.parentRunId": description.parent_run}
         experiment_id = find_experiment(client, uri, experiment)
         run = client.create_run(experiment_id, run_name=folder.path.name, tags=resolve_tags(tags))
-        id_file.write_text(run.info.run_id)
+        try:
+            write_whole_text(id_file, run.info.run_id)
+        except StorageError:
+            # Without the id, the next try would begin another run.
+            client.delete_run(run.info.run_id)
+            raise
     _log_description(client, run, description)
     return TrackedRun(client, run.info.run_id, run.info.experiment_id)
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, StorageError, UserError
 from rl_plugins.redaction import redacted, without_password
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tracking.run import RunDescription, TrackedRun, open_run
@@ -134,7 +134,7 @@ class RunSender:
                         self._unsent_metrics.reset(run.last_steps())
                     call(run)
                     break
-                except (MlflowException, SQLAlchemyError, OSError, NotImplementedError, ConfigError) as error:
+                except (MlflowException, SQLAlchemyError, OSError, NotImplementedError, UserError) as error:
                     if run is not None and _is_refused(error):
                         self._log("MLflow at %s: something could not be recorded: %s", error)
                         break
@@ -151,6 +151,8 @@ class RunSender:
         """Log why the sender waits, once for each reason."""
         refused = "does not take the run, metrics wait until it does"
         reason = refused if _is_refused(error) else "is away, metrics wait for it"
+        if isinstance(error, StorageError):
+            reason = "gets metrics when the run's folder can be written"
         if reason not in self._logged_reasons:
             self._logged_reasons.add(reason)
             self._log(f"MLflow at %s {reason}: %s", error)

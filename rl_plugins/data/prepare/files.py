@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from rl_plugins.data.parquet import ParquetRows, check_row
 from rl_plugins.errors import ConfigError
+from rl_plugins.whole_file import storing
 
 Record = dict[str, Any]
 RowList = list[dict[str, Any]]
@@ -143,10 +144,11 @@ def write_rows(rows: Iterable[tuple[str, dict[str, Any]]], schema: pa.Schema, fo
 
     Raises:
         ConfigError: a row does not fit the schema.
+        StorageError: a file cannot be written.
     """
     waiting: dict[str, RowList] = {}
     counts: dict[str, int] = {}
-    with ExitStack() as stack:
+    with storing(folder), ExitStack() as stack:
         writers: dict[str, pq.ParquetWriter] = {}
 
         def write(split: str) -> None:
@@ -177,11 +179,12 @@ def write_splits(splits: Mapping[str, RowList], folder: Path) -> dict[str, Path]
 
     Raises:
         ConfigError: a row is malformed; the message names the split, the row and the column.
+        StorageError: a file cannot be written.
     """
     for split, rows in splits.items():
         for number, row in enumerate(rows):
             check_row(row, f"{split}, row {number}")
-    with ExitStack() as stack:
+    with storing(folder), ExitStack() as stack:
         temporary = {split: stack.enter_context(_temporary_file(folder, split)) for split in splits}
         for split, rows in splits.items():
             pq.write_table(pa.Table.from_pylist(rows), temporary[split])

@@ -56,6 +56,13 @@ def test_evaluate_prints_markup_and_control_characters_of_data_as_text(write_sam
     assert "[/red]␛[2J" in shown and "\x1b" not in shown and path.with_suffix(".evaluation.json").is_file()
 
 
+def test_evaluate_names_a_file_that_cannot_be_written(write_samples, capsys):
+    path = write_samples("samples.parquet", FIRST)
+    path.with_suffix(".evaluation.json").mkdir()
+    assert main(["evaluate", str(path), "--reward", "exact_match"]) == 2
+    assert "samples.evaluation.json cannot be written" in capsys.readouterr().err
+
+
 def test_evaluate_refuses_files_without_a_prompt_in_common(write_samples, capsys):
     other = write_samples("other.parquet", {("sums", "5+5=", "10"): ["10"]})
     assert main(["evaluate", str(write_samples("one.parquet", FIRST)), str(other), "--reward", "exact_match"]) == 2

@@ -11,7 +11,7 @@ from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.preferences import PreferenceDataModule
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows, gsm8k_answer, last_boxed
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, StorageError
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.tests.data.prepare_command import main
 from rl_plugins.tests.loops import for_each
@@ -163,7 +163,7 @@ def test_write_splits_keeps_the_old_files_when_a_write_fails(tmp_path, row, monk
         original(table, path)
 
     monkeypatch.setattr(pq, "write_table", fail_on_second)
-    with pytest.raises(OSError, match="disk is full"):
+    with pytest.raises(StorageError, match="disk is full"):
         write_splits({"train": [row(2)], "test": [row(3)]}, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     with pytest.raises(ConfigError, match="train, row 0, column 'prompt'"):

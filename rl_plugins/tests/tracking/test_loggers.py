@@ -230,3 +230,14 @@ def test_tracking_leaves_mlflow_tracking_uri_unchanged(named, store, folder, tra
     trained.steps(1, 1)
     trained.tracking.finalize("success")
     assert trained.tracking.all_sent() and os.environ.get("MLFLOW_TRACKING_URI") == named
+
+
+def test_sender_leaves_no_run_in_the_store_if_its_id_cannot_be_written(store, folder, experiment, tracking, caplog):
+    folder.tracking_run.mkdir()
+    trained = Trained(folder, tracking())
+    trained.steps(1, 1)
+    trained.tracking.finalize("success")
+    assert "mlflow_run_id cannot be written" in caplog.text
+    client = MlflowClient(store)
+    (found,) = client.search_experiments(filter_string=f"name = '{experiment}'")
+    assert client.search_runs([found.experiment_id]) == []
