@@ -15,6 +15,7 @@ from integration_tests.relay import Relay
 from rl_plugins.callbacks.best_checkpoints import ranked_bests
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.patience import patient, wait_until
+from rl_plugins.tracking.unsent_metrics import FIRST_CHARTS
 
 
 class Server:
@@ -66,7 +67,10 @@ class Server:
         self._relay.close()
 
     def metrics(self, experiment: str) -> tuple[str, dict[str, dict[int, float]], int]:
-        """Status, metrics and number of points of the one run, read from the file, also without a server."""
+        """Status, metrics and number of points of the one run, read from the file, also without a server.
+
+        The second names of the first charts are left out.
+        """
         from mlflow import MlflowClient
 
         client = MlflowClient(self.store)
@@ -75,7 +79,8 @@ class Server:
         if not runs:
             return "", {}, 0
         (run,) = runs
-        histories = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+        names = run.data.metrics.keys() - FIRST_CHARTS.values()
+        histories = {name: client.get_metric_history(run.info.run_id, name) for name in names}
         values = {name: {m.step: m.value for m in history} for name, history in histories.items()}
         return run.info.status, values, sum(map(len, histories.values()))
 

@@ -26,6 +26,15 @@ _READ_BYTES = 2**16
 _ROLLBACKS = "guard/rollbacks"
 """Metric of `DivergenceGuard`: logged alone in a line, at the step of the restored checkpoint."""
 _NOT_IN_NAMES = re.compile(r"[^\w/. -]+")
+FIRST_CHARTS = {
+    "train/reward": "reward",
+    "val/reward": "reward_validation",
+    "train/response_length": "response_length",
+    "train/kl": "kl",
+    "train/entropy": "entropy",
+    "train/rollout_gap": "rollout_gap",
+}
+"""Second names in MLflow: its page shows the charts of names without a slash before all others."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,7 @@ class UnsentMetrics:
             step, time_ms = int(row.pop("step")), round(row.pop("time", 0) * 1000)
             if _ROLLBACKS in row:
                 last_steps = {name: min(last, step) for name, last in last_steps.items() if name != _ROLLBACKS}
+            row |= {first: row[metric] for metric, first in FIRST_CHARTS.items() if metric in row}
             for metric, value in row.items():
                 name = _NOT_IN_NAMES.sub("_", metric)
                 if step <= last_steps.get(name, -1):

@@ -4,7 +4,7 @@ import json
 import subprocess
 
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tracking.provenance import git_tags, write_provenance
+from rl_plugins.tracking.provenance import source_tags, write_provenance
 
 
 def test_write_provenance_writes_the_versions_and_the_state_of_git(tmp_path, monkeypatch):
@@ -23,11 +23,11 @@ def test_write_provenance_writes_the_versions_and_the_state_of_git(tmp_path, mon
     assert folder.git_state.is_file() and not folder.git_diff.exists()
     state = json.loads(folder.git_state.read_text())
     assert state["changes"][0] == " M train.py"
-    assert git_tags(folder)["mlflow.source.git.commit"] == state["commit"]
+    assert source_tags(folder)["mlflow.source.git.commit"] == state["commit"]
 
 
 def test_write_provenance_outside_of_git_writes_the_versions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = RunFolder(tmp_path)
     write_provenance(folder)
-    assert folder.environment.is_file() and git_tags(folder) == {}
+    assert folder.environment.is_file() and source_tags(folder).keys() == {"mlflow.source.name", "mlflow.source.type"}

@@ -18,7 +18,7 @@ from rl_plugins.tests.cases import case
 from rl_plugins.tests.files import limited_file_size
 from rl_plugins.tracking import unsent_metrics
 from rl_plugins.tracking.loggers import JsonLinesLogger
-from rl_plugins.tracking.unsent_metrics import MAX_BATCH, Point, UnsentMetrics
+from rl_plugins.tracking.unsent_metrics import FIRST_CHARTS, MAX_BATCH, Point, UnsentMetrics
 
 
 def take(unsent: UnsentMetrics) -> list[tuple[str, int, float]]:
@@ -43,6 +43,13 @@ def test_batches_give_each_point_once_and_in_order(log, unsent):
     assert take(unsent) == [] and not unsent.has_points()
     log.log_metrics({"a": 3.0}, 2)
     assert take(unsent) == [("a", 2, 3.0)]
+
+
+def test_batches_give_the_metrics_of_the_first_charts_two_names(log, unsent):
+    log.log_metrics({"train/reward": 0.5, "train/lr": 0.1}, 1)
+    assert take(unsent) == [("train/reward", 1, 0.5), ("train/lr", 1, 0.1), ("reward", 1, 0.5)]
+    unsent.reset({"train/reward": 1, "reward": 1})
+    assert take(unsent) == [("train/lr", 1, 0.1)]
 
 
 def test_batches_give_the_points_of_a_failed_call_again(log, unsent):
@@ -131,7 +138,7 @@ def test_divergence_guard_marks_a_roll_back_in_the_metrics_file(log, unsent, tmp
     alter(stage, {3: {"train/gradient_norm": math.nan}})
     guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path)
     train(stage, [guard, PolicyCheckpoint(tmp_path, every=2)], loggers=[log])
-    points = take(unsent)
+    points = [point for point in take(unsent) if point[0] not in FIRST_CHARTS.values()]
     assert [step for name, step, _ in points if name == "train/loss"] == [1, 2, 3, 3, 4]
     assert len(points) == sum(len(row) - 2 for row in metric_rows(tmp_path / "metrics.jsonl"))
 
