@@ -89,12 +89,13 @@ def _is_ray_job() -> bool:
     return "job_submission_id" in os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")
 
 
-def compose_config(config_name: str, overrides: list[str]) -> Any:
+def compose_config(config_name: str, overrides: list[str], folder: Path = CONFIG_FOLDER) -> Any:
     """Return the composed configuration of a recipe.
 
     Args:
-        config_name: Name of the recipe's file in `recipes/conf`.
+        config_name: Name of the recipe's file.
         overrides: Hydra overrides, such as `run.steps=3`.
+        folder: Folder of the recipe's file, `recipes/conf` by default.
 
     Raises:
         ConfigError: A key, a group choice or the recipe is unknown, a type is wrong, or an override is no valid syntax.
@@ -103,7 +104,7 @@ def compose_config(config_name: str, overrides: list[str]) -> Any:
     from hydra.errors import HydraException
 
     register_schema()
-    with initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         try:
             return _without_left_options(compose(config_name, overrides), overrides)
         except (HydraException, ValueError) as error:
@@ -173,8 +174,12 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     from hydra.errors import HydraException
 
     if (asked := _asks_for_difference(sys.argv[1:])) is not None:
-        config_name, overrides = asked.config_name or config_name, asked.overrides
-        print(difference(compose_config(config_name, []), compose_config(config_name, overrides)))
+        name = asked.config_name or config_name
+        folders = [CONFIG_FOLDER, *([Path(asked.config_dir).absolute()] if asked.config_dir else [])]
+        folder = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), CONFIG_FOLDER)
+        others = override("hydra.searchpath", [f"file://{other}" for other in folders if other != folder])
+        config = compose_config(name, [others, *asked.overrides], folder)
+        print(difference(compose_config(_recipe_of(name, config_name), []), config))
         return []
     for argument in sys.argv[1:]:
         if argument.startswith("--") and (hint := foreign_name(argument.partition("=")[0])):
@@ -189,9 +194,7 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
 
     def keep(config: DictConfig) -> None:
         own = HydraConfig.get()
-        name = str(own.job.config_name)
-        # A file of the user (--config-dir) extends the recipe.
-        recipe = name if (CONFIG_FOLDER / f"{name}.yaml").is_file() else config_name
+        recipe = _recipe_of(str(own.job.config_name), config_name)
         composed.append((_without_left_options(config, own.overrides.task), recipe))
         jobs.append(list(own.overrides.task))
 
@@ -211,6 +214,11 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     return composed
 
 
+def _recipe_of(name: str, extended: str) -> str:
+    """Return the name of a recipe's file, or the recipe that another file (--config-dir) extends."""
+    return name if (CONFIG_FOLDER / f"{name}.yaml").is_file() else extended
+
+
 def _ends_of_names(jobs: Sequence[Sequence[str]]) -> list[str]:
     """Return the end of each run's name with --multirun: `-lr=0.1` for a job with its own `optimizer.lr=0.1`.
 
@@ -228,8 +236,10 @@ def _asks_for_difference(arguments: list[str]) -> argparse.Namespace | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--cfg", "-c")
     parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd")
     asked, overrides = parser.parse_known_args(arguments)
-    return argparse.Namespace(config_name=asked.config_name, overrides=overrides) if asked.cfg == "diff" else None
+    asked.overrides = overrides
+    return asked if asked.cfg == "diff" else None
 
 
 def difference(recipe: object, config: object) -> str:

@@ -27,6 +27,9 @@ def test_init_writes_a_project_whose_recipe_passes_all_checks(
     monkeypatch.setattr(sys, "argv", ["rl-plugins"])
     assert main(["recipe.yaml", "run.dry_run=true", "run.steps=3"]) == 0
     assert "first: all checks have passed: 3 RL steps of 8 prompts x 8 samples" in capfd.readouterr().out
+    assert main(["recipe.yaml", "--cfg", "diff", "run.steps=3"]) == 0
+    differing = capfd.readouterr().out.splitlines()
+    assert "run.steps: 3  # recipe: 100" in differing and "launcher: local  # recipe: ray" in differing
 
 
 def test_init_refuses_a_folder_with_content(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,9 @@ compose_config_once = cache(lambda recipe, overrides: compose_config(recipe, lis
 def compose_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let commands and pipelines compose each recipe once for all tests: Hydra takes long, the result is only read."""
     for module in (command_line, pipeline):
-        monkeypatch.setattr(module, "compose_config", lambda name, overrides: compose_config_once(name, (*overrides,)))
+        monkeypatch.setattr(
+            module, "compose_config", lambda name, overrides, *_: compose_config_once(name, (*overrides,))
+        )
 
 
 def configured(recipe: str, *overrides: str) -> RecipeConfig:
