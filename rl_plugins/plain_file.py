@@ -12,6 +12,7 @@ import decimal
 import os
 import pickle
 import re
+import struct
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 2**22
 _UNREADABLE = (
-    pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError,
+    pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, struct.error,
 )  # fmt: skip
 """Errors of `torch.load` for a damaged file."""
 

@@ -40,7 +40,8 @@ def fits(value: object, wanted: object) -> bool:
 
     Args:
         value: value to test.
-        wanted: type hint of numbers, texts, truth values and null. Every value fits any other hint.
+        wanted: type hint of numbers, texts, truth values and null, or of a list of such values. Every value fits any
+            other hint.
     """
     if get_origin(wanted) is Annotated:
         return fits(value, get_args(wanted)[0])
@@ -48,6 +49,8 @@ def fits(value: object, wanted: object) -> bool:
         return any(fits(value, choice) for choice in get_args(wanted))
     if get_origin(wanted) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(wanted))
+    if get_origin(wanted) is list:
+        return isinstance(value, list | tuple) and all(fits(item, get_args(wanted)[0]) for item in value)
     if wanted is int:
         return isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) <= _LARGEST_INT
     if wanted is float:
@@ -64,6 +67,8 @@ def words_of(wanted: object) -> str:
         return " or ".join(words_of(choice) for choice in get_args(wanted))
     if get_origin(wanted) is Literal:
         return f"one of {', '.join(map(str, get_args(wanted)))}"
+    if get_origin(wanted) is list:
+        return f"a list, and each item {words_of(get_args(wanted)[0])}"
     return _WORDS.get(wanted, getattr(wanted, "__name__", str(wanted)))
 
 
@@ -179,12 +184,14 @@ class Settings:
 
 @cache
 def _ranges(record: Hashable) -> Mapping[str, tuple[object, Range]]:
-    """Return the type hint and the range of each field of a record that has a range, or is a number."""
+    """Return the type hint and the range of each field of a record that has a range, or is a number or a list."""
     ranges: dict[str, tuple[object, Range]] = {}
     for name, hint in get_type_hints(record, include_extras=True).items():
         given = next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Range)), None)
         plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
         kinds = set(get_args(plain) or (plain,))
-        if given or (kinds & {int, float} and kinds <= {int, float, types.NoneType}):
+        if given is None and get_origin(plain) is list:
+            ranges[name] = (plain, Range(f"must be {words_of(plain)}", lambda value: True))
+        elif given or (kinds & {int, float} and kinds <= {int, float, types.NoneType}):
             ranges[name] = (plain, given or FINITE)
     return ranges

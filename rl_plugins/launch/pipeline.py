@@ -118,7 +118,7 @@ def run_pipeline(composed: DictConfig) -> Path:
     """Check all stages, then run all incomplete stages.
 
     Args:
-        composed: Composed configuration of the pipeline.
+        composed: Configuration of the pipeline. An option of `PipelineConfig` that is left out has its default.
 
     Returns:
         Folder of the pipeline.
@@ -127,11 +127,12 @@ def run_pipeline(composed: DictConfig) -> Path:
         ConfigError: The configuration of a stage is wrong. A wrong option or a missing file of any stage is found
             before the first stage starts.
     """
+    resolved = _resolve(composed)
     configs = stage_configs(composed)
     first = next(iter(configs.values()))
     folder = Path(first.run.output_dir)
-    _check_stages(configs, folder, resume=composed.resume)
-    if composed.dry_run:
+    _check_stages(configs, folder, resume=resolved.resume)
+    if resolved.dry_run:
         left = (name for name in configs if RunFolder(folder / name).exported() is None)
         for name in islice(left, 1):
             _name_stage(name, partial(run_recipe, configs[name]))
@@ -139,7 +140,6 @@ def run_pipeline(composed: DictConfig) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if first.tracking.enabled:
         check_store(str(first.tracking.uri))
-    resolved = _resolve(composed)
     resolved.tracking_uri = first.tracking.uri
     written = OmegaConf.create(redacted_value(OmegaConf.to_container(resolved)))
     write_whole_text(RunFolder(folder).pipeline, OmegaConf.to_yaml(written))
@@ -147,7 +147,7 @@ def run_pipeline(composed: DictConfig) -> Path:
         parent = stack.enter_context(parent_run(folder, first.tracking.uri)) if first.tracking.enabled else None
         for position, (name, config) in enumerate(configs.items(), start=1):
             run = RunFolder(folder / name)
-            label = f"{composed.name} [{position}/{len(configs)}] {name}"
+            label = f"{resolved.name} [{position}/{len(configs)}] {name}"
             if run.exported() is not None:
                 print(f"{label}: complete, see {run.path}", flush=True)
             else:
@@ -157,7 +157,7 @@ def run_pipeline(composed: DictConfig) -> Path:
                 # Models of earlier stages exist now, and `parse_config` makes the paths of existing folders absolute.
                 fresh = parse_config(unresolved(config))
                 when_checked = parent.add_stage if parent else None
-                _name_stage(name, partial(run_recipe, fresh, composed.stages[name].recipe, when_checked))
+                _name_stage(name, partial(run_recipe, fresh, resolved.stages[name].recipe, when_checked))
             if parent:
                 parent.log_validation(name)
     return folder

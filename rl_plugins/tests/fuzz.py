@@ -284,7 +284,7 @@ def targets(folder: Path) -> Mapping[str, Target]:
         "model": {**base["model"], "path": "m"},
         "run": {**base["run"], "name": "r"},
     }
-    options = ["=", "option", "configuration", "rollout.vllm."]
+    options = ["=", "option", "configuration", "rollout.vllm.", "sampling.vllm."]
     found = {
         "options": Target(changed(base), _check_config, options),
         "any options": Target(VALUES, _check_config, options),

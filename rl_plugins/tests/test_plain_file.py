@@ -54,7 +54,7 @@ def test_save_plain_refuses_objects_that_load_plain_would_refuse(tmp_path: Path)
         save_plain([Score(1.0)], tmp_path / "file")
 
 
-@for_each("content", [b"", b"PK\x03\x04", b"\x80\x02}q\x00.", b"text"])
+@for_each("content", [b"", b"PK\x03\x04", b"\x80\x02}q\x00.", b"text", b"G\x00"])
 def test_load_plain_names_a_file_of_another_kind(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"^{tmp_path / 'file'} cannot be read as data \([^\n]+\): use another"):

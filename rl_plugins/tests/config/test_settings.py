@@ -11,7 +11,7 @@ import pytest
 
 from rl_plugins.algorithms.checks import check_fractions, check_not_negative, check_positive, check_share
 from rl_plugins.config.models import OptimizerConfig, ReferenceConfig
-from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.config.run import GuardConfig, RunConfig
 from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, Settings, check_ranges, fits, one_of, or_null, shown
 from rl_plugins.data.sft import SFTDataModule
@@ -120,3 +120,15 @@ def test_fits_tells_true_from_1_and_shown_shortens_a_value() -> None:
     assert fits(1, choices) and fits("a", choices) and not fits(True, choices)
     assert fits([1], list[int]) and fits(None, int | None) and not fits("1", int | None)
     assert shown(-(10**30)) == "-2**99 or more" and shown("x" * 100) == "x" * 80 + "..." and shown(1.5) == "1.5"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"data": {"train_files": [["a"]]}}, r"data\.train_files=\[\['a'\]\]: must be a list, and each"),
+        ({"reward": {"pass_env": [{"name": 1}]}}, r"reward\.pass_env=.*: must be a list, and each item a text"),
+    ],
+)
+def test_parse_config_refuses_items_of_lists_that_have_another_type(option: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"stage": "sft", "run": {"name": "run"}, "model": {"path": "model"}, **option})

@@ -16,7 +16,7 @@ from rl_plugins.config.recipe import RecipeConfig, written
 from rl_plugins.errors import ConfigError, RunStopped
 from rl_plugins.launch import pipeline
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.pipeline import pipeline_main, register_schema, run_pipeline
+from rl_plugins.launch.pipeline import PipelineConfig, pipeline_main, register_schema, run_pipeline
 from rl_plugins.run_folder import RunFolder
 
 DATA = ["model=/no/model", "data.sft=[a]", "data.pairs=[b]", "data.prompts=[c]"]
@@ -107,6 +107,15 @@ def test_run_pipeline_checks_the_files_of_all_stages_before_the_first_stage(
     with pytest.raises(ConfigError, match=message):
         run(*good, *overrides)
     assert stages == [] and list(tmp_path.iterdir()) == []
+
+
+def test_run_pipeline_takes_the_defaults_of_missing_options(good: list[str], stages: list[RecipeConfig]) -> None:
+    register_schema()
+    composed = compose_config("sft_rm_ppo", good)
+    del composed.resume, composed.dry_run, composed.experiment
+    run_pipeline(OmegaConf.create(OmegaConf.to_container(composed)))
+    assert [config.run.name for config in stages] == ["sft", "reward_model", "ppo"]
+    assert stages[0].tracking.experiment == PipelineConfig().experiment
 
 
 def test_run_pipeline_only_checks_with_dry_run(
