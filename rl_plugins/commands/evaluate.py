@@ -211,6 +211,7 @@ def _samples_file(name: str, arguments: Namespace) -> Path:
     ]
     # A rollout engine needs a separate process, and ends with the process.
     command = [sys.executable, "-m", "rl_plugins", "generate", name, "--data", *arguments.data, "--output", str(path)]
+    options += ["--trust-remote-code"] if arguments.trust_remote_code else []
     status = subprocess.run([*command, *options]).returncode
     if status:
         raise ConfigError(f"sampling from {name} ended with status {status}, see above; the same command continues")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor
     from torch.nn import Parameter
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rl_plugins.config.models import LoraConfig
     from rl_plugins.models.lora import MergedWeightSource
@@ -43,17 +43,31 @@ def add_arguments(parser: ArgumentParser) -> None:
         choices=("merged", "adapter"),
         help="for a run with an adapter: merged weights, or the adapter alone (default: run.export_lora of the run)",
     )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that the model's config.json names"
+    )
 
 
 def run(arguments: Namespace) -> int:
     """Export the checkpoint."""
-    export_checkpoint(arguments.checkpoint, arguments.output, arguments.model, lora=arguments.lora)
+    export_checkpoint(
+        arguments.checkpoint,
+        arguments.output,
+        arguments.model,
+        lora=arguments.lora,
+        trust_remote_code=arguments.trust_remote_code,
+    )
     print(f"{arguments.checkpoint} is now {arguments.output}")
     return 0
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, model: str | None = None, *, lora: Literal["merged", "adapter"] | None = None
+    checkpoint: Path,
+    out: Path,
+    model: str | None = None,
+    *,
+    lora: Literal["merged", "adapter"] | None = None,
+    trust_remote_code: bool = False,
 ) -> None:
     """Write the trained model of a checkpoint as a Hugging Face folder, in the dtype of the exports of the run.
 
@@ -63,6 +77,8 @@ def export_checkpoint(
         model: Hugging Face name or folder of the architecture and the tokenizer. By default the run's `model.path`.
         lora: For a run with an adapter, write the merged model or the adapter alone. By default `run.export_lora` of
             the run.
+        trust_remote_code: Run Python code that the model's config.json names (`auto_map`). The config.yaml beside the
+            checkpoint cannot allow such code, because the folder may come from somebody else.
 
     Raises:
         CheckpointError: a file of `checkpoint` is missing or damaged.
@@ -75,14 +91,13 @@ def export_checkpoint(
     state = checkpoint / "state"
     if not state.exists():
         raise ConfigError(f"{checkpoint} is not a checkpoint of a run: it has no {state.name}")
-    trained = _read_trained_model(checkpoint, model)
+    trained = _read_trained_model(checkpoint, model, trust_remote_code)
     if (damage := find_damage(checkpoint)) is not None:
         raise CheckpointError(f"{damage}: export another checkpoint")
 
     # transformers imports DeepSpeed, which would look for a device and print the result.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from rl_plugins.callbacks.averages import read_average
-    from rl_plugins.data.tokenization import load_tokenizer
     from rl_plugins.launch.quiet import quiet_libraries
     from rl_plugins.models.export import save_adapter, save_policy, write_policy
 
@@ -95,7 +110,7 @@ def export_checkpoint(
     read_weights = _read_sharded_weights if state.is_dir() else _read_unsharded_weights
     weights = read_weights(state, trained.engine)
     weights |= read_average(checkpoint, {name: tensor.shape for name, tensor in weights.items()})
-    description, tokenizer = f"{trained.path} ({state})", load_tokenizer(trained.path)
+    description, tokenizer = f"{trained.path} ({state})", trained.load_tokenizer()
     if lora_config is None:
         policy = _build_architecture(trained)
         weights = _select_weights(weights, dict(policy.named_parameters()), description)
@@ -116,11 +131,13 @@ class _TrainedModel:
         path: Hugging Face name or folder of the architecture and the tokenizer.
         precision: `model.precision` of the run.
         engine: Name of the model engine in the checkpoint.
+        trust_remote_code: See `LoadingOptions`.
     """
 
     path: str
     precision: str
     engine: str
+    trust_remote_code: bool
 
     @property
     def is_policy(self) -> bool:
@@ -136,10 +153,17 @@ class _TrainedModel:
 
         return torch.float32 if self.precision == "32-true" else torch.bfloat16
 
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of the model."""
+        from rl_plugins.data.tokenization import load_tokenizer
 
-def _read_trained_model(checkpoint: Path, model: str | None) -> _TrainedModel:
+        return load_tokenizer(self.path, trust_remote_code=self.trust_remote_code)
+
+
+def _read_trained_model(checkpoint: Path, model: str | None, trust_remote_code: bool) -> _TrainedModel:
     from omegaconf import OmegaConf
 
+    from rl_plugins.models.folder import check_code_of_folder
     from rl_plugins.strategies.contract import POLICY, REWARD_MODEL
 
     file = RunFolder(checkpoint.absolute().parent).config
@@ -152,8 +176,9 @@ def _read_trained_model(checkpoint: Path, model: str | None) -> _TrainedModel:
         raise ConfigError(
             f"{origin} names {path}, which does not exist: name a folder of the architecture with --model"
         )
+    check_code_of_folder(path, trust_remote_code=trust_remote_code)
     engine = REWARD_MODEL if OmegaConf.select(config, "stage") == "reward_modeling" else POLICY
-    return _TrainedModel(path, OmegaConf.select(config, "model.precision") or "32-true", engine)
+    return _TrainedModel(path, OmegaConf.select(config, "model.precision") or "32-true", engine, trust_remote_code)
 
 
 def _read_lora_options(checkpoint: Path) -> tuple[LoraConfig | None, bool]:
@@ -200,12 +225,13 @@ def _build_architecture(trained: _TrainedModel) -> PreTrainedModel:
     from rl_plugins.models.scalar_head import scalar_head_config
 
     model: PreTrainedModel
+    trust = {"trust_remote_code": trained.trust_remote_code}
     with torch.device("meta"):
         if not trained.is_policy:
-            config = scalar_head_config(trained.path)
-            return AutoModelForTokenClassification.from_config(config, dtype=trained.dtype)
-        config = AutoConfig.from_pretrained(trained.path)
-        model = AutoModelForCausalLM.from_config(config, dtype=trained.dtype)
+            config = scalar_head_config(trained.path, **trust)
+            return AutoModelForTokenClassification.from_config(config, dtype=trained.dtype, **trust)
+        config = AutoConfig.from_pretrained(trained.path, **trust)
+        model = AutoModelForCausalLM.from_config(config, dtype=trained.dtype, **trust)
     # A model need not have this file.
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(trained.path)
@@ -224,7 +250,7 @@ def _build_adapted_model(
     from rl_plugins.weights.source import ModuleWeightSource
 
     load: Any = load_causal_lm if trained.is_policy else load_scalar_head
-    model = add_adapter(load(trained.path, dtype=trained.dtype), lora)
+    model = add_adapter(load(trained.path, dtype=trained.dtype, trust_remote_code=trained.trust_remote_code), lora)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.no_grad():
         for name, weight in _select_weights(weights, parameters, description).items():

@@ -70,6 +70,9 @@ def add_sampling_arguments(parser: ArgumentParser) -> None:
         help="dtype of the weights (default: float32 on CPU, bfloat16 on CUDA)",
     )
     parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that the model's config.json names"
+    )
+    parser.add_argument(
         "--save-every", type=number(int, AT_LEAST_1), default=256, help="prompts per part of the file (default: 256)"
     )
 
@@ -89,7 +92,8 @@ def run(arguments: Namespace) -> int:
         raise ConfigError(f"--output {arguments.output}: must end in .parquet")
     rows = load_rows(arguments.data, UNSCORED_COLUMNS)
     model = _local_model(arguments.policy, arguments.output.parent / ".models")
-    check_model_folder("policy", model)
+    trusted = arguments.trust_remote_code
+    check_model_folder("policy", model, trust_remote_code=trusted)
     samples = open_samples(arguments.output, rows, job, model)
     if samples.complete:
         print(f"{samples.path} is complete")
@@ -98,9 +102,13 @@ def run(arguments: Namespace) -> int:
     with samples.open():
         num_parts = len(samples.missing())
         print(f"{samples.path}: {len(rows)} prompts x {job.num_samples} samples, {num_parts} parts to make")
-        prompt_ids, tokenizer = _tokenize(rows, model, job)
+        prompt_ids, tokenizer = _tokenize(rows, model, job, trusted)
         longest_prompt = max(map(len, prompt_ids))
-        engine = _start_vllm(model, job, longest_prompt) if job.engine == "vllm" else _load_transformers(model, job)
+        engine = (
+            _start_vllm(model, job, longest_prompt, trusted)
+            if job.engine == "vllm"
+            else _load_transformers(model, job, trusted)
+        )
         for progress in generate(samples, rows, prompt_ids, job, tokenizer, engine):
             rates = f"{progress['samples_per_s']:.0f} samples/s, {progress['tokens_per_s']:.0f} tokens/s"
             print(f"  part {progress['parts']:.0f} of {num_parts}: {rates}", flush=True)
@@ -158,7 +166,9 @@ def _prepare_process(job: Job) -> None:
     warnings.simplefilter("ignore", FutureWarning)
 
 
-def _tokenize(rows: PromptRows, model: str, job: Job) -> tuple[Sequence[list[int]], PreTrainedTokenizerBase]:
+def _tokenize(
+    rows: PromptRows, model: str, job: Job, trust_remote_code: bool
+) -> tuple[Sequence[list[int]], PreTrainedTokenizerBase]:
     """Return the token ids of each prompt, and the tokenizer."""
     from transformers import AutoConfig
 
@@ -172,11 +182,12 @@ def _tokenize(rows: PromptRows, model: str, job: Job) -> tuple[Sequence[list[int
     from rl_plugins.launch.quiet import quiet_libraries
 
     quiet_libraries()
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     check_chat_template(tokenizer)
     check_round_trip(tokenizer, (row["prompt"] for row in rows))
     prompt_ids = tokenize_prompts(accepted_messages(rows, tokenizer, {}), tokenizer, {})
-    window = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    window = getattr(config.get_text_config(), "max_position_embeddings", None)
     longest = max(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
     if window is not None and len(prompt_ids[longest]) + job.max_tokens > window:
         raise ConfigError(
@@ -186,7 +197,7 @@ def _tokenize(rows: PromptRows, model: str, job: Job) -> tuple[Sequence[list[int
     return prompt_ids, tokenizer
 
 
-def _start_vllm(model: str, job: Job, longest_prompt: int) -> Sample:
+def _start_vllm(model: str, job: Job, longest_prompt: int, trust_remote_code: bool) -> Sample:
     from rl_plugins.rollout.vllm.config import VLLMConfig
     from rl_plugins.rollout.vllm.offline import OfflineVLLM
 
@@ -198,15 +209,18 @@ def _start_vllm(model: str, job: Job, longest_prompt: int) -> Sample:
         # No trainer shares the GPU with this process.
         gpu_memory_utilization=0.9,
         sleep="none",
+        trust_remote_code=trust_remote_code,
     )
     return OfflineVLLM(config).generate
 
 
-def _load_transformers(model: str, job: Job) -> Sample:
+def _load_transformers(model: str, job: Job, trust_remote_code: bool) -> Sample:
     import torch
 
     from rl_plugins.rollout.transformers_engine import TransformersRollout
 
-    engine = TransformersRollout(model, dtype=getattr(torch, job.dtype), device=job.device)
+    engine = TransformersRollout(
+        model, dtype=getattr(torch, job.dtype), device=job.device, trust_remote_code=trust_remote_code
+    )
     engine.connect(0, 1)
     return engine.generate

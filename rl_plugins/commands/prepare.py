@@ -115,6 +115,9 @@ def _add_validate(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--max-prompt-tokens", type=number(int, AT_LEAST_1), help="count longer prompts (needs --tokenizer)"
     )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that the tokenizer's folder names"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -156,7 +159,9 @@ def _validate(options: Namespace) -> int:
         options.test,
         kind=options.format,
         keys=keys,
-        tokenizer=None if options.tokenizer is None else _load_chat_tokenizer(options.tokenizer),
+        tokenizer=None
+        if options.tokenizer is None
+        else _load_chat_tokenizer(options.tokenizer, options.trust_remote_code),
         max_prompt_tokens=options.max_prompt_tokens,
     )
     if options.json:
@@ -166,10 +171,10 @@ def _validate(options: Namespace) -> int:
     return 0 if findings.good else 1
 
 
-def _load_chat_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def _load_chat_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     from rl_plugins.data.tokenization import check_chat_template, load_tokenizer
 
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
     check_chat_template(tokenizer)
     return tokenizer
 

@@ -23,6 +23,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 OWN_ARGUMENTS = {
     "model": "model.path",
     "tokenizer": "model.path",
+    "trust_remote_code": "model.trust_remote_code",
     "dtype": "rollout.dtype",
     "max_model_len": "data.max_prompt_tokens and sampling.max_tokens",
     "max_num_seqs": "rollout.max_num_seqs",

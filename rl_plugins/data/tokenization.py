@@ -42,15 +42,19 @@ _Item = TypeVar("_Item")
 # Tokenizers -------------------------------------------------------------------------------------------------------
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder or a hub name. `check_round_trip` tries the tokenizer on data.
+
+    Args:
+        path: folder or hub name.
+        trust_remote_code: run Python code that the folder's configuration names, with all rights of the user.
 
     Raises:
         ConfigError: the tokenizer has no end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {path} has no eos_token: the policy could never end a response")
     if tokenizer.pad_token_id is None:
@@ -83,18 +87,21 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, conversations: Iterable
         )
 
 
-def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str, role: str) -> None:
+def check_same_tokens(
+    tokenizer: PreTrainedTokenizerBase, path: str, role: str, *, trust_remote_code: bool = False
+) -> None:
     """Check the vocabulary of a model beside the policy.
 
     Args:
         tokenizer: tokenizer of the policy.
         path: folder or hub name of the model.
         role: role of the model for the message, such as "teacher".
+        trust_remote_code: see `load_tokenizer`.
 
     Raises:
         ConfigError: the model has another vocabulary than the policy.
     """
-    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+    if load_tokenizer(path, trust_remote_code=trust_remote_code).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
             f"the {role} {path} has another vocabulary than the policy's {tokenizer.name_or_path!r}, so it cannot read "
             "the policy's tokens: use a model of the same family, or score text in workers of its own with "

@@ -397,6 +397,7 @@ def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConf
             head="scalar" if role in ("reward_model", "critic") else "causal_lm",
             dtype="float32" if config.precision == "32-true" else "bfloat16",
             attention=config.model.attention,
+            trust_remote_code=config.model.trust_remote_code,
             actors=options.actors,
             device="cuda" if on_gpu[role] else "cpu",
             threads=max(1, int(options.cpus)),

@@ -205,18 +205,21 @@ def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lamb
         is_left_out: Function of a model's path. It returns True if the model cannot be checked yet.
 
     Raises:
-        ConfigError: A folder holds no model, the hub does not have a name, a tensor-parallel size does not divide the
+        ConfigError: A folder holds no model, the hub does not have a name, a model needs code of its own without
+            `model.trust_remote_code`, a tensor-parallel size does not divide the
             heads, vLLM on CPU has no kernel for the heads, the weights do not fit into an engine's share of a GPU, or
             prompt and response do not fit into a context window.
     """
-    from rl_plugins.models.folder import check_model_folder
+    from rl_plugins.models.folder import check_model_folder, check_remote_code
 
     for group, path in config.model_paths.items():
         if is_left_out(path):
             continue
         option = f"{group}.path"
-        check_model_folder(option, path)
+        trusted = config.model.trust_remote_code
+        check_model_folder(option, path, trust_remote_code=trusted)
         model = _model_config(option, path)
+        check_remote_code(f"{option}={path}", model, trust_remote_code=trusted)
         if group == "model":
             _check_heads(config, model)
             if _engine_on_cpu(config):

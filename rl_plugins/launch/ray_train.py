@@ -374,6 +374,7 @@ def vllm_rollout(config: RecipeConfig) -> VLLMRollout:
             generate_timeout_s=rollout.generate_timeout_s,
             update_timeout_s=rollout.update_timeout_s,
             vllm=rollout.vllm,
+            trust_remote_code=config.model.trust_remote_code,
             **config.engine_limits,
         ),
         num_engines=config.num_engines,

@@ -41,7 +41,7 @@ from rl_plugins.config.models import RewardModelConfig
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule
-from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
+from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.errors import DataError
 from rl_plugins.intact_checkpoint import newest_intact
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
@@ -115,7 +115,7 @@ class TrainingRun:
     @cached_property
     def tokenizer(self) -> Any:
         """Tokenizer of the policy."""
-        return load_tokenizer(self.config.model.path)
+        return load_tokenizer(self.config.model.path, trust_remote_code=self.config.model.trust_remote_code)
 
     def stage_options(self) -> dict[str, Any]:
         """Return the arguments of every stage."""
@@ -126,6 +126,7 @@ class TrainingRun:
             "tokens_per_log_prob_batch": config.batch.tokens_per_log_prob_batch,
             "packing": config.batch.packing,
             "attention": config.model.attention,
+            "trust_remote_code": config.model.trust_remote_code,
             "optimizer": config.optimizer,
             "gradient_checkpointing": config.model.gradient_checkpointing,
             "lora": config.model.lora,
@@ -332,7 +333,7 @@ class TrainingRun:
             # A stage loads only the missing models.
             setattr(stage, pool.config.role, pool)
             if not isinstance(pool, CriticPool):
-                check_same_tokens(self.tokenizer, pool.config.model, pool.config.role.replace("_", " "))
+                stage.check_same_tokens(pool.config.model, pool.config.role.replace("_", " "))
                 stage.further_metrics.append(pool.metrics)
 
 
@@ -404,5 +405,9 @@ def transformers_rollout(config: RecipeConfig, device: str) -> TransformersRollo
         return None
     dtype: torch.dtype = getattr(torch, config.rollout_dtype)
     return TransformersRollout(
-        config.model.path, dtype=dtype, device=device, check_updates=config.rollout.check_updates
+        config.model.path,
+        dtype=dtype,
+        device=device,
+        check_updates=config.rollout.check_updates,
+        trust_remote_code=config.model.trust_remote_code,
     )

@@ -26,15 +26,17 @@ _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.wei
 _LAYER = re.compile(r"(?P<blocks>(?:^|.*\.)(?:layers|h|blocks))\.(?P<number>\d+)\.")
 
 
-def check_model_folder(option: str, path: str) -> None:
+def check_model_folder(option: str, path: str, *, trust_remote_code: bool = False) -> None:
     """Check the files of a local model folder against each other. A name of the Hugging Face hub is not checked.
 
     Args:
         option: Option or argument with the path, for messages.
         path: Folder or name.
+        trust_remote_code: See `LoadingOptions`.
 
     Raises:
-        ConfigError: A file is missing, damaged, or does not fit config.json.
+        ConfigError: A file is missing, damaged, or does not fit config.json; or the model needs code of its folder, and
+            the code is not trusted.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -44,6 +46,7 @@ def check_model_folder(option: str, path: str) -> None:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{option}={path}: the folder has no config.json, so it is not a Hugging Face model")
     config = read_model_config(folder / "config.json")
+    check_remote_code(f"{option}={path}", config, trust_remote_code=trust_remote_code)
     _check_weights(folder, config)
     vocabulary = (config.get("text_config") or config).get("vocab_size")
     if (folder / "tokenizer.json").is_file():
@@ -76,23 +79,56 @@ def read_model_config(file: Path) -> dict[str, Any]:
     return config
 
 
+def check_remote_code(model: str, config: Mapping[str, Any], *, trust_remote_code: bool) -> None:
+    """Check that a model needs no Python code of its own, or that the code is trusted.
+
+    transformers has code for many models that also bring code. Without trust, the code of transformers runs.
+
+    Args:
+        model: Name of the model for the message.
+        config: Content of the model's config.json.
+        trust_remote_code: See `LoadingOptions`.
+
+    Raises:
+        ConfigError: config.json names code (`auto_map`) of a model that transformers lacks, without trust.
+    """
+    if "auto_map" in config and not trust_remote_code and not _is_in_transformers(config):
+        raise ConfigError(
+            f"{model}: config.json names Python code of the model (auto_map), which would run with all your rights: "
+            "read the code, then trust it with model.trust_remote_code=true (commands: --trust-remote-code, Python: "
+            "trust_remote_code=True), or use a model of transformers"
+        )
+
+
+def check_code_of_folder(path: str, *, trust_remote_code: bool) -> None:
+    """Do `check_remote_code` for a local folder. Names of the Hugging Face hub are left to transformers."""
+    file = Path(path) / "config.json"
+    if file.is_file():
+        check_remote_code(path, read_model_config(file), trust_remote_code=trust_remote_code)
+
+
 def check_model_type(path: str) -> None:
     """Check that transformers has the model of a local folder. The check loads transformers without torch.
 
     Raises:
-        ConfigError: The `model_type` of config.json is unknown.
+        ConfigError: The `model_type` of config.json is unknown, and the model has no code of its own.
     """
-    from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
-
     file = Path(path) / "config.json"
     if not file.is_file():
         return
-    name = read_model_config(file).get("model_type")
-    if not isinstance(name, str) or name not in CONFIG_MAPPING_NAMES:
+    config = read_model_config(file)
+    if "auto_map" not in config and not _is_in_transformers(config):
         raise ConfigError(
-            f"{file}: model_type is {name!r}, and transformers has no such model: use a model of transformers, or a "
-            "newer version of transformers. Code in a model's folder is never run"
+            f"{file}: model_type is {config.get('model_type')!r}, and transformers has no such model: use a model of "
+            "transformers, or a newer version of transformers"
         )
+
+
+def _is_in_transformers(config: Mapping[str, Any]) -> bool:
+    from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
+
+    name = config.get("model_type")
+    return isinstance(name, str) and name in CONFIG_MAPPING_NAMES
 
 
 # Weights ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.folder import check_code_of_folder
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +39,13 @@ class LoadingOptions(TypedDict, total=False):
     Attributes:
         gradient_checkpointing: Recompute activations in the backward pass.
         attention: Attention of transformers, such as `eager` or `flash_attention_2`; None for `packed_sdpa`.
+        trust_remote_code: Run Python code that the model's config.json names (`auto_map`). The code has all rights of
+            the user.
     """
 
     gradient_checkpointing: bool
     attention: str | None
+    trust_remote_code: bool
 
 
 def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOptions]) -> PreTrainedModel:
@@ -53,10 +57,13 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
         options: See `LoadingOptions`.
 
     Raises:
-        ConfigError: A weight is missing or has another shape than the model. transformers would make up such a weight.
+        ConfigError: A weight is missing or has another shape than the model, where transformers would make up a weight;
+            or the model needs code of its folder, and the code is not trusted.
     """
     from transformers import AutoModelForCausalLM
 
+    trust_remote_code = options.get("trust_remote_code", False)
+    check_code_of_folder(path, trust_remote_code=trust_remote_code)
     model: PreTrainedModel
     # The types of transformers know nothing of output_loading_info.
     model, loaded = cast(Any, AutoModelForCausalLM).from_pretrained(
@@ -64,6 +71,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
         dtype=dtype,
         device_map=device_map(),
         attn_implementation=options.get("attention"),
+        trust_remote_code=trust_remote_code,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )

@@ -29,6 +29,7 @@ class PoolConfig:
         head: Kind of output head: a scalar head, or the head of a causal language model.
         dtype: Data type of the parameters, by its name in torch.
         attention: Attention of transformers, see `LoadingOptions`.
+        trust_remote_code: See `LoadingOptions`.
         actors: Number of actor processes.
         device: Device of the model, `cpu` or `cuda`.
         threads: Number of CPU threads of each process.
@@ -43,6 +44,7 @@ class PoolConfig:
     head: Literal["scalar", "causal_lm"]
     dtype: str = "float32"
     attention: str | None = None
+    trust_remote_code: bool = False
     actors: int = 1
     device: str = "cpu"
     threads: int = 1
@@ -83,7 +85,7 @@ class ModelActor:
     def __init__(self, config: PoolConfig) -> None:
         import torch
 
-        from rl_plugins.models.loading import load_causal_lm
+        from rl_plugins.models.loading import LoadingOptions, load_causal_lm
         from rl_plugins.models.scalar_head import load_scalar_head
 
         torch.set_num_threads(config.threads)
@@ -91,11 +93,12 @@ class ModelActor:
             # TF32 for products of float32 numbers.
             torch.set_float32_matmul_precision("high")
         dtype: torch.dtype = getattr(torch, config.dtype)
+        loading: LoadingOptions = {"attention": config.attention, "trust_remote_code": config.trust_remote_code}
         model: Any
         if config.head == "scalar":
-            model = load_scalar_head(config.model, dtype=dtype, new_head=False, attention=config.attention)
+            model = load_scalar_head(config.model, dtype=dtype, new_head=False, **loading)
         else:
-            model = load_causal_lm(config.model, dtype=dtype, attention=config.attention)
+            model = load_causal_lm(config.model, dtype=dtype, **loading)
         self._model = model.to(config.device).eval().requires_grad_(False)
         self._device = config.device
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.folder import check_code_of_folder
 from rl_plugins.models.loading import LoadingOptions, device_map, prepared
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
@@ -48,14 +49,16 @@ def load_scalar_head(
     """
     from transformers import AutoModelForTokenClassification
 
+    trust_remote_code = options.get("trust_remote_code", False)
     model: PreTrainedModel
     with _without_load_report():
         model, loaded = AutoModelForTokenClassification.from_pretrained(
             path,
-            config=scalar_head_config(path),
+            config=scalar_head_config(path, trust_remote_code=trust_remote_code),
             dtype=dtype,
             device_map=device_map(),
             attn_implementation=options.get("attention"),
+            trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
     head = {name: p for name, p in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
@@ -79,18 +82,21 @@ def load_scalar_head(
     return prepared(model, options)
 
 
-def scalar_head_config(path: str) -> PreTrainedConfig:
+def scalar_head_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Return the configuration of a model with a scalar head.
 
     Args:
         path: Hugging Face name or folder of a causal language model or of a model with a scalar head.
+        trust_remote_code: See `LoadingOptions`.
 
     Raises:
-        ConfigError: The model has several labels, or the architecture has no token classification model.
+        ConfigError: The model has several labels, the architecture has no token classification model, or the model
+            needs code of its folder, and the code is not trusted.
     """
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
 
-    config = AutoConfig.from_pretrained(path)
+    check_code_of_folder(path, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     architecture = (config.architectures or ["a causal language model"])[0]
     if architecture.endswith("Classification") and config.num_labels != 1:
         raise ConfigError(

@@ -34,6 +34,7 @@ class ModelReward:
         dtype: str = "float32",
         batch_size: int = 32,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         """Load the model and its tokenizer.
 
@@ -43,6 +44,7 @@ class ModelReward:
             dtype: Data type of the parameters, by its name in torch.
             batch_size: Largest number of responses in one forward pass. Responses of similar length go together.
             chat_template_kwargs: Further variables for the chat template, such as `enable_thinking`.
+            trust_remote_code: Run Python code that the model's config.json names (`auto_map`).
 
         Raises:
             ConfigError: The folder has no reward model, an option is out of range, or the device does not exist.
@@ -63,13 +65,15 @@ class ModelReward:
                 f"ModelReward: device={device}, but this process has no GPU: use device=cpu, or give each reward "
                 "worker GPUs with reward.gpus (RewardPool: gpus_per_worker)"
             )
-        check_model_folder("ModelReward: path", path)
+        check_model_folder("ModelReward: path", path, trust_remote_code=trust_remote_code)
         self.batch_size, self.chat_template_kwargs = batch_size, dict(chat_template_kwargs or {})
-        self.tokenizer: Any = load_tokenizer(path)
+        self.tokenizer: Any = load_tokenizer(path, trust_remote_code=trust_remote_code)
         self._tried = False
         check_chat_template(self.tokenizer)
         with _one_thread():
-            model: Any = load_scalar_head(path, dtype=parameter_type, new_head=False)
+            model: Any = load_scalar_head(
+                path, dtype=parameter_type, new_head=False, trust_remote_code=trust_remote_code
+            )
             self.model = model.to(device).eval()
 
     def __call__(self, solution_strs: Sequence[str], prompts: Sequence[Messages | None]) -> list[float]:

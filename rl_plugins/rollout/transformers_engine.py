@@ -91,6 +91,7 @@ class TransformersRollout(SynchronousGroups):
         device: device of the copy.
         max_batch_size: largest number of responses in a batch.
         check_updates: number of weight updates between two checks; 0 disables checks.
+        trust_remote_code: run Python code that the model's config.json names (`auto_map`).
     """
 
     def __init__(
@@ -101,8 +102,10 @@ class TransformersRollout(SynchronousGroups):
         device: str = "cpu",
         max_batch_size: int = 256,
         check_updates: int = 0,
+        trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
+        self._trust_remote_code = trust_remote_code
         self._path, self._dtype, self._device = model, dtype, torch.device(device)
         self._max_batch_size = max_batch_size
         self.check_updates = check_updates
@@ -112,7 +115,9 @@ class TransformersRollout(SynchronousGroups):
         """Load the copy of the policy."""
         from transformers import AutoModelForCausalLM
 
-        model: Any = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            self._path, dtype=self._dtype, trust_remote_code=self._trust_remote_code
+        )
         self._model = model.to(self._device).eval()
         self._parameters = dict(self._model.named_parameters())
 

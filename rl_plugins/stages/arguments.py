@@ -19,3 +19,4 @@ class StageArguments(TypedDict, total=False):
     tokens_per_log_prob_batch: int | None
     packing: bool
     attention: str | None
+    trust_remote_code: bool

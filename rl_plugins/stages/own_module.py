@@ -120,7 +120,7 @@ def comes_with_adapter(model: str | nn.Module) -> bool:
     return isinstance(inner, nn.Module) and has_adapter(inner)
 
 
-def own_tokenizer(model: str | nn.Module) -> PreTrainedTokenizerBase:
+def own_tokenizer(model: str | nn.Module, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer from the folder of a model.
 
     Raises:
@@ -130,4 +130,4 @@ def own_tokenizer(model: str | nn.Module) -> PreTrainedTokenizerBase:
     name = model if isinstance(model, str) else getattr(inner, "name_or_path", None)
     if not name:
         raise ConfigError(f"{type(model).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=...")
-    return load_tokenizer(name)
+    return load_tokenizer(name, trust_remote_code=trust_remote_code)

@@ -20,7 +20,6 @@ from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig, Schedu
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.loaders import PromptSource
 from rl_plugins.data.prompts import PromptBatch, foreign_batch
-from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
@@ -229,19 +228,19 @@ class PolicyOptimization(Stage):
         super().configure_model()
         needs = self.algorithm.needs
         if needs & {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"} and self.teacher is None:
-            check_same_tokens(self.tokenizer, str(self._teacher_path), "teacher")
+            self.check_same_tokens(str(self._teacher_path), "teacher")
             self.teacher = self.load_model(str(self._teacher_path), TEACHER)
         if self.critic_config is not None and self.critic is None:
             critic = self._load_scalar_head(str(self._critic_path), new_head=True)
             self.critic = with_adapter(critic, self.critic_config.lora)
         if self._reward_model_config is not None and self.reward_model is None:
             path = str(self._reward_model_config.path)
-            check_same_tokens(self.tokenizer, path, "reward model")
+            self.check_same_tokens(path, "reward model")
             # A new head would score everything 0.
             self.reward_model = self._load_scalar_head(path, new_head=False, frozen=REWARD_MODEL)
         if self.process_reward_config is not None and self.process_reward_model is None:
             path = str(self._process_path)
-            check_same_tokens(self.tokenizer, path, "process reward model")
+            self.check_same_tokens(path, "process reward model")
             self.process_reward_model = self.load_model(path)
             self.process_reference = self.load_model(path, PROCESS_REFERENCE)
 

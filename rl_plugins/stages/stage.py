@@ -88,6 +88,8 @@ class Stage(LightningModule):
             attention is set to `packed_sdpa` (see `rl_plugins.models.packed_attention`), which also runs a prompt only
             once for all its samples in a micro-batch. A model in which packed samples influence each other is refused.
         attention: attention of transformers, such as `eager`; by default `packed_sdpa` (models loaded by name).
+        trust_remote_code: run Python code that the config.json of a model names (`auto_map`). The code has all rights
+            of the user.
     """
 
     trained: ClassVar[str] = POLICY
@@ -111,13 +113,14 @@ class Stage(LightningModule):
         tokens_per_log_prob_batch: int | None = None,
         packing: bool = True,
         attention: str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
         check_not_compiled(model)
         if lora is not None and lora.rank:
             check_adapter(lora, model, type(self).__name__, compares_log_probs=self.compares_log_probs)
         self.automatic_optimization = False
-        self.tokenizer = tokenizer or own_tokenizer(model)
+        self.tokenizer = tokenizer or own_tokenizer(model, trust_remote_code)
         self.optimizer_config = optimizer or OptimizerConfig()
         self.max_steps = max_steps
         self.tokens_per_micro_batch, self.packing = tokens_per_micro_batch, packing
@@ -131,7 +134,11 @@ class Stage(LightningModule):
         setattr(self, self.trained, None)
         # In a list, so that nn.Module does not register the model a second time.
         self._source = [model]
-        self.loading: LoadingOptions = {"gradient_checkpointing": gradient_checkpointing, "attention": attention}
+        self.loading: LoadingOptions = {
+            "gradient_checkpointing": gradient_checkpointing,
+            "attention": attention,
+            "trust_remote_code": trust_remote_code,
+        }
         self._lora = lora
         self._own_path = model if isinstance(model, str) else None
         self._reference_path: str | None = None
@@ -228,6 +235,10 @@ class Stage(LightningModule):
             turn_off_dropout(model)
         return model
 
+    def check_same_tokens(self, path: str, role: str) -> None:
+        """Raise a ConfigError if a model beside the trained model has another vocabulary."""
+        check_same_tokens(self.tokenizer, path, role, trust_remote_code=self.loading["trust_remote_code"])
+
     def add_reference(self, path: str | None) -> bool:
         """Let `configure_model` load a frozen reference, and return True; return False if there is no model to load.
 
@@ -242,7 +253,7 @@ class Stage(LightningModule):
         """Load the reference; return None if the reference is the policy without its adapter."""
         path, policy = self._reference_path, getattr(self, self.trained)
         if path not in (None, self._own_path):
-            check_same_tokens(self.tokenizer, str(path), "reference")
+            self.check_same_tokens(str(path), "reference")
         if has_adapter(policy):
             base = getattr(policy.get_base_model(), "name_or_path", None)
             self.reference_is_base = path in (None, base)

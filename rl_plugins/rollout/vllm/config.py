@@ -56,6 +56,7 @@ class VLLMConfig(EngineOptions):
         ready_timeout_s: deadline for the start of the engine, in seconds.
         stall_timeout_s: longest time without an answer, in seconds.
         vllm: further arguments of vLLM's engine.
+        trust_remote_code: run Python code that the model's config.json names (`auto_map`) in the engine.
     """
 
     model: str
@@ -71,6 +72,7 @@ class VLLMConfig(EngineOptions):
     ready_timeout_s: Annotated[float, ABOVE_0] = 300.0
     stall_timeout_s: Annotated[float, ABOVE_0] = 120.0
     vllm: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         """Check all settings.
@@ -139,6 +141,7 @@ class VLLMConfig(EngineOptions):
         """Return the arguments of `vllm.LLM`."""
         arguments: dict[str, Any] = {
             "model": self.model,
+            "trust_remote_code": self.trust_remote_code,
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,

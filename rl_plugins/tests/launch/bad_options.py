@@ -234,6 +234,8 @@ CHECKS: dict[str, list[Case]] = {
             ["model.path=narrow_heads"],
             ["narrow_heads: the attention heads have a width of 16", "rollout.engine=transformers"],
         ),
+        (["model.path=own_code"], ["own_code: config.json names Python", "model.trust_remote_code=true"]),
+        (["critic.path=own_code"], ["critic.path=", "own_code: config.json names Python"]),
         (["model.path=no_template"], ["no_template", "no chat template", "instruction-tuned"]),
         (["sampling.max_tokens=250"], ["data.max_prompt_tokens=26", "takes 256", "lower one of the two"]),
         (

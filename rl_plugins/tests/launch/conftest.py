@@ -17,6 +17,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from rl_plugins.tests.launch.configurations import compose_once
+from rl_plugins.tests.models.own_code import save_own_code
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}<|end|>"
 USERS_ONLY = (
@@ -113,6 +114,7 @@ def workplace(tmp_path_factory) -> Path:
     save_model(folder / "no_template", chat_template=None)
     save_model(folder / "thinks", chat_template=THINKS)
     save_model(folder / "narrow_heads", hidden_size=12 * 16)
+    save_own_code(folder / "own_code")
     (folder / "rows.csv").write_text("prompt,answer\n1+1=,2\n")
     (folder / "no_config").mkdir()
     save_model(folder / "half_weights")
