@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from types import NoneType
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -46,11 +47,21 @@ from rl_plugins.algorithms.policy_losses.modifiers import (
 from rl_plugins.algorithms.registry import function_of
 from rl_plugins.algorithms.reward_shaping import RewardShaping
 from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, RolloutCorrection
+from rl_plugins.config.settings import (
+    ABOVE_0,
+    ABOVE_0_OR_NULL,
+    ABOVE_0_TO_1,
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    Settings,
+    or_null,
+    shown,
+)
 from rl_plugins.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class KLConfig:
+class KLConfig(Settings):
     """KL term, which keeps the policy near the reference.
 
     Attributes:
@@ -61,11 +72,11 @@ class KLConfig:
         horizon: number of sequences; the larger, the slower the coefficient adapts.
     """
 
-    coefficient: float = 0.0
+    coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
     placement: Literal["loss", "reward"] = "loss"
     estimator: str = "k3"
-    target: float | None = None
-    horizon: float = 10_000.0
+    target: Annotated[float | None, ABOVE_0_OR_NULL] = None
+    horizon: Annotated[float, ABOVE_0] = 10_000.0
 
     def controller(self) -> KLController:
         """Build the controller of the coefficient."""
@@ -75,7 +86,7 @@ class KLConfig:
 
 
 @dataclass(frozen=True)
-class EntropyConfig:
+class EntropyConfig(Settings):
     """Bonus for the policy's entropy.
 
     Attributes:
@@ -88,9 +99,18 @@ class EntropyConfig:
 
     coefficient: float = 0.0
     target: float | None = None
-    rate: float = 0.005
+    rate: Annotated[float, NOT_NEGATIVE] = 0.005
     minimum: float = 0.0
     maximum: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ConfigError: a number is out of its range, or an adapted weight begins outside of its bounds.
+        """
+        super().__post_init__()
+        self.controller()
 
     @property
     def active(self) -> bool:
@@ -105,7 +125,7 @@ class EntropyConfig:
 
 
 @dataclass(frozen=True)
-class LossModifiers:
+class LossModifiers(Settings):
     """Modifiers that can be combined with any policy loss.
 
     Attributes:
@@ -116,14 +136,14 @@ class LossModifiers:
         positive_above: score above which a sample has succeeded.
     """
 
-    off_policy_mask: float | None = None
-    top_entropy: float | None = None
-    positive_nll: float = 0.0
+    off_policy_mask: Annotated[float | None, or_null(NOT_NEGATIVE)] = None
+    top_entropy: Annotated[float | None, or_null(ABOVE_0_TO_1)] = None
+    positive_nll: Annotated[float, NOT_NEGATIVE] = 0.0
     positive_above: float = 0.5
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class Algorithm(Settings):
     """Algorithm of policy optimization; GRPO by default (https://arxiv.org/abs/2402.03300).
 
     Attributes:
@@ -156,7 +176,7 @@ class Algorithm:
     policy_loss_options: Mapping[str, Any] = field(default_factory=dict)
     selection_options: Mapping[str, Any] = field(default_factory=dict)
     aggregation: str = "token-mean"
-    scale_factor: float | None = None
+    scale_factor: Annotated[float | None, ABOVE_0_OR_NULL] = None
     kl: KLConfig = field(default_factory=KLConfig)
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     modifiers: LossModifiers = field(default_factory=LossModifiers)
@@ -165,25 +185,27 @@ class Algorithm:
     group_filter: GroupFilter | None = None
     resampling: Resampling | None = None
     reward_components: Sequence[str] = ()
-    teacher_top_k: int = 32
-    value_clip: float | None = 0.5
+    teacher_top_k: Annotated[int, AT_LEAST_1] = 32
+    value_clip: Annotated[float | None, ABOVE_0_OR_NULL] = 0.5
 
     def __post_init__(self) -> None:
         """Check every name, and that the stage can compute the inputs of the functions.
 
         Raises:
-            ConfigError: a name is unknown, an input or constant is missing, or two options contradict each other.
+            ConfigError: a name is unknown, a number is out of its range, an input or constant is missing, or two
+                options contradict each other.
         """
+        super().__post_init__()
+        _check_kinds(self)
         for option, value, known in (
             ("aggregation", self.aggregation, AGGREGATIONS),
             ("kl.estimator", self.kl.estimator, tuple(KL_ESTIMATORS)),
             ("kl.placement", self.kl.placement, ("loss", "reward")),
             ("correction", self.correction, tuple(ROLLOUT_CORRECTIONS)),
         ):
-            if isinstance(value, str) and value not in known:
+            needs_name = option in ("aggregation", "kl.estimator", "kl.placement")
+            if value not in known if isinstance(value, str) else needs_name:
                 raise ConfigError(f"{option}={value!r} is unknown: use one of {', '.join(known)}")
-        if self.teacher_top_k < 1:
-            raise ConfigError(f"teacher_top_k={self.teacher_top_k}: must be at least 1")
         if self.aggregation == "seq-mean-token-sum-norm" and self.scale_factor is None:
             raise ConfigError("aggregation=seq-mean-token-sum-norm needs scale_factor")
         _check_inputs("advantage", self._advantage_inputs, ALWAYS_GIVEN_TO_ADVANTAGES | COMPUTED_FOR_ADVANTAGES)
@@ -409,6 +431,30 @@ class Algorithm:
             )
             factors.append(kept_B[:, None])
         return factors
+
+
+def _check_kinds(algorithm: Algorithm) -> None:
+    """Raise a ConfigError for an option that is neither a record of its class nor another allowed kind of value."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "advantage_options": (Mapping,),
+        "policy_loss_options": (Mapping,),
+        "selection_options": (Mapping,),
+        "kl": (KLConfig,),
+        "entropy": (EntropyConfig,),
+        "modifiers": (LossModifiers,),
+        "correction": (str, RolloutCorrection, NoneType),
+        "shaping": (RewardShaping,),
+        "group_filter": (GroupFilter, NoneType),
+        "resampling": (Resampling, NoneType),
+        "reward_components": (list, tuple),
+    }
+    for option, allowed in kinds.items():
+        value = getattr(algorithm, option)
+        if not isinstance(value, allowed):
+            words = " or ".join("null" if kind is NoneType else kind.__name__ for kind in allowed)
+            raise ConfigError(f"{option}={shown(value)}: must be of the kind {words}")
+    if not all(isinstance(name, str) for name in algorithm.reward_components):
+        raise ConfigError(f"reward_components={shown(algorithm.reward_components)}: must be names")
 
 
 def _check_inputs(option: str, inputs: list[str], known: frozenset[str]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rl_plugins.algorithms.checks import check_not_negative
+from rl_plugins.errors import ConfigError
 
 
 class Coefficient(Protocol):
@@ -110,11 +111,11 @@ class AdaptiveEntropy:
         """Check the options.
 
         Raises:
-            ValueError: `rate` is negative, or `coefficient` is outside of `minimum` and `maximum`.
+            ConfigError: `rate` is negative, or `coefficient` is outside of `minimum` and `maximum`.
         """
         check_not_negative(rate=self.rate)
         if not self.minimum <= self.coefficient <= self.maximum:
-            raise ValueError(
+            raise ConfigError(
                 f"coefficient={self.coefficient}: must be from minimum={self.minimum} to maximum={self.maximum}"
             )
 

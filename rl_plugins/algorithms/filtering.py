@@ -9,12 +9,13 @@ drawn twice is trained on twice, so groups do not stay whole: resample only for 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.masked import group_numbers, group_statistics
+from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, Settings, one_of
 from rl_plugins.errors import ConfigError
 
 _NEVER_ZERO = 1e-8
@@ -22,7 +23,7 @@ _WEIGHT_OF_BEST, _WEIGHT_OF_REST = 0.4, 0.1
 
 
 @dataclass(frozen=True)
-class GroupFilter:
+class GroupFilter(Settings):
     """Dynamic sampling: more prompts are sampled until enough groups have samples with different scores.
 
     Attributes:
@@ -42,18 +43,16 @@ class GroupFilter:
     high: float | None = None
     metric: str | None = None
     drop_truncated: bool = False
-    max_batches: int = 10
-    oversampling: int = 1
+    max_batches: Annotated[int, AT_LEAST_1] = 10
+    oversampling: Annotated[int, AT_LEAST_1] = 1
 
     def __post_init__(self) -> None:
         """Check the ranges.
 
         Raises:
-            ConfigError: `low` is above `high`, or a count is below 1.
+            ConfigError: `low` is above `high`, or a number is out of its range.
         """
-        for name in ("max_batches", "oversampling"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        super().__post_init__()
         if self.low is not None and self.high is not None and not self.low <= self.high:
             raise ConfigError(f"low={self.low} is above high={self.high}")
 
@@ -84,7 +83,7 @@ class GroupFilter:
 
 
 @dataclass(frozen=True)
-class Resampling:
+class Resampling(Settings):
     """Policy filtration: draw the samples to train on by their rewards; see `resampling_weights`.
 
     Attributes:
@@ -94,8 +93,8 @@ class Resampling:
     Source: PF-PPO, https://arxiv.org/abs/2409.06957.
     """
 
-    kind: Literal["power", "extremes", "best"] = "power"
-    power: float = 2.0
+    kind: Annotated[str, one_of("power", "extremes", "best")] = "power"
+    power: Annotated[float, NOT_NEGATIVE] = 2.0
 
 
 def resampling_weights(

@@ -5,15 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.masked import group_numbers
+from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, Range, Settings, fits, or_null, shown
+from rl_plugins.errors import ConfigError
+
+_BOUNDS = Range(
+    "must be null, or two finite numbers, the smaller one first",
+    lambda value: (
+        value is None
+        or (
+            isinstance(value, list | tuple)
+            and len(value) == 2
+            and all(fits(bound, float) for bound in value)
+            and value[0] <= value[1]
+        )
+    ),
+)
 
 
 @dataclass(frozen=True)
-class OverlongPenalty:
+class OverlongPenalty(Settings):
     """Penalty of responses near the longest allowed length; see `overlong_penalty`.
 
     Attributes:
@@ -23,9 +39,19 @@ class OverlongPenalty:
         factor: largest penalty, 0 or more.
     """
 
-    max_tokens: int
-    buffer_tokens: int | None = None
-    factor: float = 1.0
+    max_tokens: Annotated[int, AT_LEAST_1]
+    buffer_tokens: Annotated[int | None, or_null(AT_LEAST_1)] = None
+    factor: Annotated[float, NOT_NEGATIVE] = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ConfigError: a number is out of its range, or the slope is longer than the longest response.
+        """
+        super().__post_init__()
+        if self.buffer_tokens is not None and self.buffer_tokens > self.max_tokens:
+            raise ConfigError(f"buffer_tokens={self.buffer_tokens}: must be in 1 .. max_tokens={self.max_tokens}")
 
     @property
     def slope_tokens(self) -> int:
@@ -34,7 +60,7 @@ class OverlongPenalty:
 
 
 @dataclass(frozen=True)
-class RewardShaping:
+class RewardShaping(Settings):
     """Changes to the scores before advantages are computed, in this order; none by default.
 
     Attributes:
@@ -44,10 +70,20 @@ class RewardShaping:
         overlong: penalty of long responses; None for no penalty.
     """
 
-    clip: Sequence[float] | None = None
-    length_factor: float = 0.0
+    clip: Annotated[Sequence[float] | None, _BOUNDS] = None
+    length_factor: Annotated[float, NOT_NEGATIVE] = 0.0
     correct_above: float = 0.5
     overlong: OverlongPenalty | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ConfigError: a value is out of its range, or `overlong` is no penalty.
+        """
+        super().__post_init__()
+        if not isinstance(self.overlong, OverlongPenalty | None):
+            raise ConfigError(f"overlong={shown(self.overlong)}: must be an OverlongPenalty, or null")
 
     def shaped(self, *, scores_B: Tensor, response_lengths_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> Tensor:
         """Apply all changes to the scores [B]; the batch must hold all samples of each group."""

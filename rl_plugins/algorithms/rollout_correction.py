@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.inputs import Collective, one_rank
 from rl_plugins.algorithms.policy_losses import MAX_LOG_RATIO
+from rl_plugins.config.settings import ABOVE_0_OR_NULL, Range, Settings, fits
 
 Level = Literal["token", "sequence"]
 
@@ -46,8 +47,17 @@ MIN_MEAN_WEIGHT = 1e-8
 """Smallest mean by which weights are divided: if a band sets all weights to 0, the weights stay 0."""
 
 
+_THRESHOLD = Range(
+    "must be a finite number, or two finite numbers",
+    lambda value: (
+        fits(value, float)
+        or (isinstance(value, list | tuple) and len(value) == 2 and all(fits(bound, float) for bound in value))
+    ),
+)
+
+
 @dataclass(frozen=True)
-class Rejection:
+class Rejection(Settings):
     """A statistic of d, and the range in which a token or sequence is kept.
 
     Attributes:
@@ -60,7 +70,7 @@ class Rejection:
     """
 
     mode: RejectionMode
-    threshold: float | tuple[float, float]
+    threshold: Annotated[float | tuple[float, float], _THRESHOLD]
 
     def __post_init__(self) -> None:
         """Check the mode and its threshold.
@@ -68,6 +78,7 @@ class Rejection:
         Raises:
             ValueError: the mode is unknown, or the threshold does not suit the mode.
         """
+        super().__post_init__()
         if self.mode not in get_args(RejectionMode):
             raise ValueError(f"mode={self.mode!r} is unknown: use one of {', '.join(get_args(RejectionMode))}")
         if self.estimator == "k1":
@@ -77,7 +88,7 @@ class Rejection:
                     f"threshold={self.threshold!r} of {self.mode}: use (low, high) with 0 < low <= high, "
                     "or one number of at least 1"
                 )
-        elif not isinstance(self.threshold, int | float) or not self.threshold >= 0:
+        elif not isinstance(self.threshold, int | float) or self.threshold < 0:
             raise ValueError(f"threshold={self.threshold!r} of {self.mode}: use one number of at least 0")
 
     @property
@@ -282,8 +293,8 @@ def _check_weight_options(level: str, cap: float | None, band: tuple[float, floa
         raise ValueError(f"cap={cap} and band={band}: a weight is either truncated or zeroed, use one of the two")
     if cap is not None and not cap > 0:
         raise ValueError(f"cap={cap}: must be above 0, or None for no cap")
-    if band is not None and not 0 <= band[0] <= band[1]:
-        raise ValueError(f"band={band}: use (low, high) with 0 <= low <= high, or None for no band")
+    if band is not None and not (all(fits(bound, float) for bound in band) and 0 <= band[0] <= band[1]):
+        raise ValueError(f"band={band}: use two finite numbers (low, high) with 0 <= low <= high, or None for no band")
 
 
 def _log_ratio(log_probs_BT: Tensor, rollout_log_probs_BT: Tensor, valid_BT: Tensor) -> Tensor:
@@ -319,7 +330,7 @@ def _kept_by(rule: Rejection, log_ratio_BT: Tensor, lengths_B1: Tensor) -> Tenso
 
 
 @dataclass(frozen=True)
-class RolloutCorrection:
+class RolloutCorrection(Settings):
     """Importance weights and rejection for the gap between rollout and training; none by default.
 
     Attributes:
@@ -334,7 +345,7 @@ class RolloutCorrection:
     """
 
     level: Level | None = None
-    cap: float | None = None
+    cap: Annotated[float | None, ABOVE_0_OR_NULL] = None
     band: tuple[float, float] | None = None
     normalize: bool = False
     rules: tuple[Rejection, ...] = ()
@@ -344,8 +355,10 @@ class RolloutCorrection:
         """Check the options and their combination.
 
         Raises:
-            ValueError: an option is out of its range, or has no effect.
+            ConfigError: a number is out of its range.
+            ValueError: an option has no effect.
         """
+        super().__post_init__()
         if self.level is not None:
             _check_weight_options(self.level, self.cap, self.band)
         elif self.cap is not None or self.band is not None or self.normalize:

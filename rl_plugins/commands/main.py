@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -77,14 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"the commands are: {', '.join(COMMANDS)}"
         print(f"error: there is no command {name!r}; {hint}", file=sys.stderr)
         return 2
-    command = import_module(f"rl_plugins.commands.{name}")
-    parser = _Parser(
-        prog=f"rl-plugins {name}", description=command.__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
-    command.add_arguments(parser)
     try:
-        parsed = parser.parse_intermixed_args(words) if name in _INTERMIXED else parser.parse_args(words)
-        status: int = command.run(parsed)
+        status: int = import_module(f"rl_plugins.commands.{name}").run(parse_arguments(name, words))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -120,6 +114,24 @@ def _run_recipe(name: str, options: list[str]) -> int:
     sys.argv[1:] = options
     run_module(f"rl_plugins.recipes.{recipe}", run_name="__main__", alter_sys=True)
     return 0
+
+
+def parse_arguments(name: str, words: Sequence[str]) -> Namespace:
+    """Return the arguments of a command.
+
+    Args:
+        name: Name in `COMMANDS`.
+        words: Words of the command line behind the name.
+
+    Raises:
+        ConfigError: An argument is unknown, missing or wrong.
+    """
+    command = import_module(f"rl_plugins.commands.{name}")
+    parser = _Parser(
+        prog=f"rl-plugins {name}", description=command.__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    command.add_arguments(parser)
+    return parser.parse_intermixed_args(words) if name in _INTERMIXED else parser.parse_args(words)
 
 
 def add_run_argument(parser: ArgumentParser) -> None:

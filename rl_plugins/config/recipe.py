@@ -29,7 +29,7 @@ from rl_plugins.config.placement import PlacementConfig, StrategyConfig
 from rl_plugins.config.rollout import RolloutConfig
 from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunConfig, TrackingConfig
 from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
-from rl_plugins.config.settings import Settings, one_of, shown
+from rl_plugins.config.settings import AT_LEAST_1, Settings, one_of, shown
 from rl_plugins.errors import ConfigError
 from rl_plugins.redaction import redacted_value, without_password
 from rl_plugins.whole_file import write_whole_text
@@ -114,10 +114,21 @@ class RecipeConfig(Settings):
     @property
     def prompts_drawn(self) -> int:
         """Number of prompts drawn for a step; see `algorithm.group_filter`."""
-        node = self.algorithm if isinstance(self.algorithm, dict) else {}
-        group_filter = node.get("group_filter") or {}
-        oversampling = group_filter.get("oversampling", 1) if self.stage in COLLECTING_STAGES else 1
-        return self.batch.prompts_per_step * int(oversampling)
+        return self.batch.prompts_per_step * self.oversampling
+
+    @property
+    def oversampling(self) -> int:
+        """Number of prompts drawn for each prompt of a step. The check of the algorithm names a wrong number."""
+        group_filter = self.algorithm.get("group_filter") if isinstance(self.algorithm, dict) else None
+        number = group_filter.get("oversampling", 1) if isinstance(group_filter, dict) else 1
+        is_used = self.stage in COLLECTING_STAGES and AT_LEAST_1.fault(number, int) is None
+        return number if is_used else 1
+
+    @property
+    def size_of_step(self) -> str:
+        """Options that give `prompts_drawn`, for messages."""
+        more = f" x algorithm.group_filter.oversampling={self.oversampling}" if self.oversampling > 1 else ""
+        return f"batch.prompts_per_step={self.batch.prompts_per_step}{more}"
 
     @property
     def num_workers(self) -> int:

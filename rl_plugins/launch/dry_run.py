@@ -58,13 +58,13 @@ def check_data(config: RecipeConfig) -> None:
     from rl_plugins.data.parquet import load_rows
     from rl_plugins.models.folder import check_model_type
 
-    data, needed = config.data, config.batch.prompts_per_step
+    data, needed = config.data, config.prompts_drawn
     source = training_data(config)
     train_kind, val_kind = kinds_of(config)
     train, firsts = load_parts(source, FORMATS[train_kind].columns)
     if len(train) < needed:
         raise ConfigError(
-            f"the training data has {len(train)} rows, fewer than batch.prompts_per_step={needed}. Lower "
+            f"the training data has {len(train)} rows, fewer than {config.size_of_step}. Lower "
             "batch.prompts_per_step, or add data"
         )
     if data.mixture or data.curriculum.share:
@@ -161,7 +161,8 @@ def _details_used(algorithm: object) -> list[tuple[str, str]]:
     """Return the used details of scores: pairs of an option of the algorithm and the name of a detail."""
     node = algorithm if isinstance(algorithm, Mapping) else {}
     names = [("algorithm.reward_components", name) for name in node.get("reward_components") or ()]
-    metric = (node.get("group_filter") or {}).get("metric")
+    group_filter = node.get("group_filter")
+    metric = group_filter.get("metric") if isinstance(group_filter, Mapping) else None
     return [*names, *([("algorithm.group_filter.metric", metric)] if metric else [])]
 
 
@@ -287,7 +288,7 @@ class _Rows:
             options = " and ".join(f"{option}={limit}" for option, limit in self._limits.items())
             raise ConfigError(
                 f"{fitting} of {len(self.rows)} rows are within {options}, fewer than "
-                f"batch.prompts_per_step={self._needed}: raise a limit, lower batch.prompts_per_step, or add data"
+                f"{self._config.size_of_step}: raise a limit, lower batch.prompts_per_step, or add data"
             )
 
     def _measured(self, numbers: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[int]]:

@@ -30,7 +30,9 @@ def instantiate_node(option: str, node: object) -> Any:
         reason = " ".join(str(error.__cause__ or error).split())
         if isinstance(error.__cause__, TypeError) and "keyword-only" in reason:
             reason += ": add _partial_: true to a function that the run calls"
-        raise ConfigError(f"{where}: {reason}") from None
+        # The error of a setting begins with the setting.
+        names_setting = isinstance(error.__cause__, ConfigError) and re.match(r"[\w.]+=", reason)
+        raise ConfigError(f"{where}{'.' if names_setting else ': '}{reason}") from None
 
 
 def instantiate_nodes(option: str, nodes: Mapping[str, Any], kind: type) -> list[Any]:

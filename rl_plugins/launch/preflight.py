@@ -27,7 +27,7 @@ from rl_plugins.launch.ray_train import JOB_FOLDERS
 from rl_plugins.launch.resume import check_resume
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
-from rl_plugins.tracking.store import check_store
+from rl_plugins.tracking.store import ARTIFACTS, STORE_FILE, check_store
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -339,12 +339,18 @@ def _check_output(config: RecipeConfig) -> None:
         raise ConfigError(
             f"run.output_dir={output} cannot be written ({error.strerror}): choose another folder"
         ) from None
+    if tracking_uri(config) == _store_beside(output) and name in (STORE_FILE, ARTIFACTS):
+        raise ConfigError(f"run.name={name}: the MLflow store in {output} has this name: choose another name")
     check_resume(config, RunFolder(output / name))
 
 
 def tracking_uri(config: RecipeConfig) -> str:
     """Return the URI of the configured MLflow store, or of an SQLite file beside the runs if none is configured."""
-    return config.tracking.uri or f"sqlite:///{Path(config.run.output_dir).absolute() / 'mlflow.db'}"
+    return config.tracking.uri or _store_beside(Path(config.run.output_dir))
+
+
+def _store_beside(output: Path) -> str:
+    return f"sqlite:///{output.absolute() / STORE_FILE}"
 
 
 def fetch_models(config: RecipeConfig) -> None:

@@ -10,6 +10,7 @@ input from good input by a few changes: other values, missing keys, changed byte
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import sys
@@ -19,6 +20,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -33,15 +35,18 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from safetensors.numpy import save
 
+from rl_plugins.commands.main import parse_arguments
 from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.data.formats import FORMATS, RowKeys
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.prepare.files import read_records
-from rl_plugins.errors import UserError
+from rl_plugins.errors import CheckpointError, UserError
+from rl_plugins.manifest import MANIFEST, find_damage
 from rl_plugins.models.folder import check_model_folder, check_model_type
 from rl_plugins.plain_file import load_plain, save_plain
 from rl_plugins.run_folder import read_metrics
+from rl_plugins.tests.files import rewrite_manifest
 
 OUTCOMES = ("clear", "accepted", "unclear", "traceback", "wrongly accepted")
 _LONGEST = 1000
@@ -210,6 +215,37 @@ _MODEL = {
     "model_type": "qwen2", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_scaling": {"factor": 2.0},
 }  # fmt: skip
+_ALGORITHM: dict[str, Any] = {
+    "_target_": "rl_plugins.algorithms.algorithm.Algorithm",
+    "advantage": "grpo", "advantage_options": {"scale": "group"}, "policy_loss": "ppo_clip",
+    "policy_loss_options": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}, "aggregation": "token-mean",
+    "scale_factor": 1.0, "reward_components": ["format"], "teacher_top_k": 32, "value_clip": 0.5,
+    **{
+        name: {"_target_": f"rl_plugins.algorithms.{module}", **options}
+        for name, module, options in (
+            ("kl", "algorithm.KLConfig", {"coefficient": 0.1, "target": 0.1, "horizon": 100.0, "estimator": "k3"}),
+            ("entropy", "algorithm.EntropyConfig", {"coefficient": 0.1, "target": 0.5, "rate": 0.01, "maximum": 1.0}),
+            ("modifiers", "algorithm.LossModifiers", {"off_policy_mask": 0.1, "top_entropy": 0.5, "positive_nll": 1}),
+            ("shaping", "reward_shaping.RewardShaping", {"clip": [-1.0, 1.0], "length_factor": 0.1}),
+            ("group_filter", "filtering.GroupFilter", {"low": 0.1, "high": 0.9, "max_batches": 3, "oversampling": 2}),
+            ("correction", "rollout_correction.RolloutCorrection", {"level": "token", "cap": 2.0, "band": None}),
+        )
+    },
+}  # fmt: skip
+_COMMANDS = [
+    line.split()
+    for line in (
+        "generate m --data a.parquet --output s.parquet --samples 4 --temperature 0.5 --top-p 0.9 --max-tokens 8",
+        "evaluate a.parquet b.parquet --reward exact_match --right-from 0.5 --workers 2 --deadline 3 --memory-mb 100",
+        "export run/checkpoint_00000001 out --lora merged",
+        "prepare validate a.parquet --format sft --max-prompt-tokens 8 --tokenizer m",
+        "show run",
+        "report run",
+        "sync run",
+        "plan grpo model.path=m",
+        "submit --address a -- grpo run.steps=1",
+    )
+]
 _TOKENIZER = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 7}, "merges": []}, "added_tokens": [{"id": 7}]}
 
 
@@ -237,6 +273,36 @@ def _leaves(value: Any) -> list[tuple[Path_, Any]]:
 
 def _is_infinite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def _algorithm_check(base: Mapping[str, Any]) -> Callable[[Any], None]:
+    def check(node: Any) -> None:
+        # The import loads torch, which takes seconds.
+        from rl_plugins.launch.algorithm_check import check_algorithm
+
+        check_algorithm(parse_config({**base, "algorithm": node}))
+        wrong = [path for path, value in _leaves(node) if _is_infinite(value)]
+        assert wrong == [], f"algorithm.{'.'.join(map(str, wrong[0]))} is not finite"
+
+    return check
+
+
+def _check_arguments(words: list[Any]) -> None:
+    name, *others = words
+    # A word may happen to be -h, which prints the help and ends the command.
+    with suppress(SystemExit), redirect_stdout(io.StringIO()):
+        values = vars(parse_arguments(name, [str(word) for word in others]))
+        wrong = [option for option, value in values.items() if _is_infinite(value)]
+        assert wrong == [], f"{name} --{wrong[0]} is not finite"
+
+
+def _manifest_check(checkpoint: Path) -> Callable[[bytes], None]:
+    def check(content: bytes) -> None:
+        (checkpoint / MANIFEST).write_bytes(content)
+        if (damage := find_damage(checkpoint)) is not None:
+            raise CheckpointError(damage)
+
+    return check
 
 
 def _row_check(kind: str) -> Callable[[Any], None]:
@@ -317,6 +383,19 @@ def targets(folder: Path) -> Mapping[str, Target]:
     plain = folder / "state"
     save_plain({"step": 3, "weights": np.ones(4)}, plain)
     found["plain file"] = Target(damaged(plain.read_bytes()), _file_check(plain, load_plain), ["state"])
+    found["algorithm"] = Target(changed(_ALGORITHM) | VALUES, _algorithm_check(base), ["algorithm", "option"])
+    # The name of the command stays.
+    lines_of_words = st.sampled_from(_COMMANDS).flatmap(
+        lambda words: changed(words[1:], _TEXTS | _NUMBERS.map(str)).map(lambda others: [words[0], *others])
+    )
+    found["arguments"] = Target(lines_of_words, _check_arguments, ["rl-plugins"])
+    checkpoint = folder / "checkpoint_00000003"
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / "state").write_bytes(b"weights")
+    rewrite_manifest(checkpoint)
+    manifest = (checkpoint / MANIFEST).read_bytes()
+    some = damaged(manifest) | as_json(changed(json.loads(manifest)) | VALUES)
+    found["manifest"] = Target(some, _manifest_check(checkpoint), [checkpoint.name])
     metrics = "".join(json.dumps({"step": step, "time": 1.0, "train/loss": 0.5}) + "\n" for step in range(3)).encode()
     found["metrics"] = Target(damaged(metrics), _file_check(folder / "metrics.jsonl", read_metrics), ["metrics.jsonl"])
     return found

@@ -16,6 +16,8 @@ from rl_plugins.errors import ConfigError
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+STORE_FILE, ARTIFACTS = "mlflow.db", "mlartifacts"
+"""Names of the store and of its artifacts in a folder of runs."""
 DELETED = "deleted"
 """Lifecycle stage of a deleted experiment or run."""
 
@@ -148,7 +150,7 @@ def _artifact_location(uri: str) -> str | None:
     For SQLite, MLflow's default is the working directory, and the working directory of a Ray worker is temporary.
     """
     file = _sqlite_file(uri)
-    return None if file is None else (file.absolute().parent / "mlartifacts").as_uri()
+    return None if file is None else (file.absolute().parent / ARTIFACTS).as_uri()
 
 
 def _sqlite_file(uri: str) -> Path | None:
