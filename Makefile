@@ -26,7 +26,7 @@ export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint format typecheck unit integration extended coverage gpu docs lock lock-cuda clean
+.PHONY: help install quickstart test test-all lint format typecheck unit integration extended campaign soak coverage gpu docs lock lock-cuda clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,12 @@ integration: $(INSTALLED)  ## the core of the integration tests, over Ray, DeepS
 
 extended: $(INSTALLED)  ## kills and resumes of every kind, typed docs pages, pipelines, many machines: over the same stack
 	$(PYTEST) -m "extended and not gpu" --timeout 600
+
+campaign: $(INSTALLED)  ## hours: kill -9 of each kind of process, TIMES=20 times each; goes on where it was stopped
+	$(PY) -m integration_tests.campaign --page docs/kills.md $(if $(TIMES),--times $(TIMES)) $(if $(KINDS),--kinds $(KINDS))
+
+soak: $(INSTALLED)  ## a run of STEPS=2000 steps: growth of memory, descriptors, temporary files and step time
+	$(PY) -m benchmarks.soak $(if $(STEPS),--steps $(STEPS)) --out benchmarks/results/soak.md
 
 coverage: $(INSTALLED)  ## line coverage of the library by `make test`; with ALL=1 by `make test-all`
 	sh requirements/coverage.sh $(if $(ALL),unit integration extended,unit integration)

@@ -40,12 +40,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `data/{train,test}.parquet` and a tiny policy in `tiny/`."""
+    folder = tmp_path_factory.mktemp("workplace")
+    save_workplace(folder)
+    return folder
+
+
+def save_workplace(folder: Path) -> None:
+    """Write the data and the policy of `workplace`."""
     from rl_plugins.models.tiny import save_tiny_policy
 
-    folder = tmp_path_factory.mktemp("workplace")
     write_splits(addition_rows(below=100, num_train=512, num_test=64, seed=0), folder / "data")
     save_tiny_policy(folder / "tiny")
-    return folder
 
 
 @dataclass

@@ -22,7 +22,7 @@ from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.launch.gpu_checks import check_nodes
 from rl_plugins.launch.gpus import local_gpus
 from rl_plugins.launch.object_store import LEAST_BYTES, object_store_bytes
-from rl_plugins.launch.own_ray import listen_on_loopback, start_own_ray
+from rl_plugins.launch.own_ray import set_own_ray_up, start_own_ray
 from rl_plugins.launch.placement import (
     ENGINES,
     WORKERS,
@@ -62,7 +62,7 @@ def train_on_ray(config: RecipeConfig, folder: RunFolder) -> None:
         RuntimeError: Training failed more often than `placement.max_restarts` allows.
     """
     if not os.environ.get("RAY_ADDRESS"):
-        listen_on_loopback()
+        set_own_ray_up()
     import ray
 
     started_in = Path.cwd()

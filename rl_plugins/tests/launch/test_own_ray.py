@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory, gettempdir
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.own_ray import _temporary_files_in, protect_token, session_folder
+from rl_plugins.launch.own_ray import TASK_REPORTS, _temporary_files_in, protect_token, session_folder, set_own_ray_up
 from rl_plugins.tests.other_user import OTHER_USER, needs_root, run_as_other_user
 
 READ = """
@@ -120,3 +120,16 @@ def test_temporary_files_in_removes_folders_of_ended_processes(home: Path) -> No
         assert usual == gettempdir()
     assert os.environ.get("TMPDIR") == before
     assert not ended.exists() and running.exists()
+
+
+def test_set_own_ray_up_keeps_no_tasks_in_the_gcs_and_leaves_variables_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (TASK_REPORTS, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    set_own_ray_up()
+    assert os.environ[TASK_REPORTS] == "0"
+    monkeypatch.setenv(TASK_REPORTS, "500")
+    set_own_ray_up()
+    assert os.environ[TASK_REPORTS] == "500"

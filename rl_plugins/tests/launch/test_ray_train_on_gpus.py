@@ -49,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "nodes", lambda: NODES)
     monkeypatch.setattr(ray.train.torch, "TorchTrainer", Trainer)
-    monkeypatch.setattr(ray_train, "listen_on_loopback", lambda: None)
+    monkeypatch.setattr(ray_train, "set_own_ray_up", lambda: None)
     monkeypatch.setattr(ray_train, "reserved", reserve)
     monkeypatch.setattr(ray_train, "wait_until_project_is_unpacked", lambda *_: None)
     monkeypatch.setattr(ray_train, "check_nodes", lambda config, nodes: asked["order"].append(f"check {len(nodes)}"))

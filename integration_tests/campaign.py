@@ -1,0 +1,395 @@
+"""Kill of each kind of process at random moments: the run must end as a run left alone ends.
+
+    python -m integration_tests.campaign                         # 20 kills of each kind: hours
+    python -m integration_tests.campaign --times 1 --kinds engine driver
+    python -m integration_tests.campaign --page docs/kills.md    # write the table of all results so far
+
+Each kill is a run of the tiny policy that loses one process by SIGKILL. A run that cannot go on by itself is started
+again with `run.resume=auto`. Then weights and metrics are compared bit by bit with a run left alone, and the machine is
+searched for processes, shared memory and temporary files of the run. Each result is a line of `results.jsonl`. A
+campaign that was stopped goes on with the next kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from integration_tests.command_server import run_command
+from integration_tests.conftest import Recipe, recipes_in, save_workplace
+from integration_tests.mlflow_server import Server
+from rl_plugins.run_folder import read_metrics
+from rl_plugins.tests.patience import wait_until
+
+STEPS = 8
+STARTS = 4
+"""Largest number of starts of a run, the first start included."""
+MARK = "RL_PLUGINS_CAMPAIGN"
+"""Environment variable of all processes of a run: the name of the run."""
+
+_COMMON = (
+    f"run.steps={STEPS}", "run.checkpoint_every=3", "run.eval_every=4", "run.deterministic=true",
+    "batch.prompts_per_step=8", "batch.samples_per_prompt=4", "batch.updates_per_step=2", "optimizer.lr=1e-3",
+    "algorithm.kl.coefficient=0.05", "placement.device=cpu", "placement.cpus_per_worker=0.5", "reward.num_workers=1",
+)  # fmt: skip
+ANSWERS = (
+    "grpo", *_COMMON, "rollout.tensor_parallel_size=2", "placement.reference.actors=1", "placement.reference.cpus=0.5",
+    "reward.functions.default={_target_: integration_tests.rewards.shortness}",
+)  # fmt: skip
+"""Recipe and options of runs with rewards, engines of two processes and a pool with the reference."""
+CONVERSATIONS = (
+    "ppo", *_COMMON, "placement.critic.actors=1", "placement.critic.cpus=0.5", "environment.max_turns=3",
+    "data.max_prompt_tokens=8", "sampling.max_tokens=28",
+    "sampling.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q,r,s,t,u,v,w,x,y,z]",
+    "reward.functions.default._target_=integration_tests.rewards.asks_back",
+)  # fmt: skip
+"""Recipe and options of runs with an environment, and a pool that trains the critic."""
+
+
+# Kinds of processes -----------------------------------------------------------------------------------------------
+
+
+def _with(title: str) -> Callable[[Recipe], list[psutil.Process]]:
+    return lambda run: run.processes(title)
+
+
+def _driver(run: Recipe) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return [psutil.Process(run.process.pid)]
+    return []
+
+
+def _processes_of_engines(run: Recipe) -> list[psutil.Process]:
+    found = []
+    for engine in run.processes("ray::VLLMActor"):
+        with suppress(psutil.NoSuchProcess):
+            found += [child for child in engine.children() if "resource_tracker" not in " ".join(child.cmdline())]
+    return found
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of process.
+
+    Attributes:
+        recipe: recipe and options of the runs.
+        find: function that returns the living processes of this kind in a run.
+    """
+
+    recipe: tuple[str, ...]
+    find: Callable[[Recipe], list[psutil.Process]]
+
+
+TRACKING_SERVER = "tracking server"
+KINDS: Mapping[str, Kind] = {
+    "driver": Kind(ANSWERS, _driver),
+    "controller": Kind(ANSWERS, _with("ray::TrainController")),
+    "training worker": Kind(ANSWERS, _with("ray::RayTrainWorker")),
+    "engine": Kind(ANSWERS, _with("ray::VLLMActor")),
+    "process of an engine": Kind(ANSWERS, _processes_of_engines),
+    "reward worker": Kind(ANSWERS, _with("ray::LoadedRewards")),
+    "environment worker": Kind(CONVERSATIONS, _with("ray::LoadedRewards")),
+    "actor of the reference": Kind(ANSWERS, _with("ray::ModelActor")),
+    "actor of the critic": Kind(CONVERSATIONS, _with("ray::CriticActor")),
+    "raylet": Kind(ANSWERS, _with("/raylet/raylet")),
+    "head": Kind(ANSWERS, _with("gcs_server")),
+    TRACKING_SERVER: Kind(ANSWERS, lambda run: []),
+}
+
+
+# Runs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Moment of a kill.
+
+    Attributes:
+        step: finished step before the kill; 0 is the start-up.
+        delay_s: seconds after the step, or after the start of the first process of the kind.
+    """
+
+    step: int
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a kill.
+
+    Attributes:
+        kind: kind of the killed process.
+        number: number of the kill among the kills of the kind.
+        moment: moment of the kill.
+        statuses: exit status of each start of the run.
+        restart_s: seconds from the kill to the next row of metrics.
+        differences: metrics, steps and files that differ from a run left alone.
+        left: processes, shared memory and temporary files left behind.
+    """
+
+    kind: str
+    number: int
+    moment: Moment
+    statuses: list[int]
+    restart_s: float
+    differences: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """True if nothing differs, and nothing is left."""
+        return self.statuses[-1] == 0 and not self.differences and not self.left
+
+
+class Campaign:
+    """Runs in one folder, with their results.
+
+    Args:
+        folder: folder of the runs and of `results.jsonl`.
+        seed: seed of the moments.
+    """
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        self._folder, self._seed = folder.absolute(), seed
+        self._workplace = self._folder / "workplace"
+        if not (self._workplace / "tiny").is_dir():
+            save_workplace(self._workplace)
+
+    def results(self) -> list[Outcome]:
+        """Return all results so far."""
+        return read_results(self._folder)
+
+    def run(self, kind: str, number: int, moment: Moment | None = None) -> Outcome:
+        """Kill one process of a kind, and write the result down.
+
+        Args:
+            kind: name in `KINDS`.
+            number: number of the kill.
+            moment: moment of the kill; by default a random one, which depends on seed, kind and number.
+        """
+        whole = self._left_alone(KINDS[kind].recipe)
+        chance = random.Random(f"{self._seed}-{kind}-{number}")
+        moment = moment or Moment(chance.randrange(STEPS), round(chance.uniform(0, 2), 3))
+        name = f"{kind.replace(' ', '-')}-{number}"
+        shutil.rmtree(self._folder / "outputs" / name, ignore_errors=True)
+        memory = set(os.listdir("/dev/shm"))
+        with ExitStack() as stack:
+            temporary = Path(tempfile.mkdtemp(prefix="kill"))
+            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+            start = stack.enter_context(self._starts(KINDS[kind].recipe, name, temporary))
+            server = None
+            if kind == TRACKING_SERVER:
+                server = Server(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="server"))))
+                stack.callback(server.close)
+                server.start()
+            statuses, restart_s = _kill_one(start, kind, moment, server)
+            differences = _differences(self._folder / "outputs" / name, whole)
+            if server is not None:
+                differences += _missing_on(server, self._folder / "outputs" / name)
+            left = _left_behind(name, temporary, memory)
+        outcome = Outcome(kind, number, moment, statuses, round(restart_s, 1), differences, left)
+        with (self._folder / "results.jsonl").open("a") as results:
+            results.write(json.dumps(asdict(outcome)) + "\n")
+        return outcome
+
+    def _left_alone(self, recipe: tuple[str, ...]) -> Path:
+        """Return the folder of a finished run without a kill, which the first call trains."""
+        name = f"whole-{recipe[0]}"
+        if not (self._folder / "outputs" / name / "policy").is_dir():
+            shutil.rmtree(self._folder / "outputs" / name, ignore_errors=True)
+            with self._starts(recipe, name, Path(tempfile.gettempdir())) as start:
+                run = start()
+                assert run.wait(1800) == 0, run.tail()
+        return self._folder / "outputs" / name
+
+    @contextmanager
+    def _starts(self, recipe: tuple[str, ...], name: str, temporary: Path) -> Iterator[Callable[..., Recipe]]:
+        with recipes_in(self._folder, self._workplace) as start:
+
+            def begin(*overrides: str) -> Recipe:
+                variables = {MARK: name, "TMPDIR": str(temporary)}
+                options = (*recipe[1:], "run.resume=auto", *overrides)
+                return start(recipe[0], name, *options, new_interpreter=True, **variables)
+
+            yield begin
+
+
+def _kill_one(
+    start: Callable[..., Recipe], kind: str, moment: Moment, server: Server | None
+) -> tuple[list[int], float]:
+    """Start a run, kill a process at the moment, and start the run again until its end.
+
+    Returns:
+        Exit status of each start, and the seconds from the kill to the next row of metrics.
+    """
+    overrides = () if server is None else (f"tracking.uri={server.uri}", "tracking.experiment=kills")
+    run = start(*overrides)
+    if moment.step:
+        run.wait_for_step(moment.step, 1800)
+    elif server is None:
+        run.wait_until(lambda: KINDS[kind].find(run), kind, 1800)
+    time.sleep(moment.delay_s)
+    if server is not None:
+        server.kill()
+        server.start()
+    else:
+        # A process of the kind may be about to start again, or the run may have ended.
+        with suppress(AssertionError, IndexError, psutil.NoSuchProcess):
+            run.wait_until(lambda: KINDS[kind].find(run), kind, 120)
+            KINDS[kind].find(run)[0].kill()
+    killed, rows = time.monotonic(), len(run.metrics())
+    statuses: list[int] = []
+    restart_s: float | None = None
+    while not statuses or (statuses[-1] and len(statuses) < STARTS):
+        if statuses:
+            run = start(*overrides)
+        wait_until(partial(_goes_on_or_ends, run, rows), "metrics", 1800, run.tail)
+        if restart_s is None and len(run.metrics()) > rows:
+            restart_s = time.monotonic() - killed
+        statuses.append(run.wait(1800))
+    return statuses, time.monotonic() - killed if restart_s is None else restart_s
+
+
+def _goes_on_or_ends(run: Recipe, rows: int) -> bool:
+    return len(run.metrics()) > rows or run.process.poll() is not None
+
+
+# Comparison ---------------------------------------------------------------------------------------------------------
+
+
+def _differences(run: Path, whole: Path) -> list[str]:
+    """Return the metrics and files of a run that differ from those of a run left alone. Times may differ."""
+    found = []
+    expected, seen = (read_metrics(folder / "metrics.jsonl") for folder in (whole, run))
+    for name in sorted(expected):
+        if name.startswith(("train/", "val/")) and seen.get(name) != expected[name]:
+            found.append(name)
+    for file in sorted(path.relative_to(whole) for path in (whole / "policy").rglob("*") if path.is_file()):
+        if not (run / file).is_file() or (run / file).read_bytes() != (whole / file).read_bytes():
+            found.append(str(file))
+    return found
+
+
+def _missing_on(server: Server, run: Path) -> list[str]:
+    """Return the metrics that a tracking server lacks after `rl-plugins sync`."""
+    run_command([sys.executable, "-m", "rl_plugins", "sync", str(run)], cwd=run.parent, check=True)
+    _, metrics, points = server.metrics("kills")
+    expected = read_metrics(run / "metrics.jsonl")
+    found = [f"{name} in MLflow" for name in sorted(expected) if metrics.get(name) != expected[name]]
+    return found + ([] if points == sum(map(len, metrics.values())) else ["points in MLflow came twice"])
+
+
+def _left_behind(name: str, temporary: Path, memory: set[str]) -> list[str]:
+    """Return processes, shared memory and temporary files of a run that has ended, and kill the processes."""
+
+    def processes() -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == name:
+                    found.append(process)
+        return found
+
+    with suppress(AssertionError):
+        wait_until(lambda: not processes(), "the end of all processes", 30)
+    left = []
+    for process in processes():
+        with suppress(psutil.Error):
+            left.append(f"process {' '.join(process.cmdline())[:80]}")
+            process.kill()
+    left += [f"/dev/shm/{file}" for file in sorted(_without_owner(set(os.listdir("/dev/shm")) - memory))]
+    # Ray keeps the logs of its sessions.
+    sessions = temporary / f"ray-{os.geteuid()}" / "ray"
+    for file in temporary.rglob("*"):
+        if not sessions.is_relative_to(file) and not file.is_relative_to(sessions):
+            left.append(str(file.relative_to(temporary)))
+    return left
+
+
+def _without_owner(files: set[str]) -> set[str]:
+    """Return the files in /dev/shm that no process has mapped or opened. Other programs make such files, too."""
+    for process in Path("/proc").glob("[0-9]*") if files else ():
+        with suppress(OSError):
+            held = (process / "maps").read_text() + "\n".join(map(os.readlink, (process / "fd").iterdir()))
+            files = {file for file in files if f"/dev/shm/{file}" not in held}
+    return {file for file in files if Path("/dev/shm", file).exists()}
+
+
+# Results ------------------------------------------------------------------------------------------------------------
+
+
+def read_results(folder: Path) -> list[Outcome]:
+    """Return the results in a folder. A line that a stop has torn is left out."""
+    outcomes = []
+    file = folder / "results.jsonl"
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        with suppress(json.JSONDecodeError):
+            row = json.loads(line)
+            outcomes.append(Outcome(**{**row, "moment": Moment(**row["moment"])}))
+    return outcomes
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Return the results as a Markdown table with a line for each kind."""
+    lines = [
+        "| killed process | kills | same bits | nothing left | ended by itself | seconds to the next step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind in KINDS:
+        if found := [outcome for outcome in outcomes if outcome.kind == kind]:
+            seconds = [outcome.restart_s for outcome in found]
+            same = sum(outcome.statuses[-1] == 0 and not outcome.differences for outcome in found)
+            clean = sum(not outcome.left for outcome in found)
+            alone = sum(len(outcome.statuses) == 1 for outcome in found)
+            lines.append(
+                f"| {kind} | {len(found)} | {same} | {clean} | {alone} | {median(seconds):.0f}, {max(seconds):.0f} |"
+            )
+    return "\n".join(lines)
+
+
+def write_page(outcomes: Sequence[Outcome], page: Path) -> None:
+    """Write the table between the two marks of the page."""
+    marked = re.compile(r"(<!-- kills -->\n).*(<!-- end kills -->)", re.DOTALL)
+    page.write_text(marked.sub(lambda match: f"{match[1]}{table(outcomes)}\n{match[2]}", page.read_text()))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the missing kills, and write the table; return 1 if a run lost anything or left anything behind."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--times", type=int, default=20, help="kills of each kind (default: %(default)s)")
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS], help="(default: all)")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/campaign"), help="(default: %(default)s)")
+    parser.add_argument("--page", type=Path, help="page for the table, such as docs/kills.md")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    campaign = Campaign(options.folder, options.seed)
+    done = {(outcome.kind, outcome.number) for outcome in campaign.results()}
+    # All kinds in turn, so that a stopped campaign has results of each kind.
+    for number in range(options.times):
+        for kind in options.kinds:
+            if (kind, number) not in done:
+                print(json.dumps(asdict(campaign.run(kind, number))), flush=True)
+    outcomes = [outcome for outcome in campaign.results() if outcome.kind in options.kinds]
+    print(table(outcomes))
+    if options.page is not None:
+        write_page(campaign.results(), options.page)
+    return 0 if all(outcome.good for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
