@@ -198,10 +198,10 @@ class Campaign:
                 stack.callback(server.close)
                 server.start()
             statuses, restart_s = _kill_one(start, kind, moment, server)
-            differences = _differences(self._folder / "outputs" / name, whole)
+            differences = differences(self._folder / "outputs" / name, whole)
             if server is not None:
                 differences += _missing_on(server, self._folder / "outputs" / name)
-            left = _left_behind(name, temporary, memory)
+            left = left_behind(name, temporary, memory)
         outcome = Outcome(kind, number, moment, statuses, round(restart_s, 1), differences, left)
         with (self._folder / "results.jsonl").open("a") as results:
             results.write(json.dumps(asdict(outcome)) + "\n")
@@ -272,7 +272,7 @@ def _goes_on_or_ends(run: Recipe, rows: int) -> bool:
 # Comparison ---------------------------------------------------------------------------------------------------------
 
 
-def _differences(run: Path, whole: Path) -> list[str]:
+def differences(run: Path, whole: Path) -> list[str]:
     """Return the metrics and files of a run that differ from those of a run left alone. Times may differ."""
     found = []
     expected, seen = (read_metrics(folder / "metrics.jsonl") for folder in (whole, run))
@@ -294,8 +294,15 @@ def _missing_on(server: Server, run: Path) -> list[str]:
     return found + ([] if points == sum(map(len, metrics.values())) else ["points in MLflow came twice"])
 
 
-def _left_behind(name: str, temporary: Path, memory: set[str]) -> list[str]:
-    """Return processes, shared memory and temporary files of a run that has ended, and kill the processes."""
+def left_behind(name: str, temporary: Path, memory: set[str], patience_s: float = 30) -> list[str]:
+    """Return processes, shared memory and temporary files of a run that has ended, and kill the processes.
+
+    Args:
+        name: value of `MARK` in the environment of the run.
+        temporary: folder of the run's temporary files.
+        memory: names in /dev/shm before the run.
+        patience_s: seconds for processes to end.
+    """
 
     def processes() -> list[psutil.Process]:
         found = []
@@ -306,7 +313,7 @@ def _left_behind(name: str, temporary: Path, memory: set[str]) -> list[str]:
         return found
 
     with suppress(AssertionError):
-        wait_until(lambda: not processes(), "the end of all processes", 30)
+        wait_until(lambda: not processes(), "the end of all processes", patience_s)
     left = []
     for process in processes():
         with suppress(psutil.Error):
