@@ -86,19 +86,25 @@ class Watch:
     def _measure(self, step: float) -> None:
         largest: dict[tuple[str, str], float] = defaultdict(float)
         for process in (self._root, *self._root.children(recursive=True)):
-            with suppress(psutil.Error):
+            with suppress(psutil.Error, OSError):
                 title = " ".join(process.cmdline())
                 kind = next((kind for part, kind in KINDS.items() if part in title), "other processes")
                 memory = process.memory_full_info()
                 for figure, value in (
                     (MEMORY, memory.pss / _MB),
                     (DESCRIPTORS, process.num_fds()),
-                    (SHARED, memory.shared / _MB),
+                    (SHARED, _shared_bytes(process.pid) / _MB),
                 ):
                     largest[kind, figure] = max(largest[kind, figure], value)
         largest["all", FILES] = sum(len(files) for _, _, files in os.walk(self._temporary))
         for key, value in largest.items():
             self.seen[key].append((step, value))
+
+
+def _shared_bytes(pid: int) -> int:
+    """Return the shared memory of a process, without the pages of files."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem"))
 
 
 def trained(metrics: Path) -> list[dict[str, float]]:

@@ -93,7 +93,7 @@ class Resampling(Settings):
     Source: PF-PPO, https://arxiv.org/abs/2409.06957.
     """
 
-    kind: Annotated[str, one_of("power", "extremes", "best")] = "power"
+    kind: Annotated[Literal["power", "extremes", "best"], one_of("power", "extremes", "best")] = "power"
     power: Annotated[float, NOT_NEGATIVE] = 2.0
 
 

@@ -88,8 +88,7 @@ class Stage(LightningModule):
             attention is set to `packed_sdpa` (see `rl_plugins.models.packed_attention`), which also runs a prompt only
             once for all its samples in a micro-batch. A model in which packed samples influence each other is refused.
         attention: attention of transformers, such as `eager`; by default `packed_sdpa` (models loaded by name).
-        trust_remote_code: run Python code that the config.json of a model names (`auto_map`). The code has all rights
-            of the user.
+        trust_remote_code: run Python code that the config.json of a model names (`auto_map`), with all your rights.
     """
 
     trained: ClassVar[str] = POLICY
@@ -132,13 +131,11 @@ class Stage(LightningModule):
         self.validation: GenerationValidation | None = None
         self.shown_samples = ShownSamples()
         setattr(self, self.trained, None)
-        # In a list, so that nn.Module does not register the model a second time.
+        # In a list: nn.Module must not register the model a second time.
         self._source = [model]
-        self.loading: LoadingOptions = {
-            "gradient_checkpointing": gradient_checkpointing,
-            "attention": attention,
-            "trust_remote_code": trust_remote_code,
-        }
+        self.loading = LoadingOptions(
+            gradient_checkpointing=gradient_checkpointing, attention=attention, trust_remote_code=trust_remote_code
+        )
         self._lora = lora
         self._own_path = model if isinstance(model, str) else None
         self._reference_path: str | None = None
@@ -472,8 +469,7 @@ class Stage(LightningModule):
     def restore(self, state: Path) -> None:
         """Go back to a checkpoint while training continues. Collective.
 
-        This restores weights, optimizers, schedules, the clock and the controllers. Lightning's loops and the position
-        in the data stay as they are.
+        The call restores weights, optimizers, schedules, clock and controllers, but no loop and no place in the data.
 
         Args:
             state: subfolder `state` of a checkpoint.

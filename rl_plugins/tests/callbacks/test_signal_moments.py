@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,15 @@ def _handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+class AfterError(Callback):
+    """Note the handler of Ctrl-C in Lightning's shutdown after an error."""
+
+    handler: Any = None
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.handler = signal.getsignal(signal.SIGINT)
+
+
 class InValidation(Callback):
     """Send a signal at the start of the validation after a step."""
 
@@ -61,13 +70,13 @@ def in_checkpoint(step: int, send: Send, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(checkpoint_module, "put_in_place", interrupted)
 
 
-def train(folder: Path, *others: Callback, checkpoint_every: int = 100) -> int:
+def train(folder: Path, *others: Callback, checkpoint_every: int = 100, last: Sequence[Callback] = ()) -> int:
     """Train with a validation after every second step; return the last step."""
     stage = build_stage(STEPS)
     batch = canned.prompt_batch(canned.PROMPTS)
     trainer = Trainer(
         strategy=SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()), logger=False, max_epochs=-1,
-        callbacks=[*others, PolicyCheckpoint(folder, every=checkpoint_every, keep_last=9), GracefulStop(folder)],
+        callbacks=[*others, PolicyCheckpoint(folder, every=checkpoint_every, keep_last=9), GracefulStop(folder), *last],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         val_check_interval=2, check_val_every_n_epoch=None,
     )  # fmt: skip
@@ -104,6 +113,7 @@ def test_ctrl_c_keeps_earlier_checkpoints_and_a_second_ctrl_c_still_ends_the_pro
 ) -> None:
     folder, send = RunFolder(tmp_path), sends(signal.SIGINT)
     others: list[Callback] = []
+    after = AfterError()
     if moment == "step":
         others = [AfterStep([2], lambda *_: send())]
     elif moment == "validation":
@@ -113,8 +123,8 @@ def test_ctrl_c_keeps_earlier_checkpoints_and_a_second_ctrl_c_still_ends_the_pro
     with ending_signals() as signals:
         # Lightning turns Ctrl-C into SystemExit.
         with pytest.raises(SystemExit) as ended:
-            train(tmp_path, *others, checkpoint_every=1)
-        assert signal.getsignal(signal.SIGINT) == signals.end
+            train(tmp_path, *others, checkpoint_every=1, last=[after])
+        assert after.handler == signals.end
     assert isinstance(ended.value.__context__, KeyboardInterrupt) and signals.status == 130
     newest = folder.latest_checkpoint()
     assert newest == folder.checkpoint(2 if moment == "validation" else 1) and find_damage(newest) is None

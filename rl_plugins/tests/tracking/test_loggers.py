@@ -232,7 +232,7 @@ def test_tracking_leaves_mlflow_tracking_uri_unchanged(named, store, folder, tra
     assert trained.tracking.all_sent() and os.environ.get("MLFLOW_TRACKING_URI") == named
 
 
-def test_sender_leaves_no_run_in_the_store_if_its_id_cannot_be_written(store, folder, experiment, tracking, caplog):
+def test_sender_leaves_no_run_in_the_store_without_mlflow_run_id(store, folder, experiment, tracking, caplog):
     folder.tracking_run.mkdir()
     trained = Trained(folder, tracking())
     trained.steps(1, 1)
