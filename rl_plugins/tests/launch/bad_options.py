@@ -386,8 +386,8 @@ CHECKS: dict[str, list[Case]] = {
     ],
     "algorithm": [
         (
-            ["algorithm=dapo", "algorithm.group_filter.oversampling=3", "batch.prompts_per_step=16"],
-            ["40 rows, fewer than batch.prompts_per_step=16 x algorithm.group_filter.oversampling=3"],
+            ["algorithm=dapo", "algorithm.group_filter.oversampling=1000", "batch.prompts_per_step=16"],
+            [" rows, fewer than batch.prompts_per_step=16 x algorithm.group_filter.oversampling=1000"],
         ),
         (["algorithm=dapo", "algorithm.group_filter.oversampling=abc"], ["algorithm.group_filter.oversampling=abc"]),
         (["algorithm.group_filter=5"], ["algorithm.group_filter"]),
@@ -474,8 +474,8 @@ OTHER_RECIPES: dict[str, list[Case]] = {
         ([*STEPS, NO_VALIDATION, "sampling.max_tokens=3"], ["more tokens than sampling.max_tokens=3 (the shortest 4)"]),
     ],
     "prime": [
-        (["process_reward_model.beta=high"], ["process_reward_model: beta=high: must be a finite number"]),
-        (["process_reward_model.beta=0"], ["process_reward_model: ", "beta=0: must be above 0"]),
+        (["process_reward_model.beta=high"], ["process_reward_model.beta=high: must be a finite number"]),
+        (["process_reward_model.beta=0"], ["process_reward_model.beta=0: must be above 0"]),
         (["process_reward_model.path=./gone"], ["process_reward_model.path=./gone: no such folder"]),
         (["process_reward_model._target_=builtins.dict"], ["process_reward_model._target_=builtins.dict gives a dict"]),
     ],

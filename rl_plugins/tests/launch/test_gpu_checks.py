@@ -127,7 +127,7 @@ def test_check_engine_weights_compares_the_weights_with_the_share_of_an_engine(
     # The preflight reads the file of the model, and asks for the GPUs of this machine.
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("rl_plugins.models.folder.check_model_folder", lambda option, path: None)
+    monkeypatch.setattr("rl_plugins.models.folder.check_model_folder", lambda option, path, **_: None)
     monkeypatch.setattr(preflight, "read_machine", lambda: machine(H100))
     given = configuration(f"model.path={tmp_path}", "rollout.gpu_memory_utilization=0.15")
     assert "its weights take 14.2 GiB" in message_of(lambda: preflight.check_models(given))
