@@ -198,11 +198,11 @@ class Campaign:
                 stack.callback(server.close)
                 server.start()
             statuses, restart_s = _kill_one(start, kind, moment, server)
-            differences = differences(self._folder / "outputs" / name, whole)
+            differing = differences(self._folder / "outputs" / name, whole)
             if server is not None:
-                differences += _missing_on(server, self._folder / "outputs" / name)
+                differing += _missing_on(server, self._folder / "outputs" / name)
             left = left_behind(name, temporary, memory)
-        outcome = Outcome(kind, number, moment, statuses, round(restart_s, 1), differences, left)
+        outcome = Outcome(kind, number, moment, statuses, round(restart_s, 1), differing, left)
         with (self._folder / "results.jsonl").open("a") as results:
             results.write(json.dumps(asdict(outcome)) + "\n")
         return outcome
@@ -273,11 +273,12 @@ def _goes_on_or_ends(run: Recipe, rows: int) -> bool:
 
 
 def differences(run: Path, whole: Path) -> list[str]:
-    """Return the metrics and files of a run that differ from those of a run left alone. Times may differ."""
+    """Return the metrics and files of a run that differ from those of a run left alone. Time and memory may differ."""
     found = []
     expected, seen = (read_metrics(folder / "metrics.jsonl") for folder in (whole, run))
     for name in sorted(expected):
-        if name.startswith(("train/", "val/")) and seen.get(name) != expected[name]:
+        is_result = name.startswith(("train/", "val/")) and not {"time", "memory"} & set(name.split("/"))
+        if is_result and seen.get(name) != expected[name]:
             found.append(name)
     for file in sorted(path.relative_to(whole) for path in (whole / "policy").rglob("*") if path.is_file()):
         if not (run / file).is_file() or (run / file).read_bytes() != (whole / file).read_bytes():

@@ -77,9 +77,9 @@ def test_differences_names_metrics_and_files_that_differ(tmp_path: Path) -> None
         (folder / "policy").mkdir(parents=True)
         (folder / "policy" / "model.safetensors").write_bytes(b"weights")
         for step in (1, 2):
-            append_metrics(folder / "metrics.jsonl", {"train/loss": 0.1 * step, "time/step": step}, step)
+            append_metrics(folder / "metrics.jsonl", {"train/loss": 0.1 * step, "val/time/rollout": step}, step)
     assert differences(run, whole) == []
-    append_metrics(run / "metrics.jsonl", {"train/loss": 0.3, "time/step": 9}, 2)
+    append_metrics(run / "metrics.jsonl", {"train/loss": 0.3, "val/time/rollout": 9}, 2)
     (run / "policy" / "model.safetensors").write_bytes(b"other")
     assert differences(run, whole) == ["train/loss", "policy/model.safetensors"]
 

@@ -41,7 +41,7 @@ from rl_plugins.config.models import RewardModelConfig
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule
-from rl_plugins.data.tokenization import load_tokenizer
+from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
 from rl_plugins.errors import DataError
 from rl_plugins.intact_checkpoint import newest_intact
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
@@ -333,7 +333,8 @@ class TrainingRun:
             # A stage loads only the missing models.
             setattr(stage, pool.config.role, pool)
             if not isinstance(pool, CriticPool):
-                stage.check_same_tokens(pool.config.model, pool.config.role.replace("_", " "))
+                role, trust = pool.config.role.replace("_", " "), pool.config.trust_remote_code
+                check_same_tokens(self.tokenizer, pool.config.model, role, trust_remote_code=trust)
                 stage.further_metrics.append(pool.metrics)
 
 

@@ -20,6 +20,7 @@ from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig, Schedu
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.loaders import PromptSource
 from rl_plugins.data.prompts import PromptBatch, foreign_batch
+from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
@@ -226,21 +227,21 @@ class PolicyOptimization(Stage):
             # The critic's processes start while models are loaded here.
             self.critic.begin(self._critic_training, self.strategy.ranks.gather)
         super().configure_model()
-        needs = self.algorithm.needs
+        needs, trust = self.algorithm.needs, {"trust_remote_code": self.loading["trust_remote_code"]}
         if needs & {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"} and self.teacher is None:
-            self.check_same_tokens(str(self._teacher_path), "teacher")
+            check_same_tokens(self.tokenizer, str(self._teacher_path), "teacher", **trust)
             self.teacher = self.load_model(str(self._teacher_path), TEACHER)
         if self.critic_config is not None and self.critic is None:
             critic = self._load_scalar_head(str(self._critic_path), new_head=True)
             self.critic = with_adapter(critic, self.critic_config.lora)
         if self._reward_model_config is not None and self.reward_model is None:
             path = str(self._reward_model_config.path)
-            self.check_same_tokens(path, "reward model")
+            check_same_tokens(self.tokenizer, path, "reward model", **trust)
             # A new head would score everything 0.
             self.reward_model = self._load_scalar_head(path, new_head=False, frozen=REWARD_MODEL)
         if self.process_reward_config is not None and self.process_reward_model is None:
             path = str(self._process_path)
-            self.check_same_tokens(path, "process reward model")
+            check_same_tokens(self.tokenizer, path, "process reward model", **trust)
             self.process_reward_model = self.load_model(path)
             self.process_reference = self.load_model(path, PROCESS_REFERENCE)
 

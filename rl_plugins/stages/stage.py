@@ -82,8 +82,7 @@ class Stage(LightningModule):
         max_steps: steps of the clock after which training stops; 0 for no bound.
         tokens_per_micro_batch: tokens of one forward and backward pass on one rank: real tokens with `packing`, padded
             tokens without. A pair of samples stays together.
-        tokens_per_log_prob_batch: the same for passes without gradient, which need less memory; by default the same
-            number.
+        tokens_per_log_prob_batch: the same for passes without gradient, which need less memory; the same by default.
         packing: run the samples of a micro-batch as one row without padding. A model of transformers with `sdpa`
             attention is set to `packed_sdpa` (see `rl_plugins.models.packed_attention`), which also runs a prompt only
             once for all its samples in a micro-batch. A model in which packed samples influence each other is refused.
@@ -121,9 +120,8 @@ class Stage(LightningModule):
         self.automatic_optimization = False
         self.tokenizer = tokenizer or own_tokenizer(model, trust_remote_code)
         self.optimizer_config = optimizer or OptimizerConfig()
-        self.max_steps = max_steps
-        self.tokens_per_micro_batch, self.packing = tokens_per_micro_batch, packing
-        self.tokens_per_log_prob_batch = tokens_per_log_prob_batch
+        self.max_steps, self.packing = max_steps, packing
+        self.tokens_per_micro_batch, self.tokens_per_log_prob_batch = tokens_per_micro_batch, tokens_per_log_prob_batch
         self.step = 0
         self.reference: Any = None
         self.reference_is_base = False
@@ -232,10 +230,6 @@ class Stage(LightningModule):
             turn_off_dropout(model)
         return model
 
-    def check_same_tokens(self, path: str, role: str) -> None:
-        """Raise a ConfigError if a model beside the trained model has another vocabulary."""
-        check_same_tokens(self.tokenizer, path, role, trust_remote_code=self.loading["trust_remote_code"])
-
     def add_reference(self, path: str | None) -> bool:
         """Let `configure_model` load a frozen reference, and return True; return False if there is no model to load.
 
@@ -248,9 +242,9 @@ class Stage(LightningModule):
 
     def _load_reference(self) -> nn.Module | None:
         """Load the reference; return None if the reference is the policy without its adapter."""
-        path, policy = self._reference_path, getattr(self, self.trained)
+        path, policy, trust = self._reference_path, getattr(self, self.trained), self.loading["trust_remote_code"]
         if path not in (None, self._own_path):
-            self.check_same_tokens(str(path), "reference")
+            check_same_tokens(self.tokenizer, str(path), "reference", trust_remote_code=trust)
         if has_adapter(policy):
             base = getattr(policy.get_base_model(), "name_or_path", None)
             self.reference_is_base = path in (None, base)
