@@ -74,7 +74,7 @@ def test_options_of_a_replaced_function_do_not_stay_on_the_command_line(monkeypa
         ("algorithm.advantage=own_algorithm.mean", ["advantage=own_algorithm.mean: ", "correct the path"]),
         ("algorithm.advantage=no_such.mean", ["advantage=no_such.mean: ", "PYTHONPATH"]),
         ("algorithm.advantage=own_algorithm.__name__", ["must be a name, a dotted path or a function"]),
-        ("algorithm.advantage=grop", ["algorithm: advantage='grop' is unknown", "grpo"]),
+        ("algorithm.advantage=grop", ["algorithm.advantage='grop' is unknown", "grpo"]),
     ],
 )
 def test_wrong_functions_of_a_user_are_refused(override: str, words: list[str]) -> None:
