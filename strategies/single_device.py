@@ -82,6 +82,13 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
                 f"SingleDeviceRolloutStrategy(device={str(self.root_device)!r}): torch finds no GPU on this machine: "
                 "use device='cpu'"
             )
+        assert self.accelerator is not None
+        if self.accelerator.name() != self.root_device.type:
+            raise ConfigError(
+                f"SingleDeviceRolloutStrategy(device={str(self.root_device)!r}), and the trainer computes on "
+                f"{self.accelerator.name()}: set Trainer(accelerator={self.root_device.type!r}), or pass "
+                f"device={self.accelerator.name()!r} to the strategy"
+            )
         super().setup_environment()
         self.rollout_phases.prepare()
 

@@ -95,6 +95,11 @@ class ModelShape:
         """Approximate number of parameter tensors."""
         return self.layers * (len(self.block_matrices) + 2 + (3 if self.attention_bias else 0)) + 2
 
+    @property
+    def largest(self) -> int:
+        """Parameters of the largest tensor."""
+        return max(self.embedding, *self.block_matrices)
+
     def large(self, threshold: int) -> int:
         """Return the parameters in tensors of more than `threshold` numbers."""
         sizes = self.block_matrices * self.layers + [self.embedding] * (1 if self.tied else 2)

@@ -1,20 +1,23 @@
 """Weight transport to vLLM engines on CUDA by vLLM's trainer engines: IPC if colocated, NCCL if split.
 
 With IPC, every rank gathers each tensor once, into a bucket on its own GPU. Rank 0 sends the handles of all buckets to
-all engines, and each process of an engine opens the bucket on its own GPU.
+all engines, and each process of an engine opens the bucket on its own GPU. While the engines load a bucket, the ranks
+gather the tensors of the next bucket. With NCCL, vLLM itself gathers and sends at the same time.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, VLLMWeightSyncClient
+from typing_extensions import override
+from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClient
 from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSource
-from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.nccl import NcclGroup, NcclSender, UpdateClient
@@ -32,6 +35,34 @@ class _Source(VLLMWeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._source)
+
+
+class SourceAhead(_Source):
+    """A source whose next tensors can be gathered before the sender asks for them."""
+
+    def __init__(self, source: WeightSource) -> None:
+        super().__init__(source)
+        self._rest: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._gathered: deque[tuple[str, torch.Tensor]] = deque()
+
+    @override
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._rest = self._copies()
+        self._gathered.clear()
+        while item := self._gathered.popleft() if self._gathered else next(self._rest, None):
+            yield item
+
+    def gather(self, nbytes: int) -> None:
+        """Gather the next tensors, about `nbytes` bytes. Collective."""
+        held = sum(tensor.nbytes for _, tensor in self._gathered)
+        while held < nbytes and (item := next(self._rest, None)):
+            self._gathered.append(item)
+            held += item[1].nbytes
+
+    def _copies(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # A sharded model frees a layer when the next layer is gathered, and the sender still has the tensor that did
+        # not fit into the present bucket.
+        return ((name, tensor.detach().clone()) for name, tensor in self._source)
 
 
 class SeveralEngines:
@@ -80,6 +111,18 @@ class SeveralEngines:
             call.result()
 
 
+class _OverlappedIpcEngine(IPCTrainerWeightTransferEngine):
+    """vLLM's sender over CUDA IPC. While the engines load a bucket, the ranks gather the tensors of the next bucket."""
+
+    @override
+    def _do_send(self, *arguments: Any, **chunk: Any) -> None:
+        assert isinstance(self.source, SourceAhead)
+        with ThreadPoolExecutor(1) as threads:
+            loaded = threads.submit(super()._do_send, *arguments, **chunk)
+            self.source.gather(self.packed_buffer_size_bytes)
+            loaded.result()
+
+
 class IpcSender:
     """The side of a training rank in updates over CUDA IPC, with the methods of `NcclSender`.
 
@@ -89,9 +132,9 @@ class IpcSender:
         source: weights of the policy.
     """
 
-    def __init__(self, info: TrainerInitInfo, *, client: VLLMWeightSyncClient, source: VLLMWeightSource) -> None:
+    def __init__(self, info: IPCTrainerInitInfo, *, client: VLLMWeightSyncClient, source: SourceAhead) -> None:
         self._rank, self._client = info.rank, UpdateClient(client)
-        self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
+        self._engine = _OverlappedIpcEngine.trainer_init(info, client=self._client, source=source)
 
     def send(self, version: int) -> None:
         """Send the weights and set their version. Collective.
@@ -121,12 +164,10 @@ def make_cuda_sender(
     """
     bucket_bytes = config.bucket_mb * 2**20
     if config.backend == "ipc":
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
         # vLLM does not split tensors: the buffer must hold the largest tensor, often the embedding.
         largest = max(meta.dtype.itemsize * math.prod(meta.shape) for meta in source.metadata())
         own = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(bucket_bytes, largest))
-        return IpcSender(own, client=client, source=_Source(source))
+        return IpcSender(own, client=client, source=SourceAhead(source))
     import ray
 
     group = NcclGroup(

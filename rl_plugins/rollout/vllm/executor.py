@@ -43,7 +43,7 @@ class ResponseQueues(list[Any]):
     """Queues of all workers' responses. A loop over the queues takes a response from each queue, also after an error.
 
     A call of all workers ends at the first error, and vLLM leaves the responses of the other workers in their queues.
-    Each later call would take the responses of the call before.
+    Each later call would take the responses of the call before: https://github.com/vllm-project/vllm/issues/49972
     """
 
     def __iter__(self) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.planning.devices import DEVICES, GIB, device_named
-from rl_plugins.planning.search import Cluster, advice, overrides, plans, search
+from rl_plugins.planning.search import Cluster, advice, memory_needs, overrides, plans, search
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.step_time import step_time
 from rl_plugins.planning.workload import Workload
@@ -114,6 +114,15 @@ def test_search_finds_the_size_of_micro_batches_whose_activations_need_no_second
         for candidate in search(work, NODE, given={"batch.tokens_per_micro_batch": work.micro_batch_tokens})
     }
     assert kept == work.micro_batch_tokens
+
+
+def test_memory_needs_of_an_update_hold_three_buckets_of_the_largest_tensor():
+    plan = next(plan for plan in plans(WORK, NODE) if plan.colocated)
+    small, large = (
+        memory_needs(replace(WORK, bucket_bytes=size), plan, NODE.device)["device"]["update_weights"]["bucket"]
+        for size in (2**20, 2**31)
+    )
+    assert small == 3 * 2 * 152064 * 3584 and large == 3 * 2**31
 
 
 def test_plans_of_colocated_engines_on_accelerators_sleep_as_in_a_run():

@@ -59,8 +59,9 @@ METHODS = {
         "shutdown()",
     ],
     "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory": ["register_engine(name, engine)"],
-    "vllm.distributed.weight_transfer.factory:WeightTransferTrainerFactory": [
-        "trainer_init(info, client=client, source=source)"
+    "vllm.distributed.weight_transfer.ipc_engine:IPCTrainerWeightTransferEngine": [
+        "trainer_init(info, client=client, source=source)",
+        "_do_send(names=[], dtype_names=[], shapes=[], ipc_handles={}, tensor_sizes=[])",
     ],
     "deepspeed.runtime.engine:DeepSpeedEngine": [
         "set_gradient_accumulation_boundary(True)",

@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rl_plugins.errors import DeadlineExceeded, EngineLost
 from rl_plugins.rollout.vllm.client import CudaWeightClient, VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
-from rl_plugins.rollout.vllm.cuda_transport import SeveralEngines, make_cuda_sender
+from rl_plugins.rollout.vllm.cuda_transport import SeveralEngines, SourceAhead, make_cuda_sender
 from rl_plugins.tests.patience import wait_until
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.rollout.cuda_stubs import StubEngine, StubModel, cuda_on_cpu, on_gpu
@@ -211,6 +211,62 @@ def _send_over_ipc(rank: int, workers: list[list[str]], lost: int | None = None)
 def test_send_over_ipc_gives_each_worker_memory_of_the_same_gpu(workers: list[list[str]]) -> None:
     (calls, _), _ = run_ranks(_send_over_ipc, workers)
     assert calls == [["init_weight_transfer_engine", *update_calls(2)]] * len(workers)
+
+
+@pytest.mark.usefixtures("communicators")
+def test_send_over_ipc_gathers_the_next_bucket_while_an_engine_loads_a_bucket() -> None:
+    policy, passed = make_policy(), []
+
+    class Layers(ModuleWeightSource):
+        """A source with memory for one tensor, as for one layer of a sharded model."""
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in super().__iter__():
+                passed.append(name)
+                gathered = tensor.clone()
+                yield name, gathered
+                gathered.fill_(-1)
+
+    class SlowEngine(StubEngine):
+        def update_weights(self, update_info: Any) -> None:
+            if len(self.payloads.get("update_weights", [])) == 0:
+                wait_until(lambda: passed == names, "the gather of the tensors of the next bucket", 60)
+            super().update_weights(update_info)
+
+    # The embedding fills the first bucket.
+    names = [name for name, _ in policy.named_parameters()]
+    engine = SlowEngine("ipc", GPUS[:1], policy)
+    with on_gpu(GPUS[0]), closing(sender_of("ipc", policy, [engine], Layers)) as sender:
+        for version in (1, 2):
+            passed.clear()
+            engine.payloads.clear()
+            sender.send(version)
+            assert [payload["names"] for payload in engine.payloads["update_weights"]] == [names[:1], names[1:]]
+            assert_has_weights(engine, policy, version)
+
+
+def test_source_ahead_gathers_at_most_a_bucket_and_keeps_the_order() -> None:
+    class Counted(ModuleWeightSource):
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in super().__iter__():
+                passed.append(name)
+                yield name, tensor
+
+    passed: list[str] = []
+    policy = torch.nn.Sequential(*(torch.nn.Linear(2, 4, bias=False) for _ in range(6)))
+    names = [name for name, _ in policy.named_parameters()]
+    source = SourceAhead(Counted(policy))
+    for _ in range(2):
+        passed.clear()
+        weights = iter(source)
+        assert next(weights)[0] == names[0]
+        # A tensor has 32 bytes.
+        source.gather(64)
+        assert passed == names[:3]
+        source.gather(64)
+        assert passed == names[:3]
+        assert [name for name, _ in weights] == names[1:]
+        source.gather(64)
 
 
 def test_send_over_ipc_ends_on_all_ranks_if_an_engine_is_lost() -> None:

@@ -27,6 +27,11 @@ class FakeGpu(CPUAccelerator):
     def setup_device(self, device: torch.device) -> None:
         assert device == CUDA
 
+    @staticmethod
+    @override
+    def name() -> str:
+        return CUDA.type
+
 
 @contextmanager
 def training_on_fake_gpu() -> Iterator[FakeCuda]:

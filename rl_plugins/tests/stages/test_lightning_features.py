@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -329,6 +330,21 @@ def test_more_devices_than_the_strategy_uses_are_refused(tmp_path: Path) -> None
     for flags in ({"devices": 2}, {"devices": 1, "num_nodes": 2}):
         trainer = make_trainer(tmp_path, accelerator="cpu", logger=False, **flags)
         with pytest.raises(ConfigError, match=r"has 2 devices .*Trainer\(devices=1, num_nodes=1\).*ZeroStrategy"):
+            fit(trainer, stage())
+
+
+def test_devices_auto_on_a_machine_with_gpus_needs_a_strategy_for_all_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpus, message in (
+        (8, r"has 8 devices \(devices='auto' takes all GPUs\).*Trainer\(devices=1, num_nodes=1\).*ZeroStrategy"),
+        (1, r"device='cpu'\), and the trainer computes on cuda: .*accelerator='cpu'\), or pass device='cuda'"),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        trainer = make_trainer(tmp_path, accelerator="auto", devices="auto", logger=False)
+        assert isinstance(trainer.accelerator, CUDAAccelerator)
+        with pytest.raises(ConfigError, match=message):
             fit(trainer, stage())
 
 
