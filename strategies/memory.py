@@ -95,7 +95,8 @@ class HostMemory:
     allocation up to a power of two and never returns the memory to the system, so chunks have this size.
 
     Args:
-        device_type: type of the device to free memory on; tensors on other devices are left unchanged.
+        device_type: type of the device to free memory on. Tensors on other devices are left unchanged, and tensors
+            whose memory PyTorch cannot free, such as a memory-mapped file.
         chunk_bytes: size of a chunk.
     """
 
@@ -173,7 +174,8 @@ class HostMemory:
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             storage = local.untyped_storage()
-            if storage.device.type == self._device_type and storage.nbytes() and storage.data_ptr() not in seen:
+            movable = storage.device.type == self._device_type and storage.resizable()
+            if movable and storage.nbytes() and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 yield storage
 

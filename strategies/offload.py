@@ -7,6 +7,7 @@ offloads parameters. (FSDP2 always offloads both: its parameters are the master 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ class Offload:
 
         Raises:
             ConfigError: a place is unknown; or `nvme` is set without a folder, with a ZeRO stage other than 3, or on a
-                machine without libaio.
+                machine that cannot build DeepSpeed's op, see `check_file_op`.
         """
         for name, place in self.places.items():
             if place not in (STAY, WHILE_SAMPLING, HOST, FILES):
@@ -85,15 +86,30 @@ class Offload:
 
 
 def check_file_op() -> None:
-    """Check for the libraries of DeepSpeed's op for `nvme` files.
+    """Check for the parts with which DeepSpeed builds its op for `nvme` files.
 
     Raises:
-        ConfigError: libaio is missing.
+        ConfigError: a compiler, libaio, or on a machine with GPUs the CUDA toolkit is missing.
     """
+    import torch
+    from torch.utils import cpp_extension
+
     # Without this variable, the import of DeepSpeed searches for a device.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise ConfigError(
+            f"offload to nvme builds a library, and there is no C++ compiler {compiler}: install g++, name a compiler "
+            "in CXX, or offload to cpu"
+        )
+    if torch.cuda.is_available() and cpp_extension.CUDA_HOME is None:
+        # DeepSpeed includes headers of CUDA whenever torch sees a GPU.
+        raise ConfigError(
+            "offload to nvme needs the headers of the CUDA toolkit on a machine with GPUs, and CUDA_HOME is not set: "
+            "install the toolkit and name its folder in CUDA_HOME, or offload to cpu"
+        )
     if not AsyncIOBuilder().is_compatible():
         raise ConfigError(
             "offload to nvme needs libaio, and the header or the library is missing: install libaio-dev, name the "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rl_plugins.strategies.memory import HostMemory, TrainingMemory
 from rl_plugins.tests.loops import for_each
@@ -27,6 +29,18 @@ def test_host_memory_gives_tensors_back_in_place(chunk_bytes: int) -> None:
     assert whole.tolist() == [0, 1, 0, 0, 4, 5]
     memory.give_back()
     assert whole.tolist() == [0, 1, 0, 0, 4, 5]
+
+
+def test_host_memory_leaves_tensors_of_memory_mapped_files_in_place(tmp_path: Path) -> None:
+    """Frozen models on the CPU have such weights under stages 1 and 2 of ZeRO."""
+    save_file({"weight": torch.arange(4.0)}, tmp_path / "model.safetensors")
+    mapped = load_file(tmp_path / "model.safetensors")["weight"]
+    own, memory = torch.arange(3.0), HostMemory("cpu")
+    assert memory.nbytes([mapped, own]) == own.nbytes
+    memory.take([mapped, own])
+    assert mapped.tolist() == [0, 1, 2, 3] and own.untyped_storage().nbytes() == 0
+    memory.give_back()
+    assert own.tolist() == [0, 1, 2]
 
 
 def test_host_memory_uses_chunks_of_one_size_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils import cpp_extension
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.strategies.offload import Offload
+from rl_plugins.strategies.offload import Offload, check_file_op
 
 PLACES = Offload({"policy": "cpu", "critic": "nvme", "reference": "cpu", "teacher": "nvme", "prm": "stay"}, Path("/x"))
 
@@ -40,3 +42,31 @@ def test_offload_check_refuses_unknown_places_stage_2_and_no_folder(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Offload(places, folder).check(stage)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("compiler", r"no C\+\+ compiler c\+\+: install g\+\+, name a compiler in CXX, or offload to cpu"),
+        ("toolkit", "needs the headers of the CUDA toolkit .*CUDA_HOME is not set: .*or offload to cpu"),
+        ("libaio", "needs libaio.*install libaio-dev.*or offload to cpu"),
+        ("", ""),
+    ],
+)
+def test_check_file_op_names_the_missing_part(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str, message: str
+) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    compiler = tmp_path / "c++"
+    compiler.touch(mode=0o755)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "" if missing == "compiler" else str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None if missing == "toolkit" else "/usr/local/cuda")
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda builder: missing != "libaio")
+    if not missing:
+        check_file_op()
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_file_op()
