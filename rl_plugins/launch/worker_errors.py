@@ -45,22 +45,39 @@ class WorkerFailures(UserCallback):
             if isinstance(cause, UserError):
                 raise ControllerError(cause)
         self._failures += 1
-        if self._failures <= self._max_restarts and worker_exceptions:
-            self._tell(worker_exceptions)
+        if not worker_exceptions:
+            return
+        failure = _first_failure(worker_exceptions)
+        if self._failures <= self._max_restarts:
+            self._tell_restart(failure, worker_exceptions)
+        else:
+            print(
+                f"{self._folder.path.name}: {failure}. No restart is left: placement.max_restarts={self._max_restarts}",
+                flush=True,
+            )
 
-    def _tell(self, worker_exceptions: Mapping[int, Exception]) -> None:
+    def _tell_restart(self, failure: str, worker_exceptions: Mapping[int, Exception]) -> None:
         newest = self._folder.latest_checkpoint()
-        rank, error = min(worker_exceptions.items(), key=lambda item: item[0])
-        cause = getattr(error, "_base_exc", error)
-        said = without_controls(redacted(" ".join(f"{type(cause).__name__}: {cause}".split())))[:_SHOWN]
         line = (
-            f"training worker {rank} failed ({said}). The workers start again, restart {self._failures} of "
-            f"{self._max_restarts}; {f'the newest checkpoint is {newest.name}' if newest else 'there is no checkpoint'}"
+            f"{failure}. The workers start again, restart {self._failures} of {self._max_restarts}; "
+            f"{f'the newest checkpoint is {newest.name}' if newest else 'there is no checkpoint'}"
         )
         with only_printed():
             details = "\n".join(f"worker {one}:\n{error}" for one, error in worker_exceptions.items())
             self._folder.add_failure(line, details)
         print(f"{self._folder.path.name}: {line}. For tracebacks see {self._folder.failures}", flush=True)
+
+
+def _first_failure(worker_exceptions: Mapping[int, Exception]) -> str:
+    """Return the failure of one worker as the start of a message.
+
+    A worker that misses an actor of another worker fails as a consequence, so other errors come first.
+    """
+    # Ray Train wraps the worker's exception together with the traceback.
+    causes = {rank: getattr(error, "_base_exc", error) for rank, error in worker_exceptions.items()}
+    rank = min(causes, key=lambda rank: (isinstance(causes[rank], RayActorError), rank))
+    text = " ".join(f"{type(causes[rank]).__name__}: {causes[rank]}".split())
+    return f"training worker {rank} failed ({without_controls(redacted(text))[:_SHOWN]})"
 
 
 def without_traceback(train: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:

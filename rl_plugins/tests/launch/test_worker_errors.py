@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.train import ControllerError, WorkerGroupError
 
 from rl_plugins.errors import ConfigError, RewardError
@@ -37,7 +38,14 @@ def test_after_exception_writes_other_errors_down_while_restarts_are_left(tmp_pa
     assert said in folder.failures.read_text() and "worker 1:" in folder.failures.read_text()
     # The next error ends the run, and Ray Train raises this error.
     failures.after_exception(None, errors)
-    assert capsys.readouterr().out == "" and folder.times_failed() == 1
+    said = "run: training worker 0 failed (OSError: disk). No restart is left: placement.max_restarts=1\n"
+    assert capsys.readouterr().out == said and folder.times_failed() == 1
+
+
+def test_after_exception_names_the_cause_before_the_workers_that_miss_an_actor(tmp_path, capsys):
+    errors = {0: FromWorker(ActorDiedError()), 1: FromWorker(OutOfMemoryError("the node has no memory"))}
+    WorkerFailures(RunFolder(tmp_path), 0).after_exception(None, errors)
+    assert "training worker 1 failed (OutOfMemoryError: the node has no memory)" in capsys.readouterr().out
 
 
 def test_user_errors_unwrapped_raises_the_config_error():
