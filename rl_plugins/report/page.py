@@ -19,8 +19,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from rl_plugins.control_characters import without_controls
 from rl_plugins.redaction import redacted
-from rl_plugins.report.charts import COLOURS, Chart, area_chart, line_chart, short_number, stacked_bar
-from rl_plugins.report.curves import Points, Series, main_curves, other_curves
+from rl_plugins.report.charts import (
+    COLOURS,
+    Chart,
+    Points,
+    Series,
+    area_chart,
+    line_chart,
+    main_curves,
+    other_curves,
+    short_number,
+    stacked_bar,
+)
 from rl_plugins.report.summary import pair_samples, read_samples, summarize_metrics, validation_step
 from rl_plugins.run_folder import RunFolder, count_damaged_lines, read_metrics
 from rl_plugins.whole_file import only_printed, write_whole_text

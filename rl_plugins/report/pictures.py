@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_plugins.report.curves import Series, main_curves
+from rl_plugins.report.charts import Series, main_curves
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.whole_file import write_whole
 

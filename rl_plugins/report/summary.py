@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypedDict
 
-from rl_plugins.report.curves import Series
+from rl_plugins.report.charts import Series
 from rl_plugins.run_folder import RunFolder, read_metrics
 
 
