@@ -13,14 +13,15 @@ from collections.abc import Callable
 from torch import Tensor
 
 from rl_plugins.algorithms.advantages.group_relative import gdpo, gpg, grpo, grpo_passk, max_rl, opo, rloo
-from rl_plugins.algorithms.advantages.optimal_baseline import optimal_token_baseline, tir_optimal_token_baseline
 from rl_plugins.algorithms.advantages.returns import (
     gae,
+    optimal_token_baseline,
     prime,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
     reverse_kl,
+    tir_optimal_token_baseline,
 )
 from rl_plugins.algorithms.registry import Registry
 

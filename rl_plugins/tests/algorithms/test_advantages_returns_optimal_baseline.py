@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.advantages.optimal_baseline import optimal_token_baseline, tir_optimal_token_baseline
+from rl_plugins.algorithms.advantages.returns import optimal_token_baseline, tir_optimal_token_baseline
 from rl_plugins.tests.algorithms.advantage_cases import Inputs, make_inputs
 from rl_plugins.tests.loops import for_each
 
