@@ -19,13 +19,6 @@ from torch import Tensor
 
 from rl_plugins.algorithms.advantages import ADVANTAGES, AdvantageEstimator
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, aggregate
-from rl_plugins.algorithms.coefficients import (
-    AdaptiveEntropy,
-    AdaptiveKL,
-    EntropyController,
-    FixedCoefficient,
-    KLController,
-)
 from rl_plugins.algorithms.filtering import GroupFilter, Resampling
 from rl_plugins.algorithms.inputs import (
     ALWAYS_GIVEN_TO_ADVANTAGES,
@@ -37,7 +30,6 @@ from rl_plugins.algorithms.inputs import (
     one_rank,
     required_inputs,
 )
-from rl_plugins.algorithms.kl import KL_ESTIMATORS, kl_in_reward
 from rl_plugins.algorithms.masked import sequence_means
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS, WITH_RATIO, PolicyLoss
 from rl_plugins.algorithms.policy_losses.modifiers import (
@@ -45,6 +37,15 @@ from rl_plugins.algorithms.policy_losses.modifiers import (
     positive_nll,
 )
 from rl_plugins.algorithms.registry import function_of
+from rl_plugins.algorithms.regularization import (
+    KL_ESTIMATORS,
+    AdaptiveEntropy,
+    AdaptiveKL,
+    EntropyController,
+    FixedCoefficient,
+    KLController,
+    kl_in_reward,
+)
 from rl_plugins.algorithms.reward_shaping import RewardShaping
 from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, RolloutCorrection
 from rl_plugins.config.settings import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.algorithms.coefficients import KLController
+from rl_plugins.algorithms.regularization import KLController
 from rl_plugins.algorithms.rollout_correction import diagnostics
 from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.experience import Experience, computed

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.algorithms.coefficients import EntropyController, KLController
 from rl_plugins.algorithms.masked import sequence_means
 from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
+from rl_plugins.algorithms.regularization import EntropyController, KLController
 from rl_plugins.config.models import CriticConfig
 from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.experience import Experience, computed

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from rl_plugins.algorithms import reward_shaping
 from rl_plugins.algorithms.advantages import ADVANTAGES
 from rl_plugins.algorithms.filtering import resampling_weights
-from rl_plugins.algorithms.kl import KL_ESTIMATORS, full_kl
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
 from rl_plugins.algorithms.policy_losses import modifiers as loss_modifiers
 from rl_plugins.algorithms.policy_losses.covariance import covariances
+from rl_plugins.algorithms.regularization import KL_ESTIMATORS, full_kl
 from rl_plugins.algorithms.rollout_correction import Rejection, diagnostics, importance_weights, rejection_mask
 from rl_plugins.algorithms.value_loss import value_loss
 from rl_plugins.tests.algorithms.reference import advantages as reference_advantages

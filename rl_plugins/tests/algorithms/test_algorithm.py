@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, local_counts
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
-from rl_plugins.algorithms.coefficients import AdaptiveKL, FixedCoefficient
 from rl_plugins.algorithms.policy_losses.clipped import gmpo
+from rl_plugins.algorithms.regularization import AdaptiveKL, FixedCoefficient
 from rl_plugins.algorithms.rollout_correction import Rejection, RolloutCorrection, rejection_mask
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.algorithms.batches import Batch, make_batch

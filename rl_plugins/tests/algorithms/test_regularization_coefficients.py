@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_plugins.algorithms.coefficients import (
+from rl_plugins.algorithms.regularization import (
     AdaptiveEntropy,
     AdaptiveKL,
     EntropyController,

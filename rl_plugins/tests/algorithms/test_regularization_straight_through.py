@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rl_plugins.algorithms.kl import KL_ESTIMATORS
+from rl_plugins.algorithms.regularization import KL_ESTIMATORS
 from rl_plugins.tests.loops import for_each
 
 LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5, -30.0, -0.1, -2.0], dtype=torch.float64)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_plugins.algorithms.kl import KL_ESTIMATORS, kl_in_reward
+from rl_plugins.algorithms.regularization import KL_ESTIMATORS, kl_in_reward
 from rl_plugins.tests.algorithms.batches import make_batch
 from rl_plugins.tests.algorithms.reference import basics as reference
 from rl_plugins.tests.loops import for_each

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rl_plugins.algorithms.kl import full_kl
+from rl_plugins.algorithms.regularization import full_kl
 from rl_plugins.tests.loops import for_each
 
 

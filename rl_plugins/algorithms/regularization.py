@@ -1,0 +1,251 @@
+"""Regularization of the policy: the KL to the reference, and the coefficients of the KL and of the entropy bonus.
+
+`KL(policy || reference)` is estimated from the log-probabilities of sampled tokens, or computed exactly. In the loss,
+only `k2` and the straight-through forms (names that end in `+`) have the gradient of the reverse KL on on-policy
+samples; the expected gradient of `k1` is zero. In the reward, `k1`, `k2` and `k3` are all sound. A coefficient is
+fixed, or adapted to a measure of each RL step.
+
+Source: http://joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rl_plugins.algorithms.checks import check_not_negative
+from rl_plugins.errors import ConfigError
+
+KLEstimator = Callable[[Tensor, Tensor], Tensor]
+
+
+def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """`log p - log p_ref`: unbiased, high variance, may be negative. Any shape."""
+    return log_probs - ref_log_probs
+
+
+def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """`(log p - log p_ref)^2 / 2`: biased, low variance, the gradient of the reverse KL. Any shape."""
+    return (log_probs - ref_log_probs).square() / 2
+
+
+def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """`e^u - u - 1` with `u = log p_ref - log p`: unbiased, never negative; bounded to [-10, 10]. Any shape."""
+    u = (ref_log_probs - log_probs).clamp(-20, 20)
+    return (u.exp() - u - 1).clamp(-10, 10)
+
+
+def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """`|log p - log p_ref|`: a distance rather than an estimate of the KL. Any shape."""
+    return (log_probs - ref_log_probs).abs()
+
+
+def with_gradient_of_k2(estimator: KLEstimator) -> KLEstimator:
+    """Return the straight-through form of an estimator: its value, with the gradient of `k2`."""
+
+    def straight_through(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        differentiated = k2(log_probs, ref_log_probs)
+        return differentiated - differentiated.detach() + estimator(log_probs, ref_log_probs).detach()
+
+    straight_through.__doc__ = f"`k2 - sg(k2) + sg({estimator.__name__})`, with the stop-gradient sg. Any shape."
+    return straight_through
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "abs": absolute,
+    "k1+": with_gradient_of_k2(k1),
+    "k3+": with_gradient_of_k2(k3),
+    "abs+": with_gradient_of_k2(absolute),
+}
+
+
+def full_kl(*, logits_NV: Tensor, ref_logits_NV: Tensor, chunk_tokens: int = 1024) -> Tensor:
+    """Compute the exact `KL(p || p_ref) = sum_v p(v) (log p(v) - log p_ref(v))` of each token's distributions.
+
+    The computation runs in float32 (float64 for float64 logits) on `chunk_tokens` tokens at a time, and again in the
+    backward pass: besides the logits and their gradients, only one chunk in float32 is in memory. An entry of the
+    vocabulary that the policy excludes (logit -inf) adds nothing; with an entry that only the reference excludes, the
+    KL is infinite.
+
+    Args:
+        logits_NV: logits of the policy, with gradient if needed.
+        ref_logits_NV: logits of the reference over the same vocabulary.
+        chunk_tokens: number of tokens in a chunk, at least 1.
+
+    Returns:
+        KL of each token, [N].
+
+    Raises:
+        ValueError: the shapes differ, or `chunk_tokens` is below 1.
+    """
+    if logits_NV.shape != ref_logits_NV.shape:
+        raise ValueError(
+            f"logits_NV {tuple(logits_NV.shape)} and ref_logits_NV {tuple(ref_logits_NV.shape)} differ in shape: cut "
+            "both to the common vocabulary"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1")
+    chunks = zip(torch.split(logits_NV, chunk_tokens), torch.split(ref_logits_NV, chunk_tokens), strict=True)
+    return torch.cat(
+        [checkpoint(_full_kl_of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    )
+
+
+def _full_kl_of_chunk(logits_NV: Tensor, ref_logits_NV: Tensor) -> Tensor:
+    dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+    log_probs_NV = logits_NV.to(dtype).log_softmax(dim=-1)
+    ref_log_probs_NV = ref_logits_NV.to(dtype).log_softmax(dim=-1)
+    probs_NV = log_probs_NV.exp()
+    # Masked before the subtraction: 0 * (-inf + inf) and its derivative would be NaN.
+    possible_NV = probs_NV > 0
+    difference_NV = torch.where(possible_NV, log_probs_NV, 0) - torch.where(possible_NV, ref_log_probs_NV, 0)
+    return (probs_NV * difference_NV).sum(dim=-1)
+
+
+def kl_in_reward(
+    token_level_scores_BT: Tensor,
+    log_probs_BT: Tensor,
+    ref_log_probs_BT: Tensor,
+    response_mask_BT: Tensor,
+    *,
+    coefficient: float,
+    estimator: str = "k1",
+) -> Tensor:
+    """Compute the token-level rewards `score - coefficient * kl` on valid tokens, [B, T]."""
+    kl_BT = KL_ESTIMATORS[estimator](log_probs_BT, ref_log_probs_BT)
+    return token_level_scores_BT - coefficient * torch.where(response_mask_BT.bool(), kl_BT, 0)
+
+
+# Coefficients -------------------------------------------------------------------------------------------------------
+
+
+class Coefficient(Protocol):
+    """Weight of a term of the loss or of the reward; the state is saved in checkpoints."""
+
+    coefficient: float
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state for a checkpoint."""
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore the state from a checkpoint."""
+
+
+class KLController(Coefficient, Protocol):
+    """Weight of the KL term, adapted to the measured KL."""
+
+    def update(self, measured_kl: float, num_sequences: int, /) -> None:
+        """Adapt the weight to the mean KL of one RL step."""
+
+
+class EntropyController(Coefficient, Protocol):
+    """Weight of the entropy bonus, adapted to the measured entropy."""
+
+    def update(self, measured_entropy: float, /) -> None:
+        """Adapt the weight to the mean entropy of one RL step, in nats per token."""
+
+
+@dataclass
+class FixedCoefficient:
+    """A constant weight."""
+
+    coefficient: float
+
+    def update(self, measured: float, num_sequences: int = 0) -> None:
+        """Leave the weight unchanged."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the weight."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Keep the configured weight: a fixed weight belongs to the configuration."""
+
+
+@dataclass
+class AdaptiveKL:
+    """Weight that rises if the KL is above its target and falls if it is below.
+
+    One step changes the weight by at most 20% of n / horizon, with n sequences in the step.
+
+    Attributes:
+        coefficient: weight at the start, then the adapted weight.
+        target: target KL.
+        horizon: number of sequences; the larger, the slower the weight changes.
+
+    Source: https://arxiv.org/abs/1909.08593, section 2.2.
+    """
+
+    coefficient: float
+    target: float = 0.1
+    horizon: float = 10_000.0
+
+    def update(self, measured_kl: float, num_sequences: int) -> None:
+        """Compute `coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon`."""
+        error = max(-0.2, min(0.2, measured_kl / self.target - 1))
+        self.coefficient *= 1 + error * num_sequences / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the adapted weight."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore the adapted weight."""
+        self.coefficient = state["coefficient"]
+
+
+@dataclass
+class AdaptiveEntropy:
+    """Weight that rises by `rate` if the entropy is below its target, and falls by `rate` if it is above.
+
+    The paper also removes the bonus from the loss while the entropy is above its target; here the weight falls step by
+    step to `minimum`.
+
+    Attributes:
+        coefficient: weight at the start, then the adapted weight.
+        target: target entropy, in nats per token.
+        rate: step of the weight.
+        minimum: smallest adapted weight.
+        maximum: largest adapted weight.
+
+    Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, adaptive entropy control.
+    """
+
+    coefficient: float
+    target: float
+    rate: float = 0.005
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ConfigError: `rate` is negative, or `coefficient` is outside of `minimum` and `maximum`.
+        """
+        check_not_negative(rate=self.rate)
+        if not self.minimum <= self.coefficient <= self.maximum:
+            raise ConfigError(
+                f"coefficient={self.coefficient}: must be from minimum={self.minimum} to maximum={self.maximum}"
+            )
+
+    def update(self, measured_entropy: float) -> None:
+        """Set `coefficient +- rate`, within `minimum` and `maximum`; exactly on target the weight stays."""
+        direction = (measured_entropy < self.target) - (measured_entropy > self.target)
+        self.coefficient = max(self.minimum, min(self.maximum, self.coefficient + direction * self.rate))
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the adapted weight."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore the adapted weight, within the configured range."""
+        self.coefficient = max(self.minimum, min(self.maximum, state["coefficient"]))
