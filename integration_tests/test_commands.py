@@ -21,7 +21,7 @@ from rl_plugins.tests.patience import patient
 KILLED_BEFORE_THE_THIRD_PART = """
 import os, signal
 from rl_plugins.commands.main import main
-from rl_plugins.evaluation.sample_file import SampleFile
+from rl_plugins.evaluation.generation import SampleFile
 
 write_part = SampleFile.write_part
 

@@ -17,7 +17,7 @@ from rl_plugins.callbacks.report import Curves
 from rl_plugins.data.prepare.files import write_rows, write_splits
 from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.errors import StorageError
-from rl_plugins.evaluation.sample_file import SampleFile
+from rl_plugins.evaluation.generation import SampleFile
 from rl_plugins.launch.worker_errors import WorkerFailures
 from rl_plugins.report.pictures import draw_curves
 from rl_plugins.run_folder import RunFolder, append_metrics

@@ -13,8 +13,7 @@ import pytest
 
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.errors import ConfigError
-from rl_plugins.evaluation.generation import Job, fingerprint, generate, open_samples
-from rl_plugins.evaluation.sample_file import SampleFile
+from rl_plugins.evaluation.generation import Job, SampleFile, fingerprint, generate, open_samples
 from rl_plugins.rollout.engine import Generations
 
 JOB = Job("name", "transformers", "cpu", "float32", 3, 8, 1.0, 1.0, seed=7, prompts_per_part=4)
@@ -135,7 +134,7 @@ def test_open_samples_refuses_a_foreign_file_and_a_file_in_use(tmp_path, rows):
     path = tmp_path / "s.parquet"
     with SampleFile(path, 1, {"a": 1}).open():
         code = (
-            "import sys; from pathlib import Path; from rl_plugins.evaluation.sample_file import SampleFile\n"
+            "import sys; from pathlib import Path; from rl_plugins.evaluation.generation import SampleFile\n"
             f"with SampleFile(Path({str(path)!r}), 1, {{'a': 1}}).open(): pass"
         )
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
