@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_plugins.rewards.deadline import debugging
 from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
 from rl_plugins.rewards.routing import Router, check_requests
+from rl_plugins.rewards.user_code import debugging
 
 Reward = Callable[..., Any] | Mapping[str, Any]
 _DEADLINE_S = 10.0

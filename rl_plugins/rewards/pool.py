@@ -24,11 +24,11 @@ from typing import Any
 from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FROM_0_TO_1, NOT_NEGATIVE, check_ranges
 from rl_plugins.control_characters import without_controls
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
-from rl_plugins.rewards.deadline import REPEAT_S
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.loading import plain
 from rl_plugins.rewards.records import Failure, Score, ScoringRequest, check_failure_rate, failed
 from rl_plugins.rewards.routing import check_requests, check_routes
+from rl_plugins.rewards.user_code import REPEAT_S
 from rl_plugins.rewards.worker import CHUNK_BUDGET_S, RewardWorker, WorkerLost, WorkerTask
 
 logger = logging.getLogger(__name__)

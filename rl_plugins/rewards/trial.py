@@ -12,12 +12,12 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.child_worker import ChildWorker
-from rl_plugins.rewards.deadline import REPEAT_S
 from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rewards.limits import WorkerLimits, withheld_names
 from rl_plugins.rewards.loading import name_of, plain
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rewards.routing import check_routes, normalize_routes
+from rl_plugins.rewards.user_code import REPEAT_S
 from rl_plugins.rewards.worker import WorkerLost, WorkerTask
 
 DEADLINE_S = 10.0

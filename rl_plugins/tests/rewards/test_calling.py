@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards import deadline
+from rl_plugins.rewards import user_code
 from rl_plugins.rewards.calling import RewardFunction
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.tests.patience import patient
@@ -106,7 +106,7 @@ def test_score_records_the_failure_of_a_sample(function: str, solution: str, fai
 def test_score_records_a_timeout_after_the_deadline(
     function: str, solution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadline, "REPEAT_S", 0.05)
+    monkeypatch.setattr(user_code, "REPEAT_S", 0.05)
     (result,) = score(function, solution, deadline_s=0.05)
     assert result is not None and result.value is None
     assert result.failure == "timeout"

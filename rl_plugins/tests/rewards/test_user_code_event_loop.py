@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.rewards import InlineScorer, ScoringRequest, deadline
-from rl_plugins.rewards.event_loop import run_concurrently, run_in_event_loop
+from rl_plugins.rewards import InlineScorer, ScoringRequest, user_code
+from rl_plugins.rewards.user_code import run_concurrently, run_in_event_loop
 from rl_plugins.tests.patience import patient
 
 DEADLINE_S = patient(60)
@@ -123,7 +123,7 @@ def test_run_concurrently_uses_one_event_loop_for_all_batches() -> None:
 
 
 def test_run_concurrently_ends_the_calls_of_an_interrupted_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "REPEAT_S", 0.05)
+    monkeypatch.setattr(user_code, "REPEAT_S", 0.05)
     ended: list[str] = []
 
     async def stubborn() -> None:

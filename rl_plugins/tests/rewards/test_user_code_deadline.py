@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.rewards import deadline
-from rl_plugins.rewards.deadline import SoftDeadline, debugging, run_with_deadline
+from rl_plugins.rewards import user_code
+from rl_plugins.rewards.user_code import SoftDeadline, debugging, run_with_deadline
 from rl_plugins.tests.patience import patient
 
 # Deadline for calls with a result, and for calls with an alarm of their own.
@@ -100,7 +100,7 @@ def test_run_with_deadline_takes_the_seconds_of_the_function_from_an_outer_timer
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seconds = iter([100.0, 2100.0])
-    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(user_code, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     before = signal.setitimer(signal.ITIMER_REAL, 5000.0)
     try:
         run_with_deadline(lambda: None, DEADLINE_S)
@@ -168,7 +168,7 @@ def swallow_twice_in_nested_loops() -> None:
 def test_run_with_deadline_ends_a_loop_that_swallows_every_exception(
     function: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadline, "REPEAT_S", 0.05)
+    monkeypatch.setattr(user_code, "REPEAT_S", 0.05)
     handler = alarm_handler()
     with pytest.raises(SoftDeadline):
         run_with_deadline(function, 0.02)
