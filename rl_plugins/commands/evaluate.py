@@ -97,7 +97,7 @@ def run(arguments: Namespace) -> int:
     """
     from rl_plugins.commands.terminal import Terminal
     from rl_plugins.evaluation.results import compare, evaluate, load_samples
-    from rl_plugins.rewards.routing import check_routes
+    from rl_plugins.rewards.calling import check_routes
 
     if len(arguments.inputs) > 2:
         raise ConfigError(f"there are {len(arguments.inputs)} inputs: give one, or two to compare")

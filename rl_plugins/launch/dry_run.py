@@ -108,7 +108,7 @@ def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
     Returns:
         Replies of environments to the policy.
     """
-    from rl_plugins.rewards.routing import check_routes
+    from rl_plugins.rewards.calling import check_routes
     from rl_plugins.rewards.trial import DEADLINE_S, RewardTrial
 
     first_of_source: dict[str, Row] = {}

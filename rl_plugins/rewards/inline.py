@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rl_plugins.rewards.calling import Router, check_requests
 from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
-from rl_plugins.rewards.routing import Router, check_requests
 from rl_plugins.rewards.user_code import debugging
 
 Reward = Callable[..., Any] | Mapping[str, Any]
@@ -33,7 +33,7 @@ class InlineScorer:
         """Load the rewards.
 
         Args:
-            reward_config: One reward, or a mapping from data source to reward (see `routing`).
+            reward_config: One reward, or a mapping from data source to reward (see `calling`).
             deadline_s: Seconds for one call of a reward function. None sets no limit.
             max_failure_rate: Share of failed samples (0 to 1) above which `score` raises an error.
 
@@ -84,7 +84,7 @@ def default_scorer(reward: Reward) -> RewardPool | InlineScorer:
     """Return a scorer for a bare reward: a pool of workers where Ray runs, an inline scorer elsewhere.
 
     Args:
-        reward: Reward function, or reward configuration (see `routing`). A function of the script itself is sent to
+        reward: Reward function, or reward configuration (see `calling`). A function of the script itself is sent to
             the workers by value. The workers import the module of any other function.
 
     Raises:

@@ -24,10 +24,10 @@ from typing import Any
 from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FROM_0_TO_1, NOT_NEGATIVE, check_ranges
 from rl_plugins.control_characters import without_controls
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
+from rl_plugins.rewards.calling import check_requests, check_routes
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.loading import plain
 from rl_plugins.rewards.records import Failure, Score, ScoringRequest, check_failure_rate, failed
-from rl_plugins.rewards.routing import check_requests, check_routes
 from rl_plugins.rewards.user_code import REPEAT_S
 from rl_plugins.rewards.worker import CHUNK_BUDGET_S, RewardWorker, WorkerLost, WorkerTask
 
@@ -55,7 +55,7 @@ class RewardPool:
         """Start the workers, and return before they are ready.
 
         Args:
-            reward_config: One reward, or a mapping from data source to reward (see `routing`).
+            reward_config: One reward, or a mapping from data source to reward (see `calling`).
             num_workers: Number of worker processes.
             deadline_s: Seconds for one call of a reward function: one sample, or one chunk for a batched function.
             max_failure_rate: Share of failed samples (0 to 1) above which `score` raises an error.

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.calling import check_routes, normalize_routes
 from rl_plugins.rewards.child_worker import ChildWorker
 from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rewards.limits import WorkerLimits, withheld_names
 from rl_plugins.rewards.loading import name_of, plain
 from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rewards.routing import check_routes, normalize_routes
 from rl_plugins.rewards.user_code import REPEAT_S
 from rl_plugins.rewards.worker import WorkerLost, WorkerTask
 
@@ -46,7 +46,7 @@ class RewardTrial:
         """Start the process, and wait for the rewards.
 
         Args:
-            reward_config: One reward, or a mapping from data source to reward (see `routing`).
+            reward_config: One reward, or a mapping from data source to reward (see `calling`).
             deadline_s: Seconds for one call of a reward.
             load_timeout_s: Seconds for the process to start and load the rewards.
             gpus: With 0, the process sees no GPU.
@@ -147,7 +147,7 @@ def check_reward(
     """Score one sample in a child process, before anything heavy starts.
 
     Args:
-        reward_config: One reward, or a mapping from data source to reward (see `routing`).
+        reward_config: One reward, or a mapping from data source to reward (see `calling`).
         sample_request: The sample.
         deadline_s: Seconds for the call.
 

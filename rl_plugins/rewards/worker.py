@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_plugins.rewards.calling import Router
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rewards.routing import Router
 
 CHUNK_BUDGET_S = 1.0
 """Seconds after which a worker starts no further call of a chunk."""
@@ -25,7 +25,7 @@ class WorkerTask:
     """Rewards and limits of a worker. The record travels to the worker.
 
     Attributes:
-        reward_config: One reward, or a mapping from data source to reward (see `routing`).
+        reward_config: One reward, or a mapping from data source to reward (see `calling`).
         limits: Environment and memory of the worker.
         gpus: GPUs of the worker. With 0, the worker sees no GPU.
     """

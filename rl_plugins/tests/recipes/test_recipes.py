@@ -14,7 +14,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch.algorithm_check import check_algorithm
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.pipeline import register_schema, stage_configs
-from rl_plugins.rewards.routing import Router
+from rl_plugins.rewards.calling import Router
 from rl_plugins.tests.launch.configurations import compose_once, configured
 
 PIPELINES = ["sft_rm_ppo"]

@@ -9,9 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards import routing
+from rl_plugins.rewards import calling
+from rl_plugins.rewards.calling import Router, check_routes, normalize_routes
 from rl_plugins.rewards.records import ScoringRequest
-from rl_plugins.rewards.routing import Router, check_routes, normalize_routes
 from rl_plugins.tests.patience import patient
 
 HERE = "rl_plugins.tests.rewards.sample_rewards"
@@ -47,7 +47,7 @@ def test_router_accepts_routes_of_omegaconf() -> None:
 
 def test_router_starts_no_call_after_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(routing, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(calling, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def slow(solution_str: str) -> float:
         clock[0] += 0.3
