@@ -54,8 +54,7 @@ from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.critic_pool import CriticPool
-from rl_plugins.stages.sampling import greedy
-from rl_plugins.stages.scoring import Scorer
+from rl_plugins.stages.sampling import Scorer, greedy
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import CRITIC
 from rl_plugins.tracking.loggers import JsonLinesLogger, mlflow_loggers

@@ -37,9 +37,8 @@ from rl_plugins.stages.process_rewards import (
     ProcessRewardConfig,
     ProcessRewards,
 )
-from rl_plugins.stages.rollouts import Rollouts
-from rl_plugins.stages.sampling import SamplingSetup, greedy, with_stop_token
-from rl_plugins.stages.scoring import RewardModelScorer, Scorer
+from rl_plugins.stages.rollouts import RewardModelScorer, Rollouts
+from rl_plugins.stages.sampling import SamplingSetup, Scorer, greedy, with_stop_token
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER, Strategy
 

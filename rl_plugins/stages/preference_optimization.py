@@ -25,8 +25,7 @@ from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.preference_examples import PreferenceExamples, best_against_worst, preference_examples
 from rl_plugins.stages.preference_learner import PreferenceLearner, PreferenceObjective
-from rl_plugins.stages.sampling import SamplingSetup, greedy, with_stop_token
-from rl_plugins.stages.scoring import Scorer
+from rl_plugins.stages.sampling import SamplingSetup, Scorer, greedy, with_stop_token
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import Strategy
 

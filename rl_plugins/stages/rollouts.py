@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.config.models import RewardModelConfig
 from rl_plugins.config.sampling import SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience, computed
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.errors import DataError
-from rl_plugins.rewards.records import Score
+from rl_plugins.errors import ConfigError, DataError
+from rl_plugins.models.scalar_head import last_token_scores
+from rl_plugins.rewards.records import Score, check_failure_rate, failed
 from rl_plugins.rollout.engine import step_seed
 from rl_plugins.stages.balancing import GroupBuffer, resample_over_ranks
 from rl_plugins.stages.experience_maker import shape_rewards
+from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import SampleMetrics
-from rl_plugins.stages.sampling import PromptSampler, ShownSamples, greedy
+from rl_plugins.stages.sampling import PromptSampler, SampleScorer, ShownSamples, greedy
 from rl_plugins.stages.scheduled_sampler import ScheduledSampler
-from rl_plugins.stages.scoring import RewardModelScorer, SampleScorer, keep_reward_details
+from rl_plugins.strategies.contract import REWARD_MODEL
 
 
 class Rollouts:
@@ -188,3 +192,65 @@ class Rollouts:
         """
         metrics = self.sampled.averages("train", self._ranks.sum, self._ranks.gather, seconds)
         return metrics if self.replay is not None else metrics | self.scheduled_sampler.metrics(samples, step, seconds)
+
+
+@dataclass(frozen=True)
+class RewardModelScorer:
+    """Adds the scores of a reward model to the scores of the reward function.
+
+    Attributes:
+        config: weights of the scores.
+        passes: forward passes of the reward model.
+    """
+
+    config: RewardModelConfig
+    passes: ForwardPasses
+
+    def add(self, samples: Experience, scores: list[Score]) -> list[Score]:
+        """Mix the reward model's scores into `scores` of the samples; return scores with the new failures.
+
+        A sample whose mixed score is not finite is not valid, like a sample whose reward function failed.
+
+        Raises:
+            RewardError: too many scores are not finite.
+        """
+        with self.passes.strategy.phase_log.measure("reward_model"):
+            model_scores_B = self._model_scores(samples)
+        scores_B = self.config.weight * model_scores_B + self.config.rule_weight * computed(samples.scores)
+        bad_B = samples.valid & ~scores_B.isfinite()
+        samples.valid = samples.valid & ~bad_B
+        samples.response_mask = samples.response_mask * samples.valid[:, None]
+        samples.scores = scores_B.where(samples.valid, 0.0)
+        failures = [
+            failed("not_finite", f"the reward model: its score is {value}") if bad else None
+            for bad, value in zip(bad_B.tolist(), scores_B.tolist(), strict=True)
+        ]
+        check_failure_rate(failures, self.config.max_failure_rate)
+        return [failure or score for failure, score in zip(failures, scores, strict=True)]
+
+    def _model_scores(self, samples: Experience) -> Tensor:
+        scores = self.passes.per_token(samples, lambda micro: {"scores": self.passes.scores(REWARD_MODEL, micro)})
+        return last_token_scores(scores["scores"], samples.response_lengths)
+
+
+def keep_reward_details(samples: Experience, scores: Sequence[Score], algorithm: Algorithm) -> None:
+    """Keep the numbers beside the scores that the algorithm uses.
+
+    Raises:
+        ConfigError: the reward function does not return a number of the name.
+    """
+    if names := algorithm.reward_components:
+        columns = [_detail(scores, name, "algorithm.reward_components") for name in names]
+        samples.component_scores = torch.tensor(columns).T
+    metric = algorithm.group_filter and algorithm.group_filter.metric
+    if metric:
+        samples.set_column("filtered_by", _detail(scores, metric, "algorithm.group_filter.metric"))
+
+
+def _detail(scores: Sequence[Score], name: str, option: str) -> list[float]:
+    """Return a number of the reward function beside each score; 0 for a sample without a score."""
+    for score in scores:
+        if score.failure is None and name not in score.details:
+            there = ", ".join(score.details) or "nothing"
+            raise ConfigError(f"{option} names {name!r}, and the reward function returns {there} beside its score")
+    return [score.details.get(name, 0.0) for score in scores]

@@ -1,20 +1,22 @@
-"""Sampling of responses to prompts with the policy's current weights."""
+"""Sampling of responses to prompts with the policy's current weights, and scores of the responses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
 
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import Reward, default_scorer
-from rl_plugins.rewards.records import Score
+from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, sample_seed
-from rl_plugins.stages.scoring import SampleScorer, Scorer, scoring_request
 from rl_plugins.strategies.contract import Strategy
+from rl_plugins.strategies.phase_log import PhaseLog
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -138,6 +140,51 @@ class PromptSampler:
         )
 
 
+@runtime_checkable
+class Scorer(Protocol):
+    """Scores samples: `RewardPool` (in processes) or `InlineScorer`.
+
+    Both find the reward function of a sample's data source with a `Router`. `RewardPool` ends a call at its deadline.
+    `InlineScorer` interrupts Python code only, in the main thread and without a debugger.
+    """
+
+    def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
+        """Return one score for each request, in order."""
+
+
+@dataclass(frozen=True)
+class SampleScorer:
+    """Scores the samples of a rank with a reward function.
+
+    Attributes:
+        scorer: scorer of single responses.
+        conversations: conversations of the samples, with scores of the environment; None without an environment.
+        phase_log: log of times.
+    """
+
+    scorer: Scorer
+    conversations: Conversations | None
+    phase_log: PhaseLog
+
+    def score(self, samples: Experience) -> list[Score]:
+        """Fill `scores` and `valid`. A sample without a score is not valid, and its response mask becomes 0."""
+        with self.phase_log.measure("reward"):
+            scores = self._scores(samples.columns)
+        samples.scores = torch.tensor([score.value or 0.0 for score in scores])
+        samples.valid = torch.tensor([score.failure is None for score in scores])
+        samples.response_mask = samples.response_mask * samples.valid[:, None]
+        return scores
+
+    def _scores(self, columns: Mapping[str, list[Any]]) -> list[Score]:
+        if self.conversations is not None:
+            return self.conversations.scores(columns["ending"])
+        names = ("data_source", "response", "reward_model", "extra_info", "prompt")
+        rows = [
+            dict(zip(names, values, strict=True)) for values in zip(*(columns[name] for name in names), strict=True)
+        ]
+        return self.scorer.score([scoring_request(row["response"], row) for row in rows])
+
+
 class SamplingSetup:
     """Scorer, environment and seed of a stage: builds the parts with which the stage samples and scores.
 
@@ -174,6 +221,12 @@ class SamplingSetup:
     def scorer(self, strategy: Strategy) -> SampleScorer:
         """Return a scorer of the sampler's responses."""
         return SampleScorer(self._scorer, self._conversations, strategy.phase_log)
+
+
+def scoring_request(response: str, row: Mapping[str, Any]) -> ScoringRequest:
+    """Return the request to score a response to the prompt of a row."""
+    ground_truth = (row["reward_model"] or {}).get("ground_truth")
+    return ScoringRequest(row["data_source"], response, ground_truth, row["extra_info"] or {}, row["prompt"])
 
 
 def with_stop_token(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingConfig:

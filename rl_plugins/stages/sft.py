@@ -17,8 +17,7 @@ from rl_plugins.data.prompts import foreign_batch
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.optimizer import MicroBatchLoss
-from rl_plugins.stages.sampling import SamplingSetup
-from rl_plugins.stages.scoring import Scorer
+from rl_plugins.stages.sampling import SamplingSetup, Scorer
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import POLICY
 

@@ -12,8 +12,7 @@ from rl_plugins.data.prompts import PromptBatch, foreign_batch
 from rl_plugins.evaluation.measures import final_answer, measure, summarize
 from rl_plugins.rewards.records import Score
 from rl_plugins.stages.metrics import interval_metrics, mean_details, mean_over_ranks, sum_details
-from rl_plugins.stages.sampling import PromptSampler, sample_rows
-from rl_plugins.stages.scoring import SampleScorer
+from rl_plugins.stages.sampling import PromptSampler, SampleScorer, sample_rows
 
 
 class GenerationValidation:

@@ -25,7 +25,7 @@ from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.stages.critic import explained_variance
 from rl_plugins.stages.policy_optimization import PolicyOptimization
-from rl_plugins.stages.scoring import RewardModelScorer
+from rl_plugins.stages.rollouts import RewardModelScorer
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
