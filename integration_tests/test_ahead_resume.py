@@ -11,7 +11,7 @@ from integration_tests.conftest import Recipe
 from integration_tests.pace import Pace
 from rl_plugins.data.experience import Experience
 from rl_plugins.rewards.conversations import RECORDS
-from rl_plugins.stages.trajectory_queue import row_of
+from rl_plugins.stages.scheduled_sampler import row_of
 
 pytestmark = pytest.mark.extended
 

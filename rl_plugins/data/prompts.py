@@ -64,6 +64,22 @@ class PromptBatch(RowBatch):
         self.columns = columns
         self.epoch = epoch
 
+    @classmethod
+    def concat(cls, batches: Sequence[PromptBatch]) -> PromptBatch:
+        """Return one batch of the prompts of several batches; a missing column of a batch is None for its prompts."""
+        names = {name: None for batch in batches for name in batch.columns}
+        return cls(
+            [ids for batch in batches for ids in batch.prompt_ids],
+            [row for batch in batches for row in batch.rows],
+            {name: [v for batch in batches for v in batch.columns.get(name, [None] * len(batch))] for name in names},
+            batches[0].epoch,
+        )
+
+    def single(self, position: int) -> PromptBatch:
+        """Return a batch of the prompt at a position."""
+        columns = {name: [values[position]] for name, values in self.columns.items()}
+        return PromptBatch([self.prompt_ids[position]], [self.rows[position]], columns, self.epoch)
+
 
 def foreign_batch(batch: object, data_module: str) -> ConfigError:
     """Return the error of a stage that cannot read a batch, such as a batch of a project's own data module.

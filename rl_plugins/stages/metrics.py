@@ -16,7 +16,7 @@ from rl_plugins.data.curriculum import GroupResult
 from rl_plugins.data.experience import Experience
 from rl_plugins.evaluation.measures import Summary
 from rl_plugins.rewards.records import Failure, Score, failure_counts
-from rl_plugins.stages.trajectory_queue import row_of
+from rl_plugins.stages.scheduled_sampler import row_of
 
 Reduce = Callable[[Tensor], Tensor]
 

@@ -10,7 +10,7 @@ from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.engine import Generations
-from rl_plugins.stages.trajectory_queue import TrajectoryQueue, row_of, together
+from rl_plugins.stages.scheduled_sampler import TrajectoryQueue, row_of
 from rl_plugins.tests.loops import for_each
 
 
@@ -131,9 +131,3 @@ def test_load_on_another_number_of_ranks_distributes_all_groups_once(earlier: in
         queue.load(shares, rank, world_size, own=False)
     dealt = [queue[ticket].prompt.rows[0] for queue in new for ticket in range(len(queue))]
     assert sorted(dealt) == sorted(row for share in shares for group in share for row in group["prompt"]["rows"])
-
-
-def test_together_joins_prompt_batches() -> None:
-    joined = together([batch(1), batch(2)])
-    assert (joined.rows, joined.prompt_ids) == ([1, 2], [[1, 1], [2, 2]])
-    assert joined.columns == {"data_source": ["s1", "s2"]}
