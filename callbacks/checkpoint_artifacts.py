@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rl_plugins.callbacks.best_checkpoints import ranked_bests
+from rl_plugins.manifest import MANIFEST
+from rl_plugins.plain_file import read_record
 from rl_plugins.run_folder import RunFolder, checkpoint_step
 from rl_plugins.tracking.loggers import mlflow_loggers
 from rl_plugins.tracking.run import TrackedRun
 
 _BEST_NAME = re.compile(r"best_\d{8}")
 _UPLOADED_TAG = "uploaded."
-_ENDS_BYTES = 2**20
-
-
-class FileRecord(TypedDict):
-    """A file of a checkpoint.
-
-    Attributes:
-        bytes: size of the file.
-        digest: SHA-256 of the content; for a file above 2 MiB, SHA-256 of its first and last MiB.
-    """
-
-    bytes: int
-    digest: str
 
 
 class CheckpointReference(Callback):
@@ -73,38 +61,22 @@ class CheckpointReference(Callback):
 
 def record_checkpoint(run: TrackedRun, checkpoint: Path) -> None:
     """Record path, files and digest of a checkpoint in a run. Do nothing if the checkpoint was removed."""
-    if not checkpoint.is_dir():
+    digest = manifest_digest(checkpoint)
+    if digest is None:
         return
-    manifest = checkpoint_manifest(checkpoint)
-    step = checkpoint_step(checkpoint)
-    reference = {"path": str(checkpoint), "step": step, "digest": manifest_digest(manifest), "files": manifest}
+    step, files = checkpoint_step(checkpoint), json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+    reference = {"path": str(checkpoint), "step": step, "digest": digest, "files": files}
     run.client.log_dict(run.run_id, reference, f"checkpoints/step_{step:08d}.json")
     for name in ("path", "step", "digest"):
         run.client.set_tag(run.run_id, f"checkpoint.{name}", str(reference[name]))
 
 
-def checkpoint_manifest(checkpoint: Path) -> dict[str, FileRecord]:
-    """Return a record of each file of a checkpoint, by the file's path in the checkpoint."""
-    return {
-        path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "digest": _digest_of_ends(path)}
-        for path in sorted(checkpoint.rglob("*"))
-        if path.is_file()
-    }
-
-
-def manifest_digest(manifest: dict[str, FileRecord]) -> str:
-    """Return one digest of the names, sizes and digests of all files."""
-    lines = [f"{name} {file['bytes']} {file['digest']}\n" for name, file in sorted(manifest.items())]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _digest_of_ends(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        digest.update(file.read(_ENDS_BYTES))
-        file.seek(max(file.tell(), path.stat().st_size - _ENDS_BYTES))
-        digest.update(file.read())
-    return digest.hexdigest()
+def manifest_digest(checkpoint: Path) -> str | None:
+    """Return a digest of the manifest, which has the digests of all files; None if the checkpoint was removed."""
+    try:
+        return read_record(checkpoint / MANIFEST).digest
+    except FileNotFoundError:
+        return None
 
 
 class BestUpload(Callback):
@@ -166,7 +138,7 @@ def upload_best(run: TrackedRun, checkpoints: Sequence[Path]) -> None:
     client, stored_run = run.client, run.client.get_run(run.run_id)
     tags = stored_run.data.tags
     complete = {key.removeprefix(_UPLOADED_TAG): tags[key] for key in tags if key.startswith(_UPLOADED_TAG)}
-    wanted = {path.name: manifest_digest(checkpoint_manifest(path)) for path in checkpoints}
+    wanted = {path.name: manifest_digest(path) for path in checkpoints}
     stored = {file.path for file in client.list_artifacts(run.run_id) if _BEST_NAME.fullmatch(file.path)}
     store = get_artifact_repository(stored_run.info.artifact_uri, tracking_uri=client.tracking_uri)
     for name in sorted(stored | complete.keys()):

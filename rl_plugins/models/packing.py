@@ -14,8 +14,9 @@ tokens of the row, `N` real response tokens.
 
 from __future__ import annotations
 
+import heapq
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -208,3 +209,22 @@ def _are_close(outputs: list[Tensor], expected: list[Tensor], min_tolerance: flo
         return bool(((output - wanted).abs() <= tolerance * float(output.abs().max())).all())
 
     return all(is_close(output, wanted) for output, wanted in zip(outputs, expected, strict=True))
+
+
+def even_parts(tokens: Sequence[int], count: int) -> list[list[int]]:
+    """Return the indices of `count` parts of about equally many tokens, which may be empty.
+
+    The samples are placed from the longest to the shortest, each into the part with the fewest tokens (LPT, Graham
+    1969: the largest part is at most 4/3 of the optimum). A part has its samples in this order.
+
+    Args:
+        tokens: number of tokens of each sample.
+        count: number of parts.
+    """
+    parts: list[list[int]] = [[] for _ in range(count)]
+    smallest_first = [(0, part) for part in range(count)]
+    for index in sorted(range(len(tokens)), key=lambda index: -tokens[index]):
+        total, part = heapq.heappop(smallest_first)
+        parts[part].append(index)
+        heapq.heappush(smallest_first, (total + tokens[index], part))
+    return parts

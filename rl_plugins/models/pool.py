@@ -6,7 +6,6 @@ order of the samples. Ray restarts a dead actor and repeats the interrupted call
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.models.log_probs import ResponseLogProbs
+from rl_plugins.models.packing import even_parts
 from rl_plugins.models.pool_actor import Arrays, PoolConfig
 
 
@@ -92,19 +92,13 @@ class ModelPool(nn.Module):
 def spread(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Divide samples into parts with about the same number of tokens, and return the sample indices of each part.
 
-    The longest sample goes first, each to the part with the fewest tokens. Empty parts are left out.
+    Empty parts are left out, see `even_parts`.
 
     Args:
         lengths: Number of tokens of each sample.
         parts: Largest number of parts.
     """
-    smallest_first = [(0, part) for part in range(parts)]
-    indices: list[list[int]] = [[] for _ in range(parts)]
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        tokens, part = heapq.heappop(smallest_first)
-        indices[part].append(index)
-        heapq.heappush(smallest_first, (tokens + lengths[index], part))
-    return [sorted(part) for part in indices if part]
+    return [sorted(part) for part in even_parts(lengths, parts) if part]
 
 
 def _in_order(parts: Sequence[list[int]], results: Sequence[Arrays], device: torch.device) -> dict[str, Tensor]:

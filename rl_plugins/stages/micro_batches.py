@@ -10,7 +10,6 @@ similar length, to reduce padding.
 
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience
-from rl_plugins.models.packing import first_of_prompt
+from rl_plugins.models.packing import even_parts, first_of_prompt
 
 MaxOverRanks = Callable[[Tensor], Tensor]
 
@@ -198,22 +197,15 @@ def split_by_length(lengths: Lengths, count: int) -> list[Tensor]:
 def balanced(tokens: Sequence[int], count: int) -> list[list[int]]:
     """Return the indices of `count` parts of about equally many tokens, the largest part first.
 
-    The examples are placed from the longest to the shortest, each into the part with the fewest tokens (LPT, Graham
-    1969: the largest part is at most 4/3 of the optimum). If a cut of the sorted examples has a smaller largest part,
-    as with very few examples, the cut is returned. The largest part of LPT never grows with the number of parts, so if
-    some number of parts keeps a budget, every larger number does too. Each part is sorted by length.
+    The parts are `even_parts`. If a cut of the sorted examples has a smaller largest part, as with very few examples,
+    the cut is returned. The largest of the even parts never grows with the number of parts, so if some number of parts
+    keeps a budget, every larger number does too. Each part is sorted by length.
     """
-    longest_first = sorted(range(len(tokens)), key=lambda index: (-tokens[index], index))
-    parts: list[list[int]] = [[] for _ in range(count)]
-    smallest_first = [(0, part) for part in range(count)]
-    for index in longest_first:
-        total, part = heapq.heappop(smallest_first)
-        parts[part].append(index)
-        heapq.heappush(smallest_first, (total + tokens[index], part))
-    cut = [part.flip(0).tolist() for part in torch.tensor(longest_first[::-1]).tensor_split(count)] if count else []
+    shortest_first = sorted(range(len(tokens)), key=lambda index: (-tokens[index], index))[::-1]
+    cut = [part.flip(0).tolist() for part in torch.tensor(shortest_first).tensor_split(count)] if count else []
 
     def size(part: list[int]) -> int:
         return sum(tokens[index] for index in part)
 
-    chosen = min(parts, cut, key=lambda candidate: max(map(size, candidate), default=0))
+    chosen = min(even_parts(tokens, count), cut, key=lambda candidate: max(map(size, candidate), default=0))
     return sorted(chosen, key=size, reverse=True)
