@@ -10,8 +10,6 @@ from rl_plugins.ranks import barrier, broadcast, gather, place
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.whole_file import storing
 
-_checked: set[Path] = set()
-
 
 def newest_intact(folder: RunFolder) -> Path | None:
     """Return the newest intact checkpoint of a run; None if the run has no checkpoint. Collective.
@@ -29,7 +27,6 @@ def newest_intact(folder: RunFolder) -> Path | None:
         damage = damage_of(checkpoint)
         if damage is None:
             _set_aside(folder, damages)
-            _checked.add(checkpoint.absolute())
             if place()[0] == 0:
                 print(f"{folder.path.name}: continuing from {checkpoint}", flush=True)
             return checkpoint
@@ -42,11 +39,14 @@ def newest_intact(folder: RunFolder) -> Path | None:
     return None
 
 
-def check_state(state: Path) -> None:
+def check_state(state: Path, checked: Path | None = None) -> None:
     """Check the files of a checkpoint before its folder `state` is loaded. Collective.
 
-    Lightning's `ModelCheckpoint` and `Trainer.save_checkpoint` write no manifest, so their files are not compared. The
-    last checkpoint of `newest_intact` is not read again.
+    Lightning's `ModelCheckpoint` and `Trainer.save_checkpoint` write no manifest, so their files are not compared.
+
+    Args:
+        state: folder to load.
+        checked: checkpoint of `newest_intact`, which is not read again.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another checkpoint. The message names the file, and the newest
@@ -55,8 +55,7 @@ def check_state(state: Path) -> None:
     checkpoint = state.absolute().parent
     if state.name != "state" or not broadcast((checkpoint / MANIFEST).exists()):
         return
-    if checkpoint in _checked:
-        _checked.remove(checkpoint)
+    if checked is not None and checked.absolute() == checkpoint:
         return
     damage = damage_of(checkpoint)
     if damage is None:

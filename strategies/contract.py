@@ -51,6 +51,7 @@ class Strategy(Protocol):
         phase_log: log of time and memory.
         rollout_phases: the rollout engine and its phases.
         restored: for each model, which states the last loaded checkpoint has restored, in words.
+        checked: checkpoint with intact files, which the next load does not read again; None to read every checkpoint.
         lightning_restore_optimizer: Lightning's flag: True if Lightning hands optimizer states to the strategy.
     """
 
@@ -58,6 +59,7 @@ class Strategy(Protocol):
     phase_log: PhaseLog
     rollout_phases: RolloutPhases
     restored: Mapping[str, str]
+    checked: Path | None
 
     @property
     def lightning_restore_optimizer(self) -> bool:

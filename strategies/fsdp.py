@@ -100,6 +100,7 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
     """
 
     restored: Mapping[str, str] = MappingProxyType({})
+    checked: Path | None = None
     _one_rollout_engine = False
 
     def __init__(
@@ -308,7 +309,8 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
         if not self._models:
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(self.broadcast(os.fspath(checkpoint_path)))
-        check_state(folder)
+        check_state(folder, self.checked)
+        self.checked = None
         check_folder(folder, self._blended)
         self.rollout_phases.memory.wait_for_optimizer()
         self._blended.reset_averages()

@@ -47,6 +47,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
     """
 
     restored: Mapping[str, str] = MappingProxyType({})
+    checked: Path | None = None
 
     def __init__(
         self, device: str | torch.device = "cpu", *, rollout: RolloutEngine | None = None, **kwargs: Any
@@ -154,7 +155,8 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        check_state(Path(checkpoint_path))
+        check_state(Path(checkpoint_path), self.checked)
+        self.checked = None
         self.rollout_phases.weights_changed()
         self._blended.reset_averages()
         for name, learner in learners_of(self._models()).items():

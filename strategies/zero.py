@@ -76,6 +76,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     """
 
     restored: Mapping[str, str] = MappingProxyType({})
+    checked: Path | None = None
     _one_rollout_engine = False
 
     def __init__(
@@ -399,7 +400,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         if not self._model_engines:
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(checkpoint_path)
-        check_state(folder)
+        check_state(folder, self.checked)
+        self.checked = None
         check_folder(folder, self._blended)
         self.rollout_phases.memory.wait_for_optimizer()
         check_shards(folder, list(self._trained))

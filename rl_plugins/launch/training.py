@@ -306,6 +306,7 @@ class TrainingRun:
         """
         config = self.config
         self._connect_pools(stage)
+        self.strategy.checked = self.checkpoint
         state = None if self.checkpoint is None else str(self.checkpoint / "state")
         trainer.fit(stage, datamodule=data, ckpt_path=state, weights_only=True)
         callbacks = callbacks_of(trainer)

@@ -73,6 +73,13 @@ def test_check_state_names_the_file_and_the_intact_checkpoint_before(run: RunFol
         check_state(run.checkpoint(6) / "state")
 
 
+def test_check_state_does_not_read_a_checked_checkpoint_again(run: RunFolder) -> None:
+    flip_byte(run.checkpoint(6) / "state")
+    check_state(run.checkpoint(6) / "state", checked=run.checkpoint(6))
+    with pytest.raises(CheckpointError, match="another content"):
+        check_state(run.checkpoint(6) / "state", checked=run.checkpoint(4))
+
+
 def test_check_state_of_a_checkpoint_without_a_manifest(run: RunFolder) -> None:
     """`Trainer.save_checkpoint` writes no manifest."""
     (run.checkpoint(6) / "manifest.json").unlink()

@@ -20,22 +20,15 @@ from rl_plugins.callbacks.checkpoint_artifacts import (
     record_checkpoint,
     upload_best,
 )
-from rl_plugins.manifest import write_manifest
-from rl_plugins.plain_file import read_record
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.callbacks.training import alter, build_stage, train
+from rl_plugins.tests.files import rewrite_manifest
 from rl_plugins.tests.patience import patient
 from rl_plugins.tracking.loggers import MLflowTracking
 from rl_plugins.tracking.run import TrackedRun
 
 pytestmark = pytest.mark.usefixtures("quick_sender")
 REWARDS = [0.1, 0.5, 0.3, 0.7, 0.9, 0.2]
-
-
-def finish(checkpoint: Path) -> None:
-    """Write the manifest of a checkpoint."""
-    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"]
-    write_manifest(checkpoint, {path.relative_to(checkpoint).as_posix(): read_record(path) for path in files})
 
 
 @pytest.fixture
@@ -45,7 +38,7 @@ def save(folder: RunFolder) -> Callable[..., Path]:
         (path / "state").mkdir(parents=True, exist_ok=True)
         (path / "state" / "weights").write_text(content)
         (path / "metric.json").write_text(json.dumps({"val/reward": step}))
-        finish(path)
+        rewrite_manifest(path)
         return path
 
     return save
@@ -182,11 +175,11 @@ def test_record_checkpoint_records_a_digest_of_the_content(folder: RunFolder, ru
     digests = set()
     for last in (b"1", b"2"):
         (checkpoint / "state" / "clock").write_bytes(last)
-        finish(checkpoint)
+        rewrite_manifest(checkpoint)
         digests.add(manifest_digest(checkpoint))
         with (checkpoint / "state" / "large").open("ab") as large:
             large.write(last)
-        finish(checkpoint)
+        rewrite_manifest(checkpoint)
         digests.add(manifest_digest(checkpoint))
     assert len(digests) == 4
     record_checkpoint(run, checkpoint)
