@@ -45,7 +45,7 @@ def test_resumed_run_that_samples_ahead_trains_on_each_group_once(
     # Groups for two steps, for each of two workers.
     assert f"{2 * PROMPTS // 2} groups of each worker's queue, " in line
 
-    slots: dict[int, set[int]] = {}
+    batches: dict[int, set[int]] = {}
     numbers: list[int] = []
     for step in range(1, STEPS + 1):
         files = sorted((resumed.run / "rollouts" / f"step_{step:08d}").glob("draw_0_rank_*"))
@@ -53,11 +53,11 @@ def test_resumed_run_that_samples_ahead_trains_on_each_group_once(
         for file in files:
             groups = Experience.load(file, RECORDS).groups[::SAMPLES].tolist()
             numbers += groups
-            slots.setdefault(step, set()).update(number // 2**32 for number in groups)
+            batches.setdefault(step, set()).update(number // 2**32 for number in groups)
     assert len(numbers) == len(set(numbers)) == STEPS * PROMPTS
     # The data has more rows: no row came twice.
     assert len({row_of(number) for number in numbers}) == STEPS * PROMPTS
-    assert slots == {step: {step - 1} for step in slots}
+    assert batches == {step: {step - 1} for step in batches}
 
     rows = {int(row["step"]): row for row in resumed.metrics() if "train/loss" in row}
     assert [rows[step]["rollout/staleness_max"] for step in (1, 2, 3)] == [0, 1, 2]

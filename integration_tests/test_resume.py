@@ -65,7 +65,7 @@ def test_run_resumed_after_lost_worker_driver_and_engine_equals_an_uninterrupted
     resumed.wait_until((resumed.run / "stop").is_file, "the end of the signal's handler")
     pace.allow_all()
     assert resumed.wait() == 75, resumed.tail()
-    assert ": SIGTERM. To continue, repeat the command with run.resume=true" in resumed.log.read_text()
+    assert ": SIGTERM. To continue, repeat the command with run.resume=auto" in resumed.log.read_text()
     assert (resumed.run / "stopped.txt").read_text().startswith("after step 11:")
     assert (resumed.run / "checkpoint_00000011").is_dir()
     assert not list(resumed.run.glob("policy"))

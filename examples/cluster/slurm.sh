@@ -1,5 +1,5 @@
 #!/bin/bash
-# A recipe as a Slurm job: sbatch examples/cluster/slurm.sh. To continue, add run.resume=true to the command.
+# A recipe as a Slurm job: sbatch examples/cluster/slurm.sh. To continue, add run.resume=auto to the command.
 #SBATCH --job-name=grpo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -43,6 +43,6 @@ while kill -0 "$job" 2>/dev/null; do
     wait "$job" || status=$?
 done
 if [ "$status" -eq 75 ]; then
-    echo "stopped and saved. To continue, repeat the command with run.resume=true"
+    echo "stopped and saved. To continue, repeat the command with run.resume=auto"
 fi
 exit "$status"

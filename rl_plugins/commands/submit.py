@@ -3,12 +3,12 @@
 The command sends files of the current folder: tracked files, and new files that git does not ignore. It never sends
 .git, environments, data, outputs and checkpoints, and no files with secrets, such as .env and private keys, unless
 --include has the whole path of the file. Paths in the job's command are paths on the cluster. Nothing is
-installed on the cluster: the machines have the environment already. Ctrl-C stops the job; `run.resume=true` continues
+installed on the cluster: the machines have the environment already. Ctrl-C stops the job; `run.resume=auto` continues
 from the last checkpoint.
 
   rl-plugins submit -- grpo model.path=/shared/model 'data.train_files=[/shared/train.parquet]' \\
       run.output_dir=/shared/outputs run.name=first
-  rl-plugins submit --address http://head:8265 --env HF_TOKEN -- grpo run.name=first run.resume=true ...
+  rl-plugins submit --address http://head:8265 --env HF_TOKEN -- grpo run.name=first run.resume=auto ...
   rl-plugins submit --no-wait -- python -m my_project.train --epochs 3
   rl-plugins submit --dry-run -- grpo ...
 """

@@ -56,7 +56,7 @@ def recipe_main(config_name: str) -> None:
     exit_on_user_error(run)
 
 
-def exit_on_user_error(run: Callable[[], object], resume: str = "run.resume=true") -> None:
+def exit_on_user_error(run: Callable[[], object], resume: str = "run.resume=auto") -> None:
     """Call a function, and turn expected errors into one printed line and an exit status.
 
     docs/commands.md has the table of all statuses.

@@ -48,7 +48,7 @@ def check_data(config: RecipeConfig) -> None:
 
     Raises:
         ConfigError: A file or a row is wrong, there are too few rows, a data source has no reward, a reward fails,
-            transformers does not have a model, a prompt is refused by the chat template, or texts are too long.
+            a prompt is refused by the chat template, or texts are too long.
     """
     import numpy as np
 
@@ -56,7 +56,6 @@ def check_data(config: RecipeConfig) -> None:
     from rl_plugins.data.formats import FORMATS
     from rl_plugins.data.orders import build_mixture, load_parts
     from rl_plugins.data.parquet import load_rows
-    from rl_plugins.models.folder import check_model_type
 
     data, needed = config.data, config.prompts_drawn
     source = training_data(config)
@@ -80,8 +79,6 @@ def check_data(config: RecipeConfig) -> None:
     scored = [train] if config.stage in SAMPLING_STAGES else []
     scored += [validation.rows] if validation and config.generates else []
     replies = _check_rewards(config, chain.from_iterable(scored))
-    for path in config.model_paths.values():
-        check_model_type(path)
     if (Path(config.model.path) / "tokenizer.json").is_file():
         tokenizer = _load_tokenizer(config, replies)
         for rows in filter(None, (training, validation)):

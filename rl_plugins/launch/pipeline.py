@@ -111,7 +111,7 @@ def pipeline_main(config_name: str) -> None:
             if not composed.dry_run:
                 print(f"all stages are in {folder}")
 
-    exit_on_user_error(run, resume="resume=true")
+    exit_on_user_error(run, resume="resume=auto")
 
 
 def run_pipeline(composed: DictConfig) -> Path:

@@ -41,14 +41,18 @@ def preflight(config: RecipeConfig) -> None:
     check_options(config)
     check_batch(config)
     check_this_machine(config)
-    check_models(config)
+    models = check_models(config)
     _check_output(config)
     # The store of a pipeline answered when the parent run was created. If the store does not answer now, there is
     # an outage, which a run survives.
     if config.tracking.enabled and config.tracking.parent_run is None:
         check_store(tracking_uri(config))
+    # The imports load numpy and transformers.
     from rl_plugins.launch.dry_run import check_data
+    from rl_plugins.models.folder import check_model_type
 
+    for path, model in models.items():
+        check_model_type(path, model)
     check_data(config)
     _check_optimizers(config)
     if config.callbacks or config.tracking.loggers or config.debug.profiler:
@@ -195,14 +199,19 @@ def _check_memory(config: RecipeConfig) -> None:
         )
 
 
-def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lambda path: False) -> None:
+def check_models(
+    config: RecipeConfig, is_left_out: Callable[[str], bool] = lambda path: False
+) -> dict[str, dict[str, Any]]:
     """Check that all models exist, that processes can share the policy's heads, and the context window of each model.
 
-    Only JSON files are read.
+    Only JSON files are read, and each config.json once.
 
     Args:
         config: Configuration of the run.
         is_left_out: Function of a model's path. It returns True if the model cannot be checked yet.
+
+    Returns:
+        Path or name of each checked model, and the content of its config.json.
 
     Raises:
         ConfigError: A folder holds no model, the hub does not have a name, a model needs code of its own without
@@ -212,14 +221,17 @@ def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lamb
     """
     from rl_plugins.models.folder import check_model_folder, check_remote_code
 
+    models: dict[str, dict[str, Any]] = {}
     for group, path in config.model_paths.items():
         if is_left_out(path):
             continue
         option = f"{group}.path"
         trusted = config.model.trust_remote_code
-        check_model_folder(option, path, trust_remote_code=trusted)
-        model = _model_config(option, path)
-        check_remote_code(f"{option}={path}", model, trust_remote_code=trusted)
+        local = check_model_folder(option, path, trust_remote_code=trusted)
+        if local is None:
+            local = _config_in_hub(option, path)
+            check_remote_code(f"{option}={path}", local, trust_remote_code=trusted)
+        model = models[path] = local
         if group == "model":
             _check_heads(config, model)
             if _engine_on_cpu(config):
@@ -235,6 +247,7 @@ def check_models(config: RecipeConfig, is_left_out: Callable[[str], bool] = lamb
                 f"data.max_prompt_tokens={prompt} and sampling.max_tokens={response} make {prompt + response} tokens, "
                 f"and {option}={path} takes {limit}: lower one of the two"
             )
+    return models
 
 
 def _engine_on_cpu(config: RecipeConfig) -> bool:
@@ -266,27 +279,25 @@ def _check_heads(config: RecipeConfig, model: dict[str, Any]) -> None:
             )
 
 
-def _model_config(option: str, path: str) -> dict[str, Any]:
-    """Return the content of a model's config.json, from its folder, the cache of the hub, or the hub."""
+def _config_in_hub(option: str, name: str) -> dict[str, Any]:
+    """Return the content of a model's config.json, from the cache of the hub, or from the hub."""
+    import httpx2
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
     from rl_plugins.models.folder import read_model_config
 
-    file = Path(path) / "config.json"
-    if not Path(path).is_dir():
-        import httpx2
-        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-
-        try:
-            # One request with a short deadline comes first: a download would try again for half a minute.
-            if not isinstance(try_to_load_from_cache(path, "config.json"), str):
-                get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_HUB_TIMEOUT_S)
-            file = Path(hf_hub_download(path, "config.json"))
-        # A wrong name is a ValueError. Refusals by the hub and failures of the network are OSError or HTTPError.
-        except (OSError, ValueError, httpx2.HTTPError) as error:
-            reason = str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".:")
-            raise ConfigError(
-                f"{option}={path}: there is no such folder, and the Hugging Face hub does not give it "
-                f"({reason}): correct the name, or download the model and name its folder"
-            ) from None
+    try:
+        # One request with a short deadline comes first: a download would try again for half a minute.
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
+        file = Path(hf_hub_download(name, "config.json"))
+    # A wrong name is a ValueError. Refusals by the hub and failures of the network are OSError or HTTPError.
+    except (OSError, ValueError, httpx2.HTTPError) as error:
+        reason = str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".:")
+        raise ConfigError(
+            f"{option}={name}: there is no such folder, and the Hugging Face hub does not give it "
+            f"({reason}): correct the name, or download the model and name its folder"
+        ) from None
     return read_model_config(file)
 
 

@@ -26,8 +26,10 @@ _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.wei
 _LAYER = re.compile(r"(?P<blocks>(?:^|.*\.)(?:layers|h|blocks))\.(?P<number>\d+)\.")
 
 
-def check_model_folder(option: str, path: str, *, trust_remote_code: bool = False) -> None:
-    """Check the files of a local model folder against each other. A name of the Hugging Face hub is not checked.
+def check_model_folder(option: str, path: str, *, trust_remote_code: bool = False) -> dict[str, Any] | None:
+    """Check the files of a local model folder against each other; return the content of its config.json.
+
+    A name of the Hugging Face hub is not checked, and gives None.
 
     Args:
         option: Option or argument with the path, for messages.
@@ -42,7 +44,7 @@ def check_model_folder(option: str, path: str, *, trust_remote_code: bool = Fals
     if not folder.is_dir():
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise ConfigError(f"{option}={path}: no such folder")
-        return
+        return None
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{option}={path}: the folder has no config.json, so it is not a Hugging Face model")
     config = read_model_config(folder / "config.json")
@@ -59,6 +61,7 @@ def check_model_folder(option: str, path: str, *, trust_remote_code: bool = Fals
     for name in ("tokenizer_config.json", "generation_config.json"):
         if (folder / name).is_file():
             _read_json(folder / name)
+    return config
 
 
 def read_model_config(file: Path) -> dict[str, Any]:
@@ -107,20 +110,20 @@ def check_code_of_folder(path: str, *, trust_remote_code: bool) -> None:
         check_remote_code(path, read_model_config(file), trust_remote_code=trust_remote_code)
 
 
-def check_model_type(path: str) -> None:
-    """Check that transformers has the model of a local folder. The check loads transformers without torch.
+def check_model_type(path: str, config: Mapping[str, Any]) -> None:
+    """Check that transformers has the model of a config.json. The check loads transformers without torch.
+
+    Args:
+        path: Folder or name of the model, for messages.
+        config: Content of config.json.
 
     Raises:
         ConfigError: The `model_type` of config.json is unknown, and the model has no code of its own.
     """
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        return
-    config = read_model_config(file)
     if "auto_map" not in config and not _is_in_transformers(config):
         raise ConfigError(
-            f"{file}: model_type is {config.get('model_type')!r}, and transformers has no such model: use a model of "
-            "transformers, or a newer version of transformers"
+            f"{path}/config.json: model_type is {config.get('model_type')!r}, and transformers has no such model: use "
+            "a model of transformers, or a newer version of transformers"
         )
 
 

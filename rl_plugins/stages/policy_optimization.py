@@ -319,14 +319,14 @@ class PolicyOptimization(Stage):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["stage"]["slots"] = self.rollouts.scheduled_sampler.num_batches
+        checkpoint["stage"]["num_batches"] = self.rollouts.scheduled_sampler.num_batches
         checkpoint["stage"]["kl_controller"] = self.kl_controller.state_dict()
         checkpoint["stage"]["entropy_controller"] = self.entropy_controller.state_dict()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self._loaded_batches = checkpoint["stage"]["slots"]
+        self._loaded_batches = checkpoint["stage"]["num_batches"]
         if self._parts_of is not None:
             self.rollouts.scheduled_sampler.roll_back(self._loaded_batches)
         self.kl_controller.load_state_dict(checkpoint["stage"]["kl_controller"])

@@ -180,8 +180,8 @@ class TrajectoryQueue:
         return [
             {
                 "prompt": {name: getattr(group.prompt, name) for name in PromptBatch.__slots__},
-                "slot": group.batch_index,
-                "place": group.position,
+                "batch_index": group.batch_index,
+                "position": group.position,
                 "begun": group.begun,
                 "generations": vars(group.generations) if isinstance(group.generations, Generations) else None,
             }
@@ -201,13 +201,13 @@ class TrajectoryQueue:
             The number of restored groups, in words.
         """
         saved = [group for share in shares for group in share]
-        saved.sort(key=lambda group: (group["slot"], group["place"]))
+        saved.sort(key=lambda group: (group["batch_index"], group["position"]))
         self._groups, self._tickets = {}, 0
         for state in saved if own else saved[rank::world_size]:
             generations = None if state["generations"] is None else Generations(**state["generations"])
             begun = None if generations is None else state["begun"]
             prompt = PromptBatch(**state["prompt"])
-            self.add(Group(prompt, state["slot"], state["place"], begun, generations))
+            self.add(Group(prompt, state["batch_index"], state["position"], begun, generations))
         return f"{len(self)} groups of each worker's queue, {self.num_finished} of them sampled"
 
 

@@ -326,8 +326,7 @@ def _model_check(folder: Path, files: Mapping[str, bytes]) -> Callable[[tuple[st
     def check(change: tuple[str, bytes]) -> None:
         for name, content in {**files, change[0]: change[1]}.items():
             (folder / name).write_bytes(content)
-        check_model_folder("model.path", str(folder))
-        check_model_type(str(folder))
+        check_model_type(str(folder), check_model_folder("model.path", str(folder)) or {})
 
     return check
 

@@ -310,7 +310,7 @@ def test_recipe_main_prints_the_option_that_continues_a_stopped_run(grpo, monkey
 
     monkeypatch.setattr(training, "train_in_this_process", stopped)
     assert grpo(*IN_ONE_PROCESS, f"run.output_dir={tmp_path}") == 75
-    said = "grpo: stopped after step 3: SIGTERM. To continue, repeat the command with run.resume=true"
+    said = "grpo: stopped after step 3: SIGTERM. To continue, repeat the command with run.resume=auto"
     assert capsys.readouterr().out.splitlines()[-1] == said
 
 
@@ -323,7 +323,7 @@ def test_recipe_main_ends_with_the_status_of_a_shell_after_ctrl_c(grpo, monkeypa
 
     monkeypatch.setattr("rl_plugins.launch.training.TrainingRun.call_recipe", interrupted)
     assert grpo(*IN_ONE_PROCESS, f"run.output_dir={tmp_path}") == 130
-    said = "interrupted by SIGINT: grpo: there is no checkpoint. To continue, repeat the command with run.resume=true"
+    said = "interrupted by SIGINT: grpo: there is no checkpoint. To continue, repeat the command with run.resume=auto"
     assert capsys.readouterr().err.splitlines()[-1] == said
 
 

@@ -20,7 +20,7 @@ from rl_plugins.launch.worker_errors import user_errors_unwrapped
 from rl_plugins.tests.patience import patient
 
 PAGE = Path(__file__).parents[3] / "docs" / "commands.md"
-REPEAT = "To continue, repeat the command with run.resume=true"
+REPEAT = "To continue, repeat the command with run.resume=auto"
 
 
 def raising(error: BaseException) -> Callable[[], None]:

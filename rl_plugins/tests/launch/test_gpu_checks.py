@@ -125,9 +125,8 @@ def test_check_engine_weights_compares_the_weights_with_the_share_of_an_engine(
     assert "take 28.4 GiB" in check("rollout.gpu_memory_utilization=0.2", "model.precision=32-true")
     assert check("rollout.gpu_memory_utilization=0.15", model={"model_type": "unknown"}) == GOOD
     # The preflight reads the file of the model, and asks for the GPUs of this machine.
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("rl_plugins.models.folder.check_model_folder", lambda option, path, **_: None)
+    monkeypatch.setattr("rl_plugins.models.folder.check_model_folder", lambda option, path, **_: QWEN_7B)
     monkeypatch.setattr(preflight, "read_machine", lambda: machine(H100))
     given = configuration(f"model.path={tmp_path}", "rollout.gpu_memory_utilization=0.15")
     assert "its weights take 14.2 GiB" in message_of(lambda: preflight.check_models(given))

@@ -176,11 +176,11 @@ def test_run_pipeline_resumes_with_the_stage_that_has_no_checkpoint(
 @pytest.mark.parametrize(
     ("end", "status", "message"),
     [
-        (RunStopped("sft: stopped after step 3: SIGTERM"), 75, ". To continue, repeat the command with resume=true"),
+        (RunStopped("sft: stopped after step 3: SIGTERM"), 75, ". To continue, repeat the command with resume=auto"),
         (
             KeyboardInterrupt("sft: there is no checkpoint yet"),
             130,
-            "checkpoint yet. To continue, repeat the command with resume=true",
+            "checkpoint yet. To continue, repeat the command with resume=auto",
         ),
     ],
     ids=["stopped", "ctrl-c"],

@@ -90,8 +90,8 @@ def test_generate_refuses_code_of_a_model_without_trust(
 def test_code_of_a_model_runs_with_trust(tmp_path: Path, asked: list[str]) -> None:
     folder = tmp_path / "own"
     ran = save_own_code(folder)
-    check_model_folder("policy", str(folder), trust_remote_code=True)
-    check_model_type(str(folder))
+    config = check_model_folder("policy", str(folder), trust_remote_code=True)
+    check_model_type(str(folder), config or {})
     model: Any = load_causal_lm(str(folder), dtype=torch.float32, trust_remote_code=True)
     assert type(model).__name__ == "OwnForCausalLM" and ran.exists() and not asked
     assert load_tokenizer(str(folder), trust_remote_code=True).eos_token_id is not None

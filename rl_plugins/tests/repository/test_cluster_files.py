@@ -180,6 +180,6 @@ def test_slurm_script_asks_the_run_to_stop_on_sigterm(tmp_path):
     assert said.splitlines() == [
         "machine-1:6379",
         "token 600 64",
-        "stopped and saved. To continue, repeat the command with run.resume=true",
+        "stopped and saved. To continue, repeat the command with run.resume=auto",
     ]
     assert list(tmp_path.glob("ray-token-*")) == []
