@@ -9,10 +9,12 @@ default is passed if it is available (`call_with`). Log-probabilities and entrop
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
+
+from rl_plugins.errors import ConfigError
 
 R = TypeVar("R")
 
@@ -122,6 +124,35 @@ def required_inputs(function: Callable[..., Any], options: Mapping[str, Any]) ->
         and parameter.default is parameter.empty
         and parameter.name not in options
     ]
+
+
+def takes_pairs(loss: Callable[..., Any], options: Mapping[str, Any]) -> bool:
+    """Return True if a preference loss compares the two responses of a pair."""
+    return PAIR_INPUTS.issuperset(required_inputs(loss, options))
+
+
+def check_inputs(loss: Callable[..., Any], options: Mapping[str, Any], given: Collection[str], data: str) -> None:
+    """Check that the data gives the inputs of a loss of preferences or of a reward model.
+
+    Args:
+        loss: the loss.
+        options: keyword arguments of the loss.
+        given: names of the inputs that the data gives.
+        data: name of the data, for the message.
+
+    Raises:
+        ConfigError: an input is missing.
+    """
+    if JUDGED_INPUTS.issuperset(given) and takes_pairs(loss, options):
+        raise ConfigError(
+            f"the loss {loss.__name__} takes pairs, and the data has single responses with labels: leave label_key "
+            "out, or use the loss kto (loss.name=kto in a recipe)"
+        )
+    if missing := [name for name in required_inputs(loss, options) if name not in given]:
+        raise ConfigError(
+            f"the loss {loss.__name__} needs {missing[0]}, and {data} has only {', '.join(sorted(given))}: choose a "
+            "loss that fits the data"
+        )
 
 
 def call_with(function: Callable[..., R], inputs: Mapping[str, Any], options: Mapping[str, Any]) -> R:

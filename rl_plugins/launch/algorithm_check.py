@@ -23,7 +23,7 @@ from rl_plugins.algorithms.inputs import (
     SCORED_PAIR_INPUTS,
     SCORED_STEP_INPUTS,
     call_with,
-    required_inputs,
+    check_inputs,
 )
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES
@@ -131,17 +131,11 @@ def check_loss(config: RecipeConfig) -> None:
     if computed := sorted(given & options.keys()):
         raise ConfigError(f"loss.options.{computed[0]}: the stage computes this input of the loss: leave it out")
     _check("loss.options", function, options)
-    needs = set(required_inputs(function, options))
-    if not of_scores and data.label_key is not None and needs <= PAIR_INPUTS:
-        raise ConfigError(
-            f"data.label_key={data.label_key}: the loss {name} takes pairs, not single responses: use "
-            "loss.name=kto, or leave data.label_key out"
-        )
-    if missing := sorted(needs - given):
-        raise ConfigError(
-            f"loss.name={name} needs {missing[0]}, and the data of stage={config.stage} gives only "
-            f"{', '.join(sorted(given))}: use another loss, or give loss.options.{missing[0]}"
-        )
+    try:
+        check_inputs(function, options, given, f"the data of stage={config.stage}")
+    except ConfigError as error:
+        option = "loss.name" if data.label_key is None or of_scores else f"data.label_key={data.label_key}"
+        raise ConfigError(f"{option}: {error}") from None
     inputs = {input_name: torch.zeros((2, 1) if input_name.endswith("_BT") else 2) for input_name in given}
     inputs |= {"reference_point": torch.zeros(())} if "reference_point" in given else {}
     try:

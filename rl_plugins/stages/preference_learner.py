@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
-from rl_plugins.algorithms.inputs import JUDGED_INPUTS, PAIR_INPUTS, call_with, required_inputs
+from rl_plugins.algorithms.inputs import JUDGED_INPUTS, PAIR_INPUTS, call_with, required_inputs, takes_pairs
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, kto_reference_point
 from rl_plugins.algorithms.registry import named_function
 from rl_plugins.data.experience import Experience
@@ -69,7 +69,7 @@ class PreferenceObjective:
     @property
     def takes_pairs(self) -> bool:
         """True if the loss compares the two responses of a pair."""
-        return self.needs <= PAIR_INPUTS
+        return takes_pairs(self.function, self.options)
 
     @property
     def needs_reference_point(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import Unpack, override
 
+from rl_plugins.algorithms.inputs import JUDGED_INPUTS, check_inputs
 from rl_plugins.algorithms.preference_losses import PreferenceLoss
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.loaders import PromptSource
@@ -85,11 +86,8 @@ class PreferenceOptimization(Stage):
         if not isinstance(batch, PairBatch | UnpairedBatch):
             raise foreign_batch(batch, "PreferenceDataModule")
         start = time.perf_counter()
-        if self.objective.takes_pairs and isinstance(batch, UnpairedBatch):
-            raise ConfigError(
-                f"the loss {self.objective.name} takes pairs, and the data has single responses with labels: leave "
-                "out label_key, or use loss=kto"
-            )
+        if isinstance(batch, UnpairedBatch):
+            check_inputs(self.objective.function, self.objective.options, JUDGED_INPUTS, "the data")
         examples = preference_examples(batch, self.tokenizer.pad_token_id)
         metrics = self.learner.update([examples])
         seconds = time.perf_counter() - start

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
-from rl_plugins.algorithms.inputs import SCORED_PAIR_INPUTS, SCORED_STEP_INPUTS, call_with, required_inputs
+from rl_plugins.algorithms.inputs import SCORED_PAIR_INPUTS, SCORED_STEP_INPUTS, call_with, check_inputs
 from rl_plugins.algorithms.registry import named_function
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES, RewardModelLoss
 from rl_plugins.data.experience import Experience
@@ -81,12 +81,7 @@ class RewardModeling(Stage):
 
     def _examples(self, batch: PairBatch | ProcessRewardBatch) -> Pairs | Steps:
         examples = labelled_examples(batch, self.tokenizer.pad_token_id)
-        missing = [name for name in required_inputs(self.loss, self.loss_options) if name not in examples.given]
-        if missing:
-            raise ConfigError(
-                f"the loss {self.loss.__name__} needs {missing[0]}, and a {type(batch).__name__} has only "
-                f"{', '.join(sorted(examples.given))}: choose a loss that fits the data"
-            )
+        check_inputs(self.loss, self.loss_options, examples.given, f"a {type(batch).__name__}")
         return examples
 
     def _losses(self, examples: Pairs | Steps) -> Iterator[MicroBatchLoss]:
