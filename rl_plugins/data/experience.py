@@ -5,7 +5,7 @@ are padded on the left and responses on the right, so a sample is contiguous in 
 lengths, never from token values: a policy may sample the padding token.
 
 Indexing, slicing, boolean masks, `select`, `chunk`, `split`, `to`, `clone` and pickling are tensordict's own. `columns`
-holds one Python object per sample and follows every such operation; `meta` is carried unchanged.
+holds one Python object per sample and follows every such operation.
 
 Axes: `B` samples, `P` longest prompt, `T` longest response.
 """
@@ -105,7 +105,6 @@ class Experience(TensorClass, shadow=True):
         rows: Python objects of the samples, possibly shared with other batches. Pass a mapping of sequences of length
             B; read a list with `experience.columns["data_source"]`, add a list with `set_column`.
         row: int64 [B], row of each sample in `rows`.
-        meta: one mapping for the whole batch.
         scores: float32 [B], reward of the whole sample. None until computed, like all fields below.
         baseline_scores: float32 [B], reward of a greedy response to the same prompt.
         component_scores: float32 [B, K], components of `scores`.
@@ -138,7 +137,6 @@ class Experience(TensorClass, shadow=True):
     valid: Tensor
     rows: Any = None
     row: Tensor | None = None
-    meta: Any = None
     scores: Tensor | None = None
     baseline_scores: Tensor | None = None
     component_scores: Tensor | None = None
@@ -160,11 +158,9 @@ class Experience(TensorClass, shadow=True):
     selected: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Put plain columns into a form indexing can follow; set an empty `meta` if there is none."""
+        """Put plain columns into a form indexing can follow."""
         if not isinstance(self.rows, SharedColumns):
             self._set_columns(self.rows or {})
-        if self.meta is None:
-            self.meta = {}
 
     @classmethod
     def from_samples(
@@ -178,7 +174,6 @@ class Experience(TensorClass, shadow=True):
         pad_token_id: int = 0,
         *,
         response_masks: Sequence[Sequence[float]] | None = None,
-        meta: Mapping[str, Any] | None = None,
     ) -> Self:
         """Pad ragged samples into an Experience on the CPU.
 
@@ -191,7 +186,6 @@ class Experience(TensorClass, shadow=True):
             columns: sequences of length B.
             pad_token_id: token id of the padding; no function reads the padding.
             response_masks: B lists of 0 and 1 as long as the responses; all ones by default.
-            meta: one mapping for the whole batch.
 
         Raises:
             ValueError: the lists differ in the number of samples, or in the length of a response.
@@ -227,7 +221,6 @@ class Experience(TensorClass, shadow=True):
             groups=torch.tensor(groups, dtype=torch.int64),
             valid=torch.ones(count, dtype=torch.bool),
             rows=dict(columns or {}),
-            meta=dict(meta or {}),
             batch_size=[count],
         )
 
@@ -358,7 +351,7 @@ class Experience(TensorClass, shadow=True):
         """Join batches along B, padded (with zeros) to the widest prompt and the widest response.
 
         Raises:
-            ValueError: there are no parts; only some parts have a field or a column; or a value of `meta` differs.
+            ValueError: there are no parts, or only some parts have a field or a column.
         """
         if not parts:
             raise ValueError("there is nothing to concatenate: pass at least one batch.")
@@ -367,61 +360,23 @@ class Experience(TensorClass, shadow=True):
             unshared = sorted(_names(first) ^ _names(other)) or sorted(set(first.columns) ^ set(other.columns))
             if unshared:
                 raise ValueError(f"only some of the parts have {unshared[0]!r}.")
-        meta: dict[str, Any] = {}
-        for part in parts:
-            _merge("meta", meta, part.meta or {})
         prompt_width = max(part.prompts.shape[1] for part in parts)
         response_width = max(part.responses.shape[1] for part in parts)
-        joined = _cat([part._resized(prompt_width, response_width) for part in parts])
-        joined.meta = meta
-        return joined
-
-    def union(self, other: "Experience") -> Self:
-        """Return this batch with the additional fields, columns and meta of `other`.
-
-        Raises:
-            ValueError: the batches differ in size, or in the values of a common field, column or meta key.
-        """
-        if self.batch_size != other.batch_size:
-            raise ValueError(f"a batch of {len(self)} samples and one of {len(other)} cannot be joined.")
-        fields = {name: getattr(self, name) for name in _names(self)}
-        _merge("field", fields, {name: getattr(other, name) for name in _names(other)})
-        columns, meta = dict(self.columns), dict(self.meta or {})
-        _merge("column", columns, other.columns)
-        _merge("meta", meta, other.meta or {})
-        return type(self)(**fields, rows=columns, meta=meta, batch_size=self.batch_size)
-
-    def repeat(self, n: int, interleave: bool = True) -> Self:  # type: ignore[override]
-        """Return each sample `n` times: a a b b when interleaved, a b a b when not."""
-        return self.repeat_interleave(n, dim=0) if interleave else _cat([self] * n)
+        resized = [part._resized(prompt_width, response_width) for part in parts]
+        fields: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in resized]) for name in _names(first)}
+        columns = {name: [value for part in parts for value in part.columns[name]] for name in first.columns}
+        return cls(**fields, rows=columns, batch_size=[sum(map(len, parts))])
 
     def reorder(self, indices: Tensor | np.ndarray | Sequence[int]) -> Self:
         """Return the samples at `indices` (integers), in their order; an index may be absent or appear twice."""
         return self[torch.as_tensor(indices, dtype=torch.int64)]
-
-    def pad_to_multiple(self, k: int) -> tuple[Self, int]:
-        """Append copies of the first samples until k divides B; return the batch and the number of copies.
-
-        The copies are not `valid` and have a `response_mask` of zero, so no loss and no statistic includes the copies.
-        """
-        extra = -len(self) % k
-        if extra == 0:
-            return self, 0
-        padding = self[torch.arange(extra) % len(self)]
-        padding.valid = torch.zeros_like(padding.valid)
-        padding.response_mask = torch.zeros_like(padding.response_mask)
-        return _cat([self, padding]), extra
-
-    def unpad(self, extra: int) -> Self:
-        """Drop the last `extra` samples: the inverse of `pad_to_multiple`."""
-        return self[: len(self) - extra]
 
     def save(self, path: str | os.PathLike[str], records: Sequence[type] = ()) -> None:  # type: ignore[override]
         """Write the batch to one file, which gets its name when complete; see `save_plain` for `records`."""
         target = Path(path)
         # A clone, because torch writes the whole storage behind a slice.
         fields = {name: getattr(self, name).clone() for name in _names(self)}
-        content = fields | {"rows": dict(self.columns), "meta": self.meta, "batch_size": [len(self)]}
+        content = fields | {"rows": dict(self.columns), "batch_size": [len(self)]}
         write_whole(target, lambda file: save_plain(content, file, records=records))
 
     @classmethod
@@ -436,39 +391,5 @@ def computed(field: Tensor | None) -> Tensor:
     return field
 
 
-def _cat(parts: "Sequence[Experience]") -> Any:
-    """Join batches with the same fields, columns, widths and meta."""
-    first = parts[0]
-    fields: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in _names(first)}
-    columns = {name: [value for part in parts for value in part.columns[name]] for name in first.columns}
-    return type(first)(**fields, rows=columns, meta=first.meta, batch_size=[sum(map(len, parts))])
-
-
 def _names(experience: Experience) -> set[str]:
     return {name for name in TENSOR_FIELDS if getattr(experience, name) is not None}
-
-
-def _merge(kind: str, into: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Add the entries of `new` to `into`, in place.
-
-    Raises:
-        ValueError: both have an entry with different values; the message names `kind` and the entry.
-    """
-    for name, value in new.items():
-        if not same(into.setdefault(name, value), value):
-            raise ValueError(f"{kind} {name!r} has different values in the batches.")
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return True if two nested values are equal; compares tensors and arrays too, and NaN equals NaN."""
-    if a is b:
-        return True
-    if isinstance(a, Tensor | np.ndarray | np.generic) or isinstance(b, Tensor | np.ndarray | np.generic):
-        if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        return bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b) or (a != a and b != b)

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.data.experience import TENSOR_FIELDS, Experience, same
+from rl_plugins.data.experience import TENSOR_FIELDS, Experience
+from rl_plugins.tests.equality import same
 from rl_plugins.tests.loops import for_each
 
 OPTIONAL = ("scores", "values", "advantages", "old_log_probs")
@@ -31,7 +32,6 @@ def make(lengths: list[tuple[int, int]], optional: tuple[str, ...] = ()) -> Expe
             "key": [(index, None) for index in range(len(lengths))],
             "same": ["x"] * len(lengths),
         },
-        meta={"step": 7, "pair": (2, 3)},
     )
     for name in optional:
         shape = (len(lengths),) if name == "scores" else experience.responses.shape
@@ -46,7 +46,6 @@ def assert_same(a: Experience, b: Experience) -> None:
     assert set(a.columns.keys()) == set(b.columns.keys())
     for name in sorted(a.columns.keys()):
         assert list(a.columns[name]) == list(b.columns[name])
-    assert a.meta == b.meta
 
 
 def sample(experience: Experience, index: int) -> dict[str, Any]:
@@ -90,7 +89,6 @@ def test_concat_undoes_chunk(lengths, optional, chunks):
     assert_same(Experience.concat(parts), experience)
     trimmed = Experience.concat([part.trimmed() for part in parts])
     assert samples(trimmed) == samples(experience)
-    assert trimmed.meta == experience.meta
 
 
 @fast
@@ -98,30 +96,6 @@ def test_concat_undoes_chunk(lengths, optional, chunks):
 def test_concat_of_different_widths_keeps_the_samples(first, second, optional):
     a, b = make(first, optional), make(second, optional)
     assert samples(Experience.concat([a, b])) == samples(a) + samples(b)
-
-
-@fast
-@given(lengths, optionals, st.integers(1, 7))
-def test_unpad_undoes_pad_to_multiple(lengths, optional, multiple):
-    experience = make(lengths, optional)
-    padded, extra = experience.pad_to_multiple(multiple)
-    assert len(padded) % multiple == 0
-    assert 0 <= extra < multiple
-    assert_same(padded.unpad(extra), experience)
-    assert not padded.valid[len(experience) :].any()
-    assert padded.response_mask[len(experience) :].sum() == 0
-
-
-@fast
-@given(lengths, optionals, st.integers(1, 3), st.booleans())
-def test_reorder_undoes_repeat(lengths, optional, n, interleave):
-    experience = make(lengths, optional)
-    repeated = experience.repeat(n, interleave)
-    count = len(lengths)
-    order = [index // n if interleave else index % count for index in range(n * count)]
-    assert samples(repeated) == [sample(experience, index) for index in order]
-    firsts = [order.index(index) for index in range(count)]
-    assert_same(repeated.reorder(firsts), experience)
 
 
 @fast
@@ -194,52 +168,18 @@ def test_from_samples_refuses_samples_that_do_not_match(changes, message):
         Experience.from_samples(**(good | changes))
 
 
-def test_union_adds_fields_columns_and_meta():
-    experience = make([(2, 3), (1, 2)])
-    other = experience.select("groups", "rows", "row")
-    other.values = torch.full_like(experience.rollout_log_probs, torch.nan)
-    other.set_column("judge", [{"a": 1}, None])
-    other.meta = {"judge": "b"}
-    merged = experience.union(other)
-    assert_same(merged.union(merged.clone()), merged)
-    assert same(merged.values, other.values)
-    assert list(merged.columns["judge"]) == [{"a": 1}, None]
-    assert merged.meta == {"step": 7, "pair": (2, 3), "judge": "b"}
-    assert experience.values is None
-
-
-def test_union_names_the_conflicting_field():
-    experience = make([(2, 3), (1, 2)])
-    for change, message in (
-        (lambda other: setattr(other, "groups", other.groups + 1), "field 'groups'"),
-        (lambda other: other.set_column("key", [1, 2]), "column 'key'"),
-        (lambda other: setattr(other, "meta", {"step": 8}), "meta 'step'"),
-    ):
-        other = experience.clone()
-        change(other)
-        with pytest.raises(ValueError, match=message):
-            experience.union(other)
-    with pytest.raises(ValueError, match="2 samples"):
-        experience.union(experience[:1])
-
-
 def test_concat_refuses_parts_that_do_not_match():
     a, b = make([(1, 1)], ("values",)), make([(1, 1)])
     with pytest.raises(ValueError, match="only some of the parts have 'values'"):
         Experience.concat([a, b])
     with pytest.raises(ValueError, match="nothing to concatenate"):
         Experience.concat([])
-    c = make([(1, 1)])
-    c.meta = {"step": 8}
-    with pytest.raises(ValueError, match="meta 'step'"):
-        Experience.concat([b, c])
 
 
-def test_an_empty_experience_can_be_trimmed_padded_and_concatenated():
+def test_an_empty_experience_can_be_trimmed_and_concatenated():
     experience = make([(2, 3), (1, 2)], ("values",))
     empty = experience[torch.zeros(2, dtype=torch.bool)]
     assert len(empty.trimmed()) == 0
-    assert empty.pad_to_multiple(4)[1] == 0
     assert_same(Experience.concat([empty, experience]), experience)
 
 
