@@ -25,11 +25,11 @@ from typing_extensions import override
 
 from rl_plugins.algorithms.aggregation import GlobalCounts
 from rl_plugins.algorithms.inputs import one_rank
+from rl_plugins.connections import ListeningStore, StoreAddress, join_store
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import UserError
 from rl_plugins.models.pool import ModelPool, spread
 from rl_plugins.models.pool_actor import Arrays, PoolConfig, process_name
-from rl_plugins.rendezvous import ListeningStore, StoreAddress, join_store
 from rl_plugins.stages.critic import CriticLearner, CriticTraining, Learnt
 from rl_plugins.stages.metrics import TokenMetrics
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_plugins.connections import ListeningStore, StoreAddress, join_store
 from rl_plugins.errors import DeadlineExceeded, EngineLost
-from rl_plugins.rendezvous import ListeningStore, StoreAddress, join_store
 from rl_plugins.weights.layout import LoadWeights, dtype_name, dtype_named
 from rl_plugins.weights.shared_memory import EngineClient
 from rl_plugins.weights.source import WeightMeta, WeightSource

@@ -3,7 +3,7 @@
 An engine keeps the parameters in shared memory (`layout.py`). In an update all ranks copy their shards at once while
 the engine waits. Each byte is copied once: there is no gather, no serialisation and no second copy.
 
-Each rank has a Unix socket to each process of an engine, and no other process gets one (`rank_connections.py`). The
+Each rank has a Unix socket to each process of an engine, and no other process gets one (`connections.py`). The
 first update sends the file descriptor of the memory and the place of each tensor. Every update then exchanges two
 bytes: the engine is ready for writes, and the rank has finished writing. The exchange takes about 30 microseconds; a
 call of a Ray actor takes milliseconds. The sockets of a process close when the process dies.
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from rl_plugins.connections import SECRET_BYTES, RankListener, connect_to_engine
 from rl_plugins.errors import DeadlineExceeded, EngineLost
 from rl_plugins.weights.check import WeightsDiffer, checksum
 from rl_plugins.weights.layout import (
@@ -37,7 +38,6 @@ from rl_plugins.weights.layout import (
     share_parameters,
     views,
 )
-from rl_plugins.weights.rank_connections import SECRET_BYTES, RankListener, connect_to_engine
 from rl_plugins.weights.source import WeightMeta, WeightSource
 
 ElementRange = tuple[str, int, int]

@@ -33,7 +33,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 from vllm.utils.nccl import unpinned_nccl_env
 
-from rl_plugins.rendezvous import ListeningStore, StoreAddress, join_store
+from rl_plugins.connections import ListeningStore, StoreAddress, join_store
 
 _END = "end"
 _FOREVER = timedelta(days=10_000)

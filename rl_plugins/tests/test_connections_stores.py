@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from rl_plugins.rendezvous import ListeningStore, StoreAddress, join_store
+from rl_plugins.connections import ListeningStore, StoreAddress, join_store
 from rl_plugins.tests.patience import patient
 
 DEADLINE_S = patient(30)

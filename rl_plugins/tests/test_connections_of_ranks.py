@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from rl_plugins.connections import SECRET_BYTES, RankListener, connect_to_engine
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.tests.other_user import OTHER_USER, needs_root, run_as_other_user, start_as_other_user
 from rl_plugins.tests.patience import patient
-from rl_plugins.weights.rank_connections import SECRET_BYTES, RankListener, connect_to_engine
 
 DEADLINE_S = patient(30)
 SECRET = secrets.token_bytes(SECRET_BYTES)
