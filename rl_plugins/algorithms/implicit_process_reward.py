@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 
 from rl_plugins.algorithms.advantages.returns import discounted_returns
-from rl_plugins.algorithms.checks import check_fractions, check_positive
 from rl_plugins.algorithms.inputs import Collective
 from rl_plugins.algorithms.masked import group_numbers, last_valid
+from rl_plugins.config.settings import ABOVE_0, FROM_0_TO_1, check_ranges
 
 Granularity = Literal["token", "whole"]
 GRANULARITIES: tuple[Granularity, ...] = ("token", "whole")
@@ -60,8 +60,8 @@ def process_rewards(
     """
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity={granularity!r}: use one of {', '.join(GRANULARITIES)}")
-    check_positive(beta=beta)
-    check_fractions(lam=lam)
+    check_ranges(float, ABOVE_0, beta=beta)
+    check_ranges(float, FROM_0_TO_1, lam=lam)
     sampled_BT = response_mask_BT.bool()
     last_BT = last_valid(sampled_BT)
     rewards_BT = torch.where(sampled_BT, beta * (log_probs_BT - reference_log_probs_BT), 0)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rl_plugins.algorithms.checks import check_not_negative, check_positive
 from rl_plugins.algorithms.inputs import Collective, one_rank
 from rl_plugins.algorithms.registry import Registry
+from rl_plugins.config.settings import ABOVE_0, NOT_NEGATIVE, check_ranges
 
 PreferenceLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
@@ -58,7 +58,7 @@ def dpo(
     Source: DPO https://arxiv.org/abs/2305.18290 eq. 7; label smoothing https://ericmitchell.ai/cdpo.pdf; length
     normalisation Tulu 3 https://arxiv.org/abs/2411.15124.
     """
-    check_positive(beta=beta)
+    check_ranges(float, ABOVE_0, beta=beta)
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing={label_smoothing}: must be 0 or more and below 0.5")
     chosen_reward_N, rejected_reward_N = (
@@ -104,7 +104,7 @@ def ipo(
 
     Source: https://arxiv.org/abs/2310.12036 eq. 17.
     """
-    check_positive(beta=beta)
+    check_ranges(float, ABOVE_0, beta=beta)
     chosen_ratio_N = _log_ratio(chosen_log_probs_N, ref_chosen_log_probs_N, chosen_lengths_N, length_normalized)
     rejected_ratio_N = _log_ratio(rejected_log_probs_N, ref_rejected_log_probs_N, rejected_lengths_N, length_normalized)
     loss_N = (chosen_ratio_N - rejected_ratio_N - 1 / (2 * beta)).square()
@@ -143,7 +143,7 @@ def rpo(
 
     Source: Iterative RPO https://arxiv.org/abs/2404.19733.
     """
-    check_not_negative(nll_weight=nll_weight)
+    check_ranges(float, NOT_NEGATIVE, nll_weight=nll_weight)
     loss_N, metrics = dpo(
         chosen_log_probs_N=chosen_log_probs_N,
         rejected_log_probs_N=rejected_log_probs_N,
@@ -186,7 +186,7 @@ def orpo(
 
     Source: https://arxiv.org/abs/2403.07691.
     """
-    check_positive(odds_weight=odds_weight)
+    check_ranges(float, ABOVE_0, odds_weight=odds_weight)
     chosen_mean_N = _per_token(chosen_log_probs_N, chosen_lengths_N)
     rejected_mean_N = _per_token(rejected_log_probs_N, rejected_lengths_N)
     log_odds_ratio_N = _log_odds(chosen_mean_N) - _log_odds(rejected_mean_N)
@@ -226,8 +226,8 @@ def simpo(
 
     Source: https://arxiv.org/abs/2405.14734.
     """
-    check_positive(beta=beta)
-    check_not_negative(gamma=gamma)
+    check_ranges(float, ABOVE_0, beta=beta)
+    check_ranges(float, NOT_NEGATIVE, gamma=gamma)
     chosen_reward_N = beta * _per_token(chosen_log_probs_N, chosen_lengths_N)
     rejected_reward_N = beta * _per_token(rejected_log_probs_N, rejected_lengths_N)
     loss_N = -logsigmoid(chosen_reward_N - rejected_reward_N - gamma)
@@ -269,8 +269,8 @@ def kto(
 
     Source: https://arxiv.org/abs/2402.01306.
     """
-    check_positive(beta=beta)
-    check_not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    check_ranges(float, ABOVE_0, beta=beta)
+    check_ranges(float, NOT_NEGATIVE, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     desirable_N = desirable_N.bool()
     ratio_N = log_probs_N - ref_log_probs_N
     distance_N = ratio_N - reference_point.detach()

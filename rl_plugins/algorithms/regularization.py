@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rl_plugins.algorithms.checks import check_not_negative
+from rl_plugins.config.settings import NOT_NEGATIVE, check_ranges
 from rl_plugins.errors import ConfigError
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
@@ -231,7 +231,7 @@ class AdaptiveEntropy:
         Raises:
             ConfigError: `rate` is negative, or `coefficient` is outside of `minimum` and `maximum`.
         """
-        check_not_negative(rate=self.rate)
+        check_ranges(float, NOT_NEGATIVE, rate=self.rate)
         if not self.minimum <= self.coefficient <= self.maximum:
             raise ConfigError(
                 f"coefficient={self.coefficient}: must be from minimum={self.minimum} to maximum={self.maximum}"

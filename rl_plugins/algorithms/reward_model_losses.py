@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from rl_plugins.algorithms.checks import check_not_negative
 from rl_plugins.algorithms.registry import Registry
+from rl_plugins.config.settings import NOT_NEGATIVE, check_ranges
 
 RewardModelLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
@@ -48,7 +48,7 @@ def bradley_terry(
     Source: InstructGPT https://arxiv.org/abs/2203.02155; the margin Llama 2 https://arxiv.org/abs/2307.09288;
     centering https://arxiv.org/abs/2312.09244 in the form of https://huggingface.co/docs/trl/reward_trainer.
     """
-    check_not_negative(centering=centering)
+    check_ranges(float, NOT_NEGATIVE, centering=centering)
     difference_B = chosen_scores_B - rejected_scores_B
     loss_B = -logsigmoid(difference_B if margins_B is None else difference_B - margins_B)
     if centering:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.advantages.group_relative import grpo
-from rl_plugins.algorithms.checks import check_fractions, check_not_negative
 from rl_plugins.algorithms.inputs import Collective, one_rank
 from rl_plugins.algorithms.masked import (
     group_leaders,
@@ -23,6 +22,7 @@ from rl_plugins.algorithms.masked import (
     sequence_means,
     whiten,
 )
+from rl_plugins.config.settings import FROM_0_TO_1, NOT_NEGATIVE, check_ranges
 
 
 def discounted_returns(rewards_BT: Tensor, learned_BT: Tensor, gamma: float = 1.0) -> Tensor:
@@ -70,7 +70,7 @@ def gae(
 
     Source: https://arxiv.org/abs/1506.02438, equation 16.
     """
-    check_fractions(gamma=gamma, lam=lam)
+    check_ranges(float, FROM_0_TO_1, gamma=gamma, lam=lam)
     learned_BT = learned_tokens(response_mask_BT, valid_B)
     rewards_BT = torch.where(learned_BT, token_level_rewards_BT, 0)
     values_BT = torch.where(learned_BT, values_BT.detach(), 0)
@@ -111,7 +111,7 @@ def reinforce_plus_plus(
 
     Source: REINFORCE++, https://arxiv.org/abs/2501.03262.
     """
-    check_fractions(gamma=gamma)
+    check_ranges(float, FROM_0_TO_1, gamma=gamma)
     learned_BT = learned_tokens(response_mask_BT, valid_B)
     returns_BT = discounted_returns(token_level_rewards_BT, learned_BT, gamma)
     return whiten(returns_BT, learned_BT, sum_over_ranks), returns_BT
@@ -204,7 +204,7 @@ def prime(
     Source: PRIME, https://arxiv.org/abs/2502.01456; the coefficients, and the baseline as a mean over tokens, from its
     code, https://github.com/volcengine/verl, `recipe/prime/prime_core_algos.py`.
     """
-    check_not_negative(outcome_coefficient=outcome_coefficient, process_coefficient=process_coefficient)
+    check_ranges(float, NOT_NEGATIVE, outcome_coefficient=outcome_coefficient, process_coefficient=process_coefficient)
     learned_BT = learned_tokens(response_mask_BT, valid_B)
     outcomes_B = token_level_rewards_BT.sum(dim=-1)
     scale_B, baseline_B = _leave_one_out(outcomes_B, groups_B, valid_B)
@@ -260,7 +260,7 @@ def reverse_kl(
 
     Source: https://arxiv.org/abs/2306.13649.
     """
-    check_not_negative(coefficient=coefficient, reward_weight=reward_weight)
+    check_ranges(float, NOT_NEGATIVE, coefficient=coefficient, reward_weight=reward_weight)
     if bound is not None and not bound > 0:
         raise ValueError(f"bound={bound}: must be above 0, or None for no bound")
     learned_BT = learned_tokens(response_mask_BT, valid_B)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.checks import check_not_negative
 from rl_plugins.algorithms.masked import zero_masked
+from rl_plugins.config.settings import NOT_NEGATIVE, check_ranges
 
 MAX_LOG_RATIO = 20.0
 """Bound on |log ratio| before exponentiation: e^20 is finite in float32 and far outside any clip range."""
@@ -96,7 +96,7 @@ def cispo(
 
     Source: MiniMax-M1, https://arxiv.org/abs/2506.13585, eq. 4 and 5.
     """
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    check_ranges(float, NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
     log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
         response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
     )
@@ -157,7 +157,7 @@ def gspo(
 
     Source: https://arxiv.org/abs/2507.18071, eq. 5, 7, 13 and 14; widths from its section 5.1.
     """
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    check_ranges(float, NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
     log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
         response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
     )
@@ -206,7 +206,7 @@ def gmpo(
 
     Source: https://arxiv.org/abs/2507.20673.
     """
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    check_ranges(float, NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
     log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
         response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
     )

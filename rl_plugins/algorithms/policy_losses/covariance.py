@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.checks import check_not_negative, check_share
 from rl_plugins.algorithms.inputs import Collective, one_rank
 from rl_plugins.algorithms.masked import largest, zero_masked
 from rl_plugins.algorithms.policy_losses.clipped import bounded_log_ratio, ppo_clip
+from rl_plugins.config.settings import ABOVE_0_TO_1, NOT_NEGATIVE, check_ranges
 
 
 def clip_cov(
@@ -45,7 +45,7 @@ def clip_cov(
 
     Source: https://arxiv.org/abs/2505.22617, Clip-Cov, eq. 12.
     """
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    check_ranges(float, NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
     loss_BT, metrics = ppo_clip(
         log_probs_BT=log_probs_BT,
         old_log_probs_BT=old_log_probs_BT,
@@ -85,7 +85,7 @@ def kl_cov(
 
     Source: https://arxiv.org/abs/2505.22617, KL-Cov, eq. 14 (with a coefficient of 1).
     """
-    check_not_negative(coefficient=coefficient)
+    check_ranges(float, NOT_NEGATIVE, coefficient=coefficient)
     log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
         response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
     )
@@ -158,7 +158,7 @@ def select_within_band(
 
     Source: https://arxiv.org/abs/2505.22617, eq. 11.
     """
-    check_share(share)
+    check_ranges(float, ABOVE_0_TO_1, share=share)
     if not low < high:
         raise ValueError(f"low={low}, high={high}: low must be below high, the band of covariances to select from")
     valid_BT = response_mask_BT.bool()
@@ -203,7 +203,7 @@ def select_largest(
 
     Source: https://arxiv.org/abs/2505.22617, eq. 13.
     """
-    check_share(share)
+    check_ranges(float, ABOVE_0_TO_1, share=share)
     valid_BT = response_mask_BT.bool()
     covariances_BT = covariances(
         log_probs_BT=log_probs_BT,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rl_plugins.algorithms.checks import check_not_negative, check_positive
 from rl_plugins.algorithms.masked import zero_masked
 from rl_plugins.algorithms.policy_losses.clipped import bounded_log_ratio, ppo_clip
+from rl_plugins.config.settings import ABOVE_0, NOT_NEGATIVE, check_ranges
 
 
 def forward_kl_top_k(
@@ -50,9 +50,9 @@ def forward_kl_top_k(
     Source: https://arxiv.org/abs/2306.13649 (forward KL on samples of the student); the form over the top k from
     https://github.com/volcengine/verl, `verl/trainer/distillation`.
     """
-    check_not_negative(policy_weight=policy_weight)
+    check_ranges(float, NOT_NEGATIVE, policy_weight=policy_weight)
     if loss_max_clamp is not None:
-        check_positive(loss_max_clamp=loss_max_clamp)
+        check_ranges(float, ABOVE_0, loss_max_clamp=loss_max_clamp)
     if log_prob_min_clamp is not None and not log_prob_min_clamp < 0:
         raise ValueError(f"log_prob_min_clamp={log_prob_min_clamp}: must be below 0, or None for no bound")
     teacher_BTK, student_BTK = zero_masked(response_mask_BT.unsqueeze(-1), teacher_top_log_probs_BTK, top_log_probs_BTK)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rl_plugins.algorithms.checks import check_share
 from rl_plugins.algorithms.inputs import Collective, one_rank
 from rl_plugins.algorithms.masked import largest, zero_masked
+from rl_plugins.config.settings import ABOVE_0_TO_1, check_ranges
 
 
 def off_policy_sequence_mask(
@@ -63,7 +63,7 @@ def top_entropy_mask(
 
     Source: https://arxiv.org/abs/2506.01939 (the 80/20 rule).
     """
-    check_share(share)
+    check_ranges(float, ABOVE_0_TO_1, share=share)
     valid_BT = response_mask_BT.bool()
     entropy_BT = entropy_BT.detach()
     num_tokens = int(gather_over_ranks(valid_BT.sum().unsqueeze(0)).sum().item())

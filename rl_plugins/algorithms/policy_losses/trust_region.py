@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.checks import check_not_negative, check_positive
 from rl_plugins.algorithms.masked import zero_masked
 from rl_plugins.algorithms.policy_losses.clipped import bounded_log_ratio
+from rl_plugins.config.settings import ABOVE_0, NOT_NEGATIVE, check_ranges
 
 EPS = 1e-8
 """Constant that keeps the logarithm finite where a policy is certain."""
@@ -117,8 +117,8 @@ def _dppo(
     cap: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the capped loss of the tokens that `is_near` keeps, and its metrics."""
-    check_not_negative(low=low, high=high)
-    check_positive(cap=cap)
+    check_ranges(float, NOT_NEGATIVE, low=low, high=high)
+    check_ranges(float, ABOVE_0, cap=cap)
     log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
         response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
     )
@@ -162,7 +162,7 @@ def sapo(
 
     Source: https://arxiv.org/abs/2511.20347.
     """
-    check_positive(tau_positive=tau_positive, tau_negative=tau_negative)
+    check_ranges(float, ABOVE_0, tau_positive=tau_positive, tau_negative=tau_negative)
     log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
         response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
     )

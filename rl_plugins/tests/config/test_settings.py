@@ -9,11 +9,20 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pytest
 
-from rl_plugins.algorithms.checks import check_fractions, check_not_negative, check_positive, check_share
 from rl_plugins.config.models import OptimizerConfig, ReferenceConfig
 from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.config.run import GuardConfig, RunConfig
-from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, Settings, check_ranges, fits, one_of, or_null, shown
+from rl_plugins.config.settings import (
+    ABOVE_0_TO_1,
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    Settings,
+    check_ranges,
+    fits,
+    one_of,
+    or_null,
+    shown,
+)
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.pool import RewardPool
@@ -103,14 +112,14 @@ def test_classes_of_the_api_name_a_number_out_of_range(make: Any, message: str) 
         make()
 
 
-def test_checks_of_algorithms_refuse_the_same_numbers() -> None:
-    for check in (check_not_negative, check_positive, check_fractions):
-        check(value=1)
+def test_check_ranges_refuses_numbers_that_are_not_finite_or_out_of_range() -> None:
+    for allowed in (NOT_NEGATIVE, ABOVE_0, FROM_0_TO_1):
+        check_ranges(float, allowed, value=1)
         for value in (-1, math.inf, math.nan, True, "1"):
             with pytest.raises(ConfigError, match=r"^value=.*: must be"):
-                check(value=value)  # type: ignore[arg-type]
+                check_ranges(float, allowed, value=value)
     with pytest.raises(ConfigError, match=r"^share=0: must be above 0 and at most 1"):
-        check_share(0)
+        check_ranges(float, ABOVE_0_TO_1, share=0)
     with pytest.raises(ConfigError, match=r"^steps=1\.5: must be a whole number"):
         check_ranges(int, AT_LEAST_1, steps=1.5)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from rl_plugins.config.recipe import RecipeConfig, written
 from rl_plugins.errors import ConfigError, RunStopped
@@ -113,7 +113,9 @@ def test_run_pipeline_takes_the_defaults_of_missing_options(good: list[str], sta
     register_schema()
     composed = compose_config("sft_rm_ppo", good)
     del composed.resume, composed.dry_run, composed.experiment
-    run_pipeline(OmegaConf.create(OmegaConf.to_container(composed)))
+    plain = OmegaConf.create(OmegaConf.to_container(composed))
+    assert isinstance(plain, DictConfig)
+    run_pipeline(plain)
     assert [config.run.name for config in stages] == ["sft", "reward_model", "ppo"]
     assert stages[0].tracking.experiment == PipelineConfig().experiment
 
