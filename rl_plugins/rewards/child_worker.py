@@ -1,4 +1,4 @@
-"""Reward workers as child processes of this process, for runs without Ray.
+"""Reward workers as child processes of this process, for runs without Ray: both ends of the connection.
 
 A child process gets requests as pickles and answers in JSON, so this process runs no code from a child process. A child
 process is the leader of its own group of processes, and the whole group is killed. The kernel also kills a child
@@ -7,6 +7,8 @@ process at the end of the thread of its start.
 
 from __future__ import annotations
 
+import bdb
+import ctypes
 import json
 import math
 import os
@@ -16,12 +18,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rewards.worker import RewardWorker, WorkerLost
+from rl_plugins.rewards.records import Score, ScoringRequest, failed
+from rl_plugins.rewards.user_code import only_one_process
+from rl_plugins.rewards.worker import LoadedRewards, RewardWorker, WorkerLost
 
 
 class ChildWorker(RewardWorker):
@@ -35,7 +39,7 @@ class ChildWorker(RewardWorker):
             environment["CUDA_VISIBLE_DEVICES"] = ""
         self._connection, theirs = Pipe()
         with theirs:
-            start = f"from rl_plugins.rewards.child_process import serve; serve({theirs.fileno()}, {os.getpid()})"
+            start = f"from rl_plugins.rewards.child_worker import serve; serve({theirs.fileno()}, {os.getpid()})"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"],
                 env=environment,
@@ -119,3 +123,60 @@ class ChildWorker(RewardWorker):
         self._process.wait()
         self._connection.close()
         os.close(self._ended)
+
+
+# In the child process -----------------------------------------------------------------------------------------------
+
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Serve the parent process.
+
+    Args:
+        descriptor: File descriptor of the connection.
+        parent: Number of the parent process.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+
+    def send(**message: Any) -> None:
+        connection.send_bytes(json.dumps(message).encode())
+
+    def when_audited(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "builtins.breakpoint":
+            send(debugging=True)
+
+    sys.addaudithook(when_audited)
+    rewards = LoadedRewards()
+    try:
+        with only_one_process("of this worker"):
+            rewards.load(pickle.loads(connection.recv_bytes()), lambda name: send(loading=name))
+            send(scores=[])
+            while True:
+                requests, deadline_s = pickle.loads(connection.recv_bytes())
+                scores = rewards.score(requests, deadline_s)
+                sys.stdout.flush()
+                send(scores=[_plain(score) for score in scores])
+    except ConfigError as error:
+        send(error=str(error))
+    except (AttributeError, ImportError, pickle.UnpicklingError) as error:
+        send(error=f"a reward or a sample cannot be read in a reward worker ({error}): name the reward by `_target_`")
+    except (KeyboardInterrupt, bdb.BdbQuit):
+        send(interrupted=True)
+    except (EOFError, BrokenPipeError):
+        pass  # The pool was closed.
+
+
+def _plain(score: Score | None) -> dict[str, Any] | None:
+    """Return a score as JSON values."""
+    if score is None:
+        return None
+    try:
+        json.dumps(score.reply)
+    except (TypeError, ValueError) as error:
+        score = failed("raised", f"the reply holds more than text, numbers, lists and mappings ({error})")
+    return asdict(score)

@@ -13,8 +13,10 @@ from rl_plugins.config.models import OptimizerConfig, ReferenceConfig
 from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.config.run import GuardConfig, RunConfig
 from rl_plugins.config.settings import (
+    ABOVE_0,
     ABOVE_0_TO_1,
     AT_LEAST_1,
+    FROM_0_TO_1,
     NOT_NEGATIVE,
     Settings,
     check_ranges,
