@@ -447,15 +447,16 @@ def _check_kinds(algorithm: Algorithm) -> None:
         "shaping": (RewardShaping,),
         "group_filter": (GroupFilter, NoneType),
         "resampling": (Resampling, NoneType),
-        "reward_components": (list, tuple),
+        "reward_components": (Sequence,),
     }
     for option, allowed in kinds.items():
         value = getattr(algorithm, option)
         if not isinstance(value, allowed):
             words = " or ".join("null" if kind is NoneType else kind.__name__ for kind in allowed)
             raise ConfigError(f"{option}={shown(value)}: must be of the kind {words}")
-    if not all(isinstance(name, str) for name in algorithm.reward_components):
-        raise ConfigError(f"reward_components={shown(algorithm.reward_components)}: must be names")
+    names = algorithm.reward_components
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"reward_components={shown(names)}: must be a list of names")
 
 
 def _check_inputs(option: str, inputs: list[str], known: frozenset[str]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
@@ -50,7 +50,8 @@ def fits(value: object, wanted: object) -> bool:
     if get_origin(wanted) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(wanted))
     if get_origin(wanted) is list:
-        return isinstance(value, list | tuple) and all(fits(item, get_args(wanted)[0]) for item in value)
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        return is_list and all(fits(item, get_args(wanted)[0]) for item in cast(Sequence[object], value))
     if wanted is int:
         return isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) <= _LARGEST_INT
     if wanted is float:
