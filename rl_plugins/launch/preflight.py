@@ -228,10 +228,8 @@ def check_models(
         option = f"{group}.path"
         trusted = config.model.trust_remote_code
         local = check_model_folder(option, path, trust_remote_code=trusted)
-        if local is None:
-            local = _config_in_hub(option, path)
-            check_remote_code(f"{option}={path}", local, trust_remote_code=trusted)
-        model = models[path] = local
+        model = models[path] = _config_in_hub(option, path) if local is None else local
+        check_remote_code(f"{option}={path}", model, trust_remote_code=trusted)
         if group == "model":
             _check_heads(config, model)
             if _engine_on_cpu(config):
