@@ -43,12 +43,16 @@ def set_steps(config: RecipeConfig) -> None:
     config.run.steps = max(1, round(epochs * (len(rows) // config.prompts_drawn)))
 
 
-def check_data(config: RecipeConfig) -> None:
+def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) -> None:
     """Read every row, call the reward for one row of each data source, and measure prompts and responses.
+
+    Args:
+        config: Configuration of the run.
+        models: Path or name of each model, and the content of its config.json.
 
     Raises:
         ConfigError: A file or a row is wrong, there are too few rows, a data source has no reward, a reward fails,
-            a prompt is refused by the chat template, or texts are too long.
+            transformers does not have a model, a prompt is refused by the chat template, or texts are too long.
     """
     import numpy as np
 
@@ -56,6 +60,7 @@ def check_data(config: RecipeConfig) -> None:
     from rl_plugins.data.formats import FORMATS
     from rl_plugins.data.orders import build_mixture, load_parts
     from rl_plugins.data.parquet import load_rows
+    from rl_plugins.models.folder import check_model_type
 
     data, needed = config.data, config.prompts_drawn
     source = training_data(config)
@@ -79,6 +84,9 @@ def check_data(config: RecipeConfig) -> None:
     scored = [train] if config.stage in SAMPLING_STAGES else []
     scored += [validation.rows] if validation and config.generates else []
     replies = _check_rewards(config, chain.from_iterable(scored))
+    # Loads transformers.
+    for path, model in models.items():
+        check_model_type(path, model)
     if (Path(config.model.path) / "tokenizer.json").is_file():
         tokenizer = _load_tokenizer(config, replies)
         for rows in filter(None, (training, validation)):

@@ -47,13 +47,9 @@ def preflight(config: RecipeConfig) -> None:
     # an outage, which a run survives.
     if config.tracking.enabled and config.tracking.parent_run is None:
         check_store(tracking_uri(config))
-    # The imports load numpy and transformers.
     from rl_plugins.launch.dry_run import check_data
-    from rl_plugins.models.folder import check_model_type
 
-    for path, model in models.items():
-        check_model_type(path, model)
-    check_data(config)
+    check_data(config, models)
     _check_optimizers(config)
     if config.callbacks or config.tracking.loggers or config.debug.profiler:
         from lightning.pytorch import Callback

@@ -177,7 +177,7 @@ def test_check_data_calls_rewards_without_gpus(monkeypatch):
 
     def check(*options: str) -> str:
         reward = ["reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=sees_gpus"]
-        return message_of(lambda: check_data(configured("grpo", *GOOD, *reward, *options)))
+        return message_of(lambda: check_data(configured("grpo", *GOOD, *reward, *options), {}))
 
     assert "CUDA_VISIBLE_DEVICES=''" in check() and os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert check("reward.gpus=0.5") == "nothing is refused"

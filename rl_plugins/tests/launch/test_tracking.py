@@ -19,6 +19,7 @@ from rl_plugins.launch import tracking
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.tracking import describe_run, sync
 from rl_plugins.run_folder import RunFolder, append_metrics
+from rl_plugins.tests.files import rewrite_manifest
 from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tests.patience import patient
 from rl_plugins.tracking.run import TrackedRun
@@ -48,6 +49,7 @@ def folder(store: str, tmp_path: Path) -> RunFolder:
         path.mkdir(parents=True)
         (path / "state").touch()
     for step in (1, 2):
+        rewrite_manifest(folder.checkpoint(step))
         append_metrics(folder.metrics, {"train/loss": 1.0 / step, "val/reward": 0.5}, step)
     row = {"prompt": PROMPT, "response": "42", "score": 1.0, "ground_truth": "42", "failure": None}
     (folder.samples / "step_00000002.json").write_text(json.dumps([row]))
