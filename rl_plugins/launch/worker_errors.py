@@ -39,15 +39,15 @@ class WorkerFailures(UserCallback):
 
     @override
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
-        for error in worker_exceptions.values():
-            # Ray Train wraps the worker's exception together with the traceback.
-            cause = getattr(error, "_base_exc", error)
+        # Ray Train wraps the worker's exception together with the traceback.
+        causes = {rank: getattr(error, "_base_exc", error) for rank, error in worker_exceptions.items()}
+        for cause in causes.values():
             if isinstance(cause, UserError):
                 raise ControllerError(cause)
         self._failures += 1
-        if not worker_exceptions:
+        if not causes:
             return
-        failure = _first_failure(worker_exceptions)
+        failure = _first_failure(causes)
         if self._failures <= self._max_restarts:
             self._tell_restart(failure, worker_exceptions)
         else:
@@ -68,13 +68,14 @@ class WorkerFailures(UserCallback):
         print(f"{self._folder.path.name}: {line}. For tracebacks see {self._folder.failures}", flush=True)
 
 
-def _first_failure(worker_exceptions: Mapping[int, Exception]) -> str:
+def _first_failure(causes: Mapping[int, Exception]) -> str:
     """Return the failure of one worker as the start of a message.
 
     A worker that misses an actor of another worker fails as a consequence, so other errors come first.
+
+    Args:
+        causes: exception of each failed worker, by the rank of the worker.
     """
-    # Ray Train wraps the worker's exception together with the traceback.
-    causes = {rank: getattr(error, "_base_exc", error) for rank, error in worker_exceptions.items()}
     rank = min(causes, key=lambda rank: (isinstance(causes[rank], RayActorError), rank))
     text = " ".join(f"{type(causes[rank]).__name__}: {causes[rank]}".split())
     return f"training worker {rank} failed ({without_controls(redacted(text))[:_SHOWN]})"
