@@ -55,6 +55,7 @@ from rl_plugins.config.settings import (
     AT_LEAST_1,
     NOT_NEGATIVE,
     Settings,
+    fits,
     or_null,
     shown,
 )
@@ -447,16 +448,14 @@ def _check_kinds(algorithm: Algorithm) -> None:
         "shaping": (RewardShaping,),
         "group_filter": (GroupFilter, NoneType),
         "resampling": (Resampling, NoneType),
-        "reward_components": (Sequence,),
     }
     for option, allowed in kinds.items():
         value = getattr(algorithm, option)
         if not isinstance(value, allowed):
             words = " or ".join("null" if kind is NoneType else kind.__name__ for kind in allowed)
             raise ConfigError(f"{option}={shown(value)}: must be of the kind {words}")
-    names = algorithm.reward_components
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"reward_components={shown(names)}: must be a list of names")
+    if not fits(algorithm.reward_components, list[str]):
+        raise ConfigError(f"reward_components={shown(algorithm.reward_components)}: must be a list of names")
 
 
 def _check_inputs(option: str, inputs: list[str], known: frozenset[str]) -> None:

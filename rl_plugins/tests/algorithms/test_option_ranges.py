@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from rl_plugins.algorithms.algorithm import Algorithm, EntropyConfig, KLConfig, LossModifiers
 from rl_plugins.algorithms.filtering import GroupFilter, Resampling
@@ -42,6 +43,15 @@ def test_numbers_of_algorithm_options_must_be_finite_numbers(wrong: object) -> N
     for mode in ("seq_mean_k1", "seq_mean_k3"):
         with pytest.raises(ValueError, match="threshold="):
             Rejection(mode, wrong)  # type: ignore[arg-type]
+
+
+def test_reward_components_are_a_list_of_names_also_from_hydra() -> None:
+    for names in (["format"], ("format",), OmegaConf.create(["format"])):
+        assert list(Algorithm(reward_components=names).reward_components) == ["format"]
+    wrong: Any
+    for wrong in ("format", ["format", 1], 3, None, {"format": 1}):
+        with pytest.raises(ConfigError, match=r"^reward_components=.*: must be a list of names"):
+            Algorithm(reward_components=wrong)
 
 
 @for_each(
