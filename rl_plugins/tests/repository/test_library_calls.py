@@ -1,4 +1,4 @@
-"""Calls of vLLM, DeepSpeed and Ray fit the installed packages, also calls on a GPU only.
+"""Calls of vLLM, DeepSpeed, Ray and Lightning fit the installed packages, also calls on a GPU only.
 
 vLLM's build for CPUs has the Python files of the build for GPUs: a changed name or argument fails here. Imported names
 are found in the source of the package. The tables below contain methods of objects.
@@ -25,7 +25,7 @@ import vllm.v1.worker.gpu_worker  # noqa: F401
 
 from rl_plugins.config.rollout import CPU_HEAD_SIZES
 
-LIBRARIES = ("vllm", "deepspeed", "ray")
+LIBRARIES = ("vllm", "deepspeed", "ray", "lightning")
 FOLDERS = ("rl_plugins", "strategies", "callbacks")
 
 METHODS = {
@@ -69,6 +69,7 @@ METHODS = {
         "zero_optimization_stage()",
         "save_checkpoint('folder', tag='zero', exclude_frozen_parameters=False)",
         "load_checkpoint('folder', tag='zero', load_module_strict=True)",
+        "_copy_recovery_script('folder')",
     ],
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": [
         "checkpoint_event_prologue()",
@@ -81,6 +82,11 @@ METHODS = {
     ],
     "ray.actor:ActorClass": ["options(name='engine', num_cpus=0, num_gpus=0.3, max_restarts=-1, runtime_env=None)"],
     "ray.util.placement_group:PlacementGroup": ["ready()"],
+    "lightning.pytorch.strategies:DeepSpeedStrategy": [
+        "_init_config_if_needed()",
+        "_set_node_environment_variables()",
+        "set_world_ranks()",
+    ],
 }
 """By class: calls in the package, written as in the source."""
 
@@ -103,6 +109,9 @@ ATTRIBUTES = {
     ],
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ["optimizer", "single_partition_of_fp32_groups"],
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": ["optimizer", "fp32_groups_flat_partition"],
+    "ray.train.v2._internal.exceptions:UserExceptionWithTraceback": ["_base_exc"],
+    "lightning.pytorch.strategies:DeepSpeedStrategy": ["_timeout", "_process_group_backend"],
+    "lightning.pytorch:LightningModule": ["_current_fx_name", "_log_hyperparams", "_compiler_ctx", "hparams_initial"],
 }
 """By class: attributes of objects, read by the package."""
 
@@ -212,7 +221,8 @@ def test_methods_of_libraries_take_the_arguments_of_each_call(owner: str) -> Non
 
 @pytest.mark.parametrize("owner", ATTRIBUTES)
 def test_objects_of_libraries_have_the_attributes_that_the_package_reads(owner: str) -> None:
-    source = "\n".join(inspect.getsource(base) for base in resolve(owner).__mro__[:-1] if base.__module__ != "typing")
+    bases = [base for base in resolve(owner).__mro__ if base.__module__ not in ("builtins", "typing")]
+    source = "\n".join(map(inspect.getsource, bases))
     for name in ATTRIBUTES[owner]:
         written = rf"^ *(self\.{name}\b[^=\n]*=[^=]|self\.{name} *:|{name} *:|def {name}\()"
         assert re.search(written, source, re.M), f"{owner} has no attribute {name}"
