@@ -1,4 +1,4 @@
-"""Ray of a run's own, closed to other users of the machine and to the network.
+"""Ray of a run's own: closed to other users of the machine and to the network, with room for the samples of a run.
 
 Without an address, a run starts Ray on its machine. Ray then listens on the loopback address, and asks for the token in
 `~/.ray/auth_token`. The token and the folder of Ray's sessions are for the user of the run alone: Ray by itself
@@ -21,11 +21,21 @@ from typing import Any
 
 import psutil
 
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
 
 _TOKEN_BYTES = 32
 TASK_REPORTS = "RAY_task_events_report_interval_ms"
 """Variable of Ray: milliseconds between two reports of a process about its tasks. Ray distinguishes small letters."""
+LEAST_BYTES = 512 * 2**20
+_SAMPLE_BYTES = 32
+"""Bytes of a token between sampler, rewards and workers: id, log-prob and text, pickled."""
+_POOL_BYTES = 48
+"""Bytes of a token between workers and a model in actors: ids, positions, masks and the result."""
+_LIKELIEST_BYTES = 12
+"""Bytes of one of the teacher's most likely tokens: id and log-prob."""
+_SHARED_MEMORY = Path("/dev/shm")
+_SHARE_OF_SHARED, _SHARE_OF_MEMORY = 0.8, 0.3
 
 
 def set_own_ray_up() -> None:
@@ -140,3 +150,20 @@ def protect_token() -> None:
             f"Ray's token {token} cannot be made private ({error.strerror}): give {token.parent} to your user, or set "
             "HOME to a folder of your own"
         ) from error
+
+
+def object_store_bytes(config: RecipeConfig) -> int:
+    """Return the size for `ray.init`: what the samples of the steps in flight need, as far as this machine has it.
+
+    Ray takes the memory when objects need it, and writes further objects to the disk.
+    """
+    pools = config.placement.pools
+    per_token = _SAMPLE_BYTES + _POOL_BYTES * len(pools)
+    if "teacher" in pools and isinstance(config.algorithm, dict):
+        per_token += _LIKELIEST_BYTES * int(config.algorithm.get("teacher_top_k", 0))
+    longest = config.data.max_prompt_tokens + max(config.environment.max_turns, 1) * config.sampling.max_tokens
+    samples = config.schedule.in_flight(config.prompts_drawn) * config.batch.samples_per_prompt
+    room = _SHARE_OF_MEMORY * psutil.virtual_memory().available
+    if _SHARED_MEMORY.is_dir():
+        room = min(room, _SHARE_OF_SHARED * psutil.disk_usage(str(_SHARED_MEMORY)).free)
+    return max(LEAST_BYTES, min(samples * longest * per_token, int(room)))

@@ -21,8 +21,7 @@ from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.launch.gpu_checks import check_nodes
 from rl_plugins.launch.gpus import local_gpus
-from rl_plugins.launch.object_store import LEAST_BYTES, object_store_bytes
-from rl_plugins.launch.own_ray import set_own_ray_up, start_own_ray
+from rl_plugins.launch.own_ray import LEAST_BYTES, object_store_bytes, set_own_ray_up, start_own_ray
 from rl_plugins.launch.placement import (
     ENGINES,
     WORKERS,
@@ -67,6 +66,7 @@ def train_on_ray(config: RecipeConfig, folder: RunFolder) -> None:
 
     started_in = Path.cwd()
     config.set_device(resolve_device(config))
+    # Again, with the device in place of `auto`.
     write_config(config, folder.config)
     environment = worker_environment(config.placement.device)
     os.environ.update(environment)
@@ -269,6 +269,7 @@ def worker_environment(device: str) -> dict[str, str]:
         variables["OMP_NUM_THREADS"] = "1"
     # Users can do nothing about deprecations inside libraries.
     variables["PYTHONWARNINGS"] = "ignore::FutureWarning,ignore::DeprecationWarning"
+    # With 1, Ray would hide all GPUs from an actor that reserves none, such as a colocated engine.
     variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     # Ray Train would turn each print into a log record, and a redirection of stdout has no effect on log records.
     variables["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"

@@ -1,4 +1,4 @@
-"""Folder and token of a run's own Ray are for one user."""
+"""Folder and token of a run's own Ray are for one user, and its object store has room for the samples."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.own_ray import TASK_REPORTS, _temporary_files_in, protect_token, session_folder, set_own_ray_up
+from rl_plugins.launch.own_ray import (
+    LEAST_BYTES,
+    TASK_REPORTS,
+    _temporary_files_in,
+    object_store_bytes,
+    protect_token,
+    session_folder,
+    set_own_ray_up,
+)
+from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tests.other_user import OTHER_USER, needs_root, run_as_other_user
 
 READ = """
@@ -19,6 +30,11 @@ try:
 except PermissionError:
     print("refused")
 """
+LARGE = [
+    "model.path=model", "batch.prompts_per_step=1024", "batch.samples_per_prompt=16", "data.max_prompt_tokens=1024",
+    "sampling.max_tokens=8192",
+]  # fmt: skip
+SAMPLES = 1024 * 16 * (1024 + 8192)
 
 
 @pytest.fixture(autouse=True)
@@ -133,3 +149,29 @@ def test_set_own_ray_up_keeps_no_tasks_in_the_gcs_and_leaves_variables_of_the_us
     monkeypatch.setenv(TASK_REPORTS, "500")
     set_own_ray_up()
     assert os.environ[TASK_REPORTS] == "500"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine with a terabyte of memory."""
+    machine = SimpleNamespace(available=2**40, free=2**40)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(psutil, "disk_usage", lambda path: machine)
+    return machine
+
+
+@pytest.mark.usefixtures("machine")
+def test_object_store_bytes_grow_with_the_samples_in_flight_and_the_pools() -> None:
+    assert object_store_bytes(configured("grpo", "model.path=model")) == LEAST_BYTES
+    size = object_store_bytes(configured("grpo", *LARGE))
+    assert size == 32 * SAMPLES > 4 * 2**30
+    assert object_store_bytes(configured("grpo", *LARGE, "schedule.max_staleness=1")) == 2 * size
+    teacher = ["placement.teacher.actors=1", "teacher.path=model", "algorithm.teacher_top_k=10"]
+    assert object_store_bytes(configured("grpo", *LARGE, *teacher)) == (32 + 48 + 12 * 10) * SAMPLES
+
+
+def test_object_store_bytes_stay_within_the_memory_of_the_machine(machine: SimpleNamespace) -> None:
+    machine.free = 2 * 2**30
+    assert object_store_bytes(configured("grpo", *LARGE)) == int(0.8 * machine.free)
+    machine.available = 2**30
+    assert object_store_bytes(configured("grpo", *LARGE)) == LEAST_BYTES
