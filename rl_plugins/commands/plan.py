@@ -11,7 +11,6 @@ others. If no placement fits, the command names the missing memory and the optio
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from argparse import ArgumentParser, Namespace
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.commands.main import number
 from rl_plugins.config.settings import AT_LEAST_1
 from rl_plugins.errors import ConfigError
+from rl_plugins.model_json import read_model_config
 from rl_plugins.planning.devices import CPU_FILE, DEVICES, GIB, device_named
 from rl_plugins.planning.search import Candidate, Cluster, advice, overrides, search
 from rl_plugins.planning.shape import ModelShape, shape_of
@@ -270,7 +270,7 @@ def read_shape(option: str, path: str) -> ModelShape:
         path: Folder of the model, a file like config.json, or a name in the cache of the Hugging Face hub.
 
     Raises:
-        ConfigError: The model or the architecture is unknown.
+        ConfigError: The model or the architecture is unknown, or the file is damaged.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
@@ -287,11 +287,7 @@ def read_shape(option: str, path: str) -> ModelShape:
                 "have the model: name a folder, or save the model's config.json and name the file"
             )
         file = Path(cached)
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option}={path}: {file} is not JSON ({error})") from None
-    return shape_of(content, f"{option}={path}")
+    return shape_of(read_model_config(file), f"{option}={path}")
 
 
 def table(candidates: Sequence[Candidate]) -> list[str]:

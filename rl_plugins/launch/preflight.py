@@ -25,6 +25,7 @@ from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS
 from rl_plugins.launch.resume import check_resume
+from rl_plugins.model_json import read_model_config
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
 from rl_plugins.tracking.store import ARTIFACTS, STORE_FILE, check_store
@@ -211,9 +212,9 @@ def check_models(
 
     Raises:
         ConfigError: A folder holds no model, the hub does not have a name, a model needs code of its own without
-            `model.trust_remote_code`, a tensor-parallel size does not divide the
-            heads, vLLM on CPU has no kernel for the heads, the weights do not fit into an engine's share of a GPU, or
-            prompt and response do not fit into a context window.
+            `model.trust_remote_code`, a tensor-parallel size does not divide the heads, vLLM on CPU has no kernel for
+            the heads, the weights do not fit into an engine's share of a GPU, or prompt and response do not fit into a
+            context window.
     """
     from rl_plugins.models.folder import check_model_folder, check_remote_code
 
@@ -221,11 +222,12 @@ def check_models(
     for group, path in config.model_paths.items():
         if is_left_out(path):
             continue
-        option = f"{group}.path"
-        trusted = config.model.trust_remote_code
-        local = check_model_folder(option, path, trust_remote_code=trusted)
-        model = models[path] = _config_in_hub(option, path) if local is None else local
-        check_remote_code(f"{option}={path}", model, trust_remote_code=trusted)
+        option, trusted = f"{group}.path", config.model.trust_remote_code
+        model = check_model_folder(option, path, trust_remote_code=trusted)
+        if model is None:
+            model = _config_in_hub(option, path)
+            check_remote_code(f"{option}={path}", model, trust_remote_code=trusted)
+        models[path] = model
         if group == "model":
             _check_heads(config, model)
             if _engine_on_cpu(config):
@@ -277,8 +279,6 @@ def _config_in_hub(option: str, name: str) -> dict[str, Any]:
     """Return the content of a model's config.json, from the cache of the hub, or from the hub."""
     import httpx2
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-
-    from rl_plugins.models.folder import read_model_config
 
     try:
         # One request with a short deadline comes first: a download would try again for half a minute.

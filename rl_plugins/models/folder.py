@@ -5,23 +5,18 @@ Of the weights, only the headers are read, so the check takes as long for a larg
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.model_json import AGAIN, read_json, read_model_config
 
 _WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 """Files of weights, in the order in which transformers looks for them."""
-_SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings",
-)  # fmt: skip
-_AGAIN = "download or export the model again"
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
 _LAYER = re.compile(r"(?P<blocks>(?:^|.*\.)(?:layers|h|blocks))\.(?P<number>\d+)\.")
 
@@ -60,25 +55,7 @@ def check_model_folder(option: str, path: str, *, trust_remote_code: bool = Fals
             )
     for name in ("tokenizer_config.json", "generation_config.json"):
         if (folder / name).is_file():
-            _read_json(folder / name)
-    return config
-
-
-def read_model_config(file: Path) -> dict[str, Any]:
-    """Return the content of a config.json.
-
-    Raises:
-        ConfigError: The file is damaged, or a size in the file is not a whole number above 0.
-    """
-    config = _read_json(file)
-    for key in ("text_config", "rope_scaling", "rope_parameters"):
-        if not isinstance(config.get(key), dict | None):
-            raise ConfigError(f"{file}: {key} is {str(config[key])[:40]!r}, not a mapping: {_AGAIN}")
-    for part in (config, config.get("text_config") or {}):
-        for key in _SIZES:
-            size = part.get(key)
-            if size is not None and (type(size) is not int or size < 1):
-                raise ConfigError(f"{file}: {key} is {str(size)[:40]!r}, not a whole number above 0: {_AGAIN}")
+            read_json(folder / name)
     return config
 
 
@@ -142,28 +119,28 @@ def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     names = [str(config["transformers_weights"])] if config.get("transformers_weights") else _WEIGHTS
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:
-        raise ConfigError(f"{folder}: the folder has no weights ({' or '.join(names)}): {_AGAIN}")
+        raise ConfigError(f"{folder}: the folder has no weights ({' or '.join(names)}): {AGAIN}")
     shards = _shards(file) if file.suffix == ".json" else {file: []}
     shapes: dict[str, Sequence[int]] = {}
     for shard, tensors in shards.items():
         if shard.suffix == ".safetensors":
             held = _read_shapes(shard)
             if lost := sorted(set(tensors) - held.keys()):
-                raise ConfigError(f"{shard}: the tensor {lost[0]}, which {file.name} names, is missing: {_AGAIN}")
+                raise ConfigError(f"{shard}: the tensor {lost[0]}, which {file.name} names, is missing: {AGAIN}")
             shapes |= held
     _check_shapes(file, shapes, config.get("text_config") or config)
 
 
 def _shards(index: Path) -> dict[Path, list[str]]:
     """Return the names of the tensors in each file that an index names."""
-    files = _read_json(index).get("weight_map")
+    files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
-        raise ConfigError(f"{index}: weight_map must give the file of each tensor: {_AGAIN}")
+        raise ConfigError(f"{index}: weight_map must give the file of each tensor: {AGAIN}")
     shards: dict[Path, list[str]] = {}
     for tensor, name in files.items():
         shards.setdefault(index.parent / name, []).append(tensor)
     if lost := sorted(shard for shard in shards if not shard.is_file()):
-        raise ConfigError(f"{lost[0]} is missing, and {index.name} names it: {_AGAIN}")
+        raise ConfigError(f"{lost[0]} is missing, and {index.name} names it: {AGAIN}")
     return shards
 
 
@@ -175,7 +152,7 @@ def _read_shapes(file: Path) -> dict[str, Sequence[int]]:
         with safe_open(file, framework="numpy") as weights:
             return {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file}: not a whole safetensors file ({error}): {_AGAIN}") from None
+        raise ConfigError(f"{file}: not a whole safetensors file ({error}): {AGAIN}") from None
 
 
 def _check_shapes(file: Path, shapes: Mapping[str, Sequence[int]], text: Mapping[str, Any]) -> None:
@@ -197,7 +174,7 @@ def _check_shapes(file: Path, shapes: Mapping[str, Sequence[int]], text: Mapping
     lost = next(number for number in range(layers) if number not in numbers)
     raise ConfigError(
         f"{file}: {blocks}.{lost} is missing, and config.json has num_hidden_layers={layers}: use the config.json of "
-        f"these weights, or {_AGAIN}"
+        f"these weights, or {AGAIN}"
     )
 
 
@@ -206,24 +183,14 @@ def _check_shapes(file: Path, shapes: Mapping[str, Sequence[int]], text: Mapping
 
 def _last_token(file: Path) -> int:
     """Return the largest token id of a tokenizer.json; -1 if there is none."""
-    content = _read_json(file)
+    content = read_json(file)
     model, added = content.get("model"), content.get("added_tokens") or []
     vocab = (model.get("vocab") or {}) if isinstance(model, dict) else None
     if not isinstance(vocab, dict | list) or not isinstance(added, list):
-        raise ConfigError(f"{file}: not a tokenizer of the library tokenizers: {_AGAIN}")
+        raise ConfigError(f"{file}: not a tokenizer of the library tokenizers: {AGAIN}")
     ids: list[Any] = [token.get("id") if isinstance(token, dict) else None for token in added]
     ids += list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
     if not all(type(number) is int for number in ids):
-        raise ConfigError(f"{file}: a token has no whole number as its id: {_AGAIN}")
+        raise ConfigError(f"{file}: a token has no whole number as its id: {AGAIN}")
     last: int = max(ids, default=-1)
     return last
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not valid JSON ({error}): {_AGAIN}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file}: not a JSON object, but of type {type(content).__name__}: {_AGAIN}")
-    return content

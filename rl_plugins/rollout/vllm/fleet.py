@@ -7,7 +7,6 @@ list again.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 from rl_plugins.config.rollout import check_cpu_head_size
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost, UserError
+from rl_plugins.model_json import read_model_config
 from rl_plugins.ranks import Ranks, barrier, broadcast, gather
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.gpu_binding import engine_places, gpu_of_this_rank, lacking_room
@@ -100,12 +100,12 @@ class Fleet:
             places: Ray's options (place and resources) of each actor. By default each actor reserves `num_gpus`.
 
         Raises:
-            ConfigError: vLLM on CPU has no kernel for the attention heads of the model.
+            ConfigError: vLLM on CPU has no kernel for the attention heads of the model, or config.json is damaged.
         """
         if not self.actors:
             file = Path(self.config.model) / "config.json"
             if self.config.device == "cpu" and file.is_file():
-                check_cpu_head_size(self.config.model, json.loads(file.read_text(encoding="utf-8")))
+                check_cpu_head_size(self.config.model, read_model_config(file))
             anywhere = {"num_cpus": 0, "num_gpus": self._num_gpus}
             self._start_actors(self.living, places or [anywhere] * len(self.living))
 

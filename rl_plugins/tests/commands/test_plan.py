@@ -14,6 +14,7 @@ import pytest
 from rl_plugins.algorithms.advantages import ADVANTAGES
 from rl_plugins.commands.main import main
 from rl_plugins.commands.plan import WITH_VALUES, given_values, read_shape, workload_of
+from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.tests.launch.configurations import configured
@@ -131,10 +132,11 @@ def test_given_values_leaves_out_an_option_that_is_null():
     assert given_values(compose_config("grpo", words), words) == {"rollout.engines": "per_worker"}
 
 
-def test_read_shape_names_a_file_that_is_not_json(tmp_path):
+@pytest.mark.parametrize(("content", "fault"), [("{", "not valid JSON"), ("[1]", "not a JSON object")])
+def test_read_shape_names_a_damaged_file(content, fault, tmp_path):
     path = tmp_path / "x.json"
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"model.path=.*x.json is not JSON"):
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=rf"x.json: {fault}"):
         read_shape("model.path", str(path))
 
 

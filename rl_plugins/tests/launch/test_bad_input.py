@@ -208,6 +208,20 @@ def test_run_recipe_asks_a_hub_that_cannot_be_reached_once(started, monkeypatch,
     assert asked == ["get_hf_file_metadata"] and started == []
 
 
+def test_run_recipe_refuses_code_of_a_model_of_the_hub(started, monkeypatch, tmp_path):
+    for file, content in {
+        "refs/main": "1",
+        "snapshots/1/config.json": '{"model_type": "unknown", "auto_map": {"AutoModelForCausalLM": "own.Policy"}}',
+    }.items():
+        cached = tmp_path / "models--own--policy" / file
+        cached.parent.mkdir(parents=True)
+        cached.write_text(content)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert check("model.path=own/policy").startswith("model.path=own/policy: config.json names Python code")
+    assert started == []
+
+
 def test_recipe_main_ends_with_one_line_of_error_and_status_2(grpo, started, capsys):
     assert grpo("modl.path=x") == 2
     said = capsys.readouterr()

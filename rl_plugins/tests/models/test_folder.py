@@ -14,7 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save, save_file
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.folder import check_model_folder, check_model_type, read_model_config
+from rl_plugins.model_json import read_model_config
+from rl_plugins.models.folder import check_model_folder, check_model_type
 from rl_plugins.tests.files import flip_byte
 from rl_plugins.tests.loops import for_each
 

@@ -45,3 +45,9 @@ def test_start_refuses_heads_without_a_kernel_on_cpu_before_an_actor_starts(tmp_
     model = str(save_tiny_policy(tmp_path, hidden_size=64, num_heads=4))
     with pytest.raises(ConfigError, match=r"a width of 16, and vLLM on CPU has kernels for 32, 64"):
         VLLMRollout(VLLMConfig(model)).start()
+
+
+def test_start_names_a_damaged_config_json_before_an_actor_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": ')
+    with pytest.raises(ConfigError, match=r"config.json: not valid JSON"):
+        VLLMRollout(VLLMConfig(str(tmp_path))).start()

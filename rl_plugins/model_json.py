@@ -1,0 +1,49 @@
+"""JSON files of a model's folder, above all config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.errors import ConfigError
+
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
+)  # fmt: skip
+AGAIN = "download or export the model again"
+"""Way out for a damaged file."""
+
+
+def read_model_config(file: Path) -> dict[str, Any]:
+    """Return the content of a config.json.
+
+    Raises:
+        ConfigError: The file is damaged, or a size in the file is not a whole number above 0.
+    """
+    config = read_json(file)
+    for key in ("text_config", "rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key), dict | None):
+            raise ConfigError(f"{file}: {key} is {str(config[key])[:40]!r}, not a mapping: {AGAIN}")
+    for part in (config, config.get("text_config") or {}):
+        for key in _SIZES:
+            size = part.get(key)
+            if size is not None and (type(size) is not int or size < 1):
+                raise ConfigError(f"{file}: {key} is {str(size)[:40]!r}, not a whole number above 0: {AGAIN}")
+    return config
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file.
+
+    Raises:
+        ConfigError: The file is damaged, or its content is no mapping.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not valid JSON ({error}): {AGAIN}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: not a JSON object, but of type {type(content).__name__}: {AGAIN}")
+    return content
