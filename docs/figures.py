@@ -39,6 +39,7 @@ CALLS = {
     "TrainingMemory.offload_optimizer": "optimizer states -> host",
     "TransformersRollout.wake_up": "",
     "TransformersRollout.update_weights": "weights of the policy -> rollout engine",
+    "TrainingMemory.offload_parameters": "parameters -> host",
     "TransformersRollout.generate": "token ids -> responses with log-probs",
     "TransformersRollout.sleep": "",
     "SampleScorer.score": "responses -> scores",

@@ -26,7 +26,7 @@ from rl_plugins.config.models import (
     TeacherConfig,
 )
 from rl_plugins.config.placement import PlacementConfig, StrategyConfig
-from rl_plugins.config.rollout import RolloutConfig
+from rl_plugins.config.rollout import DEFAULT_GPU_SHARE, RolloutConfig, default_sleep
 from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunConfig, TrackingConfig
 from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
 from rl_plugins.config.settings import AT_LEAST_1, Settings, one_of, shown
@@ -47,7 +47,7 @@ MODELS = ("model", "reference", "teacher", "critic", "reward_model")
 
 @dataclass
 class RecipeConfig(Settings):
-    """Recipe.
+    """All options of a recipe: a record for each group, and the options without a group.
 
     Attributes:
         stage: training method; groups without a use for the method are ignored.
@@ -160,16 +160,15 @@ class RecipeConfig(Settings):
         """Memory freed by the engines while the workers train: the option `rollout.sleep`, or its default."""
         if self.rollout.sleep or self.schedule.max_staleness:
             return self.rollout.sleep or "none"
-        adapter_alone = self.model.lora.rank > 0 and self.rollout.lora == "adapter"
-        return "all" if self.on_gpus and not adapter_alone else "kv_cache"
+        sends_adapter = self.model.lora.rank > 0 and self.rollout.lora == "adapter"
+        return default_sleep(on_gpus=self.on_gpus, sends_adapter=sends_adapter)
 
     @property
     def engine_limits(self) -> dict[str, Any]:
         """Memory and deadlines of a vLLM engine with defaults that depend on the device, by the name of the option."""
         rollout, on_gpus = self.rollout, self.on_gpus
         return {
-            "gpu_memory_utilization": rollout.gpu_memory_utilization
-            or (0.9 if self.placement.rollout == "split" else 0.4),
+            "gpu_memory_utilization": rollout.gpu_memory_utilization or DEFAULT_GPU_SHARE[self.placement.rollout],
             "bucket_mb": rollout.bucket_mb or (256 if on_gpus else 64),
             "ready_timeout_s": rollout.ready_timeout_s or (900.0 if on_gpus else 300.0),
             "stall_timeout_s": rollout.stall_timeout_s or (900.0 if on_gpus else 120.0),

@@ -20,6 +20,9 @@ ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads for which vLLM's build for CPUs has kernels."""
 
+DEFAULT_GPU_SHARE = {"colocated": 0.4, "split": 0.9}
+"""Share of a GPU's memory for a rollout engine, by `placement.rollout`."""
+
 OWN_ARGUMENTS = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -128,6 +131,16 @@ class RolloutConfig(EngineOptions):
         """True if the engine computes with fewer bits than the trainer, so its log-probs differ."""
         cache = str(self.vllm.get("kv_cache_dtype", "auto"))
         return self.vllm.get("quantization") is not None or cache not in ("auto", "bfloat16", "float16", "float32")
+
+
+def default_sleep(*, on_gpus: bool, sends_adapter: bool) -> str:
+    """Return the memory that colocated engines free while the workers train; see `RolloutConfig.sleep`.
+
+    Args:
+        on_gpus: True if the engines are on GPUs.
+        sends_adapter: True if a weight update sends an adapter alone, and cannot restore freed weights.
+    """
+    return "all" if on_gpus and not sends_adapter else "kv_cache"
 
 
 def check_engine_arguments(arguments: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rl_plugins.config.rollout import DEFAULT_GPU_SHARE, default_sleep
 from rl_plugins.planning.devices import GIB, Device
 from rl_plugins.planning.memory import engine_memory, kv_cache_needed, largest_sample_cache, total, trainer_memory
 from rl_plugins.planning.step_time import StepTime, step_time
@@ -20,8 +21,6 @@ _KEPT_FREE = 0.05
 """Share of an accelerator's memory for fragmentation of the allocators."""
 _ENGINE_SHARE = "rollout.gpu_memory_utilization"
 _SLEEP = "rollout.sleep"
-_SPLIT_SHARE = 0.9
-"""Share of the memory for an engine on an accelerator of its own."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def plans(
         engine_share: Share of an accelerator's memory for an engine; by default the best share.
         sleep: Memory that colocated engines on accelerators free while the workers train; by default that of a run.
     """
-    sleep = sleep or ("kv_cache" if work.sends_adapter else "all")
+    sleep = sleep or default_sleep(on_gpus=True, sends_adapter=work.sends_adapter)
     for stage in (0,) if fsdp else (1, 2, 3):
         for trainers in _workers(work, cluster.devices):
             if cluster.device.is_cpu:
@@ -128,7 +127,7 @@ def plans(
                     yield replace(plan, engine_share=engine_share or _engine_share(work, plan, cluster.device))
             else:
                 for plan in _split(work, cluster, trainers, stage):
-                    yield replace(plan, engine_share=engine_share or _SPLIT_SHARE)
+                    yield replace(plan, engine_share=engine_share or DEFAULT_GPU_SHARE["split"])
 
 
 def _on_cpu(trainers: int, stage: int) -> Iterator[Plan]:

@@ -10,7 +10,7 @@ from rl_plugins.planning.shape import ModelShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number by dtype."""
-COPY = 0.125
+COPY_COST = 0.125
 """Weight of a prompt token for each further sample: attention keeps keys and values of the token for each sample.
 
 The constant is repeated from `stages/micro_batches.py`, because that module imports torch.
@@ -147,7 +147,7 @@ def micro_batch_budgets(work: Workload) -> list[int]:
     A larger micro-batch runs a prompt for more samples at once, but a smaller one may have room for the activations
     that a larger one must compute again.
     """
-    copied = COPY * work.prompt_tokens
+    copied = COPY_COST * work.prompt_tokens
     counts = [2**power for power in range(work.samples.bit_length()) if 2**power < work.samples] + [work.samples]
     rooms = [math.ceil(work.prompt_tokens + n * work.response_tokens + (n - 1) * copied) for n in counts]
     return sorted({work.micro_batch_tokens, *rooms})
@@ -182,7 +182,7 @@ def micro_batch_sizes(work: Workload, trainers: int) -> MicroBatchSizes:
     budget, prompts = max(work.micro_batch_tokens, work.max_tokens), work.prompts / trainers
     ways = []
     for bundle_budget in (budget, budget / 2, budget / 4):
-        copied = COPY * work.prompt_tokens
+        copied = COPY_COST * work.prompt_tokens
         room = (bundle_budget - work.prompt_tokens + copied) / (work.response_tokens + copied)
         together = min(work.samples, max(1, int(room)))
         bundles = math.ceil(work.samples / together)
