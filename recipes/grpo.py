@@ -21,11 +21,11 @@ def train(run: TrainingRun) -> None:
 
     Each training worker calls the function if the option `stage` is `policy_optimization` (`TrainingRun.call_recipe`).
     """
-    run.fit(run.trainer(), build_policy(run), build_prompts(run))
+    run.fit(run.trainer(), build_stage(run), build_prompts(run))
 
 
-def build_policy(run: TrainingRun, process_reward_model: rl.ProcessRewardConfig | None = None) -> rl.PolicyOptimization:
-    """Return the policy, the models beside the policy, and the algorithm."""
+def build_stage(run: TrainingRun, process_reward_model: rl.ProcessRewardConfig | None = None) -> rl.PolicyOptimization:
+    """Return the stage: the policy, the models beside the policy, and the algorithm."""
     config = run.config
     return rl.PolicyOptimization(
         config.model.path,

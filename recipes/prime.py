@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 
 import rl_plugins as rl
 from rl_plugins.launch.command_line import recipe_main
-from rl_plugins.recipes.grpo import build_policy, build_prompts
+from rl_plugins.recipes.grpo import build_prompts, build_stage
 
 if TYPE_CHECKING:
     from rl_plugins.launch.training import TrainingRun
@@ -23,7 +23,7 @@ def train(run: TrainingRun) -> None:
     Each training worker calls the function if the option `stage` is `prime` (`TrainingRun.call_recipe`).
     """
     process_reward_model = instantiate(run.config.process_reward_model, _convert_="all") or rl.ProcessRewardConfig()
-    run.fit(run.trainer(), build_policy(run, process_reward_model), build_prompts(run))
+    run.fit(run.trainer(), build_stage(run, process_reward_model), build_prompts(run))
 
 
 if __name__ == "__main__":

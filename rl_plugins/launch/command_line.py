@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _ABSENT = object()
-_LEAF = re.compile(r"^[^=]*[.+](?=\w+=)")
+_GROUPS = re.compile(r"^[^=]*[.+](?=\w+=)")
 """Groups of an option before its own name."""
 _NOT_IN_NAMES = re.compile(r"[^\w.=+-]")
 
@@ -106,12 +106,12 @@ def compose_config(config_name: str, overrides: list[str], folder: Path = CONFIG
     register_schema()
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         try:
-            return _without_left_options(compose(config_name, overrides), overrides)
+            return _without_replaced_options(compose(config_name, overrides), overrides)
         except (HydraException, ValueError) as error:
             raise ConfigError(explain(error, lambda: keys_of(compose(config_name)))) from None
 
 
-def _without_left_options(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
+def _without_replaced_options(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
     """Remove the recipe's options of an advantage or a policy loss that an override replaces.
 
     Options stay if an override names them: a function of the user has other arguments than the recipe's function.
@@ -195,7 +195,7 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     def keep(config: DictConfig) -> None:
         own = HydraConfig.get()
         recipe = _recipe_of(str(own.job.config_name), config_name)
-        composed.append((_without_left_options(config, own.overrides.task), recipe))
+        composed.append((_without_replaced_options(config, own.overrides.task), recipe))
         jobs.append(list(own.overrides.task))
 
     # --help shows this name.
@@ -228,7 +228,7 @@ def _ends_of_names(jobs: Sequence[Sequence[str]]) -> list[str]:
     if any(text.startswith("run.name=") for texts in own for text in texts):
         return [""] * len(jobs)
     # A name of a folder has fewer characters than an override.
-    return ["".join(f"-{_NOT_IN_NAMES.sub('_', _LEAF.sub('', text))}" for text in texts) for texts in own]
+    return ["".join(f"-{_NOT_IN_NAMES.sub('_', _GROUPS.sub('', text))}" for text in texts) for texts in own]
 
 
 def _asks_for_difference(arguments: list[str]) -> argparse.Namespace | None:

@@ -351,6 +351,7 @@ def train_in_this_process(config: RecipeConfig, folder: RunFolder) -> None:
     # transformers imports DeepSpeed to save a model, and DeepSpeed would print the selected device.
     os.environ.setdefault("DS_ACCELERATOR", device)
     config.set_device(device)
+    # Again, with the device in place of `auto`.
     write_config(config, folder.config)
     scorer = scorer_of(config)
     run = TrainingRun(

@@ -223,7 +223,7 @@ class TransformersRollout(SynchronousGroups):
         return None
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Do nothing: the engine never sleeps."""
+        """Do nothing: the copy stays in memory."""
 
     def abort(self) -> None:
         """Do nothing: `generate` leaves no request unfinished."""

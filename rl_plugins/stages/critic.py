@@ -44,7 +44,7 @@ class ValueObjective:
         clip: see `value_loss`.
         aggregation: see `aggregate`.
         scale_factor: see `aggregate`.
-        updates: number of optimizer steps of a step; metrics are averaged over the optimizer steps.
+        updates: number of optimizer steps of an RL step; metrics are averaged over the optimizer steps.
     """
 
     clip: float | None
@@ -87,7 +87,7 @@ class ValueObjective:
 
 
 def value_objective(algorithm: Algorithm, updates: int) -> ValueObjective:
-    """Return the objective of an algorithm's critic; `updates` is the number of optimizer steps of a step."""
+    """Return the objective of an algorithm's critic; `updates` is the number of optimizer steps of an RL step."""
     return ValueObjective(algorithm.value_clip, algorithm.aggregation, algorithm.scale_factor, updates)
 
 

@@ -26,7 +26,7 @@ class ExperienceMaker:
         passes: forward passes of the models.
         schedule: bound on the age of tokens.
         kl_controller: coefficient of the KL penalty in the rewards.
-        updates: optimizer steps of a step.
+        updates: number of optimizer steps of an RL step.
         has_critic: True if there is a critic whose values are needed.
         process_rewards: rewards of a process reward model; None without such a model.
 

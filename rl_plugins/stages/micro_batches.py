@@ -25,7 +25,7 @@ from rl_plugins.models.packing import even_parts, first_of_prompt
 
 MaxOverRanks = Callable[[Tensor], Tensor]
 
-COPY = 0.125
+COPY_COST = 0.125
 """Cost of a prompt token for each further sample, in tokens: attention keeps only the keys and values of the token."""
 
 
@@ -71,7 +71,8 @@ class Bundle(NamedTuple):
 
     Attributes:
         indices: indices of the examples.
-        tokens: cost of the bundle: tokens of the forward pass, plus `COPY` per prompt token for each further sample.
+        tokens: cost of the bundle: tokens of the forward pass, plus `COPY_COST` per prompt token for each further
+            sample.
     """
 
     indices: list[int]
@@ -85,8 +86,8 @@ class Cutter:
     Attributes:
         tokens_per_micro_batch: budget in tokens; a longer example gets its own micro-batch.
         packing: True if the budget counts only real tokens; otherwise padding counts too.
-        shares_prompts: True if the budget counts a prompt once for all its samples in a micro-batch, plus `COPY` for
-            each further sample; only with `packing`.
+        shares_prompts: True if the budget counts a prompt once for all its samples in a micro-batch, plus `COPY_COST`
+            for each further sample; only with `packing`.
         max_over_ranks: collective function; returns the maximum of a tensor over ranks.
     """
 
@@ -163,7 +164,8 @@ def bundles(lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
 
     def bundle(indices: list[int]) -> Bundle:
         prompt, further = prompts[indices[0]], lengths.samples_per_example * len(indices) - 1
-        return Bundle(indices, prompt + sum(responses[i] for i in indices) + math.ceil(COPY * further * prompt))
+        copied = math.ceil(COPY_COST * further * prompt)
+        return Bundle(indices, prompt + sum(responses[i] for i in indices) + copied)
 
     def cut(indices: list[int], count: int) -> list[Bundle]:
         # The 1 keeps every part non-empty, also if all responses are empty.

@@ -157,9 +157,9 @@ class PolicyLearner:
             )
             has_old_log_probs = self._updates > 1 and not self._ratio_to_rollout
             before_BT = old_BT if has_old_log_probs else current.log_probs_BT.detach()
-            gap = (before_BT - micro.rollout_log_probs).abs()
+            gap_BT = (before_BT - micro.rollout_log_probs).abs()
             metrics.add_each({**values, "entropy": entropy_BT}, tensors["response_mask_BT"])
-            metrics.add({"rollout_gap": gap}, micro.response_mask, maximum=True)
+            metrics.add({"rollout_gap": gap_BT}, micro.response_mask, maximum=True)
             # Model engines average gradients over ranks, so the loss of a rank is scaled up by the number of ranks.
             metrics.add_sum("loss", loss.detach() / (world_size * self._updates))
             yield loss, position == len(micro_batches) - 1

@@ -190,6 +190,7 @@ class PolicyOptimization(Stage):
             draw=self.prompts.draw,
             shown=self.shown_samples,
         )
+        # A checkpoint may have been loaded before these parts were made.
         self.rollouts.scheduled_sampler.roll_back(self._loaded_batches)
         process_rewards = None
         if self.process_reward_config is not None:
@@ -303,7 +304,7 @@ class PolicyOptimization(Stage):
         self.end_step(metrics | self.prompts.report(self.rollouts.sampled.group_results()))
 
     def update(self, batch: Experience) -> dict[str, float]:
-        """Take the optimizer steps of a step; return its metrics, averaged over all ranks."""
+        """Take the optimizer steps of an RL step; return its metrics, averaged over all ranks."""
         return self.learner.update(batch, self.step)
 
     # State ------------------------------------------------------------------------------------------------------

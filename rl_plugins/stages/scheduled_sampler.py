@@ -339,8 +339,9 @@ class ScheduledSampler:
         wanted = self._schedule.in_flight(groups_per_step) - (groups_per_step - count)
         if self._schedule.drops:
             return wanted
-        steps_left = self._max_steps - step if self._max_steps else self._schedule.max_staleness + 2
-        return max(count, min(wanted, steps_left * groups_per_step))
+        if not self._max_steps:
+            return max(count, wanted)
+        return max(count, min(wanted, (self._max_steps - step) * groups_per_step))
 
     def _draw_until(self, in_flight: int, groups_per_step: int) -> None:
         missing = max(0, -(-(in_flight - len(self._queue)) // groups_per_step))

@@ -1,9 +1,9 @@
 """Ray actor with a vLLM engine. The engine needs a process, because it sets threads, memory and seed of the process.
 
-Training ranks call the actor directly; no batch passes through a driver. Training uses `submit`, `collect` and
-`fetch`; `generate` serves validation and greedy baselines (see `client.py`). The `generate` calls of all ranks form one
-batch: the actor waits for the prompts of every rank and samples all prompts together. Therefore the result does not
-depend on the order of the calls. Calls of `submit` that name ranks do the same.
+Training ranks call the actor directly; no batch passes through a driver. `client.py` says who uses `submit`, `collect`
+and `fetch`, and who uses `generate`. The `generate` calls of all ranks form one batch: the actor waits for the prompts
+of every rank and samples all prompts together. Therefore the result does not depend on the order of the calls. Calls of
+`submit` that name ranks do the same.
 """
 
 from __future__ import annotations
