@@ -205,6 +205,15 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
                     _report(reports, os.waitstatus_to_exitcode(status))
 
 
+def take_signals() -> None:
+    """Take SIGINT and SIGHUP in this process, as a command does at a terminal.
+
+    A shell that starts the tests in the background ignores SIGINT, and nohup ignores SIGHUP. Commands inherit this.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def _report(pipe: int, status: int) -> None:
     # The pipe is broken if the command's client no longer waits.
     with suppress(BrokenPipeError):
@@ -218,8 +227,7 @@ def _request(file: int, streams: Sequence[int]) -> dict[str, Any]:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    # A shell that starts the tests in the background ignores SIGINT, and the command would inherit this.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    take_signals()
     with os.fdopen(file) as opened:
         request: dict[str, Any] = json.load(opened)
     return request

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
-from integration_tests.command_server import ForkedCommand, start_command
+from integration_tests.command_server import ForkedCommand, start_command, take_signals
 from integration_tests.resident import (  # noqa: F401
     adapter_engine,
     bfloat16_engine,
@@ -168,8 +169,9 @@ def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Ite
         keyboard = folder / "typed"
         keyboard.write_text(typed)
         with log.open("w") as output, keyboard.open() as keys:
-            begin: Callable[..., ForkedCommand | subprocess.Popen[Any]]
-            begin = subprocess.Popen if new_interpreter else start_command
+            begin: Callable[..., ForkedCommand | subprocess.Popen[Any]] = start_command
+            if new_interpreter:
+                begin = partial(subprocess.Popen, preexec_fn=take_signals)
             process = begin(command, cwd=folder, stdin=keys, stdout=output, stderr=output, env=environment)
         recipes.append(Recipe(folder, process, log, name))
         return recipes[-1]

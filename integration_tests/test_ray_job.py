@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from integration_tests.command_server import take_signals
 from integration_tests.conftest import Recipe, free_port
 from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
 from rl_plugins.tests.patience import patient, wait_until
@@ -134,8 +135,7 @@ def test_submitted_job_is_stopped_by_ctrl_c_and_resumed_as_a_ray_job(
         process = subprocess.Popen(
             [*command, "run.steps=100000", "rollout.engine=transformers"],
             cwd=project, env=head_node.environment, stdout=output, stderr=output, text=True,
-            # A shell that started the tests in the background ignores SIGINT, and the processes would inherit this.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=take_signals,
         )  # fmt: skip
     submitted = Recipe(tmp_path, process, log, "job")
     submitted.wait_until(lambda: run.latest_checkpoint() is not None, "a checkpoint")
