@@ -73,7 +73,7 @@ class DeadlineExceeded(TimeoutError):
 
 
 class RayLost(RuntimeError):
-    """Ray, or Ray's process that leads the training, ended during a run. A resumed run loses no checkpoint.
+    """Ray did not start, or Ray or its process that leads the training ended. A resumed run loses no checkpoint.
 
     The command-line entry points print the message as one line, and exit with status 69 ("unavailable" in sysexits.h).
     """

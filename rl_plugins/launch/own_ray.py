@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from rl_plugins.config.recipe import RecipeConfig
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, RayLost
 
 _TOKEN_BYTES = 32
 TASK_REPORTS = "RAY_task_events_report_interval_ms"
@@ -58,6 +58,7 @@ def start_own_ray(**options: Any) -> None:
 
     Raises:
         ConfigError: the folder or the token belongs to another user, or cannot be written.
+        RayLost: Ray's processes did not start.
     """
     set_own_ray_up()
     import ray
@@ -68,7 +69,15 @@ def start_own_ray(**options: Any) -> None:
     with _temporary_files_in(sessions.parent) as usual:
         environment.setdefault("TMPDIR", usual)
         # Without the address, Ray would connect to a cluster that already runs on this machine.
-        ray.init(address="local", _temp_dir=str(sessions), logging_level=logging.ERROR, **options)
+        try:
+            ray.init(address="local", _temp_dir=str(sessions), logging_level=logging.ERROR, **options)
+        except Exception as error:
+            # Ray raises a plain Exception if its processes do not answer in time.
+            reason = " ".join(str(error).split())
+            raise RayLost(
+                f"Ray did not start ({reason}): end other programs on this machine, or see the logs in "
+                f"{sessions}/session_latest/logs"
+            ) from error
 
 
 @contextmanager

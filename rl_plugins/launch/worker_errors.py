@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ray.exceptions import RayActorError, RaySystemError
+from ray.exceptions import OutOfMemoryError, RayActorError, RaySystemError
 from ray.train import ControllerError, UserCallback
 from typing_extensions import override
 
@@ -100,7 +100,7 @@ def user_errors_unwrapped() -> Iterator[None]:
     """Raise the `UserError` that `WorkerFailures` found, instead of Ray Train's `ControllerError`.
 
     Raises:
-        RayLost: Ray Train's controller, its machine or Ray itself ended.
+        RayLost: Ray Train's controller, its machine or Ray itself ended, or Ray killed the controller for its memory.
     """
     try:
         yield
@@ -108,6 +108,9 @@ def user_errors_unwrapped() -> Iterator[None]:
         if isinstance(error.controller_failure, UserError):
             raise error.controller_failure from None
         raise
+    except OutOfMemoryError as error:
+        reason = " ".join(str(error).split())[:_SHOWN]
+        raise RayLost(f"the machine has too little memory, so Ray killed processes of the run: {reason}") from None
     except (RayActorError, RaySystemError) as error:
         reason = " ".join(str(error).split())[:_SHOWN]
         raise RayLost(f"Ray ended during the run: {type(error).__name__}: {reason}") from None

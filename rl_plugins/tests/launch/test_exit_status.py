@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import ControllerError
 
 from rl_plugins.errors import ConfigError, RayLost, RunStopped, TrainingDiverged
@@ -104,5 +104,7 @@ def test_second_signal_ends_the_process_at_once_with_one_line() -> None:
 def test_user_errors_unwrapped_names_the_end_of_ray() -> None:
     with pytest.raises(RayLost, match=r"^Ray ended during the run: RayActorError: "), user_errors_unwrapped():
         raise RayActorError
+    with pytest.raises(RayLost, match=r"too little memory, so Ray killed .*: 4 worker"), user_errors_unwrapped():
+        raise OutOfMemoryError("4 worker(s) were killed\n")
     with pytest.raises(ControllerError), user_errors_unwrapped():
         raise ControllerError(ValueError("not an error of the user"))

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, RayLost
 from rl_plugins.launch.own_ray import (
     LEAST_BYTES,
     TASK_REPORTS,
@@ -20,6 +21,7 @@ from rl_plugins.launch.own_ray import (
     protect_token,
     session_folder,
     set_own_ray_up,
+    start_own_ray,
 )
 from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tests.other_user import OTHER_USER, needs_root, run_as_other_user
@@ -124,6 +126,15 @@ def test_protect_token_names_a_token_that_cannot_be_written(home: Path) -> None:
     (home / ".ray").touch()
     with pytest.raises(ConfigError, match=f"token {home}/.ray/auth_token cannot be made private"):
         protect_token()
+
+
+def test_start_own_ray_tells_in_one_line_that_ray_did_not_start(home: Path) -> None:
+    """Ray's own error of a machine that is too busy."""
+    slow = Exception("The current node timed out during startup.\nThe GCS may be overloaded.")
+    with mock.patch.dict(os.environ), mock.patch("ray.init", side_effect=slow):
+        message = r"Ray did not start \(The current node timed out .*\): end other programs .*/session_latest/logs"
+        with pytest.raises(RayLost, match=message):
+            start_own_ray()
 
 
 def test_temporary_files_in_removes_folders_of_ended_processes(home: Path) -> None:
