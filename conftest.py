@@ -1,4 +1,7 @@
-"""Gives each test its tier by its folder, and scales the deadlines of tests by TEST_TIME_SCALE."""
+"""Gives each test its tier and its group, and scales the deadlines of tests by TEST_TIME_SCALE.
+
+With `--dist loadgroup`, one process of pytest runs the tests of a group: all tests with the resident Ray, or a file.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("integration")
         elif not any(item.get_closest_marker(tier) for tier in ("integration", "gpu")):
             item.add_marker("unit")
+        fixtures: list[str] = getattr(item, "fixturenames", [])
+        item.add_marker(pytest.mark.xdist_group("ray" if "running_ray" in fixtures else item.nodeid.partition("::")[0]))
         own = item.get_closest_marker("timeout")
         if own is not None and TIME_SCALE != 1:
             item.add_marker(pytest.mark.timeout(patient(own.args[0])), append=False)
