@@ -37,7 +37,7 @@ from rl_plugins.run_folder import read_metrics
 from rl_plugins.tests.patience import wait_until
 
 STEPS = 8
-STARTS = 4
+STARTS = 6
 """Largest number of starts of a run, the first start included."""
 MARK = "RL_PLUGINS_CAMPAIGN"
 """Environment variable of all processes of a run: the name of the run."""
@@ -197,7 +197,7 @@ class Campaign:
                 server = Server(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="server"))))
                 stack.callback(server.close)
                 server.start()
-            statuses, restart_s = _kill_one(start, kind, moment, server)
+            statuses, [restart_s] = _kill_in_turn(start, [(kind, moment)], server)
             differing = differences(self._folder / "outputs" / name, whole)
             if server is not None:
                 differing += _missing_on(server, self._folder / "outputs" / name)
@@ -206,6 +206,22 @@ class Campaign:
         with (self._folder / "results.jsonl").open("a") as results:
             results.write(json.dumps(asdict(outcome)) + "\n")
         return outcome
+
+    def run_script(self, name: str, kills: Sequence[tuple[str, Moment]]) -> tuple[list[int], list[str]]:
+        """Kill processes of one run, one after the other.
+
+        Args:
+            name: name of the run.
+            kills: kinds of one recipe, with the moments of their kills.
+
+        Returns:
+            Exit status of each start, and the metrics and files that differ from a run left alone.
+        """
+        recipe = KINDS[kills[0][0]].recipe
+        whole = self._left_alone(recipe)
+        with self._starts(recipe, name, Path(tempfile.gettempdir())) as start:
+            statuses, _ = _kill_in_turn(start, kills)
+        return statuses, differences(self._folder / "outputs" / name, whole)
 
     def _left_alone(self, recipe: tuple[str, ...]) -> Path:
         """Return the folder of a finished run without a kill, which the first call trains."""
@@ -229,40 +245,41 @@ class Campaign:
             yield begin
 
 
-def _kill_one(
-    start: Callable[..., Recipe], kind: str, moment: Moment, server: Server | None
-) -> tuple[list[int], float]:
-    """Start a run, kill a process at the moment, and start the run again until its end.
+def _kill_in_turn(
+    start: Callable[..., Recipe], kills: Sequence[tuple[str, Moment]], server: Server | None = None
+) -> tuple[list[int], list[float]]:
+    """Start a run, kill a process at each moment, and start the run again until its end.
 
     Returns:
-        Exit status of each start, and the seconds from the kill to the next row of metrics.
+        Exit status of each start, and for each kill the seconds until the next row of metrics.
     """
     overrides = () if server is None else (f"tracking.uri={server.uri}", "tracking.experiment=kills")
-    run = start(*overrides)
-    if moment.step:
-        run.wait_for_step(moment.step, 1800)
-    elif server is None:
-        run.wait_until(lambda: KINDS[kind].find(run), kind, 1800)
-    time.sleep(moment.delay_s)
-    if server is not None:
-        server.kill()
-        server.start()
-    else:
-        # A process of the kind may be about to start again, or the run may have ended.
-        with suppress(AssertionError, IndexError, psutil.NoSuchProcess):
-            run.wait_until(lambda: KINDS[kind].find(run), kind, 120)
-            KINDS[kind].find(run)[0].kill()
-    killed, rows = time.monotonic(), len(run.metrics())
-    statuses: list[int] = []
-    restart_s: float | None = None
-    while not statuses or (statuses[-1] and len(statuses) < STARTS):
-        if statuses:
-            run = start(*overrides)
+    run, statuses, restarts_s = start(*overrides), list[int](), list[float]()
+    for kind, moment in kills:
+        if moment.step:
+            run.wait_for_step(moment.step, 1800)
+        elif server is None:
+            run.wait_until(partial(KINDS[kind].find, run), kind, 1800)
+        time.sleep(moment.delay_s)
+        if server is not None:
+            server.kill()
+            server.start()
+        else:
+            # A process of the kind may be about to start again, or the run may have ended.
+            with suppress(AssertionError, IndexError, psutil.NoSuchProcess):
+                run.wait_until(partial(KINDS[kind].find, run), kind, 120)
+                KINDS[kind].find(run)[0].kill()
+        killed, rows = time.monotonic(), len(run.metrics())
         wait_until(partial(_goes_on_or_ends, run, rows), "metrics", 1800, run.tail)
-        if restart_s is None and len(run.metrics()) > rows:
-            restart_s = time.monotonic() - killed
-        statuses.append(run.wait(1800))
-    return statuses, time.monotonic() - killed if restart_s is None else restart_s
+        while len(run.metrics()) == rows and run.wait(1800) and len(statuses) < STARTS - 1:
+            statuses.append(run.wait())
+            run = start(*overrides)
+            wait_until(partial(_goes_on_or_ends, run, rows), "metrics", 1800, run.tail)
+        restarts_s.append(time.monotonic() - killed)
+    statuses.append(run.wait(1800))
+    while statuses[-1] and len(statuses) < STARTS:
+        statuses.append(start(*overrides).wait(1800))
+    return statuses, restarts_s
 
 
 def _goes_on_or_ends(run: Recipe, rows: int) -> bool:

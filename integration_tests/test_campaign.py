@@ -39,21 +39,19 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("kind", "step"),
+    ("name", "kinds"),
     [
-        ("controller", 4),
-        ("process of an engine", 4),
-        ("reward worker", 5),
-        ("environment worker", 4),
-        ("raylet", 4),
-        ("head", 5),
+        ("answers", ["reward worker", "process of an engine", "controller", "raylet", "head"]),
+        ("conversations", ["environment worker"]),
     ],
 )
-def test_run_that_loses_a_process_ends_with_the_same_bits(campaign: Campaign, kind: str, step: int) -> None:
-    outcome = campaign.run(kind, 0, Moment(step, 0))
-    # Tests beside this one make shared memory, too, so `left` is for a campaign alone.
-    assert outcome.statuses[-1] == 0 and outcome.differences == [], outcome
-    assert campaign.results()[-1] == outcome
+def test_run_that_loses_processes_in_turn_ends_with_the_same_bits(
+    campaign: Campaign, name: str, kinds: list[str]
+) -> None:
+    statuses, differing = campaign.run_script(name, [(kind, Moment(step, 0)) for step, kind in enumerate(kinds, 2)])
+    # Raylet and head take the run with them.
+    assert statuses[-1] == 0 and statuses.count(0) == 1 and len(statuses) <= len(kinds), statuses
+    assert differing == []
 
 
 def test_read_results_goes_on_after_a_torn_line_and_write_page_keeps_the_text_around_the_table(tmp_path: Path) -> None:
