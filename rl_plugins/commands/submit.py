@@ -54,6 +54,8 @@ _UPLOAD_TIMEOUT_S = 600.0
 _UNREACHABLE_S = 120.0
 _LAST_LINES_S = 10.0
 _POLL_S = 1.0
+_START_S = 60.0
+"""Seconds for a cluster that has just started to accept jobs."""
 _STOPPED_BY_USER = 130
 """Exit code after Ctrl-C, as of a process after SIGINT."""
 
@@ -226,7 +228,7 @@ def connect(address: str) -> JobSubmissionClient:
 
 
 def submit_job(client: JobSubmissionClient, command: str, runtime_env: dict[str, Any]) -> str:
-    """Upload the project and submit the job.
+    """Upload the project and submit the job. Wait for a cluster that has just started.
 
     Args:
         client: Client of the job server.
@@ -240,11 +242,16 @@ def submit_job(client: JobSubmissionClient, command: str, runtime_env: dict[str,
         ConfigError: The job server refuses the job.
         DeadlineExceeded: The upload takes too long.
     """
-    try:
-        submit = partial(client.submit_job, entrypoint=command, runtime_env=runtime_env)
-        return within(_UPLOAD_TIMEOUT_S, "the upload of the job", submit)
-    except RuntimeError as error:
-        raise ConfigError(f"the job server refuses the job: {error}") from None
+    submit = partial(client.submit_job, entrypoint=command, runtime_env=runtime_env)
+    deadline = time.monotonic() + _START_S
+    while True:
+        try:
+            return within(_UPLOAD_TIMEOUT_S, "the upload of the job", submit)
+        except RuntimeError as error:
+            # The head node answers before the agents that start jobs.
+            if "No available agent" not in str(error) or time.monotonic() > deadline:
+                raise ConfigError(f"the job server refuses the job: {error}") from None
+            time.sleep(_POLL_S)
 
 
 def follow_job(client: JobSubmissionClient, job: str) -> int:

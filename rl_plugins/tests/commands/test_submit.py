@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -157,6 +158,24 @@ def test_exit_code_of_a_failed_job_leaves_the_log_of_the_job_out(capsys):
     details: Any = SimpleNamespace(status="FAILED", message=said, driver_exit_code=2)
     assert submit._exit_code("job_1", details, stopping=False) == 2
     assert capsys.readouterr().err == "job_1 failed: Job entrypoint command failed with exit code 2\n"
+
+
+def starting_cluster(*answers: str | Exception) -> Any:
+    """Return the client of a cluster whose agents start late."""
+    return SimpleNamespace(submit_job=mock.Mock(side_effect=answers))
+
+
+def test_submit_job_waits_for_the_agents_of_a_cluster_that_has_just_started(monkeypatch):
+    monkeypatch.setattr(submit, "_POLL_S", 0.0)
+    late = RuntimeError(
+        "Request failed with status code 500: No available agent to submit job, please try again later."
+    )
+    assert submit.submit_job(starting_cluster(late, late, "raysubmit_1"), "true", {}) == "raysubmit_1"
+    monkeypatch.setattr(submit, "_START_S", -1.0)
+    with pytest.raises(ConfigError, match=r"refuses the job: .*No available agent"):
+        submit.submit_job(starting_cluster(late), "true", {})
+    with pytest.raises(ConfigError, match="refuses the job: no working folder"):
+        submit.submit_job(starting_cluster(RuntimeError("no working folder")), "true", {})
 
 
 def test_within_raises_the_error_of_the_call():
