@@ -153,3 +153,17 @@ def group_leaders(values_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> tuple[
     shared_by_G.index_add_(0, group_of_B, largest_B.long())
     runner_up_B = largest_of_group(valid_values_B.masked_fill(largest_B, -torch.inf))
     return largest_B & (shared_by_G[group_of_B] == 1), runner_up_B
+
+
+def group_ranks(values_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> Tensor:
+    """Number the samples of each group from 0, the largest value first and invalid samples last, int64 [B].
+
+    Of samples with the same value, the first one has the smaller number.
+    """
+    group_of_B, num_groups = group_numbers(groups_B)
+    order_B = values_B.masked_fill(~valid_B, -torch.inf).argsort(descending=True, stable=True)
+    order_B = order_B[group_of_B[order_B].argsort(stable=True)]
+    sizes_G = torch.bincount(group_of_B, minlength=num_groups)
+    starts_G = sizes_G.cumsum(dim=0) - sizes_G
+    positions_B = torch.arange(len(values_B), device=values_B.device)
+    return torch.empty_like(order_B).scatter_(0, order_B, positions_B - starts_G[group_of_B[order_B]])

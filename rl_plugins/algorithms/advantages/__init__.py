@@ -12,7 +12,16 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from rl_plugins.algorithms.advantages.group_relative import gdpo, gpg, grpo, grpo_passk, max_rl, opo, rloo
+from rl_plugins.algorithms.advantages.group_relative import (
+    best_of_n,
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    max_rl,
+    opo,
+    rloo,
+)
 from rl_plugins.algorithms.advantages.returns import (
     gae,
     optimal_token_baseline,
@@ -37,6 +46,7 @@ _OWN: dict[str, AdvantageEstimator] = {
     "gpg": gpg,
     "max_rl": max_rl,
     "gdpo": gdpo,
+    "best_of_n": best_of_n,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,

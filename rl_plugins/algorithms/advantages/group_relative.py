@@ -16,12 +16,14 @@ from torch import Tensor
 from rl_plugins.algorithms.inputs import Collective, one_rank
 from rl_plugins.algorithms.masked import (
     group_leaders,
+    group_ranks,
     group_statistics,
     learned_tokens,
     on_every_token,
     standard_deviation,
     whiten,
 )
+from rl_plugins.config.settings import AT_LEAST_1, FINITE, check_ranges
 
 
 def grpo(
@@ -227,6 +229,54 @@ def max_rl(
     rewards_B = token_level_rewards_BT.sum(dim=-1)
     mean_B = group_statistics(rewards_B, groups_B, valid_B).mean_B
     advantages_B = torch.where(mean_B > 0, (rewards_B - mean_B) / (mean_B + eps), 0)
+    advantages_BT = on_every_token(advantages_B, response_mask_BT, valid_B)
+    return advantages_BT, advantages_BT
+
+
+def best_of_n(
+    *,
+    token_level_rewards_BT: Tensor,
+    response_mask_BT: Tensor,
+    groups_B: Tensor,
+    valid_B: Tensor,
+    keep: int | None = 1,
+    above: float | None = None,
+    sum_over_ranks: Collective = one_rank,
+) -> tuple[Tensor, Tensor]:
+    """Rejection sampling for fine-tuning on the policy's own samples: kept samples have one advantage, all others 0.
+
+    A sample is kept if it is among the `keep` best of its group and its R is above `above`. Of samples with the same R,
+    the first ones are kept. The advantage of the kept samples is `sampled tokens / sampled tokens of the kept samples`,
+    over the batch of all ranks. So with the policy loss `reinforce` and the aggregation `token-mean`, the loss of the
+    batch is the mean negative log-likelihood of the kept tokens: the loss of supervised fine-tuning.
+
+    Args:
+        keep: number of samples to keep in a group, the best first; None for all samples above `above`.
+        above: reward that a kept sample exceeds; None for no bound.
+
+    Returns:
+        Advantages and returns, the same tensor, [B, T].
+
+    Raises:
+        ValueError: `keep` is below 1, `above` is not finite, or both are None.
+
+    Source: RAFT, https://arxiv.org/abs/2304.06767, algorithm 1 (the best sample of each prompt); ReST,
+    https://arxiv.org/abs/2308.08998 (all samples above a threshold).
+    """
+    if keep is None and above is None:
+        raise ValueError("keep=null and above=null: every sample would be kept, so set at least one of the two")
+    kept_B = valid_B
+    rewards_B = token_level_rewards_BT.sum(dim=-1)
+    if keep is not None:
+        check_ranges(int, AT_LEAST_1, keep=keep)
+        kept_B = kept_B & (group_ranks(rewards_B, groups_B, valid_B) < keep)
+    if above is not None:
+        check_ranges(float, FINITE, above=above)
+        kept_B = kept_B & (rewards_B > above)
+    learned_BT = learned_tokens(response_mask_BT, valid_B)
+    counts = torch.stack([learned_BT.sum(), (learned_BT & kept_B[:, None]).sum()]).double()
+    sampled, kept = sum_over_ranks(counts)
+    advantages_B = kept_B * (sampled / kept.clamp(min=1)).to(rewards_B.dtype)
     advantages_BT = on_every_token(advantages_B, response_mask_BT, valid_B)
     return advantages_BT, advantages_BT
 

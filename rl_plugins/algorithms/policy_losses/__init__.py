@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_plugins.algorithms.policy_losses.clipped import MAX_LOG_RATIO, cispo, gmpo, gspo, ppo_clip, reinforce
 from rl_plugins.algorithms.policy_losses.covariance import clip_cov, kl_cov, select_largest, select_within_band
 from rl_plugins.algorithms.policy_losses.distillation import forward_kl_top_k
-from rl_plugins.algorithms.policy_losses.trust_region import dppo_kl, dppo_tv, dro, sapo
+from rl_plugins.algorithms.policy_losses.trust_region import dppo_kl, dppo_tv, dro, sapo, vespo
 from rl_plugins.algorithms.registry import Registry
 
 __all__ = ["MAX_LOG_RATIO", "POLICY_LOSSES", "SELECTIONS", "WITH_RATIO", "PolicyLoss", "Selection", "ppo_clip"]
@@ -37,6 +37,7 @@ _OWN: dict[str, PolicyLoss] = {
     "ppo_clip": ppo_clip,
     "reinforce": reinforce,
     "sapo": sapo,
+    "vespo": vespo,
 }
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("rl_plugins.policy_losses", _OWN)

@@ -1,4 +1,4 @@
-"""Losses that hold the policy near the old policy by a divergence (DPPO), a smooth gate (SAPO) or a penalty (DRO).
+"""Losses that hold the policy near the old policy: a divergence (DPPO), a smooth gate (SAPO, VESPO), a penalty (DRO).
 
 DPPO drops the tokens whose probability moved too far, where PPO drops the tokens whose ratio did. The ratio of a rare
 token is large after a negligible change, and the ratio of a frequent token is small after a large change. So DPPO
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.masked import zero_masked
-from rl_plugins.algorithms.policy_losses.clipped import bounded_log_ratio
+from rl_plugins.algorithms.policy_losses.clipped import MAX_LOG_RATIO, bounded_log_ratio
 from rl_plugins.config.settings import ABOVE_0, NOT_NEGATIVE, check_ranges
 
 EPS = 1e-8
@@ -170,6 +170,60 @@ def sapo(
     tau_BT = torch.full_like(advantages_BT, tau_negative).masked_fill(advantages_BT > 0, tau_positive)
     gate_BT = 4 / tau_BT * torch.sigmoid(tau_BT * (log_ratio_BT.exp() - 1))
     return -gate_BT * advantages_BT, {"ppo_kl": -log_ratio_BT.detach()}
+
+
+def vespo(
+    *,
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    response_mask_BT: Tensor,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Variational sequence-level soft policy optimization: a smooth weight of the ratio of the whole response.
+
+    `-sg(phi(W)) A log_probs` with `phi(W) = W^k e^(lambda (1 - W))`. W is the product of the ratios of the response's
+    tokens, without a mean over the length, and `sg` is the stop-gradient. phi is 1 at `W = 1`, largest at
+    `W = k / lambda`, and falls to 0 on both sides: the farther a response is from the policy, the less its tokens
+    learn, and no token is clipped. Tokens with `A >= 0` have `k_positive` and `lambda_positive`, all other tokens
+    `k_negative` and `lambda_negative`.
+
+    W is computed as a logarithm, and the log-ratio of each token and of the response is bounded to +-`MAX_LOG_RATIO`.
+    phi has the same upper bound. With `correction=bypass` or stale samples, W is the ratio to the policy that sampled,
+    as in the paper.
+
+    Args:
+        k_positive: exponent of W for tokens with advantage 0 or more; larger values reduce the weight of responses that
+            the policy has become less likely to give.
+        lambda_positive: rate of the decay for the same tokens; larger values reduce the weight of responses that the
+            policy has become more likely to give.
+        k_negative: exponent of W for tokens with negative advantage.
+        lambda_negative: rate of the decay for tokens with negative advantage.
+
+    Returns:
+        Loss [B, T] and metrics `sequence_weight` (phi), `ppo_kl` [B, T].
+
+    Raises:
+        ValueError: an exponent is negative, or a rate is not above 0.
+
+    Source: https://arxiv.org/abs/2602.10693, the kernel of gamma shape; bounds and default values from
+    https://github.com/FloyedShen/VESPO, `recipe/vespo/code/core_algos.py`.
+    """
+    check_ranges(float, NOT_NEGATIVE, k_positive=k_positive, k_negative=k_negative)
+    check_ranges(float, ABOVE_0, lambda_positive=lambda_positive, lambda_negative=lambda_negative)
+    log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
+        response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
+    )
+    log_ratio_BT = bounded_log_ratio(log_probs_BT.detach(), old_log_probs_BT)
+    sequence_B1 = log_ratio_BT.sum(dim=-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    positive_BT = advantages_BT >= 0
+    k_BT = torch.full_like(advantages_BT, k_negative).masked_fill(positive_BT, k_positive)
+    lambda_BT = torch.full_like(advantages_BT, lambda_negative).masked_fill(positive_BT, lambda_positive)
+    weight_BT = (k_BT * sequence_B1 + lambda_BT * (1 - sequence_B1.exp())).clamp(max=MAX_LOG_RATIO).exp()
+    return -weight_BT * advantages_BT * log_probs_BT, {"sequence_weight": weight_BT, "ppo_kl": -log_ratio_BT}
 
 
 def dro(

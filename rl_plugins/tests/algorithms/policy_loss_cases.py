@@ -24,6 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ppo_clip": {},
     "reinforce": {},
     "sapo": {},
+    "vespo": {"k_positive": 1.5, "lambda_negative": 0.5},
 }
 
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.advantages import ADVANTAGES
+from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate, local_counts
+from rl_plugins.algorithms.policy_losses import POLICY_LOSSES
 from rl_plugins.tests.algorithms.simulated_ranks import run_on_ranks
+from rl_plugins.tests.loops import for_each
 
 ROOT_HALF = 0.5**0.5
 
@@ -67,6 +70,46 @@ def test_gpg_scales_by_the_share_of_nonzero_rewards() -> None:
     halved = advantages("gpg", [0.0, 1.0, 0.0, 3.0], [0, 0, 1, 1], norm=2.0)
     assert halved[:, 0].tolist() == pytest.approx([-0.5, 0.5, -1.5, 1.5])
     assert not advantages("gpg", [0.0, 0.0], [0, 0]).any()
+
+
+def test_best_of_n_keeps_the_best_samples_of_each_group_above_the_threshold() -> None:
+    rewards, groups = [1.0, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.25], [0, 0, 0, 0, 1, 1, 1, 2]
+    kept = {
+        (1, None): [1, 0, 0, 0, 1, 0, 0, 1],
+        (2, None): [1, 0, 1, 0, 1, 1, 0, 1],
+        (2, 0.0): [1, 0, 1, 0, 0, 0, 0, 1],
+        (None, 0.25): [1, 0, 1, 1, 0, 0, 0, 0],
+        (None, 9.0): [0] * 8,
+    }
+    for (keep, above), flags in kept.items():
+        result = advantages("best_of_n", rewards, groups, keep=keep, above=above)[:, 0]
+        assert result.tolist() == pytest.approx([flag * 8 / max(sum(flags), 1) for flag in flags])
+
+
+def test_best_of_n_with_reinforce_has_the_loss_of_supervised_fine_tuning() -> None:
+    mask = [[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    kept_BT = advantages("best_of_n", [0.0, 1.0, 2.0, 0.0], [0, 0, 1, 1], mask)
+    log_probs_BT = torch.arange(-12, 0).double().view(4, 3)
+    mask_BT = torch.tensor(mask).double()
+    loss_BT, _ = POLICY_LOSSES["reinforce"](
+        log_probs_BT=log_probs_BT, old_log_probs_BT=log_probs_BT, advantages_BT=kept_BT, response_mask_BT=mask_BT
+    )
+    counts = GlobalCounts(*local_counts(mask_BT).tolist())
+    assert aggregate(loss_BT, mask_BT, "token-mean", counts).item() == pytest.approx((9 + 6 + 5) / 3)
+
+
+@for_each(
+    ("options", "message"),
+    [
+        ({"keep": 0}, "keep=0: must be at least 1"),
+        ({"keep": 1.5}, "keep=1.5: must be a whole number"),
+        ({"above": float("nan")}, "above=nan: must be a finite number"),
+        ({"keep": None}, "keep=null and above=null: every sample would be kept"),
+    ],
+)
+def test_best_of_n_refuses_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        advantages("best_of_n", [1.0, 0.0], [0, 0], **options)
 
 
 def test_gpg_counts_nonzero_rewards_of_all_ranks() -> None:

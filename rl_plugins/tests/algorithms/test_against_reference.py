@@ -45,6 +45,10 @@ ADVANTAGE_CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     *(("grpo_passk", (), {"normalize": normalize}) for normalize in (True, False)),
     *((name, (), {}) for name in ("rloo", "opo", "max_rl", "reinforce_plus_plus_baseline")),
     ("gpg", (), {"norm": 2.5}),
+    *(
+        ("best_of_n", (), options)
+        for options in ({}, {"keep": 2}, {"keep": 2, "above": 0.1}, {"keep": None, "above": 0.0})
+    ),
     ("gdpo", (), {}),
     ("gdpo", ("component_rewards_BK",), {}),
     ("gdpo", ("component_rewards_BK",), {"weights": [0.5, 2.0, -1.0]}),
@@ -95,6 +99,8 @@ LOSS_CASES: list[tuple[str, dict[str, Any]]] = [
     ("cispo", {"clip_low": 0.3, "clip_high": 4.0}),
     ("dro", {"beta": 0.3}),
     ("sapo", {}),
+    ("vespo", {}),
+    ("vespo", {"k_positive": 0.0, "lambda_positive": 0.1, "k_negative": 1.0, "lambda_negative": 4.0}),
     ("dppo_tv", {}),
     ("dppo_tv", {"low": 0.05, "high": 0.1, "cap": 1.2}),
     ("dppo_kl", {"low": 0.02, "high": 0.05}),
@@ -123,7 +129,7 @@ def test_policy_losses_agree_with_the_second_implementation(name: str, options: 
     np.testing.assert_allclose(np.where(mask_BT, got.numpy(), 0), np.where(mask_BT, expected, 0), **TOLERANCE)
 
 
-STOP_GRADIENTS = ("cispo", "dppo_tv", "dppo_kl", "gspo")
+STOP_GRADIENTS = ("cispo", "dppo_tv", "dppo_kl", "gspo", "vespo")
 
 
 @for_each(("name", "options"), LOSS_CASES)

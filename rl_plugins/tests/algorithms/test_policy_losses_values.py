@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate, local_counts
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS
 from rl_plugins.algorithms.policy_losses.clipped import gmpo
+from rl_plugins.algorithms.policy_losses.trust_region import vespo
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
 from rl_plugins.tests.algorithms.policy_loss_cases import OPTIONS, loss_of
 from rl_plugins.tests.loops import for_each
@@ -61,6 +62,11 @@ BY_HAND: list[tuple[str, dict[str, Any], float, float, float, float, float, dict
         4 * 0.5 * sigmoid(1.5) * sigmoid(-1.5),
         {},
     ),
+    # VESPO: W = 1/2 and 2, with the exponent and the rate of the sign of the advantage.
+    ("vespo", {}, 0.5, 0.5, 2.0, -2 * log(0.5), -2.0, {"sequence_weight": 1.0}),
+    ("vespo", {}, 0.5, 0.25, 2.0, -0.25 * exp(1.5) * 2 * log(0.25), -0.5 * exp(1.5), {"ppo_kl": log(2)}),
+    ("vespo", {}, 0.2, 0.4, -1.0, 8 * exp(-2) * log(0.4), 8 * exp(-2), {"sequence_weight": 8 * exp(-2)}),
+    ("vespo", {"k_positive": 0.0}, 0.2, 0.4, 1.0, -exp(-3) * log(0.4), -exp(-3), {"sequence_weight": exp(-3)}),
     # DPPO by total variation: kept, dropped, moved but back towards the old policy (both ways), capped.
     ("dppo_tv", {}, 0.5, 0.6, 1.0, -1.2 * log(0.6), -1.2, {"clip_fraction": 0}),
     ("dppo_tv", {}, 0.5, 0.75, 1.0, 0.0, 0.0, {"clip_fraction": 1}),
@@ -157,7 +163,7 @@ def test_policy_loss_gradients_agree_with_finite_differences(name: str, seed: in
     assert torch.autograd.gradcheck(loss, batch.log_probs.clone().requires_grad_(), rtol=1e-5, atol=1e-6)
 
 
-@for_each("name", ["reinforce", "gpg", "cispo", "dppo_tv", "dppo_kl"])
+@for_each("name", ["reinforce", "gpg", "cispo", "dppo_tv", "dppo_kl", "vespo"])
 def test_policy_losses_pass_no_gradient_to_the_weight_of_a_log_prob(name: str) -> None:
     """The loss is a constant times the log-prob, and the constant is the gradient."""
     batch = make_batch(3)
@@ -225,6 +231,22 @@ def test_gmpo_with_weights_and_without_clipping_takes_the_ratio_to_the_policy_th
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+def test_vespo_weighs_every_token_by_the_product_of_the_ratios_of_its_response() -> None:
+    log_probs = torch.tensor([[0.4, 0.5, 0.3], [0.9, 0.2, 0.7]]).double().log().requires_grad_()
+    old = torch.tensor([[0.2, 0.25, 0.6], [0.3, 0.1, 0.7]]).double().log()
+    # The last token of the second response is an observation.
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]).double()
+    advantages = torch.tensor([[3.0, 3.0, 3.0], [-1.0, 2.0, 5.0]]).double()
+    loss, metrics = vespo(log_probs_BT=log_probs, old_log_probs_BT=old, advantages_BT=advantages, response_mask_BT=mask)
+    down, up = 6**3 * exp(2 * (1 - 6)), 6**2 * exp(3 * (1 - 6))
+    expected = torch.tensor(
+        [[2**2 * exp(3 * (1 - 2))] * 3, [down, up, metrics["sequence_weight"][1, 2].item()]]
+    ).double()
+    torch.testing.assert_close(metrics["sequence_weight"], expected)
+    loss.sum().backward()
+    torch.testing.assert_close(log_probs.grad, -expected * advantages * mask)
+
+
 def test_gmpo_leaves_a_token_of_weight_0_out_of_the_means() -> None:
     log_probs = torch.tensor([[0.5, 0.1, 0.4], [0.3, 0.3, 0.3]]).double().log().requires_grad_()
     given: dict[str, Any] = {
@@ -288,6 +310,8 @@ def test_policy_losses_with_selected_tokens_have_a_selection() -> None:
         ("dppo_tv", {"low": -0.2}, "low=-0.2: must be 0 or more"),
         ("dppo_kl", {"cap": 0.0}, "cap=0.0: must be above 0"),
         ("sapo", {"tau_positive": 0.0}, "tau_positive=0.0: must be above 0"),
+        ("vespo", {"k_negative": -1.0}, "k_negative=-1.0: must be 0 or more"),
+        ("vespo", {"lambda_positive": 0.0}, "lambda_positive=0.0: must be above 0"),
         ("dro", {"beta": 0.0}, "beta=0.0: must be above 0; for no penalty use the policy loss reinforce"),
     ],
 )

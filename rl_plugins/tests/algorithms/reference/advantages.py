@@ -96,6 +96,30 @@ def gpg(
     return same_on_every_token(alpha * centred_B / norm, only_valid(response_mask_BT, valid_B))
 
 
+def best_of_n(
+    *,
+    token_level_rewards_BT: Floats,
+    response_mask_BT: Mask,
+    groups_B: Ints,
+    valid_B: Bools,
+    keep: int | None = 1,
+    above: float | None = None,
+) -> Pair:
+    """1 for each kept sample, times the number of sampled tokens for each kept token."""
+    rewards_B = totals(token_level_rewards_BT, valid_B)
+    learned_BT = only_valid(response_mask_BT, valid_B)
+    advantages_B = np.zeros(len(rewards_B))
+    for members in groups_of(groups_B, valid_B):
+        left = list(members)
+        while left and (keep is None or len(members) - len(left) < keep):
+            best = max(left, key=lambda i: float(rewards_B[i]))
+            left.remove(best)
+            advantages_B[best] = 1.0 if above is None or rewards_B[best] > above else 0.0
+    kept = sum(length(learned_BT[i]) for i in range(len(advantages_B)) if advantages_B[i])
+    sampled = sum(length(row) for row in learned_BT)
+    return same_on_every_token(advantages_B * sampled / max(kept, 1), learned_BT)
+
+
 def max_rl(
     *,
     token_level_rewards_BT: Floats,

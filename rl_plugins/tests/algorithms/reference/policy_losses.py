@@ -99,6 +99,31 @@ def sapo(
     return per_token(token, log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
 
 
+def vespo(
+    *,
+    log_probs_BT: Floats,
+    old_log_probs_BT: Floats,
+    advantages_BT: Floats,
+    response_mask_BT: Mask,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+    frozen_log_probs_BT: Floats | None = None,
+) -> Floats:
+    """The ratio of a response is a product of ratios, bounded to [e^-20, e^20], and so is each weight from above."""
+    frozen_BT = log_probs_BT if frozen_log_probs_BT is None else frozen_log_probs_BT
+    loss_BT: Floats = np.zeros(response_mask_BT.shape)
+    for i, t in positions(response_mask_BT):
+        log_ratios = [clamp(x, -20.0, 20.0) for x in row_differences(frozen_BT, old_log_probs_BT, response_mask_BT, i)]
+        ratio = clamp(math.prod(math.exp(x) for x in log_ratios), math.exp(-20.0), math.exp(20.0))
+        positive = advantages_BT[i, t] >= 0
+        power, rate = (k_positive, lambda_positive) if positive else (k_negative, lambda_negative)
+        weight = min(ratio**power * math.exp(rate) * math.exp(-rate * ratio), math.exp(20.0))
+        loss_BT[i, t] = -weight * advantages_BT[i, t] * log_probs_BT[i, t]
+    return loss_BT
+
+
 def dppo_tv(
     *,
     log_probs_BT: Floats,
