@@ -1,7 +1,8 @@
 """Learning curves: held-out accuracy of several algorithms by the number of samples, on several seeds, with a picture.
 
 `python -m benchmarks.learning [--seeds 0 1 2] [--only grpo ppo] [--picture docs/images/learning.png]` uses the data,
-the tiny model, the SFT start and the settings of the quickstart. Every algorithm has the same number of samples.
+the tiny model, the SFT start and the settings of the quickstart. Every algorithm has the same number of samples. By
+default, the algorithms are those of the picture in the documentation.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ ALGORITHMS: dict[str, list[str]] = {
     # Settings for the response length: the longest answer has three tokens, including the end token.
     "dapo": ["algorithm.shaping.overlong.factor=0.1", "run.steps=50"],
     "online_dpo": ["stage=online_preference_optimization", "+loss.options.beta=0.1"],
+    "vespo": [],
+    # The best sample of a prompt may be wrong.
+    "raft": ["algorithm.advantage_options.above=0.5"],
 }
+IN_PICTURE = ("grpo", "ppo", "rloo", "reinforce_plus_plus", "dapo", "online_dpo")
 
 Curve = dict[int, float]
 
@@ -116,7 +121,7 @@ def main() -> None:
     """Train, print and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--only", nargs="+", choices=ALGORITHMS, default=IN_PICTURE)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--folder", type=Path, help="keep the runs here, and go on from those that are there")
     arguments = parser.parse_args()

@@ -231,7 +231,7 @@ def test_gmpo_with_weights_and_without_clipping_takes_the_ratio_to_the_policy_th
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-def test_vespo_weighs_every_token_by_the_product_of_the_ratios_of_its_response() -> None:
+def test_vespo_weighs_every_token_by_the_product_of_the_ratios_of_the_response() -> None:
     log_probs = torch.tensor([[0.4, 0.5, 0.3], [0.9, 0.2, 0.7]]).double().log().requires_grad_()
     old = torch.tensor([[0.2, 0.25, 0.6], [0.3, 0.1, 0.7]]).double().log()
     # The last token of the second response is an observation.
