@@ -1,4 +1,4 @@
-"""Ray of a run's own is closed to the network and to other users of the machine."""
+"""Ray of a run's own is closed to the network and to other users of the machine, and ends with the run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import psutil
 
 from rl_plugins.tests.patience import patient
 
@@ -23,21 +25,49 @@ for process in psutil.Process().children(recursive=True):
             if connection.status == psutil.CONN_LISTEN:
                 print(process.name(), connection.laddr.ip, connection.laddr.port)
 """
+# Starts Ray and an actor that ends, and whose process hangs in its exit handlers. Prints the id of the process.
+HANGING = """
+from rl_plugins.launch.own_ray import start_own_ray
+start_own_ray(num_cpus=1, include_dashboard=False, object_store_memory=10**8)
+import contextlib, ctypes, os, ray
+class Hanging:
+    def process(self):
+        library = ctypes.CDLL(None)  # the C library
+        library["__cxa_atexit"](library.pause, None, None)
+        return os.getpid()
+    def leave(self):
+        ray.actor.exit_actor()
+actor = ray.remote(Hanging).remote()
+print(ray.get(actor.process.remote()))
+with contextlib.suppress(ray.exceptions.RayActorError):
+    ray.get(actor.leave.remote())
+"""
+
+
+def lines_of(program: str, folder: str) -> list[str]:
+    """Run a program whose folders are one folder; return its printed lines."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    outcome = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**environment, "HOME": folder, "RAY_TMPDIR": folder, "TMPDIR": folder},
+        capture_output=True,
+        text=True,
+        timeout=patient(120),
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    return outcome.stdout.splitlines()
+
+
+def test_own_ray_ends_a_worker_that_hangs_at_its_end() -> None:
+    with TemporaryDirectory(dir="/tmp") as folder:
+        [worker] = lines_of(HANGING, folder)
+        assert not psutil.pid_exists(int(worker))
 
 
 def test_own_ray_listens_on_the_loopback_address_in_a_closed_folder() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     # Paths of Ray's sockets must be short.
     with TemporaryDirectory(dir="/tmp") as folder:
-        outcome = subprocess.run(
-            [sys.executable, "-c", START],
-            env={**environment, "HOME": folder, "RAY_TMPDIR": folder, "TMPDIR": folder},
-            capture_output=True,
-            text=True,
-            timeout=patient(120),
-        )
-        assert outcome.returncode == 0, outcome.stderr
-        temporary, *sockets = outcome.stdout.splitlines()
+        temporary, *sockets = lines_of(START, folder)
         listening = [line.split() for line in sockets]
         assert len(listening) > 3
         assert [line for line in listening if line[1] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")] == []

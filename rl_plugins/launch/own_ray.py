@@ -15,7 +15,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ _POOL_BYTES = 48
 """Bytes of a token between workers and a model in actors: ids, positions, masks and the result."""
 _LIKELIEST_BYTES = 12
 """Bytes of one of the teacher's most likely tokens: id and log-prob."""
+_END_S = 5.0
+"""Seconds for the workers of Ray to end."""
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE_OF_SHARED, _SHARE_OF_MEMORY = 0.8, 0.3
 
@@ -78,6 +80,35 @@ def start_own_ray(**options: Any) -> None:
                 f"Ray did not start ({reason}): end other programs on this machine, or see the logs in "
                 f"{sessions}/session_latest/logs"
             ) from error
+    # Exit handlers run in reverse order, so this one runs before the handler of Ray.
+    atexit.register(_end_own_ray)
+
+
+def _end_own_ray() -> None:
+    """End Ray with all of its processes. A worker can hang in Ray's own exit handlers, and would stay for ever."""
+    import ray
+
+    processes = psutil.Process().children(recursive=True)
+    raylets = [process for process in processes if _is_raylet(process)]
+    workers = [worker for raylet in raylets for worker in _children(raylet)]
+    ray.shutdown()
+    hanging = psutil.wait_procs(workers, timeout=_END_S)[1]
+    for worker in hanging:
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
+    psutil.wait_procs(hanging, timeout=_END_S)
+
+
+def _is_raylet(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.name() == "raylet"
+    return False
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        return process.children(recursive=True)
+    return []
 
 
 @contextmanager
