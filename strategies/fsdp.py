@@ -43,14 +43,7 @@ from rl_plugins.models.remote import RemoteLearner, RemoteModel
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
-from rl_plugins.strategies.contract import POLICY, HasNamedModels
-from rl_plugins.strategies.fsdp_shards import load_model, save_model, send_shards, take_tensors
-from rl_plugins.strategies.memory import TrainingMemory
-from rl_plugins.strategies.offload import HOST, STAY, WHILE_SAMPLING, Offload
-from rl_plugins.strategies.phase_log import PhaseLog
-from rl_plugins.strategies.rollout_phases import RolloutPhases
-from rl_plugins.strategies.sequence_parallel import SequenceShards
-from rl_plugins.strategies.sharded import (
+from rl_plugins.strategies.common import (
     AutogradSteps,
     check_divides,
     check_folder,
@@ -65,6 +58,13 @@ from rl_plugins.strategies.sharded import (
     stop_sharing,
     writer_of,
 )
+from rl_plugins.strategies.contract import POLICY, HasNamedModels
+from rl_plugins.strategies.fsdp_shards import load_model, save_model, send_shards, take_tensors
+from rl_plugins.strategies.memory import TrainingMemory
+from rl_plugins.strategies.offload import HOST, STAY, WHILE_SAMPLING, Offload
+from rl_plugins.strategies.phase_log import PhaseLog
+from rl_plugins.strategies.rollout_phases import RolloutPhases
+from rl_plugins.strategies.sequence_parallel import SequenceShards
 from rl_plugins.strategies.tensor_parallel import cut_over_group
 from rl_plugins.strategies.weight_sources import FSDPWeightSource, shard_of
 from rl_plugins.weights.source import WeightSource, device_of

@@ -22,11 +22,7 @@ from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
-from rl_plugins.strategies.contract import POLICY, HasNamedModels
-from rl_plugins.strategies.memory import TrainingMemory
-from rl_plugins.strategies.phase_log import PhaseLog
-from rl_plugins.strategies.rollout_phases import RolloutPhases
-from rl_plugins.strategies.sharded import (
+from rl_plugins.strategies.common import (
     AutogradSteps,
     learners_of,
     optimizers_of,
@@ -34,6 +30,10 @@ from rl_plugins.strategies.sharded import (
     save_learner,
     writer_of,
 )
+from rl_plugins.strategies.contract import POLICY, HasNamedModels
+from rl_plugins.strategies.memory import TrainingMemory
+from rl_plugins.strategies.phase_log import PhaseLog
+from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
 
 

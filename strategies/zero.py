@@ -34,13 +34,7 @@ from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
-from rl_plugins.strategies.contract import POLICY, HasNamedModels
-from rl_plugins.strategies.memory import TrainingMemory
-from rl_plugins.strategies.offload import Offload
-from rl_plugins.strategies.phase_log import PhaseLog
-from rl_plugins.strategies.rollout_phases import RolloutPhases
-from rl_plugins.strategies.sequence_parallel import SequenceShards
-from rl_plugins.strategies.sharded import (
+from rl_plugins.strategies.common import (
     check_divides,
     check_folder,
     load_learner,
@@ -54,6 +48,12 @@ from rl_plugins.strategies.sharded import (
     stop_sharing,
     writer_of,
 )
+from rl_plugins.strategies.contract import POLICY, HasNamedModels
+from rl_plugins.strategies.memory import TrainingMemory
+from rl_plugins.strategies.offload import Offload
+from rl_plugins.strategies.phase_log import PhaseLog
+from rl_plugins.strategies.rollout_phases import RolloutPhases
+from rl_plugins.strategies.sequence_parallel import SequenceShards
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
 from rl_plugins.strategies.zero_shards import TAG, ZeroShards, check_shards
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
