@@ -314,7 +314,7 @@ class PolicyOptimization(Stage):
         return self.rollouts.scheduled_sampler.state()
 
     def load_rank_shares(self, shares: Sequence[Any], *, own: bool) -> str:
-        """Restore the groups of a checkpoint; return the number in words; see `TrajectoryQueue.load`."""
+        """Restore the groups of a checkpoint; return the number in words; see `GroupQueue.load`."""
         return self.rollouts.scheduled_sampler.load_state(shares, own=own)
 
     @override

@@ -61,7 +61,7 @@ def row_of(number: int) -> int:
     return number % _BATCH
 
 
-class TrajectoryQueue:
+class GroupQueue:
     """The groups of one rank, by tickets: rising numbers in the order of arrival.
 
     Args:
@@ -240,7 +240,7 @@ class ScheduledSampler:
         self._sampler, self._sampling, self._schedule = sampler, sampling, schedule
         self._max_steps, self._draw = max_steps, draw
         self._strategy = sampler.strategy
-        self._queue = TrajectoryQueue(schedule)
+        self._queue = GroupQueue(schedule)
         self.num_batches = 0
         self._busy_before_s, self._lost_before = 0.0, 0
 
@@ -417,7 +417,7 @@ class ScheduledSampler:
         return queue.state()
 
     def load_state(self, shares: Sequence[Any], *, own: bool) -> str:
-        """Restore the queue of a checkpoint; see `TrajectoryQueue.load`."""
+        """Restore the queue of a checkpoint; see `GroupQueue.load`."""
         ranks = self._strategy.ranks
         return self._queue.load(shares, ranks.rank, ranks.world_size, own=own)
 

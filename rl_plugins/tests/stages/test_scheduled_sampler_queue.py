@@ -10,7 +10,7 @@ from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.engine import Generations
-from rl_plugins.stages.scheduled_sampler import TrajectoryQueue, row_of
+from rl_plugins.stages.scheduled_sampler import GroupQueue, row_of
 from rl_plugins.tests.loops import for_each
 
 
@@ -22,15 +22,15 @@ def answer(token: int) -> Generations:
     return Generations.from_responses([[token]], [[-1.0]], ["stop"], 0)
 
 
-def filled(schedule: Schedule, batches: int = 3, size: int = 2, rank: int = 0, world_size: int = 1) -> TrajectoryQueue:
-    queue = TrajectoryQueue(schedule)
+def filled(schedule: Schedule, batches: int = 3, size: int = 2, rank: int = 0, world_size: int = 1) -> GroupQueue:
+    queue = GroupQueue(schedule)
     for index in range(batches):
         prompts = batch(*(10 * index + place * world_size + rank for place in range(size)))
         queue.offer(prompts, batch_index=index, rank=rank, world_size=world_size)
     return queue
 
 
-def rows(queue: TrajectoryQueue, count: int, version: int) -> list[int]:
+def rows(queue: GroupQueue, count: int, version: int) -> list[int]:
     return [group.prompt.rows[0] for group in queue.take(count, version)]
 
 
@@ -89,7 +89,7 @@ def test_drop_started_forgets_unfinished_groups() -> None:
 
 
 def test_offer_makes_two_groups_of_the_same_row_in_two_batches() -> None:
-    queue = TrajectoryQueue(Schedule(1))
+    queue = GroupQueue(Schedule(1))
     for index in range(2):
         queue.offer(batch(7), batch_index=index, rank=0, world_size=1)
     queue.start(2, version=0)
@@ -102,7 +102,7 @@ def test_load_keeps_sampled_groups_and_starts_other_groups_again() -> None:
     queue = filled(Schedule(1))
     queue.start(4, version=5)
     queue.finish({1: answer(1)})
-    again = TrajectoryQueue(Schedule(1))
+    again = GroupQueue(Schedule(1))
     said = again.load([queue.state()], rank=0, world_size=1, own=True)
     assert said == "6 groups of each worker's queue, 1 of them sampled"
     assert again.start(6, version=6) == [0, 2, 3, 4, 5]
@@ -126,7 +126,7 @@ def test_reset_gives_all_groups_new_tickets() -> None:
 def test_load_on_another_number_of_ranks_distributes_all_groups_once(earlier: int, world_size: int) -> None:
     held = [filled(Schedule(1), rank=rank, world_size=earlier) for rank in range(earlier)]
     shares = [queue.state() for queue in held]
-    new = [TrajectoryQueue(Schedule(1)) for _ in range(world_size)]
+    new = [GroupQueue(Schedule(1)) for _ in range(world_size)]
     for rank, queue in enumerate(new):
         queue.load(shares, rank, world_size, own=False)
     dealt = [queue[ticket].prompt.rows[0] for queue in new for ticket in range(len(queue))]
