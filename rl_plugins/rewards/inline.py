@@ -40,11 +40,8 @@ class InlineScorer:
         Raises:
             ConfigError: The configuration is wrong or a reward cannot be loaded.
         """
-        self.reward_config, self.deadline_s, self.max_failure_rate = (
-            reward_config,
-            deadline_s,
-            max_failure_rate,
-        )
+        self.reward_config = reward_config
+        self.deadline_s, self.max_failure_rate = deadline_s, max_failure_rate
         self._router = Router(reward_config)
 
     def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
@@ -67,10 +64,10 @@ class InlineScorer:
         check_requests(self.reward_config, requests)
         deadline_s = None if debugging() else self.deadline_s
         first = self._router.score(requests, deadline_s)
+        # A request without a score runs again, alone.
         scores = [
-            score or alone
+            score or self._router.score([request], deadline_s)[0]
             for request, score in zip(requests, first, strict=True)
-            for alone in ([None] if score else self._router.score([request], deadline_s))
         ]
         complete = [score for score in scores if score is not None]
         assert len(complete) == len(requests)
