@@ -89,7 +89,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
     ) -> None:
         super().__init__()
         if overlong_prompts not in ("filter", "error"):
-            raise ConfigError(f"overlong_prompts={overlong_prompts!r}: choose 'filter' or 'error'.")
+            raise ConfigError(f"overlong_prompts={overlong_prompts!r}: choose 'filter' or 'error'")
         check_ranges(
             int,
             AT_LEAST_1,
@@ -184,15 +184,15 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         kept = np.intersect1d(prompts.kept, short, assume_unique=True)
         if not len(kept):
             raise ConfigError(
-                f"Every row is longer than max_prompt_tokens={self.max_prompt_tokens} or "
-                f"max_response_tokens={max_response_tokens}: raise them."
+                f"every row is longer than max_prompt_tokens={self.max_prompt_tokens} or "
+                f"max_response_tokens={max_response_tokens}: raise them"
             )
         return kept
 
     def train_dataloader(self) -> StepLoader[Batch]:
         """Return the loader of this rank's share of every step, at the position of a restored checkpoint."""
         if "train" not in self.sources:
-            raise ConfigError("There is nothing to train on: set `train` to a parquet file or a data set.")
+            raise ConfigError("there is nothing to train on: set `train` to a parquet file or a data set")
         self._train_loader = StepLoader(
             self.sources["train"],
             prompts_per_step=self.prompts_per_step,

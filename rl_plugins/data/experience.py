@@ -58,7 +58,7 @@ class SharedColumns:
     def __init__(self, columns: Mapping[str, Sequence[Any]], count: int) -> None:
         for name, values in columns.items():
             if len(values) != count:
-                raise ValueError(f"column {name!r} has {len(values)} entries for {count} samples.")
+                raise ValueError(f"column {name!r} has {len(values)} entries for {count} samples")
         self.columns = {name: list(values) for name, values in columns.items()}
 
 
@@ -198,12 +198,12 @@ class Experience(TensorClass, shadow=True):
             versions = policy_versions
         for name, values in {"responses": responses, "groups": groups}.items():
             if len(values) != count:
-                raise ValueError(f"{name} has {len(values)} entries for {count} prompts.")
+                raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
         per_token = {"log-probs": rollout_log_probs, "versions": versions, "mask": response_masks or responses}
         for name, ragged in per_token.items():
             expected, lengths = [len(row) for row in responses], [len(row) for row in ragged]
             if expected != lengths:
-                raise ValueError(f"responses and their {name} differ in length: {expected} and {lengths}.")
+                raise ValueError(f"responses and their {name} differ in length: {expected} and {lengths}")
         prompts, prompt_lengths = pad_ragged(prompt_ids, value=pad_token_id, dtype=torch.int64, side="left")
         tokens_BT, response_lengths = pad_ragged(responses, value=pad_token_id, dtype=torch.int64, side="right")
         if response_masks is None:
@@ -354,12 +354,12 @@ class Experience(TensorClass, shadow=True):
             ValueError: there are no parts, or only some parts have a field or a column.
         """
         if not parts:
-            raise ValueError("there is nothing to concatenate: pass at least one batch.")
+            raise ValueError("there is nothing to concatenate: pass at least one batch")
         first, *others = parts
         for other in others:
             unshared = sorted(_names(first) ^ _names(other)) or sorted(set(first.columns) ^ set(other.columns))
             if unshared:
-                raise ValueError(f"only some of the parts have {unshared[0]!r}.")
+                raise ValueError(f"only some of the parts have {unshared[0]!r}")
         prompt_width = max(part.prompts.shape[1] for part in parts)
         response_width = max(part.responses.shape[1] for part in parts)
         resized = [part._resized(prompt_width, response_width) for part in parts]

@@ -37,7 +37,7 @@ def find(row: Row, key: str, option: str, location: str) -> Any:
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
             present = ", ".join(map(str, value)) if isinstance(value, Mapping) else "no further keys"
-            raise RowError(location, f"{option}={key!r}", f"leads nowhere at {part!r}; there is {present}.")
+            raise RowError(location, f"{option}={key!r}", f"leads nowhere at {part!r}; there is {present}")
         value = value[part]
     return value
 
@@ -91,7 +91,7 @@ def find_list(row: Row, key: str, option: str, location: str) -> list[Any]:
 
 
 def _refuse(location: str, option: str, key: str, value: object, expected: str) -> NoReturn:
-    raise RowError(location, f"{option}={key!r}", f"holds {value!r}, not {expected}.")
+    raise RowError(location, f"{option}={key!r}", f"holds {value!r}, not {expected}")
 
 
 # Responses of a row -----------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def read_pair(row: Row, chosen_key: str, rejected_key: str, margin_key: str | No
     margin = 0.0 if margin_key is None else find_number(row, margin_key, "margin_key", location)
     if chosen == rejected:
         field = f"chosen_key={chosen_key!r} and rejected_key={rejected_key!r}"
-        raise RowError(location, field, f"they hold the same text {chosen[:40]!r}: remove the row.")
+        raise RowError(location, field, f"they hold the same text {chosen[:40]!r}: remove the row")
     return Pair(chosen, rejected, margin)
 
 
@@ -146,23 +146,23 @@ def read_steps(row: Row, steps_key: str, labels_key: str, location: str) -> tupl
     steps_field, labels_field = f"steps_key={steps_key!r}", f"labels_key={labels_key!r}"
     for position, step in enumerate(steps):
         if not isinstance(step, str) or not step.strip():
-            raise RowError(location, steps_field, f"step {position} is {step!r}, not a text.")
+            raise RowError(location, steps_field, f"step {position} is {step!r}, not a text")
     if len(labels) != len(steps):
         raise RowError(
             location,
             labels_field,
             f"it has {len(labels)} labels for the {len(steps)} steps under {steps_field}: give every step one label, "
-            "null for a step without a judgement.",
+            "null for a step without a judgement",
         )
     for position, label in enumerate(labels):
         if label is not None and not (isinstance(label, int | float) and 0 <= label <= 1):
             raise RowError(
                 location,
                 labels_field,
-                f"label {position} is {label!r}, not a number between 0 (wrong) and 1 (right), or null.",
+                f"label {position} is {label!r}, not a number between 0 (wrong) and 1 (right), or null",
             )
     if all(label is None for label in labels):
-        raise RowError(location, labels_field, "it labels no step: remove the row.")
+        raise RowError(location, labels_field, "it labels no step: remove the row")
     return steps, labels
 
 

@@ -81,12 +81,12 @@ class StepLoader(Generic[Batch]):
             upper = max(1, -(-prompts_per_step // world_size)) * world_size
             raise ConfigError(
                 f"prompts_per_step={prompts_per_step} cannot be shared equally by {world_size} ranks: "
-                f"set prompts_per_step to a multiple of {world_size}, such as {upper}."
+                f"set prompts_per_step to a multiple of {world_size}, such as {upper}"
             )
         if len(source) < prompts_per_step:
             raise ConfigError(
-                f"The data has {len(source)} rows, fewer than prompts_per_step={prompts_per_step}: "
-                f"lower prompts_per_step or add data."
+                f"the data has {len(source)} rows, fewer than prompts_per_step={prompts_per_step}: "
+                f"lower prompts_per_step or add data"
             )
         self.source = source
         self.prompts_per_step = prompts_per_step
@@ -137,8 +137,8 @@ class StepLoader(Generic[Batch]):
         ]
         if differing:
             raise CheckpointError(
-                f"The checkpoint was made with other data settings: {'; '.join(differing)}. Restore these settings to "
-                "resume, or start a new run from the checkpoint's weights."
+                f"the checkpoint was made with other data settings: {'; '.join(differing)}. Restore these settings to "
+                "resume, or start a new run from the checkpoint's weights"
             )
         self.step = self._first_step = int(state["step"])
         if self.curriculum is not None:
@@ -164,7 +164,7 @@ class EvalLoader(Generic[Batch]):
     def __init__(self, source: BatchSource[Batch], *, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         """Share the rows of `source` between the ranks."""
         if batch_size < 1:
-            raise ConfigError(f"eval_batch_size={batch_size}: set it to 1 or more.")
+            raise ConfigError(f"eval_batch_size={batch_size}: set it to 1 or more")
         self.source = source
         shares = np.array_split(np.arange(len(source)), world_size)
         self._batches = np.array_split(shares[rank], -(-len(shares[0]) // batch_size))

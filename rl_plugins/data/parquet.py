@@ -99,7 +99,7 @@ def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS) -> Pr
             "turn streaming off"
         )
     if len(source) == 0:
-        raise ConfigError("There are no prompts: name at least one parquet file, or a data set with rows.")
+        raise ConfigError("there are no prompts: name at least one parquet file, or a data set with rows")
     if isinstance(source, Sequence) and all(isinstance(entry, str | os.PathLike) for entry in source):
         return _open_files(cast(Sequence[FilePath], source), columns)
     rows = cast(RowSource, source)
@@ -123,34 +123,34 @@ def check_row(row: object, location: str, columns: Sequence[str] = COLUMNS) -> N
         RowError: a column is missing or of another type. The message names the location and the column.
     """
     if not isinstance(row, Mapping):
-        reason = f"expected a mapping with the columns {', '.join(columns)}, got {_described(row)}."
+        reason = f"expected a mapping with the columns {', '.join(columns)}, got {_described(row)}"
         raise RowError(location, "row", reason)
     missing = [name for name in columns if name not in row]
     if missing:
-        raise RowError(location, f"column {missing[0]!r}", f"it is missing; the row has {', '.join(map(str, row))}.")
+        raise RowError(location, f"column {missing[0]!r}", f"it is missing; the row has {', '.join(map(str, row))}")
     _check_prompt(row["prompt"], location)
     for name in ("data_source", "ability"):
         if not isinstance(row[name], str):
-            raise RowError(location, f"column {name!r}", f"expected a string, got {_described(row[name])}.")
+            raise RowError(location, f"column {name!r}", f"expected a string, got {_described(row[name])}")
     for name in ("reward_model", "extra_info"):
         if name in columns and not isinstance(row[name], Mapping):
-            raise RowError(location, f"column {name!r}", f"expected a mapping, got {_described(row[name])}.")
+            raise RowError(location, f"column {name!r}", f"expected a mapping, got {_described(row[name])}")
     if "reward_model" in columns and "ground_truth" not in row["reward_model"]:
-        raise RowError(location, "column 'reward_model'", "it has no 'ground_truth'.")
+        raise RowError(location, "column 'reward_model'", "it has no 'ground_truth'")
     if "reward_model" in columns and row["reward_model"]["ground_truth"] is None:
-        raise RowError(location, "column 'reward_model'", "'ground_truth' is null: give the answer, or '' for none.")
+        raise RowError(location, "column 'reward_model'", "'ground_truth' is null: give the answer, or '' for none")
 
 
 def _check_prompt(prompt: object, location: str) -> None:
     column = "column 'prompt'"
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        raise RowError(location, column, f"expected a list of {{role, content}} messages, got {_described(prompt)}.")
+        raise RowError(location, column, f"expected a list of {{role, content}} messages, got {_described(prompt)}")
     for position, message in enumerate(prompt):
         for key in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
-                raise RowError(location, column, f"message {position} has no string {key!r}.")
+                raise RowError(location, column, f"message {position} has no string {key!r}")
     if not any(message["content"].strip() for message in prompt):
-        raise RowError(location, column, "the prompt is empty; remove the row or give it a message with text.")
+        raise RowError(location, column, "the prompt is empty; remove the row or give it a message with text")
 
 
 class ParquetRows:
@@ -167,7 +167,7 @@ class ParquetRows:
     def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
         if not path.is_file():
             found = "it is a folder: name the parquet files in it" if path.is_dir() else "there is no such file"
-            raise ConfigError(f"{path}: {found}. `rl-plugins prepare --help` lists the data sets it can make.")
+            raise ConfigError(f"{path}: {found}. `rl-plugins prepare --help` lists the data sets it can make")
         self.path = path
         try:
             # Without memory_map and pre_buffer, pyarrow holds a whole row group in memory.
@@ -177,9 +177,9 @@ class ParquetRows:
             raise self._unreadable(error) from error
         missing = [name for name in columns if name not in schema.names]
         if missing:
-            raise ConfigError(f"{path}: column {missing[0]!r} is missing; the file has {', '.join(schema.names)}.")
+            raise ConfigError(f"{path}: column {missing[0]!r} is missing; the file has {', '.join(schema.names)}")
         if self._file.metadata.num_rows == 0:
-            raise ConfigError(f"{path}: the file has no rows.")
+            raise ConfigError(f"{path}: the file has no rows")
         # An Arrow file holds one dictionary for all batches, a parquet file one for each batch.
         self.schema = pa.schema([
             field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in schema
@@ -207,7 +207,7 @@ class ParquetRows:
     def _unreadable(self, error: Exception) -> ConfigError:
         return ConfigError(
             f"{self.path}: not a readable parquet file ({str(error).splitlines()[0].rstrip('.')}). `rl-plugins prepare "
-            "jsonl` makes such a file from JSON lines."
+            "jsonl` makes such a file from JSON lines"
         )
 
 

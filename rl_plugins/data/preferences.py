@@ -111,11 +111,11 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
     ) -> None:
         super().__init__(train, validation, **options)
         if validate_on not in ("prompts", "pairs"):
-            raise ConfigError(f"validate_on={validate_on!r}: choose 'prompts' or 'pairs'.")
+            raise ConfigError(f"validate_on={validate_on!r}: choose 'prompts' or 'pairs'")
         if label_key is not None and (validate_on == "pairs" or margin_key is not None):
             pair_option = "validate_on=pairs" if validate_on == "pairs" else f"margin_key={margin_key!r}"
             raise ConfigError(
-                f"label_key={label_key!r} is for unpaired data, and {pair_option} is for pairs: leave one of them out."
+                f"label_key={label_key!r} is for unpaired data, and {pair_option} is for pairs: leave one of them out"
             )
         self.chosen_key, self.rejected_key, self.margin_key = chosen_key, rejected_key, margin_key
         self.response_key, self.label_key = response_key, label_key

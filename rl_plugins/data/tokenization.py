@@ -113,8 +113,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a ConfigError if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"The tokenizer {tokenizer.name_or_path!r} has no chat template, which messages need: use the "
-            "tokenizer of an instruction-tuned model, or set its `chat_template`."
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template, which messages need: use the "
+            "tokenizer of an instruction-tuned model, or set its `chat_template`"
         )
 
 
@@ -145,7 +145,7 @@ def check_template_options(tokenizer: PreTrainedTokenizerBase, template_options:
 def check_end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a ConfigError if the tokenizer has no end-of-sequence token."""
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"The tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set one.")
+        raise ConfigError(f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set one")
 
 
 # Prompts ----------------------------------------------------------------------------------------------------------
@@ -299,10 +299,10 @@ def within_limit(rows: PromptRows, lengths: np.ndarray, *, option: str, limit: i
         worst = int(np.argmax(lengths))
         raise ConfigError(
             f"{rows.location(worst)}: {lengths[worst]} tokens, more than {option}={limit} "
-            f"({len(lengths) - len(kept)} such rows). Raise {option}, or set overlong_prompts=filter."
+            f"({len(lengths) - len(kept)} such rows). Raise {option}, or set overlong_prompts=filter"
         )
     if not len(kept):
-        raise ConfigError(f"Every row has more tokens than {option}={limit} (the shortest {min(lengths)}): raise it.")
+        raise ConfigError(f"every row has more tokens than {option}={limit} (the shortest {min(lengths)}): raise it")
     return kept
 
 

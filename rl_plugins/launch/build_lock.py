@@ -60,21 +60,21 @@ def clear_stale_build_locks(extensions_dir: Path) -> list[Path]:
             age = time.time() - status.st_mtime
             if age > _LONGEST_BUILD_S:
                 raise ConfigError(
-                    f"Process {owners[lock]} has been building an extension for {age / 60:.0f} minutes "
-                    f"and holds {lock}. End the process, delete the file, and start again."
+                    f"process {owners[lock]} has been building an extension for {age / 60:.0f} minutes "
+                    f"and holds {lock}. End the process, delete the file, and start again"
                 )
             continue
         if status.st_uid != os.geteuid() and os.geteuid() != 0:
             raise ConfigError(
                 f"{lock} belongs to another user (uid {status.st_uid}), so this run cannot see if a build is running. "
-                "Set TORCH_EXTENSIONS_DIR to your own folder, or delete the file if no build is running."
+                "Set TORCH_EXTENSIONS_DIR to your own folder, or delete the file if no build is running"
             )
         try:
             lock.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"A killed build left {lock}, and every start would wait for its removal. This run cannot remove the "
-                f"file ({error.strerror}). Delete the file."
+                f"a killed build left {lock}, and every start would wait for its removal. This run cannot remove the "
+                f"file ({error.strerror}). Delete the file"
             ) from error
         removed.append(lock)
     return removed

@@ -155,7 +155,7 @@ class Conversion:
         margin_key = "margin" if self.names.margin else None
         keys = RowKeys("response", margin_key=margin_key, steps_key="steps", labels_key="labels")
         if kind == "prompts" and truth is None:
-            raise RowError(location, f"--ground-truth={self.names.ground_truth!r}", "holds nothing (null).")
+            raise RowError(location, f"--ground-truth={self.names.ground_truth!r}", "holds nothing (null)")
         FORMATS[kind].check(row, keys, location)
         if kind == "steps":
             row["labels"] = [None if label is None else float(label) for label in row["labels"]]

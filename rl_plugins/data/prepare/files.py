@@ -55,7 +55,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
                     "file must end with .parquet"
                 ) from error
             if not isinstance(record, dict):
-                raise ConfigError(f"{location}: expected a JSON object, got {line.decode().strip()[:40]!r}.")
+                raise ConfigError(f"{location}: expected a JSON object, got {line.decode().strip()[:40]!r}")
             yield location, record
 
 
@@ -77,12 +77,12 @@ def read_split(
     found = sorted(path for suffix in ("jsonl", "parquet") for path in folder.glob(f"{split}*.{suffix}"))
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "none"
-        raise ConfigError(f"{folder}: expected one {split}.jsonl or {split}.parquet, found {names}.")
+        raise ConfigError(f"{folder}: expected one {split}.jsonl or {split}.parquet, found {names}")
     rows = []
     for index, (location, record) in enumerate(read_records(found[0])):
         for key in keys:
             if not isinstance(record.get(key), str):
-                raise ConfigError(f"{location}: no text under {key!r}; the record has {', '.join(record)}.")
+                raise ConfigError(f"{location}: no text under {key!r}; the record has {', '.join(record)}")
         try:
             rows.append(make_row(record, split, index))
         except ValueError as error:

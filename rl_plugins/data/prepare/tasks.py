@@ -57,17 +57,17 @@ def addition_rows(*, below: int, num_train: int, num_test: int, seed: int, num_d
         ConfigError: a number is out of range, or there are fewer different questions than rows.
     """
     if not 2 <= below <= 10**9:
-        raise ConfigError(f"below={below}: choose 2 to 10^9.")
+        raise ConfigError(f"below={below}: choose 2 to 10^9")
     if min(num_train, num_test) < 1:
-        raise ConfigError(f"num_train={num_train}, num_test={num_test}: each must be 1 or more.")
+        raise ConfigError(f"num_train={num_train}, num_test={num_test}: each must be 1 or more")
     if num_dev < 0:
-        raise ConfigError(f"num_dev={num_dev}: must be 0 or more.")
+        raise ConfigError(f"num_dev={num_dev}: must be 0 or more")
     sizes = {"train": num_train, "test": num_test} | ({"dev": num_dev} if num_dev else {})
     total = sum(sizes.values())
     if total > below * below:
         raise ConfigError(
             f"{total} rows are asked for ({', '.join(f'{n} {split}' for split, n in sizes.items())}), but there are "
-            f"only {below * below} questions with below={below}: raise it or ask for fewer rows."
+            f"only {below * below} questions with below={below}: raise it or ask for fewer rows"
         )
     pairs = iter(random.Random(seed).sample(range(below * below), total))
     return {
@@ -132,7 +132,7 @@ def gsm8k_answer(answer: str) -> str:
     """
     match = re.search(r"####\s*(-?[0-9][0-9.,]*)", answer)
     if match is None:
-        raise ValueError(f"the answer has no '#### number': {answer[-60:]!r}.")
+        raise ValueError(f"the answer has no '#### number': {answer[-60:]!r}")
     return match.group(1).replace(",", "").rstrip(".")
 
 
@@ -162,13 +162,13 @@ def last_boxed(solution: str) -> str:
     marker = "\\boxed{"
     start = solution.rfind(marker)
     if start < 0:
-        raise ValueError(f"the solution has no \\boxed{{}}: {solution[-60:]!r}.")
+        raise ValueError(f"the solution has no \\boxed{{}}: {solution[-60:]!r}")
     depth = 1
     for position in range(start + len(marker), len(solution)):
         depth += {"{": 1, "}": -1}.get(solution[position], 0)
         if depth == 0:
             return solution[start + len(marker) : position]
-    raise ValueError(f"the braces of \\boxed do not match: {solution[start : start + 60]!r}.")
+    raise ValueError(f"the braces of \\boxed do not match: {solution[start : start + 60]!r}")
 
 
 def _build_math(options: Namespace) -> dict[str, RowList]:

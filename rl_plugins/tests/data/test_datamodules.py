@@ -43,7 +43,7 @@ def test_prompt_data_module_refuses_long_prompts_on_request(row, tokenizer):
     with pytest.raises(ConfigError, match=r"list, row 1: 52 tokens, more than max_prompt_tokens=20 \(1 such"):
         data.setup("fit")
     data = PromptDataModule(rows, max_prompt_tokens=2, **options)
-    with pytest.raises(ConfigError, match="Every row has more tokens than max_prompt_tokens=2"):
+    with pytest.raises(ConfigError, match="every row has more tokens than max_prompt_tokens=2"):
         data.setup("fit")
     with pytest.raises(ConfigError, match="overlong_prompts='drop'"):
         PromptDataModule(rows, overlong_prompts="drop", **options)  # type: ignore[arg-type]

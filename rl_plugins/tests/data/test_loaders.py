@@ -87,7 +87,7 @@ def test_loaders_refuse_bad_sizes_and_name_the_number_to_change():
         StepLoader(Numbers(20), prompts_per_step=6, world_size=4)
     with pytest.raises(ConfigError, match="such as 2"):
         StepLoader(Numbers(20), prompts_per_step=0, world_size=2)
-    with pytest.raises(ConfigError, match="The data has 3 rows, fewer than prompts_per_step=4"):
+    with pytest.raises(ConfigError, match="the data has 3 rows, fewer than prompts_per_step=4"):
         StepLoader(Numbers(3), prompts_per_step=4)
     with pytest.raises(ConfigError, match="eval_batch_size=0"):
         EvalLoader(Numbers(3), batch_size=0)

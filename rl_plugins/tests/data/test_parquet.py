@@ -62,7 +62,7 @@ def test_load_rows_refuses_paths_without_prompts(tmp_path, row, write_rows):
         (tmp_path / "absent.parquet", "there is no such file"),
         (tmp_path, "it is a folder"),
         (tmp_path / "text.parquet", "not a readable parquet file"),
-        ([], "There are no prompts"),
+        ([], "there are no prompts"),
         (tmp_path / "text.csv", "not a readable parquet file .*`rl-plugins prepare jsonl`"),
         (iter([row(0)]), r"data.dataset of a recipe\) is a list_iterator.*list\(...\)"),
     ]

@@ -82,7 +82,7 @@ def test_preference_data_module_drops_or_refuses_long_rows(pair_row, tokenizer, 
 
 def test_preference_data_module_refuses_data_without_short_rows(pair_row, tokenizer):
     rows = [pair_row(0, prompt=[{"role": "user", "content": "9" * 50}]), pair_row(1, chosen="2" * 50)]
-    with pytest.raises(ConfigError, match="Every row is longer than max_prompt_tokens=20 or max_response_tokens=20"):
+    with pytest.raises(ConfigError, match="every row is longer than max_prompt_tokens=20 or max_response_tokens=20"):
         train_batches(rows, tokenizer, max_prompt_tokens=20, max_response_tokens=20)
 
 

@@ -58,7 +58,7 @@ def test_process_reward_data_module_drops_or_refuses_long_rows(steps_row, tokeni
     assert batch.rows == [1]
     with pytest.raises(ConfigError, match="list, row 0: 51 tokens, more than max_response_tokens=30"):
         only_batch([long_steps], tokenizer, overlong_prompts="error", **limits)
-    with pytest.raises(ConfigError, match="Every row is longer than max_prompt_tokens=20 or max_response_tokens=30"):
+    with pytest.raises(ConfigError, match="every row is longer than max_prompt_tokens=20 or max_response_tokens=30"):
         only_batch([long_prompt, long_steps], tokenizer, **limits)
 
 

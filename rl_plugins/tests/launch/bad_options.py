@@ -425,7 +425,7 @@ OTHER_RECIPES: dict[str, list[Case]] = {
         ),
         (
             ["sampling.max_tokens=2"],
-            ["Every row has more tokens than sampling.max_tokens=2 (the shortest 3): raise it"],
+            ["every row has more tokens than sampling.max_tokens=2 (the shortest 3): raise it"],
         ),
         (["data.val_files=[pairs.parquet]"], ["pairs.parquet: column 'reward_model' is missing"]),
     ],
