@@ -17,7 +17,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.plain_file import load_plain
 from rl_plugins.stages.clock import clock
 from rl_plugins.stages.stage import Stage
-from rl_plugins.strategies.contract import POLICY, REFERENCE, HasNamedModels, strategy_of
+from rl_plugins.strategies.contract import POLICY, REFERENCE, TEACHER, HasNamedModels, strategy_of
 
 
 class PolicyAverage(Callback):
@@ -159,38 +159,52 @@ def _validates_in_training(trainer: Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
 
 
+_REMEDIES = {
+    REFERENCE: "a KL penalty (algorithm.kl.coefficient)",
+    TEACHER: "a distillation (algorithm=on_policy_distillation)",
+}
+"""For each model that can follow the policy, the option that needs the model."""
+
+
 class ReferenceUpdate(Callback):
     """Move the weights of the reference model towards the policy's weights, at the end of every `every`-th step.
 
-    Every checkpoint holds the moved reference.
+    Every checkpoint holds the moved reference. A teacher that follows the policy lets the policy learn from its own
+    earlier self.
 
     Args:
+        model: name of the model to move: `reference` or `teacher`.
         every: number of steps between two moves, at least 1.
         keep: weight of the old reference in a move, at least 0 and below 1: 0 copies the policy, 0.99 makes an
             exponential moving average.
 
     Raises:
-        ConfigError: `every` or `keep` is out of range.
+        ConfigError: `model` is another model, or `every` or `keep` is out of range.
+
+    Source: an earlier self as the teacher: born-again networks, https://arxiv.org/abs/1805.04770, eq. 2; a moving
+    average as the teacher: mean teachers, https://arxiv.org/abs/1703.01780, eq. 2.
     """
 
-    def __init__(self, *, every: int = 1, keep: float = 0.0) -> None:
+    def __init__(self, model: str = REFERENCE, *, every: int = 1, keep: float = 0.0) -> None:
+        if model not in _REMEDIES:
+            raise ConfigError(f"ReferenceUpdate(model={model!r}): use one of {', '.join(_REMEDIES)}")
         check_ranges(int, AT_LEAST_1, every=every)
         check_ranges(float, FROM_0_TO_BELOW_1, keep=keep)
-        self._every, self._keep = every, keep
+        self._model, self._every, self._keep = model, every, keep
         self._last_step = -1
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if getattr(pl_module, "reference_is_base", False):
+        if self._model == REFERENCE and getattr(pl_module, "reference_is_base", False):
             raise ConfigError(
                 "ReferenceUpdate: the reference is the policy with its adapter off, so it cannot follow the "
                 "policy: remove the callback (reference.update_every=0), or give the stage a reference of its own "
                 "(reference.path: another folder of the same model)"
             )
-        if not isinstance(pl_module, HasNamedModels) or REFERENCE not in pl_module.named_models():
+        if not isinstance(pl_module, HasNamedModels) or self._model not in pl_module.named_models():
             raise ConfigError(
-                "ReferenceUpdate: the stage has no reference model: use a KL penalty "
-                "(algorithm.kl.coefficient), or remove the callback (reference.update_every=0)"
+                f"ReferenceUpdate: the stage has no {self._model} model: use {_REMEDIES[self._model]}, or remove the "
+                f"callback ({self._model}.update_every=0)"
             )
 
     @override
@@ -210,4 +224,4 @@ class ReferenceUpdate(Callback):
             self._move(trainer, self._keep)
 
     def _move(self, trainer: Trainer, keep: float) -> None:
-        strategy_of(trainer).blend_weights(POLICY, REFERENCE, keep)
+        strategy_of(trainer).blend_weights(POLICY, self._model, keep)

@@ -43,6 +43,9 @@ ALSO = {
     "kl_cov": {"train/selected_fraction"},
     "prime": {"train/process_reward_model/loss", "train/process_reward_model/lr"},
     "forward_kl_distillation": {"time/teacher_log_probs"},
+    "two_teachers": {"time/teacher_log_probs"},
+    "weighted_teachers": {"time/teacher_log_probs", "train/teacher_mass"},
+    "own_earlier_self": {"time/teacher_log_probs"},
     "dpo": {"train/accuracy", "train/margin", "time/ref_log_probs"},
     "online_dpo": {"train/accuracy", "train/margin", "train/uniform_groups"},
     # No second model: the time is the time of the policy's passes without the adapter.

@@ -35,6 +35,27 @@ STAGES: dict[str, tuple[str, list[str]]] = {
             "two: {files: [WORKPLACE/data/train.parquet]}}",
         ],
     ),
+    # No sample has the teacher `default`.
+    "two_teachers": (
+        "grpo",
+        [
+            "algorithm=on_policy_distillation",
+            "++teacher.paths={addition: FOLDER/other, default: WORKPLACE/tiny}",
+            "strategy.offload.teacher=cpu",
+        ],
+    ),
+    "weighted_teachers": (
+        "grpo",
+        [
+            "algorithm=forward_kl_distillation",
+            "++teacher.paths={other: FOLDER/other, same: WORKPLACE/tiny}",
+            "++teacher.weights={other: 0.75, same: 0.25}",
+        ],
+    ),
+    "own_earlier_self": (
+        "grpo",
+        ["algorithm=on_policy_distillation", "algorithm.advantage_options.reward_weight=1", "teacher.update_every=1"],
+    ),
     # At this rate, the adapter has moved the log-probs by more than the allowed gap after its first step.
     "grpo_lora": ("grpo", ["model.lora.rank=4", "optimizer.lr=1e-2", "algorithm.kl.coefficient=0.01"]),
     "ppo_lora": ("ppo", ["model.lora.rank=4", "critic.lora.rank=2", "optimizer.lr=1e-2"]),

@@ -32,7 +32,7 @@ def build_stage(run: TrainingRun, process_reward_model: rl.ProcessRewardConfig |
         algorithm=instantiate(config.algorithm, _convert_="all"),
         sampling=run.sampling(),
         reference=config.reference.path,
-        teacher=config.teacher.path,
+        teacher=config.teacher,
         critic=config.critic,
         reward_model=run.reward_model(),
         process_reward_model=process_reward_model,

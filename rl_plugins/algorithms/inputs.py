@@ -56,8 +56,11 @@ INPUTS: dict[str, str] = {
     ),
     "rollout_log_probs_BT": "log-probability of each token as computed by the rollout engine that sampled the token.",
     "ref_log_probs_BT": "log-probability of each token under the frozen reference.",
-    "teacher_log_probs_BT": "log-probability of each token under the teacher.",
+    "teacher_log_probs_BT": (
+        "log-probability of each token under the teacher, or the weighted sum of the log-probabilities under several."
+    ),
     "teacher_top_log_probs_BTK": "the teacher's log-probabilities of its K most likely tokens at each position.",
+    "teacher_top_weights_BTK": "weight of the teacher of each of the K tokens; None for one teacher.",
     "top_log_probs_BTK": "the policy's log-probabilities of the same K tokens, with gradient.",
     "reference_log_probs_BT": "log-probability of each token under the frozen reference of the process reward model.",
     # Distributions at each position
@@ -100,7 +103,8 @@ ALWAYS_GIVEN_TO_LOSSES = frozenset({
     "log_probs_BT", "old_log_probs_BT", "rollout_log_probs_BT", "advantages_BT", "response_mask_BT", "entropy_BT",
 })  # fmt: skip
 COMPUTED_FOR_LOSSES = frozenset({
-    "ref_log_probs_BT", "teacher_log_probs_BT", "teacher_top_log_probs_BTK", "top_log_probs_BTK", "selected_BT",
+    "ref_log_probs_BT", "teacher_log_probs_BT", "teacher_top_log_probs_BTK", "teacher_top_weights_BTK",
+    "top_log_probs_BTK", "selected_BT",
 })  # fmt: skip
 """Inputs of advantage estimators and policy losses: always given, or computed only for a function that needs them."""
 

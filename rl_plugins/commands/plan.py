@@ -225,10 +225,12 @@ def workload_of(
     policy = read_shape("model.path", config.model.path)
     algorithm: Mapping[str, Any] = config.algorithm or {}
     frozen = {
-        name: read_shape(f"{name}.path", path)
-        for name, path in (("teacher", config.teacher.path), ("reward_model", config.reward_model.path))
-        if path
+        option.removesuffix(".path"): read_shape(option, path)
+        for option, path in config.model_paths.items()
+        if option.startswith(("teacher.", "reward_model."))
     }
+    if config.teacher.update_every and not config.teacher.path:
+        frozen["teacher"] = policy
     kl = (algorithm.get("kl") or {}).get("coefficient", 0.0)
     if config.reference.path or (kl and not config.model.lora.rank) or config.stage == "prime":
         frozen["reference"] = read_shape("reference.path", config.reference.path or config.model.path)

@@ -232,6 +232,11 @@ def _check_lora(config: RecipeConfig) -> None:
             f"reference.update_every={config.reference.update_every} moves the reference towards the policy, and with "
             "model.lora.rank the reference is the policy with its adapter off: leave reference.update_every at 0"
         )
+    if rank and config.teacher.update_every:
+        raise ConfigError(
+            f"teacher.update_every={config.teacher.update_every} copies the policy to the teacher, and with "
+            "model.lora.rank the policy has an adapter, and the teacher has none: leave teacher.update_every at 0"
+        )
 
 
 def _check_registration(config: RecipeConfig) -> None:
@@ -300,6 +305,11 @@ def _check_pools(config: RecipeConfig) -> None:
             f"placement.reference.actors={config.placement.reference.actors}: a reference that follows the policy "
             f"(reference.update_every={config.reference.update_every}) moves in the training workers: leave one out"
         )
+    if config.placement.teacher.actors and config.teacher.update_every:
+        raise ConfigError(
+            f"placement.teacher.actors={config.placement.teacher.actors}: a teacher that follows the policy "
+            f"(teacher.update_every={config.teacher.update_every}) moves in the training workers: leave one out"
+        )
     if config.placement.critic.actors and config.strategy.offload.critic in ("cpu", "nvme"):
         raise ConfigError(
             f"placement.critic.actors={config.placement.critic.actors}: the critic of a pool keeps its states in the "
@@ -324,6 +334,8 @@ def _check_offload(config: RecipeConfig) -> None:
             raise ConfigError(f"{option} needs strategy.offload.folder, a folder on the drive")
     if offload.reference == "nvme" and config.reference.update_every:
         raise ConfigError("strategy.offload.reference=nvme: a reference that follows the policy cannot be in files")
+    if offload.teacher == "nvme" and config.teacher.update_every:
+        raise ConfigError("strategy.offload.teacher=nvme: a teacher that follows the policy cannot be in files")
 
 
 def _next_multiple(value: int, of: int) -> int:

@@ -18,9 +18,12 @@ from rl_plugins.config.settings import (
     NOT_NEGATIVE,
     Range,
     Settings,
+    check_ranges,
     fits,
     one_of,
+    shown,
 )
+from rl_plugins.errors import ConfigError
 
 _LAYERS = Range(
     "must be all-linear, a list of layers' names, or a regular expression",
@@ -115,13 +118,70 @@ class ReferenceConfig(Settings):
 
 @dataclass
 class TeacherConfig(Settings):
-    """Teacher of a distillation.
+    """Teacher of a distillation, or several teachers.
 
     Attributes:
-        path: Hugging Face name or folder of a model with the policy's tokens.
+        path: Hugging Face name or folder of a model with the policy's tokens, for one teacher.
+        paths: paths of several teachers by name. Without `weights`, the name is a data_source, whose prompts have this
+            teacher; the teacher `default` has the prompts of all other data sources.
+        weights: weight of each teacher of `paths` by name, with the sum 1; every prompt then has all teachers.
+        update_every: steps between two moves of the teacher towards the policy, so that the policy learns from its own
+            earlier self; 0 keeps the teacher. With a number above 0, a null `path` is the initial policy.
+        keep: share of the teacher's weights kept in a move: 0 copies the policy, 0.99 is a moving average.
     """
 
     path: str | None = None
+    paths: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    update_every: Annotated[int, NOT_NEGATIVE] = 0
+    keep: Annotated[float, FROM_0_TO_BELOW_1] = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the settings against each other.
+
+        Raises:
+            ConfigError: one teacher and several teachers are named, several teachers follow the policy, or the weights
+                have other names than the teachers, are not above 0, or have another sum than 1.
+        """
+        super().__post_init__()
+        if self.paths and self.path:
+            raise ConfigError(f"path={self.path}: paths names several teachers: leave one of the two out")
+        if self.paths and self.update_every:
+            raise ConfigError(
+                f"update_every={self.update_every}: paths names several teachers, which cannot follow the policy: "
+                "leave one of the two out"
+            )
+        if not self.weights:
+            return
+        if differing := sorted(self.weights.keys() ^ self.paths.keys()):
+            raise ConfigError(
+                f"weights={shown(self.weights)}: {differing[0]!r} is in only one of weights and paths: name the same "
+                "teachers in both"
+            )
+        for name, weight in self.weights.items():
+            check_ranges(float, ABOVE_0, **{f"weights.{name}": weight})
+        if not math.isclose(total := math.fsum(self.weights.values()), 1, abs_tol=1e-6):
+            raise ConfigError(f"weights={shown(self.weights)}: the sum is {total:g}: make the sum 1")
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Name of each teacher's model, by the teacher's name in `paths`; `default` is the name of the only teacher."""
+        return {name: f"teacher_{name}" for name in self.paths} or {"default": "teacher"}
+
+    def teacher_of(self, data_source: str) -> str:
+        """Return the name of the teacher of a data source.
+
+        Raises:
+            ConfigError: the data source has no teacher.
+        """
+        if data_source in self.paths:
+            return data_source
+        if "default" not in self.models:
+            raise ConfigError(
+                f"no teacher for data_source {data_source!r}: paths has teachers for "
+                f"{', '.join(map(repr, sorted(self.paths)))}; add the missing teacher, or a `default`"
+            )
+        return "default"
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -185,11 +185,25 @@ class RecipeConfig(Settings):
 
     @property
     def model_paths(self) -> dict[str, str]:
-        """Folder or Hugging Face name of each model that the recipe names, by the group of its option `path`."""
-        paths = {group: getattr(self, group).path for group in MODELS}
+        """Folder or Hugging Face name of each model that the recipe names, by its option."""
+        return {option: values[key] for option, values, key in self._places_of_paths()}
+
+    def replace_model_paths(self, new: Callable[[str, str], str]) -> None:
+        """Replace the path of each model.
+
+        Args:
+            new: function of an option and its path; returns the new path.
+        """
+        for option, values, key in self._places_of_paths():
+            values[key] = new(option, values[key])
+
+    def _places_of_paths(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield the option of each named model, and the mapping and the key with its path."""
+        places = [(f"{group}.path", vars(getattr(self, group)), "path") for group in MODELS]
+        places += [(f"teacher.paths.{name}", self.teacher.paths, name) for name in self.teacher.paths]
         if isinstance(self.process_reward_model, dict) and self.stage == "prime":
-            paths["process_reward_model"] = self.process_reward_model.get("path")
-        return {group: path for group, path in paths.items() if path and isinstance(path, str)}
+            places.append(("process_reward_model.path", self.process_reward_model, "path"))
+        yield from (place for place in places if place[1].get(place[2]) and isinstance(place[1][place[2]], str))
 
     def set_device(self, device: str) -> None:
         """Set the device of the run, `cpu` or `cuda`, and the precision that follows from the device.
@@ -216,13 +230,7 @@ class RecipeConfig(Settings):
         for reward in self.reward.functions.values():
             if isinstance(reward, dict) and "_target_" not in reward and "path" in reward:
                 reward["path"] = _absolute(str(reward["path"]))
-        for group, path in self.model_paths.items():
-            if Path(path).is_dir():
-                settings = getattr(self, group)
-                if isinstance(settings, dict):
-                    settings["path"] = _absolute(path)
-                else:
-                    settings.path = _absolute(path)
+        self.replace_model_paths(lambda option, path: _absolute(path) if Path(path).is_dir() else path)
 
 
 def _absolute(path: str) -> str:

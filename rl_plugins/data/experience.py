@@ -28,7 +28,7 @@ from rl_plugins.whole_file import write_whole
 
 COMPUTED_FIELDS = (
     "token_level_rewards", "old_log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_ids",
-    "teacher_top_log_probs", "entropy", "sum_pi_squared", "values", "process_rewards",
+    "teacher_top_log_probs", "teacher_top_weights", "entropy", "sum_pi_squared", "values", "process_rewards",
     "rollout_weights", "advantages", "returns", "loss_mask", "selected",
 )  # fmt: skip
 TOKEN_FIELDS = ("responses", "response_mask", "rollout_log_probs", "policy_versions", *COMPUTED_FIELDS)
@@ -112,9 +112,11 @@ class Experience(TensorClass, shadow=True):
         token_level_rewards: float32 [B, T], reward at each token, penalties included.
         old_log_probs: float32 [B, T], log-probs under the policy at the start of the update.
         ref_log_probs: float32 [B, T], log-probs under the reference model.
-        teacher_log_probs: float32 [B, T], log-probs under a teacher.
-        teacher_top_ids: int64 [B, T, K], the teacher's most likely tokens, the likeliest first.
-        teacher_top_log_probs: float32 [B, T, K], log-probs of `teacher_top_ids` under the teacher.
+        teacher_log_probs: float32 [B, T], log-probs under the teacher, or their weighted sum over teachers.
+        teacher_top_ids: int64 [B, T, K], the teacher's most likely tokens, the likeliest first; the tokens of weighted
+            teachers side by side.
+        teacher_top_log_probs: float32 [B, T, K], log-probs of `teacher_top_ids` under their teacher.
+        teacher_top_weights: float32 [B, T, K], weight of the teacher of each token in `teacher_top_ids`.
         entropy: float32 [B, T], entropy in nats of the policy's distribution at the start of the update.
         sum_pi_squared: float32 [B, T], sum of the squared probabilities of the same distribution.
         values: float32 [B, T], the critic's value before each token.
@@ -147,6 +149,7 @@ class Experience(TensorClass, shadow=True):
     teacher_log_probs: Tensor | None = None
     teacher_top_ids: Tensor | None = None
     teacher_top_log_probs: Tensor | None = None
+    teacher_top_weights: Tensor | None = None
     entropy: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     values: Tensor | None = None  # type: ignore[assignment]
@@ -305,6 +308,7 @@ class Experience(TensorClass, shadow=True):
             "ref_log_probs_BT": self.ref_log_probs,
             "teacher_log_probs_BT": self.teacher_log_probs,
             "teacher_top_log_probs_BTK": self.teacher_top_log_probs,
+            "teacher_top_weights_BTK": self.teacher_top_weights,
             "entropy_BT": self.entropy,
             "sum_pi_squared_BT": self.sum_pi_squared,
             "values_BT": self.values,

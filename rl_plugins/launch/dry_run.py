@@ -84,6 +84,8 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     scored = [train] if config.stage in SAMPLING_STAGES else []
     scored += [validation.rows] if validation and config.generates else []
     replies = _check_rewards(config, chain.from_iterable(scored))
+    if config.teacher.paths and not config.teacher.weights:
+        _check_teachers(config, train)
     # Loads transformers.
     for path, model in models.items():
         check_model_type(path, model)
@@ -103,6 +105,14 @@ def kinds_of(config: RecipeConfig) -> tuple[str, str]:
     if config.loss.name == "process_reward":
         kind = "steps"
     return kind, "prompts" if config.generates else kind
+
+
+def _check_teachers(config: RecipeConfig, rows: Iterable[Row]) -> None:
+    for source in sorted({row["data_source"] for row in rows}):
+        try:
+            config.teacher.teacher_of(source)
+        except ConfigError as error:
+            raise ConfigError(f"teacher.paths: {error}") from None
 
 
 def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:

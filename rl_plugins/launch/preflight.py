@@ -219,16 +219,16 @@ def check_models(
     from rl_plugins.models.folder import check_model_folder, check_remote_code
 
     models: dict[str, dict[str, Any]] = {}
-    for group, path in config.model_paths.items():
+    for option, path in config.model_paths.items():
         if is_left_out(path):
             continue
-        option, trusted = f"{group}.path", config.model.trust_remote_code
+        trusted = config.model.trust_remote_code
         model = check_model_folder(option, path, trust_remote_code=trusted)
         if model is None:
             model = _config_in_hub(option, path)
             check_remote_code(f"{option}={path}", model, trust_remote_code=trusted)
         models[path] = model
-        if group == "model":
+        if option == "model.path":
             _check_heads(config, model)
             if _engine_on_cpu(config):
                 check_cpu_head_size(f"{option}={path}", model)
@@ -364,10 +364,13 @@ def fetch_models(config: RecipeConfig) -> None:
     Raises:
         ConfigError: There is no such model, the store does not answer, or the model is in another format.
     """
-    for group in ("model", "reference", "teacher", "critic", "reward_model"):
-        options = getattr(config, group)
-        if options.path and is_in_mlflow(options.path):
-            cache = Path(config.run.output_dir) / ".models"
-            uri, store = options.path, tracking_uri(config)
-            options.path = str(fetch_model(f"{group}.path", uri, store, cache))
-            print(f"{config.run.name}: {uri} is {options.path}", flush=True)
+
+    def fetched(option: str, path: str) -> str:
+        if not is_in_mlflow(path):
+            return path
+        cache = Path(config.run.output_dir) / ".models"
+        folder = str(fetch_model(option, path, tracking_uri(config), cache))
+        print(f"{config.run.name}: {path} is {folder}", flush=True)
+        return folder
+
+    config.replace_model_paths(fetched)

@@ -230,7 +230,7 @@ def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
     options = config.strategy
     common: dict[str, Any] = {
         "rollout": rollout,
-        "offload": options.offload.places,
+        "offload": options.offload.places | dict.fromkeys(config.teacher.models.values(), options.offload.teacher),
         "timeout_s": options.collective_timeout_s,
         "sequence_parallel": options.sequence_parallel,
     }

@@ -56,7 +56,7 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.sampling import Scorer, greedy
 from rl_plugins.stages.stage import Stage
-from rl_plugins.strategies.contract import CRITIC
+from rl_plugins.strategies.contract import CRITIC, TEACHER
 from rl_plugins.tracking.loggers import JsonLinesLogger, mlflow_loggers
 
 _RECIPES = {
@@ -217,6 +217,8 @@ class TrainingRun:
         if config.reference.update_every:
             # Before the checkpoint callback, because a checkpoint contains the updated reference.
             callbacks.append(ReferenceUpdate(every=config.reference.update_every, keep=config.reference.keep))
+        if config.teacher.update_every:
+            callbacks.append(ReferenceUpdate(TEACHER, every=config.teacher.update_every, keep=config.teacher.keep))
         if config.average.keep:
             callbacks.append(PolicyAverage(keep=config.average.keep))
         callbacks.append(

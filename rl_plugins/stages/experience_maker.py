@@ -15,7 +15,8 @@ from rl_plugins.data.experience import Experience, computed
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.off_policy import ratio_to_rollout
 from rl_plugins.stages.process_rewards import ProcessRewards
-from rl_plugins.strategies.contract import POLICY, REFERENCE, TEACHER
+from rl_plugins.stages.teachers import Teachers
+from rl_plugins.strategies.contract import POLICY, REFERENCE
 
 
 class ExperienceMaker:
@@ -29,6 +30,7 @@ class ExperienceMaker:
         updates: number of optimizer steps of an RL step.
         has_critic: True if there is a critic whose values are needed.
         process_rewards: rewards of a process reward model; None without such a model.
+        teachers: teachers of a distillation; None without teachers.
 
     Attributes:
         metrics: metrics of the last experience, averaged over all ranks.
@@ -44,10 +46,11 @@ class ExperienceMaker:
         updates: int,
         has_critic: bool,
         process_rewards: ProcessRewards | None,
+        teachers: Teachers | None,
     ) -> None:
         self._algorithm, self._passes, self._schedule = algorithm, passes, schedule
         self._kl_controller, self._updates, self._has_critic = kl_controller, updates, has_critic
-        self._process_rewards = process_rewards
+        self._process_rewards, self._teachers = process_rewards, teachers
         self._ratio_to_rollout = ratio_to_rollout(algorithm, schedule)
         self._strategy = passes.strategy
         self.metrics: dict[str, float] = {}
@@ -86,13 +89,8 @@ class ExperienceMaker:
             with self._strategy.phase_log.measure("ref_log_probs"):
                 reference = self._passes.per_token(samples, partial(self._log_probs, REFERENCE))
             samples.ref_log_probs = reference["log_probs"]
-        if needs & {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"}:
-            with self._strategy.phase_log.measure("teacher_log_probs"):
-                teacher = self._passes.per_token(samples, partial(self._log_probs, TEACHER))
-            samples.teacher_log_probs = teacher["log_probs"]
-            if "top_ids" in teacher:
-                samples.teacher_top_ids = teacher["top_ids"]
-                samples.teacher_top_log_probs = teacher["top_log_probs"]
+        if self._teachers is not None:
+            self._teachers.add(samples)
 
     def _log_probs(self, name: str, micro: Experience, *, sum_pi_squared: bool = False) -> dict[str, Tensor]:
         result = self._passes.log_probs(name, micro, sum_pi_squared=sum_pi_squared, entropy=name == POLICY)
@@ -100,8 +98,6 @@ class ExperienceMaker:
             "log_probs": result.log_probs_BT,
             "entropy": result.entropy_BT,
             "sum_pi_squared": result.sum_pi_squared_BT,
-            "top_ids": result.top_ids_BTK,
-            "top_log_probs": result.top_log_probs_BTK,
         }
         return {column: values for column, values in columns.items() if values is not None}
 

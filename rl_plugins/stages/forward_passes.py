@@ -19,7 +19,7 @@ from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.scalar_head import response_scores, response_values
 from rl_plugins.stages.micro_batches import Cutter, Lengths
-from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, TEACHER, Strategy
+from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, Strategy
 
 
 class ForwardInputs(TypedDict):
@@ -44,7 +44,6 @@ class ForwardPasses:
         packing: True if the samples of a micro-batch run as one row without padding.
         dtype: dtype of the models' parameters.
         temperature: divisor of the logits.
-        teacher_top_k: number of the teacher's most likely tokens for each response token.
     """
 
     strategy: Strategy
@@ -54,7 +53,6 @@ class ForwardPasses:
     packing: bool
     dtype: torch.dtype
     temperature: float = 1.0
-    teacher_top_k: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -99,6 +97,7 @@ class ForwardPasses:
         sum_pi_squared: bool = False,
         entropy: bool = True,
         entropy_gradient: bool = False,
+        top_k: int = 0,
     ) -> ResponseLogProbs:
         """Run a causal language model over a micro-batch; see `response_log_probs`."""
         with self._running(name) as model:
@@ -109,8 +108,8 @@ class ForwardPasses:
                 sum_pi_squared=sum_pi_squared,
                 entropy=entropy,
                 entropy_gradient=entropy_gradient,
-                top_k=self.teacher_top_k if name == TEACHER else 0,
-                # The policy learns from the log-probs of the teacher's most likely tokens.
+                top_k=top_k,
+                # The policy learns from the log-probs of the teachers' most likely tokens.
                 tokens_BTK=samples.teacher_top_ids if name == POLICY else None,
             )
 
@@ -123,24 +122,36 @@ class ForwardPasses:
         return response_values(self.strategy.model_engine(CRITIC), **self.inputs(samples))
 
     @torch.no_grad()
-    def per_token(self, samples: Experience, run: Callable[[Experience], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Run a function on every micro-batch, without gradient.
+    def per_token(
+        self,
+        samples: Experience,
+        run: Callable[[Experience], Mapping[str, Tensor]],
+        rows_N: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Run a function on every micro-batch, without gradient. Collective.
 
         Args:
-            samples: samples of this rank.
+            samples: samples of this rank, at least one.
             run: function of a micro-batch on the device; returns named tensors [B, T, ...].
+            rows_N: indices of the samples to run; None for all.
 
         Returns:
-            The tensors of all samples, [B, T, ...], on the CPU.
+            The tensors of all samples, [B, T, ...], on the CPU, with 0 for samples that have not run. Empty if no rank
+            has run a sample.
         """
         dtype = torch.promote_types(self.dtype, torch.float32)
         columns: dict[str, Tensor] = {}
-        for indices in self.log_prob_batches(samples):
-            for name, values in run(samples[indices].trimmed().to(self.device)).items():
+        rows_N = torch.arange(len(samples)) if rows_N is None else rows_N
+        for indices in self.log_prob_batches(samples[rows_N]):
+            chosen = rows_N[indices]
+            # All ranks take part in every forward pass, also a rank without further samples.
+            micro = samples[chosen if len(chosen) else slice(1)]
+            for name, values in run(micro.trimmed().to(self.device)).items():
                 kind = dtype if values.is_floating_point() else values.dtype
                 shape = (*samples.rollout_log_probs.shape, *values.shape[2:])
                 column = columns.setdefault(name, torch.zeros(shape, dtype=kind))
-                column[indices, : values.shape[1]] = values.to(column)
+                if len(chosen):
+                    column[chosen, : values.shape[1]] = values.to(column)
         return columns
 
     def counts(self, response_mask_BT: Tensor, rejected_B: Tensor | None = None) -> GlobalCounts:

@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig
+from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig, TeacherConfig
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.loaders import PromptSource
@@ -40,7 +40,11 @@ from rl_plugins.stages.process_rewards import (
 from rl_plugins.stages.rollouts import RewardModelScorer, Rollouts
 from rl_plugins.stages.sampling import SamplingSetup, Scorer, greedy, with_stop_token
 from rl_plugins.stages.stage import Stage
-from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER, Strategy
+from rl_plugins.stages.teachers import Teachers
+from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, Strategy
+
+_OF_TEACHERS = frozenset({"teacher_log_probs_BT", "teacher_top_log_probs_BTK"})
+"""Inputs of algorithms that need a teacher."""
 
 
 class PolicyOptimization(Stage):
@@ -62,7 +66,8 @@ class PolicyOptimization(Stage):
         environment: bounds on conversations, if the scorer answers the policy; by default the policy answers once.
         schedule: how far sampling runs ahead of training; synchronous by default.
         reference: name or folder of the reference model, for algorithms that need it; the policy's own by default.
-        teacher: name or folder of the teacher, for algorithms that need its log-probs.
+        teacher: name or folder of the teacher, or settings of several teachers or of a teacher that follows the policy,
+            for algorithms that need its log-probs.
         critic: settings of the critic, for algorithms that need values.
         reward_model: reward model whose score is added to the score of the scorer.
         process_reward_model: settings of the process reward model, for algorithms that need process rewards.
@@ -94,7 +99,7 @@ class PolicyOptimization(Stage):
         environment: EnvironmentConfig | None = None,
         schedule: Schedule | None = None,
         reference: str | None = None,
-        teacher: str | None = None,
+        teacher: str | TeacherConfig | None = None,
         critic: CriticConfig | None = None,
         reward_model: RewardModelConfig | None = None,
         process_reward_model: ProcessRewardConfig | None = None,
@@ -114,7 +119,9 @@ class PolicyOptimization(Stage):
         self.entropy_controller = self.algorithm.entropy.controller()
         needs = self.algorithm.needs
         has_reference = "ref_log_probs_BT" in needs and self.add_reference(reference)
-        self._teacher_path = teacher
+        self.teacher_config = teacher if isinstance(teacher, TeacherConfig) else TeacherConfig(teacher)
+        teacher_path = self.teacher_config.path or (self._own_path if self.teacher_config.update_every else None)
+        self._teacher_paths: list[str | None] = [*self.teacher_config.paths.values()] or [teacher_path]
         self._reward_model_config = reward_model
         self.critic_config = (critic or CriticConfig()) if "values_BT" in needs else None
         self._critic_path = None if self.critic_config is None else self.critic_config.path or self._own_path
@@ -122,6 +129,7 @@ class PolicyOptimization(Stage):
             (process_reward_model or ProcessRewardConfig()) if "process_rewards_BT" in needs else None
         )
         self._process_path = (process_reward_model and process_reward_model.path) or self._own_path
+        # A list of the models, or the pool of the only teacher.
         self.teacher: Any = None
         self.critic: Any = None
         self.reward_model: Any = None
@@ -151,8 +159,7 @@ class PolicyOptimization(Stage):
             )
         for needed, available, model in (
             ("ref_log_probs_BT", has_reference, "reference model with reference=..."),
-            ("teacher_log_probs_BT", self._teacher_path, "teacher with teacher=..."),
-            ("teacher_top_log_probs_BTK", self._teacher_path, "teacher with teacher=..."),
+            *((needed, all(self._teacher_paths), "teacher with teacher=...") for needed in _OF_TEACHERS),
             ("values_BT", self._critic_path, "model that the critic starts from with critic=CriticConfig(path=...)"),
             (
                 "process_rewards_BT",
@@ -171,7 +178,6 @@ class PolicyOptimization(Stage):
         self.passes = replace(
             self.passes,
             temperature=self.sampling.temperature or 1.0,
-            teacher_top_k=self.algorithm.teacher_top_k if "teacher_top_log_probs_BTK" in self.algorithm.needs else 0,
         )
         assert self.sampling_setup is not None
         self.prompts = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
@@ -205,6 +211,7 @@ class PolicyOptimization(Stage):
             updates=self.updates_per_step * self.passes_per_step,
             has_critic=self.critic_config is not None,
             process_rewards=process_rewards,
+            teachers=self._make_teachers(),
         )
         self.learner = PolicyLearner(
             self.algorithm,
@@ -221,16 +228,24 @@ class PolicyOptimization(Stage):
             entropy_controller=self.entropy_controller,
         )
 
+    def _make_teachers(self) -> Teachers | None:
+        needs, top_k = self.algorithm.needs, self.algorithm.teacher_top_k
+        if not needs & _OF_TEACHERS:
+            return None
+        return Teachers(self.teacher_config, self.passes, top_k if "teacher_top_log_probs_BTK" in needs else 0)
+
     @override
     def configure_model(self) -> None:
         if isinstance(self.critic, CriticPool):
             # The critic's processes start while models are loaded here.
             self.critic.begin(self._critic_training, self.strategy.ranks.gather)
         super().configure_model()
-        needs, trust = self.algorithm.needs, {"trust_remote_code": self.loading["trust_remote_code"]}
-        if needs & {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"} and self.teacher is None:
-            check_same_tokens(self.tokenizer, str(self._teacher_path), "teacher", **trust)
-            self.teacher = self.load_model(str(self._teacher_path), TEACHER)
+        trust = {"trust_remote_code": self.loading["trust_remote_code"]}
+        if self.algorithm.needs & _OF_TEACHERS and self.teacher is None:
+            self.teacher = nn.ModuleList()
+            for name, path in zip(self.teacher_config.models.values(), map(str, self._teacher_paths), strict=True):
+                check_same_tokens(self.tokenizer, path, "teacher", **trust)
+                self.teacher.append(self.load_model(path, name))
         if self.critic_config is not None and self.critic is None:
             critic = self._load_scalar_head(str(self._critic_path), new_head=True)
             self.critic = with_adapter(critic, self.critic_config.lora)
@@ -251,10 +266,11 @@ class PolicyOptimization(Stage):
 
     @override
     def named_models(self) -> dict[str, nn.Module]:
+        teachers = self.teacher if isinstance(self.teacher, nn.ModuleList) else [self.teacher]
         others = {
             CRITIC: self.critic,
             REFERENCE: self.reference,
-            TEACHER: self.teacher,
+            **dict(zip(self.teacher_config.models.values(), teachers, strict=False)),
             REWARD_MODEL: self.reward_model,
             PROCESS_REWARD_MODEL: self.process_reward_model,
             PROCESS_REFERENCE: self.process_reference,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.masked import zero_masked
@@ -17,6 +18,7 @@ def forward_kl_top_k(
     response_mask_BT: Tensor,
     teacher_top_log_probs_BTK: Tensor,
     top_log_probs_BTK: Tensor,
+    teacher_top_weights_BTK: Tensor | None = None,
     log_prob_min_clamp: float | None = None,
     loss_max_clamp: float | None = None,
     policy_weight: float = 0.0,
@@ -28,7 +30,8 @@ def forward_kl_top_k(
 
     `sum over k of p_teacher (log p_teacher - log p)`, within [0, loss_max_clamp]. The probabilities of the k tokens are
     not normalised, so the sum can be negative if the policy gives the k tokens more mass than the teacher does; then
-    nothing is left to learn and the gradient is 0. `policy_weight` adds the clipped surrogate (`ppo_clip`) of the
+    nothing is left to learn and the gradient is 0. With weighted teachers, the k tokens of each teacher stand side by
+    side, and the sum is the weighted sum of the KLs. `policy_weight` adds the clipped surrogate (`ppo_clip`) of the
     task's reward.
 
     Args:
@@ -42,7 +45,7 @@ def forward_kl_top_k(
 
     Returns:
         Loss [B, T] and metrics `forward_kl` (before its bounds), `teacher_mass` and `student_mass` (probability of the
-        K tokens), `ppo_kl`, and with the surrogate also the metrics of the surrogate [B, T].
+        K tokens, weighted), `ppo_kl`, and with the surrogate also the metrics of the surrogate [B, T].
 
     Raises:
         ValueError: a weight is negative, or a bound is on the wrong side of 0.
@@ -57,10 +60,12 @@ def forward_kl_top_k(
         raise ValueError(f"log_prob_min_clamp={log_prob_min_clamp}: must be below 0, or None for no bound")
     teacher_BTK, student_BTK = zero_masked(response_mask_BT.unsqueeze(-1), teacher_top_log_probs_BTK, top_log_probs_BTK)
     top_log_probs = {"teacher_mass": teacher_BTK, "student_mass": student_BTK.detach()}
-    metrics = {name: log_probs_BTK.exp().sum(dim=-1) for name, log_probs_BTK in top_log_probs.items()}
+    weight_BTK = teacher_BTK.new_ones(()) if teacher_top_weights_BTK is None else teacher_top_weights_BTK
+    weight_BTK = torch.where(response_mask_BT.bool().unsqueeze(-1), weight_BTK, 0)
+    metrics = {name: (weight_BTK * log_probs_BTK.exp()).sum(dim=-1) for name, log_probs_BTK in top_log_probs.items()}
     if log_prob_min_clamp is not None:
         teacher_BTK, student_BTK = teacher_BTK.clamp(min=log_prob_min_clamp), student_BTK.clamp(min=log_prob_min_clamp)
-    kl_BT = (teacher_BTK.exp() * (teacher_BTK - student_BTK)).sum(dim=-1)
+    kl_BT = (weight_BTK * teacher_BTK.exp() * (teacher_BTK - student_BTK)).sum(dim=-1)
     metrics["forward_kl"] = kl_BT.detach()
     loss_BT = kl_BT.clamp(min=0, max=loss_max_clamp)
     if policy_weight == 0:

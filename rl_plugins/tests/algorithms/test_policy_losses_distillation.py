@@ -24,8 +24,8 @@ OPTIONS: list[dict[str, Any]] = [
 forward_kl_top_k = POLICY_LOSSES["forward_kl_top_k"]
 
 
-def tops(seed: int) -> dict[str, Any]:
-    """Log-probs of K of 9 tokens: the teacher's largest; NaN where masked."""
+def tops(seed: int, *, weighted: bool = False) -> dict[str, Any]:
+    """Log-probs of K of 9 tokens: the teacher's largest; NaN where masked. With weights, as of several teachers."""
     rng = np.random.default_rng(seed)
     mask_BT = make_inputs(seed)["loss_mask_BT"]
     logits = 2 * rng.normal(size=(2, *mask_BT.shape, 9))
@@ -35,7 +35,9 @@ def tops(seed: int) -> dict[str, Any]:
     ids = np.argsort(-log_probs[0], axis=-1)[..., :K]
     of_teacher, of_student = (np.take_along_axis(one, ids, axis=-1) for one in log_probs)
     masked = mask_BT[..., None] == 0
+    weights = {"teacher_top_weights_BTK": np.where(masked, np.nan, rng.uniform(0.1, 1.0, of_teacher.shape))}
     return {
+        **(weights if weighted else {}),
         "teacher_top_log_probs_BTK": np.where(masked, np.nan, of_teacher),
         "top_log_probs_BTK": np.where(masked, np.nan, of_student),
         "response_mask_BT": mask_BT,
@@ -50,8 +52,11 @@ def loss_of(given: dict[str, Any], top_BTK: Tensor, **options: Any) -> tuple[Ten
 
 @for_each("seed", range(4))
 @for_each("options", OPTIONS)
-def test_forward_kl_top_k_and_gradient_agree_with_the_second_implementation(options: dict[str, Any], seed: int) -> None:
-    given = tops(seed)
+@for_each("weighted", [False, True])
+def test_forward_kl_top_k_and_gradient_agree_with_the_second_implementation(
+    weighted: bool, options: dict[str, Any], seed: int
+) -> None:
+    given = tops(seed, weighted=weighted)
     mask_BT = given["response_mask_BT"].astype(bool)
     expected_BT = reference.forward_kl_top_k(**given, **options)
     # Every branch is there: below 0, between, and beyond the bound.

@@ -273,6 +273,27 @@ CHECKS: dict[str, list[Case]] = {
         (["run.export_lora=adapter"], ["run.export_lora=adapter", "model.lora.rank"]),
         (["model.lora.rank=4", "reference.update_every=1"], ["reference.update_every=1", "with its adapter off"]),
     ],
+    "teachers": [
+        (["++teacher.paths={a: ./gone}"], ["teacher.paths.a=./gone", "no such folder"]),
+        (["teacher.path=model", "++teacher.paths={a: model}"], ["teacher.path=model: paths names several teachers"]),
+        (["++teacher.paths={a: model}"], ["teacher.paths: no teacher for data_source 'addition'", "add the missing"]),
+        (
+            ["++teacher.paths={a: model, b: model}", "++teacher.weights={a: 0.5, b: 0.4}"],
+            ["teacher.weights={'a': 0.5, 'b': 0.4}: the sum is 0.9: make the sum 1"],
+        ),
+        (["++teacher.weights={a: 1}"], ["teacher.weights={'a': 1.0}: 'a' is in only one of weights and paths"]),
+        (["++teacher.paths={a: model}", "teacher.update_every=2"], ["teacher.update_every=2: paths", "leave one"]),
+        (["teacher.update_every=-1"], ["teacher.update_every=-1: must be 0 or more"]),
+        (["teacher.update_every=2", "model.lora.rank=4"], ["teacher.update_every=2", "model.lora.rank", "at 0"]),
+        (
+            ["teacher.path=model", "teacher.update_every=2", "placement.teacher.actors=1"],
+            ["placement.teacher.actors=1", "teacher.update_every=2", "leave one out"],
+        ),
+        (
+            ["++teacher.paths={a: model}", "placement.teacher.actors=1"],
+            ["placement.teacher.actors=1, and there is no such model: name it with teacher.path"],
+        ),
+    ],
     "folders and servers": [
         (["run.output_dir=rewards.py/out"], ["run.output_dir=", "rewards.py/out", "choose another"]),
         (["run.name=a/b"], ["run.name=a/b", "the name of a folder"]),

@@ -25,7 +25,7 @@ from typing_extensions import override
 from rl_plugins.algorithms.aggregation import AGGREGATIONS
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER
-from rl_plugins.config.models import CriticConfig, OptimizerConfig
+from rl_plugins.config.models import CriticConfig, OptimizerConfig, TeacherConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
@@ -203,10 +203,11 @@ class AllReduceStrategy(SingleDeviceRolloutStrategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
 
-def prompt_batch(texts: list[str]) -> PromptBatch:
+def prompt_batch(texts: list[str], sources: Sequence[str] | None = None) -> PromptBatch:
+    """Return the prompts with their data sources, by default `canned`."""
     columns: dict[str, list[Any]] = {
         "prompt": [[{"role": "user", "content": text}] for text in texts],
-        "data_source": ["canned"] * len(texts),
+        "data_source": list(sources or ["canned"] * len(texts)),
         "reward_model": [{"ground_truth": text} for text in texts],
         "extra_info": [{} for _ in texts],
     }
@@ -244,11 +245,11 @@ def loader(batches: list[Any]) -> Any:
 
 
 @cache
-def other_model() -> str:
+def other_model(seed: int = 5) -> str:
     """Folder of a model other than the policy: reference, teacher, or start of the critic."""
     folder = Path(tempfile.mkdtemp(prefix="canned-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return str(save_tiny_policy(folder, hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=5))
+    return str(save_tiny_policy(folder, hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=seed))
 
 
 def quiet_trainer(strategy: Any, **options: Any) -> Trainer:
@@ -281,6 +282,8 @@ def gradients(
     rank: int = 0,
     world_size: int = 1,
     reference: str | None = None,
+    teacher: TeacherConfig | None = None,
+    sources: Sequence[str] | None = None,
     process_reward_model: ProcessRewardConfig = PROCESS_REWARDS,
     **options: Any,
 ) -> tuple[list[list[Tensor]], dict[str, float]]:
@@ -301,7 +304,7 @@ def gradients(
         sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=TEMPERATURE),
         algorithm=algorithm,
         reference=reference or other_model(),
-        teacher=other_model(),
+        teacher=teacher or other_model(),
         critic=CriticConfig(other_model(), OptimizerConfig(lr=0.01, gradient_clip=0.0)),
         optimizer=OptimizerConfig(gradient_clip=0.0),
         tokens_per_micro_batch=tokens_per_micro_batch,
@@ -318,7 +321,7 @@ def gradients(
     # Prompts are dealt to ranks in turn.
     hook = register_optimizer_step_pre_hook(keep)
     try:
-        trainer.fit(stage, loader([prompt_batch(PROMPTS[rank::world_size])]))
+        trainer.fit(stage, loader([prompt_batch(PROMPTS[rank::world_size], sources and sources[rank::world_size])]))
     finally:
         hook.remove()
     return own.recorder.gradients + of_others, metrics

@@ -17,7 +17,7 @@ from rl_plugins.algorithms.filtering import GroupFilter
 from rl_plugins.algorithms.reward_shaping import OverlongPenalty, RewardShaping
 from rl_plugins.algorithms.rollout_correction import RolloutCorrection
 from rl_plugins.callbacks.averages import ReferenceUpdate
-from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig
+from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig, TeacherConfig
 from rl_plugins.config.sampling import SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError, DataError, RewardError
@@ -332,6 +332,13 @@ def test_models_with_another_vocabulary_than_the_policy_are_refused(tmp_path: Pa
     cases: list[tuple[str, Callable[[], object]]] = [
         ("reward model", lambda: train(Algorithm(), reward_model=RewardModelConfig(folder))),
         ("reference", lambda: train(Algorithm(kl=KLConfig(0.1)), reference=folder)),
+        (
+            "teacher",
+            lambda: train(
+                Algorithm(advantage="reverse_kl"),
+                teacher=TeacherConfig(paths={"canned": canned.other_model(), "default": folder}),
+            ),
+        ),
         ("reference", lambda: canned_preferences.fit(stage, [pairs], 0, 1)),
     ]
     for role, run in cases:
