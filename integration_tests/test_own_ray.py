@@ -58,7 +58,7 @@ def lines_of(program: str, folder: str) -> list[str]:
     return outcome.stdout.splitlines()
 
 
-def test_own_ray_ends_a_worker_that_hangs_at_its_end() -> None:
+def test_own_ray_ends_a_worker_that_hangs_in_exit_handlers() -> None:
     with TemporaryDirectory(dir="/tmp") as folder:
         [worker] = lines_of(HANGING, folder)
         assert not psutil.pid_exists(int(worker))

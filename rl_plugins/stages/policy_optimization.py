@@ -40,11 +40,8 @@ from rl_plugins.stages.process_rewards import (
 from rl_plugins.stages.rollouts import RewardModelScorer, Rollouts
 from rl_plugins.stages.sampling import SamplingSetup, Scorer, greedy, with_stop_token
 from rl_plugins.stages.stage import Stage
-from rl_plugins.stages.teachers import Teachers
+from rl_plugins.stages.teachers import TEACHER_INPUTS, make_teachers
 from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, Strategy
-
-_OF_TEACHERS = frozenset({"teacher_log_probs_BT", "teacher_top_log_probs_BTK"})
-"""Inputs of algorithms that need a teacher."""
 
 
 class PolicyOptimization(Stage):
@@ -159,7 +156,7 @@ class PolicyOptimization(Stage):
             )
         for needed, available, model in (
             ("ref_log_probs_BT", has_reference, "reference model with reference=..."),
-            *((needed, all(self._teacher_paths), "teacher with teacher=...") for needed in _OF_TEACHERS),
+            *((needed, all(self._teacher_paths), "teacher with teacher=...") for needed in TEACHER_INPUTS),
             ("values_BT", self._critic_path, "model that the critic starts from with critic=CriticConfig(path=...)"),
             (
                 "process_rewards_BT",
@@ -211,7 +208,7 @@ class PolicyOptimization(Stage):
             updates=self.updates_per_step * self.passes_per_step,
             has_critic=self.critic_config is not None,
             process_rewards=process_rewards,
-            teachers=self._make_teachers(),
+            teachers=make_teachers(self.teacher_config, self.algorithm, self.passes),
         )
         self.learner = PolicyLearner(
             self.algorithm,
@@ -228,12 +225,6 @@ class PolicyOptimization(Stage):
             entropy_controller=self.entropy_controller,
         )
 
-    def _make_teachers(self) -> Teachers | None:
-        needs, top_k = self.algorithm.needs, self.algorithm.teacher_top_k
-        if not needs & _OF_TEACHERS:
-            return None
-        return Teachers(self.teacher_config, self.passes, top_k if "teacher_top_log_probs_BTK" in needs else 0)
-
     @override
     def configure_model(self) -> None:
         if isinstance(self.critic, CriticPool):
@@ -241,7 +232,7 @@ class PolicyOptimization(Stage):
             self.critic.begin(self._critic_training, self.strategy.ranks.gather)
         super().configure_model()
         trust = {"trust_remote_code": self.loading["trust_remote_code"]}
-        if self.algorithm.needs & _OF_TEACHERS and self.teacher is None:
+        if self.algorithm.needs & TEACHER_INPUTS and self.teacher is None:
             self.teacher = nn.ModuleList()
             for name, path in zip(self.teacher_config.models.values(), map(str, self._teacher_paths), strict=True):
                 check_same_tokens(self.tokenizer, path, "teacher", **trust)

@@ -7,10 +7,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import TeacherConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.stages.forward_passes import ForwardPasses
+
+TEACHER_INPUTS = frozenset({"teacher_log_probs_BT", "teacher_top_log_probs_BTK"})
+"""Inputs of algorithms that need a teacher."""
+
+
+def make_teachers(config: TeacherConfig, algorithm: Algorithm, passes: ForwardPasses) -> Teachers | None:
+    """Return the teachers of an algorithm; None for an algorithm without a teacher."""
+    if not algorithm.needs & TEACHER_INPUTS:
+        return None
+    return Teachers(config, passes, algorithm.teacher_top_k if "teacher_top_log_probs_BTK" in algorithm.needs else 0)
 
 
 class Teachers:
