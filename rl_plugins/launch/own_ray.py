@@ -88,27 +88,18 @@ def _end_own_ray() -> None:
     """End Ray with all of its processes. A worker can hang in Ray's own exit handlers, and would stay for ever."""
     import ray
 
-    processes = psutil.Process().children(recursive=True)
-    raylets = [process for process in processes if _is_raylet(process)]
-    workers = [worker for raylet in raylets for worker in _children(raylet)]
+    workers: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        # Helper processes of Ray end at any time.
+        with suppress(psutil.NoSuchProcess):
+            if child.name() == "raylet":
+                workers += child.children(recursive=True)
     ray.shutdown()
     hanging = psutil.wait_procs(workers, timeout=_END_S)[1]
     for worker in hanging:
         with suppress(psutil.NoSuchProcess):
             worker.kill()
     psutil.wait_procs(hanging, timeout=_END_S)
-
-
-def _is_raylet(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return process.name() == "raylet"
-    return False
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    with suppress(psutil.Error):
-        return process.children(recursive=True)
-    return []
 
 
 @contextmanager
