@@ -141,9 +141,9 @@ class ForwardPasses:
         """
         dtype = torch.promote_types(self.dtype, torch.float32)
         columns: dict[str, Tensor] = {}
-        rows_N = torch.arange(len(samples)) if rows_N is None else rows_N
-        for indices in self.log_prob_batches(samples[rows_N]):
-            chosen = rows_N[indices]
+        # Without `rows_N` nothing is copied.
+        for indices in self.log_prob_batches(samples if rows_N is None else samples[rows_N]):
+            chosen = indices if rows_N is None else rows_N[indices]
             # All ranks take part in every forward pass, also a rank without further samples.
             micro = samples[chosen if len(chosen) else slice(1)]
             for name, values in run(micro.trimmed().to(self.device)).items():
