@@ -23,6 +23,16 @@ ALLOWED: dict[str, tuple[float, str]] = {
         30.0,
         "torch.compile traces the same block in two ranks at once",
     ),
+    "integration_tests/test_campaign.py::"
+    "test_run_that_loses_processes_in_turn_ends_with_the_same_bits[answers-kinds0]": (
+        450.0,
+        "a run that is left alone, and one that loses five processes and starts again each time",
+    ),
+    "integration_tests/test_campaign.py::"
+    "test_run_that_loses_processes_in_turn_ends_with_the_same_bits[conversations-kinds1]": (
+        150.0,
+        "a run that is left alone, and one that loses a process",
+    ),
     "integration_tests/test_colocated_layout.py::test_engines_on_the_devices_of_all_workers_train_the_same_policy": (
         150.0,
         "two runs, and one of the two has ten processes that load libraries",
