@@ -195,6 +195,12 @@ class AllReduceStrategy(SingleDeviceRolloutStrategy):
         torch.distributed.barrier()
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
+        # All ranks have the same weights, and one file for them.
+        if self.is_global_zero:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
