@@ -182,7 +182,8 @@ class Campaign:
             number: number of the kill.
             moment: moment of the kill; by default a random one, which depends on seed, kind and number.
         """
-        whole = self._left_alone(KINDS[kind].recipe)
+        recipe = KINDS[kind].recipe
+        whole = self._left_alone(f"whole-{recipe[0]}", recipe)
         chance = random.Random(f"{self._seed}-{kind}-{number}")
         moment = moment or Moment(chance.randrange(STEPS), round(chance.uniform(0, 2), 3))
         name = f"{kind.replace(' ', '-')}-{number}"
@@ -191,7 +192,7 @@ class Campaign:
         with ExitStack() as stack:
             temporary = Path(tempfile.mkdtemp(prefix="kill"))
             stack.callback(shutil.rmtree, temporary, ignore_errors=True)
-            start = stack.enter_context(self._starts(KINDS[kind].recipe, name, temporary))
+            start = stack.enter_context(self._starts(recipe, name, temporary))
             server = None
             if kind == TRACKING_SERVER:
                 server = Server(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="server"))))
@@ -207,25 +208,27 @@ class Campaign:
             results.write(json.dumps(asdict(outcome)) + "\n")
         return outcome
 
-    def run_script(self, name: str, kills: Sequence[tuple[str, Moment]]) -> tuple[list[int], list[str]]:
+    def run_script(
+        self, name: str, kills: Sequence[tuple[str, Moment]], options: Sequence[str] = ()
+    ) -> tuple[list[int], list[str]]:
         """Kill processes of one run, one after the other.
 
         Args:
             name: name of the run.
             kills: kinds of one recipe, with the moments of their kills.
+            options: options after the options of the recipe.
 
         Returns:
             Exit status of each start, and the metrics and files that differ from a run left alone.
         """
-        recipe = KINDS[kills[0][0]].recipe
-        whole = self._left_alone(recipe)
+        recipe = (*KINDS[kills[0][0]].recipe, *options)
+        whole = self._left_alone(f"whole-{name}", recipe)
         with self._starts(recipe, name, Path(tempfile.gettempdir())) as start:
             statuses, _ = _kill_in_turn(start, kills)
         return statuses, differences(self._folder / "outputs" / name, whole)
 
-    def _left_alone(self, recipe: tuple[str, ...]) -> Path:
+    def _left_alone(self, name: str, recipe: tuple[str, ...]) -> Path:
         """Return the folder of a finished run without a kill, which the first call trains."""
-        name = f"whole-{recipe[0]}"
         if not (self._folder / "outputs" / name / "policy").is_dir():
             shutil.rmtree(self._folder / "outputs" / name, ignore_errors=True)
             with self._starts(recipe, name, Path(tempfile.gettempdir())) as start:
@@ -270,11 +273,9 @@ def _kill_in_turn(
                 run.wait_until(partial(KINDS[kind].find, run), kind, 120)
                 KINDS[kind].find(run)[0].kill()
         killed, rows = time.monotonic(), len(run.metrics())
-        wait_until(partial(_goes_on_or_ends, run, rows), "metrics", 1800, run.tail)
-        while len(run.metrics()) == rows and run.wait(1800) and len(statuses) < STARTS - 1:
+        while not _goes_on(run, rows) and len(statuses) < STARTS - 1:
             statuses.append(run.wait())
             run = start(*overrides)
-            wait_until(partial(_goes_on_or_ends, run, rows), "metrics", 1800, run.tail)
         restarts_s.append(time.monotonic() - killed)
     statuses.append(run.wait(1800))
     while statuses[-1] and len(statuses) < STARTS:
@@ -282,8 +283,14 @@ def _kill_in_turn(
     return statuses, restarts_s
 
 
-def _goes_on_or_ends(run: Recipe, rows: int) -> bool:
-    return len(run.metrics()) > rows or run.process.poll() is not None
+def _goes_on(run: Recipe, rows: int) -> bool:
+    """Wait until a run has more rows of metrics or has ended; return False if the run must start again."""
+
+    def has_more_rows() -> bool:
+        return len(run.metrics()) > rows
+
+    wait_until(lambda: has_more_rows() or run.process.poll() is not None, "metrics", 1800, run.tail)
+    return has_more_rows() or run.wait() == 0
 
 
 # Comparison ---------------------------------------------------------------------------------------------------------

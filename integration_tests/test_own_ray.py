@@ -12,24 +12,12 @@ import psutil
 
 from rl_plugins.tests.patience import patient
 
-# Starts Ray and one worker, and prints the worker's folder for temporary files, and all listening sockets of Ray.
+# Starts Ray, a worker, and an actor that ends and whose process hangs in its exit handlers. Prints the worker's folder
+# for temporary files, the id of the hanging process, and all listening sockets of Ray.
 START = """
 from rl_plugins.launch.own_ray import start_own_ray
 start_own_ray(num_cpus=1, include_dashboard=True, object_store_memory=10**8)
-import contextlib, psutil, ray, tempfile
-print(ray.get(ray.remote(tempfile.gettempdir).remote()))
-for process in psutil.Process().children(recursive=True):
-    # Helper processes of Ray end at any time.
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for connection in process.net_connections("inet"):
-            if connection.status == psutil.CONN_LISTEN:
-                print(process.name(), connection.laddr.ip, connection.laddr.port)
-"""
-# Starts Ray and an actor that ends, and whose process hangs in its exit handlers. Prints the id of the process.
-HANGING = """
-from rl_plugins.launch.own_ray import start_own_ray
-start_own_ray(num_cpus=1, include_dashboard=False, object_store_memory=10**8)
-import contextlib, ctypes, os, ray
+import contextlib, ctypes, os, psutil, ray, tempfile
 class Hanging:
     def process(self):
         library = ctypes.CDLL(None)  # the C library
@@ -37,41 +25,37 @@ class Hanging:
         return os.getpid()
     def leave(self):
         ray.actor.exit_actor()
+print(ray.get(ray.remote(tempfile.gettempdir).remote()))
 actor = ray.remote(Hanging).remote()
 print(ray.get(actor.process.remote()))
 with contextlib.suppress(ray.exceptions.RayActorError):
     ray.get(actor.leave.remote())
+for process in psutil.Process().children(recursive=True):
+    # Helper processes of Ray end at any time.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                print(process.name(), connection.laddr.ip, connection.laddr.port)
 """
 
 
-def lines_of(program: str, folder: str) -> list[str]:
-    """Run a program whose folders are one folder; return its printed lines."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    outcome = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**environment, "HOME": folder, "RAY_TMPDIR": folder, "TMPDIR": folder},
-        capture_output=True,
-        text=True,
-        timeout=patient(120),
-    )
-    assert outcome.returncode == 0, outcome.stderr
-    return outcome.stdout.splitlines()
-
-
-def test_own_ray_ends_a_worker_that_hangs_in_exit_handlers() -> None:
-    with TemporaryDirectory(dir="/tmp") as folder:
-        [worker] = lines_of(HANGING, folder)
-        assert not psutil.pid_exists(int(worker))
-
-
-def test_own_ray_listens_on_the_loopback_address_in_a_closed_folder() -> None:
+def test_own_ray_listens_on_the_loopback_address_in_a_closed_folder_and_ends_a_worker_that_hangs() -> None:
     # Paths of Ray's sockets must be short.
     with TemporaryDirectory(dir="/tmp") as folder:
-        temporary, *sockets = lines_of(START, folder)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        outcome = subprocess.run(
+            [sys.executable, "-c", START],
+            env={**environment, "HOME": folder, "RAY_TMPDIR": folder, "TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=patient(120),
+        )
+        assert outcome.returncode == 0, outcome.stderr
+        temporary, hanging, *sockets = outcome.stdout.splitlines()
+        assert temporary == folder and not psutil.pid_exists(int(hanging))
         listening = [line.split() for line in sockets]
         assert len(listening) > 3
         assert [line for line in listening if line[1] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")] == []
-        assert temporary == folder
         (closed,) = Path(folder).glob("ray-*")
         assert {path.name for path in (*Path(folder).iterdir(), *closed.iterdir())} == {closed.name, ".ray", "ray"}
         assert closed.stat().st_mode & 0o777 == 0o700 and list(closed.glob("ray/session_*"))

@@ -1,4 +1,4 @@
-"""A run killed and stopped again and again ends with the same bits as an uninterrupted run."""
+"""A run that is killed and stopped again and again ends with the same bits as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from integration_tests.campaign import KINDS
 from integration_tests.conftest import Recipe
 from integration_tests.pace import Pace
 
@@ -26,22 +27,27 @@ COMMON = (
     "optimizer.warmup_steps=4",
     "algorithm.kl.coefficient=0.05",
     "algorithm.kl.target=0.01",
+    "rollout.tensor_parallel_size=2",
+    "placement.device=cpu",
     "tracking.experiment=resume",
 )
 SAME = ("train/reward", "train/loss", "train/kl", "train/kl_coefficient", "train/gradient_norm", "train/lr")
 
 
-def test_run_resumed_after_lost_worker_driver_and_engine_equals_an_uninterrupted_run(
+def test_run_that_loses_processes_of_five_kinds_and_is_resumed_equals_an_uninterrupted_run(
     start_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    # Each of two workers has a process for its half of the rewards. The process counts from 0 after a restart.
+    # Each of two workers has a process for its half of the rewards. A new process counts from 0.
     pace = Pace(tmp_path / "pace", samples=16)
     whole = start_recipe("grpo", "whole", *COMMON, *Pace(tmp_path / "none", samples=16).overrides)
 
-    pace.allow(4)
+    pace.allow(2)
     broken = start_recipe("grpo", "broken", *COMMON, *pace.overrides)
     pace.wait(broken)
-    broken.kill_one("RayTrainWorker")  # Ray Train starts the workers again, from step 3
+    lose(broken, "reward worker")  # a new process scores the samples again
+    pace.allow(4)
+    pace.wait(broken)
+    lose(broken, "training worker")  # Ray Train starts the workers again, from step 3
     pace.allow(3)
     pace.wait(broken)
     said = " ".join(broken.log.read_text().split())
@@ -55,10 +61,13 @@ def test_run_resumed_after_lost_worker_driver_and_engine_equals_an_uninterrupted
     broken.kill()  # the driver and all its processes
     assert broken.trained()[-1]["step"] == 6 and not list(broken.run.glob("policy"))
 
-    pace.allow(2)
+    pace.allow(1)
     resumed = start_recipe("grpo", "broken", *COMMON, *pace.overrides, "run.resume=true", new_interpreter=True)
     pace.wait(resumed)
-    resumed.kill_one("VLLMActor")  # the engine: step 10 waits for a new engine
+    lose(resumed, "process of an engine")  # step 9 waits for a new engine
+    pace.allow(3)
+    pace.wait(resumed)
+    lose(resumed, "engine")
     pace.allow(4)
     pace.wait(resumed)
     resumed.process.terminate()  # as Slurm and Kubernetes do: the workers save this step and end
@@ -85,6 +94,10 @@ def test_run_resumed_after_lost_worker_driver_and_engine_equals_an_uninterrupted
             assert first[step][name] == second[step][name], (step, name)
     assert (whole.run / "mlflow_run_id").read_text() != (resumed.run / "mlflow_run_id").read_text()
     assert mlflow_runs(resumed.folder) == 2, "a resumed run continues its MLflow run"
+
+
+def lose(run: Recipe, kind: str) -> None:
+    KINDS[kind].find(run)[0].kill()
 
 
 def weights(run: Path) -> bytes:

@@ -13,6 +13,8 @@ import argparse
 import io
 import json
 import math
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -20,6 +22,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -400,27 +403,48 @@ def targets(folder: Path) -> Mapping[str, Target]:
     return found
 
 
-def fuzz(folder: Path, *, examples: int | None = None, seconds: float = math.inf) -> dict[str, Report]:
+def fuzz(
+    folder: Path, *, examples: int | None = None, seconds: float = math.inf, first: int = 0, apart: int = 1
+) -> dict[str, Report]:
     """Try inputs of every target, in turn, until the time is over.
 
     Args:
         folder: folder for files.
         examples: number of inputs of each target; None for no bound.
         seconds: largest duration.
+        first: first seed of the inputs.
+        apart: distance of the seeds.
 
     Returns:
         Report of each target by its name.
     """
     reports = {name: Report() for name in targets(folder)}
-    end, number = time.monotonic() + seconds, 0
+    end, number = time.monotonic() + seconds, first
     while True:
         for name, target in targets(folder).items():
             if time.monotonic() > end:
                 return reports
             target.run(reports[name], _STEP if examples is None else examples, number)
-        number += 1
+        number += apart
         if examples is not None:
             return reports
+
+
+def fuzz_in_processes(processes: int, seconds: float) -> dict[str, Report]:
+    """Try inputs of every target in several processes, each with seeds of its own; return the reports of all."""
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        started = [pool.submit(_fuzz_from, first, processes, seconds) for first in range(processes)]
+        reports, *others = (one.result() for one in started)
+    for other in others:
+        for name, report in other.items():
+            reports[name].counts += report.counts
+            reports[name].faults = report.faults | reports[name].faults
+    return reports
+
+
+def _fuzz_from(first: int, apart: int, seconds: float) -> dict[str, Report]:
+    with tempfile.TemporaryDirectory() as folder:
+        return fuzz(Path(folder), seconds=seconds, first=first, apart=apart)
 
 
 def faults_of(reports: Mapping[str, Report]) -> list[str]:
@@ -435,8 +459,9 @@ def main() -> int:
     """Print the share of each outcome by target, and the faults; return 1 if there is a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2.0, help="duration (default: %(default)s)")
-    with tempfile.TemporaryDirectory() as folder:
-        reports = fuzz(Path(folder), seconds=60 * parser.parse_args().minutes)
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="(default: one for each core)")
+    options = parser.parse_args()
+    reports = fuzz_in_processes(options.processes, seconds=60 * options.minutes)
     print(f"{'target':<22}{'inputs':>9}" + "".join(f"{outcome:>18}" for outcome in OUTCOMES))
     reports["all"] = Report(sum((report.counts for report in reports.values()), Counter()))
     for name, report in reports.items():

@@ -8,7 +8,7 @@ import pytest
 
 from rl_plugins.config.data import BatchConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.tests.fuzz import VALUES, Report, Target, fuzz
+from rl_plugins.tests.fuzz import VALUES, Report, Target, fuzz, fuzz_in_processes
 
 
 def test_fuzz_finds_only_clear_lines_and_valid_input(tmp_path: Path) -> None:
@@ -18,8 +18,8 @@ def test_fuzz_finds_only_clear_lines_and_valid_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_fuzz_finds_only_clear_lines_and_valid_input_in_two_minutes(tmp_path: Path) -> None:
-    reports = fuzz(tmp_path, seconds=120)
+def test_fuzz_finds_only_clear_lines_and_valid_input_in_two_minutes() -> None:
+    reports = fuzz_in_processes(2, seconds=60)
     assert {name: report.faults for name, report in reports.items() if report.faults} == {}
 
 
