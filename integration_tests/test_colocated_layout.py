@@ -1,6 +1,7 @@
 """Four workers with two rollout engines of two processes learn the same as one worker with one engine.
 
-This is the layout of a machine with four GPUs: every engine is on the devices of two neighbouring workers.
+This is the layout of a machine with four GPUs: every engine is on the devices of two neighbouring workers. One of the
+two engines is killed in the middle of the run.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from integration_tests.conftest import Recipe
+from integration_tests.pace import Pace
 from integration_tests.test_gradient_invariance import vector
 from rl_plugins.run_folder import read_metrics
 
 pytestmark = pytest.mark.extended
 
-STEPS = 10
+STEPS, HELD = 10, 4
 COMMON = (
     f"run.steps={STEPS}",
     "run.eval_every=0",
@@ -28,27 +30,37 @@ COMMON = (
     "rollout.engines=per_worker",
     "tracking.enabled=false",
     "placement.device=cpu",
-    "reward.functions.default={_target_: integration_tests.rewards.shortness}",
 )
-ALONE = ("placement.num_workers=1", "placement.cpus_per_worker=2")
+ALONE = (
+    "placement.num_workers=1", "placement.cpus_per_worker=2",
+    "reward.functions.default={_target_: integration_tests.rewards.shortness}",
+)  # fmt: skip
 TOGETHER = ("placement.num_workers=4", "placement.cpus_per_worker=0.5", "rollout.tensor_parallel_size=2")
 
 
-def test_engines_on_the_devices_of_all_workers_train_the_same_policy(
-    start_recipe: Callable[..., Recipe], workplace: Path
+def test_engines_on_the_devices_of_all_workers_train_the_same_policy_also_without_a_killed_engine(
+    start_recipe: Callable[..., Recipe], workplace: Path, tmp_path: Path
 ) -> None:
-    series, updates, before = [], [], vector(workplace / "tiny")
-    for name, options in (("alone", ALONE), ("together", TOGETHER)):
-        recipe = start_recipe("grpo", name, *COMMON, *options)
-        assert recipe.wait() == 0, recipe.tail()
-        series.append(read_metrics(recipe.run / "metrics.jsonl"))
-        updates.append(vector(recipe.run / "policy") - before)
-    alone, together = series
-    assert len(alone["train/reward"]) == STEPS
-    assert set(together["rollout/engines"].values()) == {2.0} and set(alone["rollout/engines"].values()) == {1.0}
+    alone = start_recipe("grpo", "alone", *COMMON, *ALONE)
+    assert alone.wait() == 0, alone.tail()
+    # Each of four workers has a process for its share of the rewards.
+    pace = Pace(tmp_path / "pace", samples=8)
+    pace.allow(HELD - 1)
+    together = start_recipe("grpo", "together", *COMMON, *TOGETHER, *pace.overrides)
+    pace.wait(together)
+    together.kill_one("VLLMActor")
+    pace.allow_all()
+    assert together.wait() == 0, together.tail()
+
+    expected, found = (read_metrics(recipe.run / "metrics.jsonl") for recipe in (alone, together))
+    assert len(expected["train/reward"]) == STEPS and set(expected["rollout/engines"].values()) == {1.0}
+    assert {found["rollout/engines"][step] for step in range(1, HELD + 1)} == {2.0}
+    assert sum(found["rollout/engines_lost"].values()) == 1
     for metric in ("train/reward", "train/response_length", "train/loss"):
-        assert together[metric] == pytest.approx(alone[metric], rel=1e-4, abs=1e-6), metric
+        assert found[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
     # Adam's first steps are signs: where a gradient is next to nothing, rounding decides.
-    difference = (updates[1] - updates[0]).abs()
+    before = vector(workplace / "tiny")
+    update, other = (vector(recipe.run / "policy") - before for recipe in (alone, together))
+    difference = (other - update).abs()
     assert difference.median() < 1e-7 and difference.quantile(0.999) < 1e-5
-    assert difference.norm() < 1e-3 * updates[0].norm()
+    assert difference.norm() < 1e-3 * update.norm()

@@ -63,9 +63,8 @@ STAGES = [
 
 # First commands of the pages: typed once, for all pages.
 TYPED_BEFORE = ("rl-plugins prepare gsm8k --input raw/gsm8k --output data/gsm8k",)
-# Sampling by vLLM takes seconds to start: once by each command.
+# Sampling by vLLM takes seconds to start. test_commands samples with vLLM by `generate`.
 WITH_VLLM = (
-    "rl-plugins generate outputs/run/policy --data data/gsm8k/test.parquet --output samples.parquet",
     "rl-plugins evaluate MODEL outputs/run/policy --data data/gsm8k/test.parquet --output evaluation --samples 8 "
     "--reward gsm8k --max-tokens 512",
 )

@@ -39,8 +39,8 @@ def whole(start: Callable[..., Recipe]) -> Recipe:
     return run
 
 
-def test_critic_pool_learns_the_same_as_a_critic_in_the_ranks(start: Callable[..., Recipe], whole: Recipe) -> None:
-    alone = start("ppo", "alone", *COMMON, "run.steps=2", "run.export=false")
+def test_critic_pool_learns_the_same_as_a_critic_beside_the_policy(start: Callable[..., Recipe], whole: Recipe) -> None:
+    alone = start("ppo", "alone", *COMMON, "run.steps=2", "run.export=false", "launcher=local")
     assert alone.wait() == 0, alone.tail()
     expected, found = (read_metrics(recipe.run / "metrics.jsonl") for recipe in (whole, alone))
     for name in SAME:

@@ -141,12 +141,11 @@ def test_update_weights_over_gloo_gives_both_engines_the_weights(
 
 # Engines of several processes start while these tests wait for deadlines.
 @pytest.mark.usefixtures("tensor_parallel_engines")
-@pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize(
-    ("what", "stall_timeout_s"),
+    ("what", "stall_timeout_s", "lost"),
     # Only the deadline ends the wait for a hanging process; the end of a process is noticed at once.
-    [(signal.SIGKILL, patient(200)), (signal.SIGSTOP, STALL_S)],
-    ids=["dies", "hangs"],
+    [(signal.SIGKILL, patient(200), 0), (signal.SIGSTOP, STALL_S, 1)],
+    ids=["first-dies", "second-hangs"],
 )
 def test_engine_lost_in_a_weight_update_is_replaced_while_the_other_samples(
     connect: Callable[..., VLLMRollout], policy: Any, what: signal.Signals, stall_timeout_s: float, lost: int

@@ -120,7 +120,7 @@ def recipe(workplace: Path, *overrides: str) -> list[str]:
         "run.name=job", f"model.path={workplace}/tiny", f"data.train_files=[{workplace}/data/train.parquet]",
         f"data.val_files=[{workplace}/data/test.parquet]", "data.max_prompt_tokens=26", "sampling.max_tokens=6",
         "batch.prompts_per_step=4", "batch.samples_per_prompt=4", "optimizer.lr=1e-3", "run.checkpoint_every=1",
-        "reward.functions.default._target_=my_rewards.shortness", *overrides,
+        "reward.functions.default._target_=my_rewards.shortness", "rollout.engine=transformers", *overrides,
     ]  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def test_submitted_job_is_stopped_by_ctrl_c_and_resumed_as_a_ray_job(
     log = tmp_path / "submit.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*command, "run.steps=100000", "rollout.engine=transformers"],
+            [*command, "run.steps=100000"],
             cwd=project, env=head_node.environment, stdout=output, stderr=output, text=True,
             preexec_fn=take_signals,
         )  # fmt: skip
