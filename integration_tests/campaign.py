@@ -89,16 +89,18 @@ class Kind:
     Attributes:
         recipe: recipe and options of the runs.
         find: function that returns the living processes of this kind in a run.
+        ends_run: True if the run ends with such a process.
     """
 
     recipe: tuple[str, ...]
     find: Callable[[Recipe], list[psutil.Process]]
+    ends_run: bool = False
 
 
 TRACKING_SERVER = "tracking server"
 KINDS: Mapping[str, Kind] = {
-    "driver": Kind(ANSWERS, _driver),
-    "controller": Kind(ANSWERS, _with("ray::TrainController")),
+    "driver": Kind(ANSWERS, _driver, ends_run=True),
+    "controller": Kind(ANSWERS, _with("ray::TrainController"), ends_run=True),
     "training worker": Kind(ANSWERS, _with("ray::RayTrainWorker")),
     "engine": Kind(ANSWERS, _with("ray::VLLMActor")),
     "process of an engine": Kind(ANSWERS, _processes_of_engines),
@@ -106,8 +108,8 @@ KINDS: Mapping[str, Kind] = {
     "environment worker": Kind(CONVERSATIONS, _with("ray::LoadedRewards")),
     "actor of the reference": Kind(ANSWERS, _with("ray::ModelActor")),
     "actor of the critic": Kind(CONVERSATIONS, _with("ray::CriticActor")),
-    "raylet": Kind(ANSWERS, _with("/raylet/raylet")),
-    "head": Kind(ANSWERS, _with("gcs_server")),
+    "raylet": Kind(ANSWERS, _with("/raylet/raylet"), ends_run=True),
+    "head": Kind(ANSWERS, _with("gcs_server"), ends_run=True),
     TRACKING_SERVER: Kind(ANSWERS, lambda run: []),
 }
 
@@ -273,6 +275,9 @@ def _kill_in_turn(
                 run.wait_until(partial(KINDS[kind].find, run), kind, 120)
                 KINDS[kind].find(run)[0].kill()
         killed, rows = time.monotonic(), len(run.metrics())
+        if KINDS[kind].ends_run:
+            # The workers may still take a step.
+            run.wait(1800)
         while not _goes_on(run, rows) and len(statuses) < STARTS - 1:
             statuses.append(run.wait())
             run = start(*overrides)
@@ -290,7 +295,7 @@ def _goes_on(run: Recipe, rows: int) -> bool:
         return len(run.metrics()) > rows
 
     wait_until(lambda: has_more_rows() or run.process.poll() is not None, "metrics", 1800, run.tail)
-    return has_more_rows() or run.wait() == 0
+    return not run.process.poll()
 
 
 # Comparison ---------------------------------------------------------------------------------------------------------

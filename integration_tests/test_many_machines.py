@@ -24,6 +24,7 @@ SMALL = (
     "placement.device=cpu", "run.checkpoint_every=1", "optimizer.lr=1e-3",
 )  # fmt: skip
 SAMPLES = 16
+WAIT_S = patient(60)
 WITHOUT_VLLM = "rollout.engine=transformers"
 # A folder in the project alone: every node unpacks the project, but here all nodes share a host and its folders.
 REWARD = """
@@ -139,13 +140,13 @@ def test_run_waits_for_machines_moves_before_an_announced_loss_and_outlives_a_ki
     run = start(
         # The run saves at its end and before an announced loss alone.
         "grpo", "moved", *SMALL, "run.checkpoint_every=100000", "run.steps=100000", WITHOUT_VLLM, *pace.overrides,
-        "placement.wait_for_nodes_s=2000", "placement.strategy=STRICT_SPREAD", "placement.max_restarts=3",
+        f"placement.wait_for_nodes_s={WAIT_S:g}", "placement.strategy=STRICT_SPREAD", "placement.max_restarts=3",
         RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S="0.5",
         # The default is a minute.
         RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(patient(8)),
     )  # fmt: skip
     run.wait_for_words("moved: waiting for 2 x 1 CPUs for the training workers, 1")
-    assert "of 2000 s; free now: 1 CPUs" in run.tail()
+    assert f"of {WAIT_S:g} s; free now: 1 CPUs" in run.tail()
     for _ in range(3):
         cluster.add(1)
     pace.wait(run)

@@ -27,6 +27,8 @@ from rl_plugins.errors import ConfigError, RayLost
 _TOKEN_BYTES = 32
 TASK_REPORTS = "RAY_task_events_report_interval_ms"
 """Variable of Ray: milliseconds between two reports of a process about its tasks. Ray distinguishes small letters."""
+GCS_WAIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Variable of Ray: seconds until a process ends that has lost the GCS."""
 LEAST_BYTES = 512 * 2**20
 _SAMPLE_BYTES = 32
 """Bytes of a token between sampler, rewards and workers: id, log-prob and text, pickled."""
@@ -41,15 +43,17 @@ _SHARE_OF_SHARED, _SHARE_OF_MEMORY = 0.8, 0.3
 
 
 def set_own_ray_up() -> None:
-    """Let a Ray that this process starts listen on the loopback address, and keep no list of finished tasks.
+    """Let a Ray that this process starts listen on the loopback address, keep no list of finished tasks, and end early.
 
     Ray's GCS would keep 100,000 tasks for `ray list tasks`. Each step has many tasks, so the memory of the GCS would
-    grow by megabytes every 100 steps. Call the function before the first import of Ray. Variables of the user stay.
+    grow by megabytes every 100 steps. Nobody starts the GCS of a run's own Ray again, but Ray would wait a minute for
+    a GCS that has ended. Call the function before the first import of Ray. Variables of the user stay.
     """
     # Ray's only switch: Ray replaces `_node_ip_address="127.0.0.1"` by an outside address.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     # 0 is never: processes do not report their tasks to the GCS.
     os.environ.setdefault(TASK_REPORTS, "0")
+    os.environ.setdefault(GCS_WAIT, "10")
 
 
 def start_own_ray(**options: Any) -> None:
